@@ -1,0 +1,52 @@
+# Everything runs from .venv, which any target makes first. The targets are what CI runs.
+PYTHON ?= python3
+BIN := .venv/bin
+CPU := JAX_PLATFORMS=cpu
+ARGS ?=
+
+.PHONY: help setup train test check format bench pictures clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  { echo "flaxasync needs Python 3.12 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+
+.venv/.train: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train]'
+	@touch $@
+
+.venv/.dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ .venv/.train
+
+setup: .venv/.dev  ## make .venv with everything a developer needs
+
+train: .venv/.train  ## train configs/tiny.py tensor-parallel on 8 simulated CPU devices; ARGS='--steps 100' adds options
+	$(CPU) $(BIN)/python train/run.py configs/tiny.py $(ARGS)
+
+test: .venv/.dev  ## run the tests; ARGS='tests/test_ring.py -k both' narrows them
+	$(CPU) $(BIN)/python -m pytest $(or $(ARGS),-n 2 tests)
+
+check: .venv/.dev  ## format check, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/.dev  ## format and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/.dev  ## measure the tables that the documents quote, and draw their pictures
+	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md
+	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
+	$(CPU) $(BIN)/python benchmarks/async_table.py --write docs/async.md
+	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img
+
+pictures: .venv/.dev  ## draw the pictures in docs/img
+	$(BIN)/python docs/loop_picture.py
+
+clean:  ## remove .venv, runs and caches
+	rm -rf .venv runs build dist .mypy_cache .pytest_cache .ruff_cache

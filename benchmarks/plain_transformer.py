@@ -1,0 +1,121 @@
+"""The decoder of models/transformer.py in plain nnx.Linear and nnx.Embed, left to XLA's automatic sharding.
+
+What a user would write without flaxasync: kernels are annotated as in ours (columns, then rows), the residual stream is
+constrained to the layout that ours has, and XLA chooses every collective operation. Parameters have the same names and
+shapes, so that either model loads the other's. Needs Auto axes.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+import flaxasync as fa
+from models.transformer import RMSNorm, TransformerConfig
+
+COLUMNS, ROWS = (None, "model"), ("model", None)
+
+
+def linear(inputs: int, outputs: int, sharding: tuple, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Linear:
+    """A plain layer without a bias, its kernel annotated."""
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=False,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        kernel_metadata={"out_sharding": sharding},
+        rngs=rngs,
+    )
+
+
+def constrain(x: Array, *spec: str | None) -> Array:
+    """Tells XLA how to shard `x`."""
+    return lax.with_sharding_constraint(x, P(*spec))
+
+
+class PlainMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)), or down(silu(up(x)))."""
+
+    def __init__(self, config: TransformerConfig, *, gated: bool = True, rngs: nnx.Rngs):
+        self.up = linear(config.width, config.mlp_width, COLUMNS, config, rngs)
+        self.gate = linear(config.width, config.mlp_width, COLUMNS, config, rngs) if gated else None
+        self.down = linear(config.mlp_width, config.width, ROWS, config, rngs)
+
+    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+        hidden = jax.nn.silu(self.up(x)) if self.gate is None else jax.nn.silu(self.gate(x)) * self.up(x)
+        return constrain(self.down(constrain(hidden, "data", None, "model")), "data", "model", None)
+
+
+class PlainAttention(nnx.Module):
+    """Causal self-attention with rotary positions and grouped key-value heads."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.head_dim = config.width // config.heads
+        self.rope_theta = config.rope_theta
+        self.query = linear(config.width, config.heads * self.head_dim, COLUMNS, config, rngs)
+        self.key = linear(config.width, config.kv_heads * self.head_dim, COLUMNS, config, rngs)
+        self.value = linear(config.width, config.kv_heads * self.head_dim, COLUMNS, config, rngs)
+        self.out = linear(config.heads * self.head_dim, config.width, ROWS, config, rngs)
+
+    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+        q, k, v = (
+            constrain(y.reshape(*y.shape[:-1], -1, self.head_dim), "data", None, "model", None)
+            for y in (self.query(x), self.key(x), self.value(x))
+        )
+        q, k = (fa.nn.rotary_embedding(y, theta=self.rope_theta) for y in (q, k))
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return constrain(self.out(out.reshape(*out.shape[:-2], -1)), "data", "model", None)
+
+
+class PlainLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config, rngs=rngs)
+        self.attention = PlainAttention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config, rngs=rngs)
+        self.mlp = PlainMLP(config, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class PlainTransformer(nnx.Module):
+    """Tokens to logits, without a remat policy."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.width,
+            dtype=jnp.dtype(config.dtype),
+            param_dtype=jnp.dtype(config.param_dtype),
+            embedding_init=nnx.initializers.normal(0.02),
+            embedding_metadata={"out_sharding": ROWS},
+            rngs=rngs,
+        )
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+        def stack(rngs: nnx.Rngs) -> PlainLayer:
+            return PlainLayer(config, rngs=rngs)
+
+        self.layers = stack(rngs)
+        self.final_norm = RMSNorm(config, rngs=rngs)
+        self.output = linear(config.width, config.vocab_size, COLUMNS, config, rngs)
+
+    def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L V"]:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+        def run(layer: PlainLayer, x: Array) -> Array:
+            return layer(x)
+
+        x = constrain(self.embed(tokens), "data", "model", None)
+        return constrain(self.output(self.final_norm(run(self.layers, x))), "data", None, "model")
+
+    def loss(self, tokens: Int[Array, "B L"], targets: Int[Array, "B L"]) -> Float[Array, ""]:
+        """Mean cross-entropy of the targets, nats a token."""
+        log_probabilities = jax.nn.log_softmax(self(tokens).astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1))

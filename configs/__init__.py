@@ -1,0 +1,1 @@
+"""Presets for train/run.py: one file each, with one function that returns a full Config."""

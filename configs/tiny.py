@@ -1,0 +1,19 @@
+"""A small byte-level decoder on eight simulated CPU devices: minutes on two cores."""
+
+from models.transformer import TransformerConfig
+from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
+
+
+def tiny() -> Config:
+    """Learns the Python standard library, tensor-parallel over 4 devices and data-parallel over 2."""
+    return Config(
+        workdir="runs/tiny",
+        steps=400,
+        mesh=MeshConfig(data=2, model=4, platform="cpu", cpu_devices=8),
+        model=TransformerConfig(vocab_size=256, layers=4, width=128, heads=8, kv_heads=4, mlp_width=384),
+        data=DataConfig(sequence_length=128, batch_size=16),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
+        checkpoint=CheckpointConfig(every=100),
+        eval=EvalConfig(every=100, batches=8, sample_tokens=96),
+        report=ReportConfig(every=10),
+    )

@@ -1,0 +1,98 @@
+"""The parent's side of `compile_worker.py`: starts it, sends it programs, and says how it died when it dies."""
+
+import atexit
+import contextlib
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+
+from flaxasync.check import compile_worker
+
+# What lets libtpu load where there is no TPU, and beside another process that has it loaded.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+_DUMP_PASSES = "(final_bundles|final_hlo-static-per-bundle|bundle-profile|hlo-details|original)"
+
+
+class CompilerProcess:
+    """A child process that compiles; see compile_worker.py."""
+
+    def __init__(self, dumps: pathlib.Path | None = None):
+        environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
+        if dumps is not None:
+            dumps.mkdir(parents=True, exist_ok=True)
+            flags = f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
+            flags += f" --xla_mosaic_dump_to={dumps} --xla_jf_dump_llo_pass_label_regex={_DUMP_PASSES}"
+            environment["LIBTPU_INIT_ARGS"] = f"{environment.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
+        self.process = subprocess.Popen(
+            [sys.executable, compile_worker.__file__],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=environment,
+        )  # fmt: skip
+
+    def compile(self, request: dict, timeout: float) -> dict:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            compile_worker.send(stdin, request)
+            if not select.select([stdout], [], [], timeout)[0]:
+                self.close()
+                raise RuntimeError(
+                    f"the TPU compiler did not finish in {timeout} s and was ended; pass a longer timeout"
+                )
+            answer = compile_worker.receive(stdout)
+        except (EOFError, BrokenPipeError):
+            death = f"the TPU compiler {_death(self.process.wait())}; its last lines:\n{self.last_lines()}"
+            self.close()
+            raise RuntimeError(death) from None
+        if "error" in answer:
+            message = answer["error"]
+            raise RuntimeError(
+                busy_message(message) if "already in use" in message else f"the TPU compiler refused: {message}"
+            )
+        return answer["ok"]
+
+    def last_lines(self) -> str:
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return "\n".join(line for line in lines if not line.startswith("http"))[-2000:]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()  # type: ignore[union-attr]
+
+
+def _death(code: int) -> str:
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+_shared: list[CompilerProcess] = []
+
+
+def shared_process() -> CompilerProcess:
+    if _shared and _shared[0].process.poll() is not None:
+        _shared.pop().close()
+    if not _shared:
+        _shared.append(CompilerProcess())
+        atexit.register(_shared[0].close)
+    return _shared[0]
+
+
+def busy_message(error: object) -> str:
+    """Says what to do when another process holds libtpu."""
+    return f"libtpu is in use: {error}. Start the other process with ALLOW_MULTIPLE_LIBTPU_LOAD=1, or wait for it"

@@ -1,0 +1,138 @@
+"""Declarations -> addresses: every buffer, scalar and semaphore of a dump gets a place that no other one shares.
+
+The dump leaves most addresses to the linker. Any will do for playing, as long as they are distinct, the same on every
+device (the devices run one program), and buffers have their true size, so that the program's own bounds checks mean
+something.
+
+| space | unit of an address |
+|---|---|
+| smem, sflag | one word, 4 bytes |
+| vmem | one row of 128 words, 512 bytes |
+| hbm | such a row on v5e, a granule of 32 bytes on later chips |
+
+Operands of transfers count granules in both vmem and hbm.
+"""
+
+import bisect
+import dataclasses
+import math
+import re
+
+from flaxasync.check.player.bundle_text import Declaration, Program
+from flaxasync.check.player.errors import DumpError
+
+GRANULE = 32  # bytes
+_FIRST = {"smem": 0x1000, "sflag": 0x400, "vmem": 0x200000, "hbm": 0x20000000}  # bytes
+FIRST_HBM_GRANULE = _FIRST["hbm"] // GRANULE
+_GAP = {"smem": 0, "sflag": 0, "vmem": 4096, "hbm": 32768}  # bytes between buffers: one past the end is in none
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
+_TILE = re.compile(r"\(([\d,]+)\)")
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0, "opaque": 0}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffer:
+    space: str
+    address: int  # in units of the space
+    size: int  # in units
+    label: str  # for messages
+
+
+LATE = "late scalar"
+
+
+def shape_bytes(shape: str) -> int:
+    """Returns the bytes of an HLO shape, its tiles filled up: `bf16[3,5]{1,0:T(8,128)(2,1)}` is 2048; a tuple's sum."""
+    return sum(_array_bytes(m) for m in _SHAPE.finditer(shape))
+
+
+def _array_bytes(match: re.Match) -> int:
+    dtype, dims, order, layout = match.groups()
+    sizes = [int(d) for d in dims.split(",") if d]
+    if order and len(order.split(",")) == len(sizes):
+        sizes = [sizes[int(i)] for i in reversed(order.split(","))]
+    tile = [int(t) for t in m[1].split(",")] if (m := _TILE.search(layout or "")) else []
+    for axis in range(1, min(len(tile), len(sizes)) + 1):
+        sizes[-axis] = -(-sizes[-axis] // tile[-axis]) * tile[-axis]
+    bits = _BITS.get(dtype) if dtype in _BITS else int(found[0]) if (found := re.findall(r"\d+", dtype)) else 32
+    return -(-math.prod(sizes) * (bits or 0) // 8)
+
+
+def _number(name: str) -> int:
+    return int(re.findall(r"\d+", name)[0])
+
+
+class Addresses:
+    """Hands out addresses, and tells what lies at one."""
+
+    def __init__(self, hbm_unit: int) -> None:
+        self._unit = {"smem": 4, "sflag": 4, "vmem": 512, "hbm": hbm_unit}
+        self._next = {space: first // self._unit[space] for space, first in _FIRST.items()}
+        self._by_program: dict[str, dict[str, Buffer]] = {}
+        self._ordered: dict[str, tuple[list[int], list[Buffer]]] = {space: ([], []) for space in self._unit}
+        self.fixed: dict[tuple[str, int], str] = {}  # (space, address) -> what the compiler says lies there
+
+    def add(self, program: Program) -> None:
+        """Places the declarations of one program."""
+        places: dict[str, Buffer] = {}
+        for declaration in program.declarations.values():
+            places[declaration.name] = self._place(program, declaration)
+        self._by_program[program.name] = places
+
+    def new(self, space: str, size: int, label: str) -> Buffer:
+        """Places a buffer of `size` bytes that no program declares."""
+        units = max(1, -(-size // self._unit[space]))
+        buffer = Buffer(space, self._next[space], units, label)
+        self._next[space] += units + _GAP[space] // self._unit[space]
+        starts, buffers = self._ordered[space]
+        starts.append(buffer.address)
+        buffers.append(buffer)
+        return buffer
+
+    def of(self, program: Program, name: str) -> Buffer:
+        """Returns where `#name` of a program lies.
+
+        Scalars that later passes add (spill slots, offsets of the linker) are declared by their first use: their
+        numbers are higher than any that was declared.
+        """
+        places = self._by_program[program.name]
+        if name not in places:
+            last = max((_number(known) for known in program.declarations), default=-1)
+            if not name.endswith("_spill") and _number(name) <= last:
+                raise DumpError(
+                    f"{program.path.name} uses #{name}, which its *-original.txt does not declare: the dump was cut"
+                )
+            places[name] = self.new("smem", 4, f"{LATE} {name} of {program.name}")
+        return places[name]
+
+    def at_granule(self, space: str, granule: int) -> Buffer | None:
+        """Returns the buffer that holds a granule of vmem or hbm."""
+        return self.at(space, granule * GRANULE // self._unit[space])
+
+    def granules(self, buffer: Buffer) -> tuple[int, int]:
+        """Returns the first granule of a buffer, and the one after its last."""
+        scale = self._unit[buffer.space] // GRANULE
+        return buffer.address * scale, (buffer.address + buffer.size) * scale
+
+    def at(self, space: str, address: int) -> Buffer | None:
+        """Returns the buffer that holds an address."""
+        starts, buffers = self._ordered[space]
+        index = bisect.bisect_right(starts, address) - 1
+        if index < 0 or address >= buffers[index].address + buffers[index].size:
+            return None
+        return buffers[index]
+
+    def _place(self, program: Program, declaration: Declaration) -> Buffer:
+        space = declaration.space
+        if space not in self._unit:
+            space = "smem"  # never addressed by the core that is played
+        label = f"{declaration.tag} ({declaration.name} of {program.name})"
+        if declaration.offset >= 0:
+            address = declaration.offset // self._unit[space]
+            if declaration.size and not declaration.tag.endswith("null"):
+                self.fixed[space, address] = declaration.tag
+            if space not in ("smem", "sflag"):
+                return self.new(space, max(declaration.size, 1), label)
+            return Buffer(space, address, max(1, declaration.size // 4), label)
+        size = declaration.size if declaration.size >= 0 else shape_bytes(declaration.shape)
+        return self.new(space, size, label)

@@ -1,0 +1,149 @@
+"""A run as a PNG: one band per device that shows what its core does at every moment, its links below it.
+
+The height of a band is the core's time: the share of each thin slice of time in which the matrix unit multiplies,
+other work issues, or the core waits, by cause. A person sees the bubbles.
+"""
+
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flaxasync.check.player.result import Result
+
+COLOURS = {
+    "matrix": ("#1f5fa8", "matrix units multiply"),
+    "work": ("#9dc3e6", "other work"),
+    "memory": ("#f2c14e", "waits for its own HBM"),
+    "remote": ("#d1495b", "waits for another device"),
+    "collective": ("#e8853d", "ring model of a collective"),
+}
+LINK = ("#3c8d5a", "bytes on a link")
+_CAUSES = {"memory": "memory", "receive": "remote", "send": "remote", "sync": "remote", "collective": "collective"}
+_BINS = 900
+_BAND, _LINK, _GAP, _TITLE = 1.0, 0.2, 0.3, 0.8
+
+
+def save_picture(results: "Sequence[Result]", path: Any, *, titles: Sequence[str] = (), devices: int = 4) -> None:
+    """Draws results below one another on one time axis.
+
+    Args:
+      results: at least one.
+      path: of the PNG.
+      titles: one per result; the program's name by default.
+      devices: how many devices of each are drawn.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        import numpy as np
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError(
+            "drawing a run needs matplotlib: install it, or write a trace and open it in Perfetto"
+        ) from error
+    end = max(r.seconds for r in results) * 1e3
+    shown = [(r, sorted(r.devices, key=lambda d: d.device)[:devices]) for r in results]
+    total = sum(_TITLE + len(d) * (_BAND + _LINK + _GAP) for _, d in shown)
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 9}):
+        height = 0.62 * total + 1.4
+        figure = Figure(figsize=(12, height), dpi=130)
+        FigureCanvasAgg(figure)
+        axes = figure.add_axes((0.09, 0.75 / height, 0.89, 1 - 1.4 / height))
+        top, ticks = 0.0, []
+        for number, (result, drawn) in enumerate(shown):
+            title = titles[number] if number < len(titles) else result.name
+            words = f"{title}:  {result.seconds * 1e3:.2f} ms,  {result.share_of_peak:.0%} of peak,  "
+            words += f"waits for other devices {result.exposed * 1e3:.2f} ms"
+            top += _TITLE
+            axes.text(0, top - 0.3, words, fontweight="bold", fontsize=10, va="bottom")
+            for device in drawn:
+                shares, links = _shares(result, device.device, end, np)
+                times = np.linspace(0, end, _BINS + 1)
+                base = np.zeros(_BINS)
+                for kind, (colour, _) in COLOURS.items():
+                    axes.fill_between(
+                        times, _step(top + _BAND * (1 - base)), _step(top + _BAND * (1 - base - shares[kind])),
+                        step="post", color=colour, lw=0,
+                    )  # fmt: skip
+                    base = base + shares[kind]
+                axes.broken_barh(links, (top + _BAND + 0.04, _LINK - 0.04), facecolors=LINK[0])
+                _name_phases(axes, result, device, top, end)
+                ticks.append((top + _BAND / 2, f"device {device.device}\n({','.join(map(str, device.coords[:2]))})"))
+                top += _BAND + _LINK + _GAP
+        axes.set_xlim(0, end * 1.002)
+        axes.set_ylim(top, 0)
+        axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks], fontsize=8)
+        axes.set_xlabel("ms")
+        axes.tick_params(axis="y", length=0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        present = {c for r in results for d in r.devices for c in d.waits}
+        used = [k for k in COLOURS if k in ("matrix", "work") or any(_CAUSES[c] == k for c in present)]
+        patches = [Patch(color=COLOURS[k][0], label=COLOURS[k][1]) for k in used] + [
+            Patch(color=LINK[0], label=LINK[1])
+        ]
+        figure.legend(
+            handles=patches, loc="upper right", ncols=len(patches), frameon=False, bbox_to_anchor=(0.985, 1.0)
+        )
+        figure.text(0.012, 0.1 / height, results[0].basis, color="#666666", fontsize=7)
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def _shares(result: "Result", device: int, end: float, np: Any) -> tuple[dict, list[tuple[float, float]]]:
+    """Returns the share of each bin by kind, and the stretches in which a link of the device carries its bytes."""
+    shares = {kind: np.zeros(_BINS) for kind in COLOURS}
+    links = []
+    scale = 1e3 / result.clock / end * _BINS
+    for s in result.stretches:
+        if s.device != device:
+            continue
+        if s.lane != "core":
+            if s.kind == "transfer":
+                links.append((s.start * 1e3 / result.clock, (s.end - s.start) * 1e3 / result.clock))
+            continue
+        first, last = s.start * scale, s.end * scale
+        if s.kind == "run":
+            multiplying = min(1.0, s.busy / (s.end - s.start))
+            _add(shares["matrix"], first, last, multiplying, np)
+            _add(shares["work"], first, last, 1 - multiplying, np)
+        else:
+            _add(shares[_CAUSES[s.cause]], first, last, 1.0, np)
+    return shares, links
+
+
+def _add(bins: Any, first: float, last: float, weight: float, np: Any) -> None:
+    """Adds a stretch to the bins it touches, by the part of each that it fills."""
+    low, high = int(first), min(int(last), len(bins) - 1)
+    if low >= len(bins):
+        return
+    if low == high:
+        bins[low] += (last - first) * weight
+        return
+    bins[low] += (low + 1 - first) * weight
+    bins[low + 1 : high] += weight
+    bins[high] += min(last - high, 1.0) * weight
+
+
+def _step(values: Any) -> Any:
+    """Repeats the last value, as a post-step plot of edges wants it."""
+    import numpy as np
+
+    return np.append(values, values[-1])
+
+
+def _name_phases(axes: Any, result: "Result", device: Any, top: float, end: float) -> None:
+    for phase in device.phases:
+        start, seconds = phase.start * 1e3, phase.seconds * 1e3
+        if phase.depth == 0 and phase.runs == 1:
+            if start > 0:
+                axes.plot([start, start], [top - 0.02, top + _BAND + 0.02], color="white", lw=1.2)
+            width = int(seconds / end * 120)
+            if width > 3:
+                text = phase.name if len(phase.name) <= width else phase.name[: width - 1] + "…"
+                axes.text(start + 0.004 * end, top - 0.03, text, fontsize=7, color="#333333", va="bottom")

@@ -1,0 +1,211 @@
+"""The scalar unit: text of an operation -> Python that computes its result.
+
+Registers hold unsigned 32-bit integers; floats are kept as their bits. The strings built here become the body of a
+block (blocks.py), in which `s` and `p` are the register files, `d` is the machine, and the helpers of RUNTIME are in
+scope.
+"""
+
+import re
+import struct
+from collections.abc import Callable
+
+from flaxasync.check.player.bundle_text import Operation
+
+MASK = 0xFFFFFFFF
+
+_REGISTER = re.compile(r"(!?)%([sp])\w+?_[sp](\d+)$")
+_RESULT = re.compile(r"([sp])\w+?_[sp](\d+)$")
+_INTEGER = re.compile(r"-?(?:0x[0-9a-f]+|\d+)$")
+_FLOAT = re.compile(r"-?(?:(?:\d+\.\d*|\d*\.\d+)(?:e[-+]?\d+)?|\d+e[-+]?\d+|inf|nan)$")
+_ALLOCATION = re.compile(r"\[#(allocation\w+)((?:\s*\+\s*[^\s\]]+)*)\]$")
+_MEMORY = re.compile(r"\[(?:smem|sflag):\[(.*)\]\]$", re.S)
+
+
+class NoScalarError(ValueError):
+    """An operand or operation that the scalar unit has no meaning for."""
+
+
+def signed(x: int) -> int:
+    x &= MASK
+    return x - (1 << 32) if x >> 31 else x
+
+
+def as_float(x: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", x & MASK))[0]
+
+
+def as_bits(x: float) -> int:
+    try:
+        return struct.unpack("<I", struct.pack("<f", x))[0]
+    except OverflowError:
+        return 0x7F800000 if x > 0 else 0xFF800000
+
+
+def shift_left(x: int, n: int) -> int:
+    return (x << n) & MASK if n < 32 else 0
+
+
+def shift_right(x: int, n: int) -> int:
+    return (x & MASK) >> n if n < 32 else 0
+
+
+RUNTIME = {
+    "signed": signed,
+    "as_float": as_float,
+    "as_bits": as_bits,
+    "shift_left": shift_left,
+    "shift_right": shift_right,
+}
+
+_INTEGER_ARITHMETIC = {
+    "sadd": "({0} + {1}) & 4294967295",
+    "ssub": "({0} - {1}) & 4294967295",
+    "smul": "({0} * {1}) & 4294967295",
+    "sand": "{0} & {1}",
+    "sor": "{0} | {1}",
+    "sxor": "{0} ^ {1}",
+    "sshll": "shift_left({0}, {1})",
+    "sshrl": "shift_right({0}, {1})",
+    "sshra": "(signed({0}) >> min({1}, 31)) & 4294967295",
+}
+_UNSIGNED = {"smin": "min({0}, {1})", "smax": "max({0}, {1})"}
+_SIGNED = {
+    "smin": "min(signed({0}), signed({1})) & 4294967295",
+    "smax": "max(signed({0}), signed({1})) & 4294967295",
+}
+_FLOAT_ARITHMETIC = {
+    "sadd": "as_bits(as_float({0}) + as_float({1}))",
+    "ssub": "as_bits(as_float({0}) - as_float({1}))",
+    "smul": "as_bits(as_float({0}) * as_float({1}))",
+    "smin": "as_bits(min(as_float({0}), as_float({1})))",
+    "smax": "as_bits(max(as_float({0}), as_float({1})))",
+}
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_PREDICATES = {
+    "por": "({0}) or ({1})",
+    "pand": "({0}) and ({1})",
+    "pnand": "not (({0}) and ({1}))",
+    "pnor": "not (({0}) or ({1}))",
+    "pxor": "bool({0}) != bool({1})",
+    "pneg": "not ({0})",
+    "pmov": "bool({0})",
+}
+# Names that leave every register as it is: a phi's operands share its register, an operand of a call is set by the
+# caller.
+NO_EFFECT = ("sphi", "pphi", "inlined_call_operand", "sfence", "compiler-scheduling-barrier", "vsettm", "xla_tuple")
+
+Resolve = Callable[[str], int]  # name of an allocation -> its address
+
+
+def result_register(operation: Operation) -> tuple[str, int] | None:
+    """Returns ("s" or "p", number) of the register that an operation writes."""
+    match = _RESULT.match(operation.result)
+    return (match[1], int(match[2])) if match else None
+
+
+def operand_value(text: str, resolve: Resolve) -> str:
+    """Returns Python for the value of an operand.
+
+    Raises:
+      NoScalarError: it is none that the scalar unit can read.
+    """
+    text = text.strip()
+    if match := _REGISTER.match(text):
+        value = f"{match[2]}[{int(match[3])}]"
+        return f"(not {value})" if match[1] else value
+    if _INTEGER.match(text):
+        return str(int(text, 0) & MASK)
+    if _FLOAT.match(text):
+        return str(as_bits(float(text)))
+    if match := _ALLOCATION.match(text):
+        terms = [str(resolve(match[1]))]
+        terms += [operand_value(term.lstrip("$"), resolve) for term in re.findall(r"\+\s*([^\s\]]+)", match[2])]
+        return terms[0] if len(terms) == 1 else f"(({' + '.join(terms)}) & 4294967295)"
+    if match := _MEMORY.match(text):
+        inner = match[1]
+        return operand_value(f"[{inner}]" if inner.startswith("#") else inner, resolve)
+    if " [#" in text:  # the buffer that a pointer belongs to, as a hint
+        return operand_value(text[: text.index(" [#")], resolve)
+    if " + " in text:
+        return (
+            "(("
+            + " + ".join(operand_value(t.strip().lstrip("$"), resolve) for t in text.split(" + "))
+            + ") & 4294967295)"
+        )
+    raise NoScalarError(f"operand {text!r}")
+
+
+def predicate_value(text: str, resolve: Resolve) -> str:
+    """Returns Python for a predicate, which may be a constant."""
+    if text in ("1", "!0"):
+        return "True"
+    if text in ("0", "!1"):
+        return "False"
+    return operand_value(text, resolve)
+
+
+def result_value(operation: Operation, resolve: Resolve) -> str | None:
+    """Returns Python for what an operation writes to its result register; None when it leaves it as it is.
+
+    Raises:
+      NoScalarError: the operation is unknown.
+    """
+    unit, parts = operation.unit, operation.name.split(".")
+    if unit in NO_EFFECT:
+        return None
+
+    def read(index: int) -> str:
+        return operand_value(operation.operands[index], resolve)
+
+    operands = operation.operands
+    if "sparse_core" in operation.name:
+        raise NoScalarError(operation.name)
+    if unit == "int_to_ptr":
+        source = operands[-1]
+        same = _REGISTER.match(source)
+        written = result_register(operation)
+        return None if same and written == (same[2], int(same[3])) else operand_value(source, resolve)
+    if unit == "scalar_parameter_address":
+        return f"d.parameter({int(operands[0])})"
+    if unit == "reloc":
+        return "0"  # index of a profile counter
+    if unit == "smov":
+        return read(-1)
+    if unit in _PREDICATES:
+        return _PREDICATES[unit].format(*(operand_value(o, resolve) for o in operands))
+    if unit == "scmp":
+        order, kind = parts[1], parts[2]
+        wrap = "as_float" if kind.startswith("f") else "signed" if kind.startswith("s") else ""
+        return f"{wrap}({read(0)}) {_COMPARE[order]} {wrap}({read(1)})"
+    if unit == "sc":  # carry of an addition
+        return f"({read(0)} + {read(1)}) > 4294967295"
+    if unit == "scalar_select":
+        return f"({read(1)}) if ({read(0)}) else ({read(2)})"
+    if unit == "scalar_lea":
+        return f"({read(0)} + {read(1) if len(operands) > 1 else 0}) & 4294967295"
+    if unit == "sld":
+        return f"d.load({read(0)})"
+    if operation.name == "spop.sfrf":
+        return "d.flag_values.popleft()"
+    if operation.name == "spop.sccf":
+        return "d.core_values.popleft()"
+    if operation.name == "spop.drf":
+        return "d.divided.popleft()"
+    if operation.name == "spop":
+        return "d.pop_vector()"
+    if operation.name == "smul.u32.u64.high" or unit == "smulhi":
+        return f"({read(0)} * {read(1)}) >> 32"
+    if operation.name.startswith("scvt.s32.f32"):
+        return f"as_bits(float(signed({read(0)})))"
+    if operation.name.startswith("scvt.f32.s32"):
+        return f"int(as_float({read(0)})) & 4294967295"
+    if unit == "sclz":
+        return f"32 - ({read(0)}).bit_length()"
+    kind = parts[1] if len(parts) > 1 else "s32"
+    if kind.startswith("f"):
+        table = _FLOAT_ARITHMETIC
+    else:
+        table = _INTEGER_ARITHMETIC | (_UNSIGNED if kind.startswith("u") else _SIGNED)
+    if unit in table and len(operands) == 2:
+        return table[unit].format(read(0), read(1))
+    raise NoScalarError(f"scalar operation {operation.name!r}")

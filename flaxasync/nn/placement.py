@@ -1,0 +1,276 @@
+"""Where a layer's input lies on the ambient mesh, and how to run a function of shards on it.
+
+A layer works on global arrays. Under Explicit axes an array's type says how it is sharded; under Auto axes the layer is
+told (`in_spec`), or takes the usual layout: the leading dimension over every axis but the layer's own. Inside a
+`jax.shard_map` that already maps the layer's axis, input and parameters are taken for the local shards they are.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+type Layout = Literal["sequence", "replicated"]
+type Entry = tuple[str, ...]  # the mesh axes over which one dimension is sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How the input [..., rows, features] of a layer is sharded.
+
+    Attributes:
+      axis_name: the layer's mesh axis.
+      size: devices on it.
+      batch: the mesh axes of each dimension before the rows.
+      rows: those of the rows, but for `axis_name`.
+      rows_sharded: whether `axis_name` shards the rows, minor-most.
+      features_sharded: whether `axis_name` shards the features.
+      manual: whether an enclosing shard_map maps `axis_name`.
+    """
+
+    axis_name: str
+    size: int
+    batch: tuple[Entry, ...]
+    rows: Entry
+    rows_sharded: bool
+    features_sharded: bool
+    manual: bool
+
+    def spec(self, layout: Layout | None = None, *, features: bool = False) -> PartitionSpec:
+        """The spec of an array [*batch, rows, features].
+
+        Args:
+          layout: "sequence" to shard the rows over `axis_name`, "replicated" not to.
+          features: whether `axis_name` shards the features.
+        """
+        rows = (*self.rows, self.axis_name) if layout == "sequence" else self.rows
+        return PartitionSpec(*map(_entry, (*self.batch, rows, (self.axis_name,) if features else ())))
+
+    @property
+    def in_spec(self) -> PartitionSpec:
+        """The spec of the input."""
+        return self.spec("sequence" if self.rows_sharded else "replicated", features=self.features_sharded)
+
+    def token_spec(self) -> PartitionSpec:
+        """The spec of an array [*batch, rows] that is the same on every device of `axis_name`."""
+        return PartitionSpec(*map(_entry, (*self.batch, self.rows)))
+
+    def run(self, fn: Callable, args: tuple, in_specs: tuple, out_specs: Any) -> Any:
+        """Runs `fn` on the shards of `args`: under shard_map, or as it is inside one."""
+        if self.manual:
+            return fn(*args)
+        types = _axis_types()
+        axes = {name for name, kind in types.items() if kind != AxisType.Manual}
+        if all(kind == AxisType.Explicit for kind in types.values()):
+            args = jax.tree.map(_reshard, args, in_specs)
+        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes)(*args)
+
+
+def axis_size(layer: str, axis_name: str) -> int:
+    """The size of a mesh axis.
+
+    Raises:
+      ValueError: no mesh is set, or it lacks the axis. The message begins with `layer`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"{layer} needs a mesh with the axis {axis_name!r}, and none is set; "
+            f'wrap the call in `with jax.set_mesh(jax.make_mesh((devices,), ("{axis_name}",))):`'
+        )
+    if axis_name not in mesh.shape:
+        raise ValueError(
+            f"{layer} works on the mesh axis {axis_name!r}, and the mesh has {', '.join(map(repr, mesh.axis_names))}; "
+            "pass axis_name, or add the axis to the mesh"
+        )
+    return mesh.shape[axis_name]
+
+
+def place(
+    layer: str, x: jax.Array, axis_name: str, in_spec: PartitionSpec | None, *, sharded: Literal["rows", "features"]
+) -> Placement:
+    """Reads how `x` [..., rows, features] is sharded.
+
+    Args:
+      layer: the caller's name, for errors.
+      x: the input.
+      axis_name: the layer's mesh axis.
+      in_spec: how x is sharded, where its type does not say (Auto axes); None for the usual layout.
+      sharded: what `axis_name` shards in the usual layout.
+
+    Raises:
+      ValueError: no mesh, no such axis, too few dimensions, a spec that the layer cannot take.
+    """
+    size = axis_size(layer, axis_name)
+    if x.ndim < 2:
+        raise ValueError(f"{layer} needs an input [..., rows, features]: got {list(x.shape)}; add a dimension of rows")
+    types = _axis_types()
+    if types[axis_name] == AxisType.Manual:
+        _check_types_tell(layer, axis_name)
+        varies = axis_name in jax.typeof(x).mat.varying
+        return Placement(
+            axis_name,
+            size,
+            ((),) * (x.ndim - 2),
+            (),
+            rows_sharded=varies and sharded == "rows",
+            features_sharded=varies and sharded == "features",
+            manual=True,
+        )
+    split = {"rows": -2, "features": -1}[sharded]
+    entries = _entries(layer, x, in_spec, types, axis_name, batch_dims=x.ndim - 2, split=split)
+    *batch, rows, features = entries
+    fits = not any(axis_name in entry for entry in batch)
+    if sharded == "rows":
+        fits = fits and not features and (axis_name not in rows or rows[-1] == axis_name)
+        needed = f"whose rows (dimension -2) are sharded over {axis_name!r}, or are the same on all of its devices"
+    else:
+        fits = fits and axis_name not in rows and features == ((axis_name,) if size > 1 or features else ())
+        needed = f"whose features (dimension -1) are sharded over {axis_name!r}"
+    if not fits:
+        raise ValueError(
+            f"{layer} takes an input {needed}: got {PartitionSpec(*map(_entry, entries))}; reshard it with jax.reshard"
+        )
+    others = tuple(name for name in rows if name != axis_name)
+    return Placement(axis_name, size, tuple(batch), others, axis_name in rows, bool(features), manual=False)
+
+
+def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionSpec | None) -> Placement:
+    """Reads how `ids` [..., rows] is sharded; every device of `axis_name` must have all of them.
+
+    Raises:
+      ValueError: no mesh, no such axis, no dimensions, or ids that are sharded over `axis_name`.
+    """
+    size = axis_size(layer, axis_name)
+    if ids.ndim < 1:
+        raise ValueError(f"{layer} needs ids [..., rows]: got a scalar; add a dimension")
+    types = _axis_types()
+    if types[axis_name] == AxisType.Manual:
+        _check_types_tell(layer, axis_name)
+        if size > 1 and axis_name in jax.typeof(ids).mat.varying:
+            raise ValueError(
+                f"{layer} needs all ids on every device of {axis_name!r}: got ids that vary over it; gather them first"
+            )
+        return Placement(axis_name, size, ((),) * (ids.ndim - 1), (), False, False, manual=True)
+    entries = _entries(layer, ids, in_spec, types, axis_name, batch_dims=ids.ndim - 1, split=None)
+    if size > 1 and any(axis_name in entry for entry in entries):
+        raise ValueError(
+            f"{layer} needs all ids on every device of {axis_name!r}: got {PartitionSpec(*map(_entry, entries))}; "
+            "reshard them with jax.reshard"
+        )
+    *batch, rows = (tuple(name for name in entry if name != axis_name) for entry in entries)
+    return Placement(axis_name, size, tuple(batch), rows, False, False, manual=False)
+
+
+def _entries(
+    layer: str,
+    x: jax.Array,
+    in_spec: PartitionSpec | None,
+    types: dict[str, AxisType],
+    axis_name: str,
+    *,
+    batch_dims: int,
+    split: int | None,
+) -> list[Entry]:
+    """The mesh axes of every dimension of x: by its type, by `in_spec`, or by the usual layout.
+
+    In the usual layout the first of `batch_dims` leading dimensions is sharded over all other axes, and dimension
+    `split` over `axis_name`, where they divide.
+    """
+    typed = [_names(entry) for entry in jax.typeof(x).sharding.spec]
+    typed += [()] * (x.ndim - len(typed))
+    auto = tuple(name for name, kind in types.items() if kind == AxisType.Auto)
+    if in_spec is not None:
+        given = [_names(entry) for entry in in_spec]
+        given += [()] * (x.ndim - len(given))
+        if [tuple(name for name in entry if name not in auto) for entry in given] != typed:
+            raise ValueError(
+                f"{layer} was built with in_spec={in_spec}, and its input {list(x.shape)} is sharded "
+                f"{PartitionSpec(*map(_entry, typed))}; leave in_spec out under Explicit axes"
+            )
+        return given
+    wishes = [(0, tuple(name for name in auto if name != axis_name))] if batch_dims else []
+    if split is not None and axis_name in auto:
+        wishes.append((split, (axis_name,)))
+    mesh = jax.sharding.get_abstract_mesh()
+    for dim, names in wishes:
+        if x.shape[dim] % math.prod(mesh.shape[name] for name in (*typed[dim], *names)) == 0:
+            typed[dim] += names
+    return typed
+
+
+def _check_types_tell(layer: str, axis_name: str) -> None:
+    """Raises ValueError under check_vma=False, where no type says what varies over an axis."""
+    if axis_name not in jax.typeof(lax.axis_index(axis_name)).mat.varying:
+        raise ValueError(
+            f"{layer} inside jax.shard_map reads from its input's type whether that is sharded over {axis_name!r}, and "
+            "check_vma=False hides it; leave check_vma on, or call a function of shards: flaxasync.all_gather_matmul"
+        )
+
+
+def _axis_types() -> dict[str, AxisType]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def _reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """`x` as a layer wants it under Explicit axes: parameters that were loaded from elsewhere may lie elsewhere."""
+    typed = jax.typeof(x).sharding.spec
+    same = [_names(entry) for entry in typed] == [_names(entry) for entry in spec]
+    return x if same else jax.reshard(x, spec)
+
+
+def _names(entry: Any) -> Entry:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _entry(names: Entry) -> Any:
+    return names[0] if len(names) == 1 else (names or None)
+
+
+def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
+    """Raises ValueError for a named size that the axis does not divide."""
+    devices = axis_size(layer, axis_name)
+    for name, size in sizes.items():
+        if size % devices:
+            lower, upper = size // devices * devices, -(-size // devices) * devices
+            raise ValueError(
+                f"{layer}: {name} must be divisible by the {axis_name!r} axis: got {name}={size} on {devices} devices; "
+                f"use {f'{lower} or ' if lower else ''}{upper}, or a smaller axis"
+            )
+
+
+def check_layout(layer: str, layout: str) -> Layout:
+    """Returns `layout` if it is one."""
+    if layout not in ("sequence", "replicated"):
+        raise ValueError(f"{layer} got layout={layout!r}: it must be 'sequence' or 'replicated'")
+    return layout  # type: ignore[return-value]
+
+
+def check_input(layer: str, x: jax.Array, features: int, placement: Placement) -> None:
+    """Raises ValueError where the input has another number of features than the layer was built for."""
+    local = placement.manual and placement.features_sharded
+    needed = features // placement.size if local else features
+    if x.shape[-1] != needed:
+        raise ValueError(
+            f"{layer} was built for {features} input features{' over the axis' if local else ''}: "
+            f"got {list(x.shape)}, needed [..., {needed}]"
+        )
+
+
+def check_rows(layer: str, rows: int, layout: Layout, placement: Placement) -> None:
+    """Raises ValueError where rows are to be sharded and do not divide."""
+    axes = (*placement.rows, placement.axis_name)
+    devices = placement.size * math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in placement.rows)
+    if layout == "sequence" and rows % devices:
+        raise ValueError(
+            f"{layer} with layout='sequence' shards the rows of its output over {', '.join(map(repr, axes))}: "
+            f"got {rows} rows on {devices} devices; pad them to {-(-rows // devices) * devices}, "
+            "or use layout='replicated'"
+        )

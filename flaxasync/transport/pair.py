@@ -1,0 +1,311 @@
+"""A start/done pair out of two kernel bodies: one begins a transfer and returns, the other waits for it.
+
+Two `pallas_call`s on one TPU core; whatever XLA schedules between them runs while the transfer is under way. XLA sees
+arrays and knows nothing of the transfer that reads one and writes another. What keeps it off their memory is the shape
+of the two calls, the same for every pair:
+
+* the source is aliased through the start and is an operand of the done: its memory is alive and unchanged until then.
+* the destination is made by the start and aliased through the done: nothing else uses it before.
+* both lie in HBM, as `pltpu.HBM` outputs. As `pl.ANY` XLA places them in VMEM where there is room.
+* the calls have side effects: they are neither merged nor, outside a loop that nobody needs, removed.
+
+It does not keep XLA off everything: a loop that carries a `Future` needs two turns a body (`check_unroll` of
+`flaxasync.transport.pallas`), and `Future.buffer` is not to be read. docs/async.md shows each case as it is compiled.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import custom_batching
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+_SEMAPHORE = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
+_SCALAR = pl.BlockSpec(memory_space=pltpu.SMEM)
+_MOVED = "8, 16 and 32 bit integers, bfloat16, float32 and the floats below 16 bits"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["semaphores", "buffer"],
+    meta_fields=["pair", "aval"],
+)
+@dataclasses.dataclass(eq=False)
+class Future:
+    """A transfer under way. A pytree of arrays: it passes through `fori_loop`, `scan` and `cond`.
+
+    Attributes:
+      semaphores: what the transfer counts up, in bytes, as it reads and writes.
+      buffer: the memory that is being written. Not to be read: `done` returns it, once it holds something.
+      pair: the pair that it belongs to.
+      aval: shape, dtype and varying axes of the x that belongs to it.
+    """
+
+    semaphores: tuple[Any, ...]
+    buffer: jax.Array
+    pair: "Pair"
+    aval: tuple[tuple[int, ...], jnp.dtype, frozenset[str]]
+    done_in: list[Any] = dataclasses.field(default_factory=list, init=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A start and a done. Make it once, not in each call: it is part of the type of its futures.
+
+    ```python
+    def begin(x_ref, y_ref, sem):
+        pltpu.make_async_copy(x_ref.at[0], y_ref, sem).start()
+
+    def wait(x_ref, y_ref, sem):
+        pltpu.make_async_copy(x_ref.at[0], y_ref, sem).wait()
+
+    first_row = Pair("first_row", begin, wait, out=lambda x: x[0])
+
+    x, future = first_row.start(x)
+    z = x * 2                                       # while the row is on its way
+    y = first_row.done(x, future)
+    ```
+
+    Attributes:
+      name: of the two kernels, which are called name_start and name_done.
+      start_body: `(*scalars, x_ref, y_ref, *semaphores)`: starts every transfer and waits for none. Scalars are refs of
+        shape [1] in SMEM.
+      done_body: `(x_ref, y_ref, *semaphores)`: waits until x_ref is read and y_ref is written. A wait takes only the
+        number of bytes from its refs.
+      out: x -> y, traced for its shape and dtype alone.
+      semaphores: how many DMA semaphores the two share.
+      memory_space: of y: `pltpu.HBM`, or `pltpu.VMEM` for what is to be multiplied next and fits.
+      collective_id: of the barrier that start_body uses, if it uses one without a tag.
+      remote: whether start_body sends to another device.
+      elementwise: whether the bodies move any shape alike; `jax.vmap` then moves all of a batch at once.
+    """
+
+    name: str
+    start_body: Callable[..., None]
+    done_body: Callable[..., None]
+    out: Callable[[jax.Array], jax.Array] = lambda x: x
+    semaphores: int = 1
+    memory_space: Any = pltpu.HBM
+    collective_id: int | None = None
+    remote: bool = False
+    elementwise: bool = False
+
+    def start(self, x: jax.Array, *scalars: Any) -> tuple[jax.Array, Future]:
+        """Begins the transfer.
+
+        Args:
+          x: the array to read from.
+          *scalars: int32 scalars for start_body.
+
+        Returns:
+          `(x, future)`: the x to use from here on, and what `done` needs. Whoever uses the x that was given makes XLA
+          copy it.
+
+        Raises:
+          NotImplementedError: TPU DMAs cannot move arrays of this dtype or shape.
+        """
+        check_movable(self.name, x)
+        start, count = self._start, self.semaphores
+        if self.elementwise:
+            start = custom_batching.custom_vmap(start)
+            start.def_vmap(lambda size, batched, x: (self._start(x), (True, True, (False,) * count)))
+        sent, buffer, semaphores = start(x, *scalars)
+        return sent, Future(semaphores, buffer, self, aval(x))
+
+    def done(self, x: jax.Array, future: Future) -> jax.Array:
+        """Waits for the transfer; returns y.
+
+        Raises:
+          ValueError: the future is of another pair, of an x of another shape or dtype, or was waited for before.
+        """
+        if not isinstance(future, Future) or future.pair != self:
+            other = future.pair.name if isinstance(future, Future) else type(future).__name__
+            raise ValueError(f"{self.name}_done needs a future of {self.name}_start: got one of {other}")
+        check_aval(f"{self.name}_done", x, future)
+        check_first_wait(f"{self.name}_done", future)
+        done = self._done
+        if self.elementwise:
+            done = custom_batching.custom_vmap(done)
+            done.def_vmap(lambda size, batched, x, buffer, semaphores: (self._done(x, buffer, semaphores), True))
+        return done(x, future.buffer, future.semaphores)
+
+    def _start(self, x: jax.Array, *scalars: Any) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
+        semaphores, (x,), (buffer,) = launch(
+            f"{self.name}_start",
+            self.start_body,
+            (x,),
+            made=(self.memory_space.like(jax.eval_shape(self.out, x)),),
+            scalars=scalars,
+            semaphores=self.semaphores,
+            collective_id=self.collective_id,
+            remote=self.remote,
+        )
+        return x, buffer, tuple(semaphores)
+
+    def _done(self, x: jax.Array, buffer: jax.Array, semaphores: tuple[Any, ...]) -> jax.Array:
+        spaces = (pltpu.HBM, self.memory_space)
+        return land(f"{self.name}_done", self.done_body, (x, buffer), semaphores, returned=(1,), spaces=spaces)[0]
+
+
+def launch(
+    name: str,
+    body: Callable[..., None],
+    arrays: Sequence[jax.Array],
+    *,
+    made: Sequence[Any] = (),
+    scalars: Sequence[Any] = (),
+    semaphores: int = 1,
+    collective_id: int | None = None,
+    remote: bool = False,
+) -> tuple[list[Any], list[jax.Array], list[jax.Array]]:
+    """The start of a pair: calls `body(*scalars, *arrays, *made, *semaphores)`, which returns before its transfers end.
+
+    Args:
+      name: of the kernel.
+      body: starts transfers among the refs that it is given, and to other devices.
+      arrays: of the transfer, in HBM; they are aliased through.
+      made: types of the arrays that it makes, as `pltpu.HBM(shape, dtype)`.
+      scalars: int32; the body gets refs of shape [1] in SMEM.
+      semaphores: how many DMA semaphores it makes.
+      collective_id: of its barrier; None if it has none, or one with a tag.
+      remote: whether it sends the arrays to other devices.
+
+    Returns:
+      The semaphores, the arrays, and what was made.
+    """
+    count, size = len(scalars), len(arrays)
+    made_spaces = tuple(pl.BlockSpec(memory_space=type_.memory_space) for type_ in made)
+
+    def kernel(*refs: Any) -> None:
+        given, array_refs, refs = refs[:count], refs[count : count + size], refs[count + size :]
+        sems, made_refs = refs[:semaphores], refs[semaphores + size :]
+        body(*given, *array_refs, *made_refs, *sems)
+
+    sent = sum(x.size * x.dtype.itemsize for x in arrays) // size if remote else 0
+    results = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=count,
+            in_specs=[_hbm()] * size,
+            out_specs=(*(_SEMAPHORE,) * semaphores, *(_hbm(),) * size, *made_spaces),
+        ),
+        out_shape=(*(pltpu.SemaphoreType.DMA(()),) * semaphores, *map(pltpu.HBM.like, arrays), *made),
+        input_output_aliases={count + i: semaphores + i for i in range(size)},
+        compiler_params=_params(collective_id),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0, remote_bytes_transferred=sent),
+        name=name,
+    )(*(jnp.reshape(jnp.asarray(s, jnp.int32), (1,)) for s in scalars), *map(_in_hbm, arrays))
+    return list(results[:semaphores]), list(results[semaphores:][:size]), list(results[semaphores + size :])
+
+
+def land(
+    name: str,
+    body: Callable[..., None],
+    arrays: Sequence[jax.Array],
+    semaphores: Sequence[Any],
+    *,
+    returned: Sequence[int],
+    spaces: Sequence[Any] | None = None,
+    scalars: Sequence[Any] = (),
+) -> list[jax.Array]:
+    """The done of a pair: calls `body(*scalars, *arrays, *semaphores)`, which waits for what `launch` started.
+
+    Args:
+      name: of the kernel.
+      body: waits on every semaphore.
+      arrays: those that `launch` returned, aliased and made, in that order.
+      semaphores: those that `launch` returned.
+      returned: positions of the arrays that it aliases through and returns. The others are kept alive by it.
+      spaces: the memory space of each array; HBM by default.
+      scalars: int32; the body gets refs of shape [1] in SMEM.
+
+    Returns:
+      The arrays at `returned`.
+    """
+    spaces = spaces or (pltpu.HBM,) * len(arrays)
+    count, size, waits = len(scalars), len(arrays), len(semaphores)
+
+    def kernel(*refs: Any) -> None:
+        body(*refs[: count + size + waits])
+
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=count,
+            in_specs=[*(pl.BlockSpec(memory_space=space) for space in spaces), *(_SEMAPHORE,) * waits],
+            out_specs=[pl.BlockSpec(memory_space=spaces[i]) for i in returned],
+        ),
+        out_shape=[spaces[i].like(arrays[i]) for i in returned],
+        input_output_aliases={count + i: output for output, i in enumerate(returned)},
+        compiler_params=_params(None),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
+        name=name,
+    )(
+        *(jnp.reshape(jnp.asarray(s, jnp.int32), (1,)) for s in scalars),
+        *(pltpu.with_memory_space_constraint(x, space) for x, space in zip(arrays, spaces, strict=True)),
+        *semaphores,
+    )
+
+
+def check_movable(name: str, x: Any) -> None:
+    """Raises NotImplementedError for an array that TPU DMAs cannot move."""
+    dtype = jnp.dtype(x.dtype)
+    kinds = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    if not kinds or dtype.itemsize > 4 or dtype == jnp.float16:
+        raise NotImplementedError(
+            f"{name}: TPU DMAs move {_MOVED}: got {dtype}; cast or bitcast it before the call, or use backend='xla'"
+        )
+    if x.ndim == 0 or x.size == 0:
+        raise NotImplementedError(
+            f"{name}: TPU DMAs move arrays of one dimension or more that are not empty: got {dtype}{list(x.shape)}; "
+            "reshape it, or use backend='xla'"
+        )
+
+
+def aval(x: jax.Array) -> tuple[tuple[int, ...], jnp.dtype, frozenset[str]]:
+    """What a future remembers of its x: shape, dtype, and the mesh axes that it varies over."""
+    return x.shape, jnp.dtype(x.dtype), frozenset(jax.typeof(x).mat.varying)
+
+
+def check_aval(caller: str, x: jax.Array, future: Any) -> None:
+    """Raises ValueError where `x` is not what `future` belongs to."""
+    shape, dtype, varying = future.aval
+    if (x.shape, x.dtype) != (shape, dtype):
+        raise ValueError(
+            f"{caller} was given {x.dtype}{list(x.shape)} with the future of {dtype}{list(shape)}; "
+            "pass the x that the start returned beside the future"
+        )
+    if jax.typeof(x).mat.varying != varying:
+        raise ValueError(
+            f"{caller} was given an x that varies over {sorted(jax.typeof(x).mat.varying)} with the future of one that "
+            f"varies over {sorted(varying)}: a future of another axis; pass the x that the start returned beside it"
+        )
+
+
+def check_first_wait(caller: str, future: Any) -> None:
+    """Raises ValueError where `future` was waited for in this trace before."""
+    # Two branches of a cond may each wait for it: a second done is one in the same trace.
+    trace = jax.extend.core.get_opaque_trace_state(convention="flaxasync")
+    if trace in future.done_in:
+        raise ValueError(
+            f"{caller} was given a future that was waited for before: its semaphores are spent, and a second wait "
+            "never ends; use what the first done returned"
+        )
+    future.done_in.append(trace)
+
+
+def _params(collective_id: int | None) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(collective_id=collective_id, has_side_effects=pltpu.SideEffectType.SIDE_EFFECTING)
+
+
+def _hbm() -> pl.BlockSpec:
+    return pl.BlockSpec(memory_space=pltpu.HBM)
+
+
+def _in_hbm(x: jax.Array) -> jax.Array:
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM)

@@ -1,0 +1,46 @@
+"""Writing out a schedule: keeping compute between a start and its done.
+
+XLA runs an operation wherever its operands and users allow. Nothing ties the compute of a window to the transfer that
+it is to hide, and what is not tied is moved: two windows that follow each other in straight-line code are merged, and a
+product that does not read the travelling block is made before the transfer begins (docs/async.md). `tie` says it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def tie(*values: Any) -> Any:
+    """Returns `values`, none of which XLA makes available before all of them are: `lax.optimization_barrier`.
+
+    Args:
+      *values: pytrees of arrays and numbers.
+
+    Returns:
+      As many values; one value if one was given.
+    """
+    tied = lax.optimization_barrier(jax.tree.map(jax.numpy.asarray, values))
+    return tied[0] if len(values) == 1 else tied
+
+
+def while_travelling(x: Any, compute: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:
+    """Runs `compute(*operands)` after the start that returned `x` and before the done that is given it.
+
+    ```python
+    x, future = fa.ppermute_start(x, "model", backend="pallas")
+    x, z = while_travelling(x, compute, a, b)
+    y = fa.ppermute_done(x, future)
+    ```
+
+    Args:
+      x: what the start returned.
+      compute: of arrays; what it closes over is not held back.
+      *operands: pytrees of arrays.
+
+    Returns:
+      `(x, z)`: the x to give to the done, and what `compute` returned.
+    """
+    x, operands = tie(x, operands)
+    return tie(x, compute(*operands))

@@ -1,0 +1,1 @@
+"""Models built from the layers of flaxasync, one file each."""

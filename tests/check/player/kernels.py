@@ -1,0 +1,83 @@
+"""A ring exchange in one kernel, and the same with one rule broken: what the tests plant and the player has to find.
+
+Four devices on one axis; each sends its block to the next one, which copies it out. The right form: a barrier with both
+neighbours, start, a wait for both ends, and only then the copy.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+FAULTS = (
+    "wrong barrier",
+    "no wait for the send",
+    "no wait for the receipt",
+    "waits twice",
+    "wrong neighbour",
+    "reads early",
+    "too far",
+)
+ROWS, COLUMNS = 256, 512
+
+
+def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
+    """What the left neighbour holds, passed on once through HBM, and copied out."""
+
+    def body(x_ref, o_ref, slot, send_sem, recv_sem, copy_sem):
+        here, count = lax.axis_index("ring"), lax.axis_size("ring")
+        right = lax.rem(here + 1, count)
+        left = lax.rem(here + count - 1, count)
+        barrier = pltpu.get_barrier_semaphore()
+        pl.semaphore_signal(barrier, device_id={"ring": right})
+        if fault != "wrong barrier":  # without this signal nobody hears from the device that it will write into
+            pl.semaphore_signal(barrier, device_id={"ring": left})
+        pl.semaphore_wait(barrier, 1 if fault == "wrong barrier" else 2)
+        target = right
+        if fault == "wrong neighbour":
+            target = jnp.where(here == 0, left, right)
+        send = pltpu.make_async_remote_copy(x_ref, slot, send_sem, recv_sem, device_id={"ring": target})
+        send.start()
+        if fault == "reads early":
+            early = pltpu.make_async_copy(slot, o_ref, copy_sem)
+            early.start()
+            early.wait()
+        if fault != "no wait for the send":
+            send.wait_send()
+        if fault != "no wait for the receipt":
+            send.wait_recv()
+        if fault == "waits twice":
+            send.wait_recv()
+        rows = pl.ds(pl.multiple_of(here * 8, 8), ROWS)  # past the end on all devices but the first
+        copy = pltpu.make_async_copy(slot, o_ref.at[rows, :] if fault == "too far" else o_ref, copy_sem)
+        copy.start()
+        copy.wait()
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(
+        body,
+        out_shape=[shape, shape],
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * 2,
+        scratch_shapes=[pltpu.SemaphoreType.DMA] * 3,
+        compiler_params=pltpu.CompilerParams(collective_id=5, has_side_effects=True),
+        name="exchange",
+    )(x)[0]
+
+
+def exchange_program(mesh: Mesh, fault: str = "") -> tuple:
+    """The jitted exchange on a mesh with the axis "ring", and its argument."""
+    x = jax.ShapeDtypeStruct((ROWS * mesh.size, COLUMNS), jnp.float32, sharding=NamedSharding(mesh, P("ring", None)))
+    sharded = jax.shard_map(
+        functools.partial(exchange, fault=fault),
+        mesh=mesh,
+        in_specs=P("ring", None),
+        out_specs=P("ring", None),
+        check_vma=False,
+    )
+    return jax.jit(sharded), x

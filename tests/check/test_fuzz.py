@@ -1,0 +1,96 @@
+"""Mutated real programs: whatever the text, the reader and the audit raise HloError or nothing.
+
+A normal run tries a few hundred inputs. All of them: FLAXASYNC_FUZZ=100000 python -m pytest tests/check/test_fuzz.py
+"""
+
+import functools
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from flaxasync.check import HloError, audit, format_module, parse, to_long_form, to_sugar
+from flaxasync.check.timeline_estimate import timeline
+from tests.check import programs, proposal
+from tests.check.test_overlap import KERNELS, LOOP
+
+INPUTS = int(os.environ.get("FLAXASYNC_FUZZ", "300"))
+PART = 1000  # inputs a test, so that the watchdog can tell a hang
+FRAGMENTS = (
+    "{", "}", "(", ")", "[", "]", ",", '"', "\\", "%", "=", "->", "/*", "*/", "//", "\n", "\0", "\u2028", "\u0663",
+    "\ud7ff", "ROOT ", "ENTRY ", "HloModule ", "f32[", "-1", "99999999999999999999", "<=", "?", "S(1)", "S(2)", "S(",
+    "T(8,128)", "parameter(0)", "constant(", "-start(", "-done(", "-update(", "async-start(", ", calls=%", ", body=%",
+    "tuple(", "get-tuple-element(", ", index=", "while(", "custom-call(", "copy(", ", control-predecessors={",
+    "conditional(", ', backend_config={"a":', "replica_groups=[2,4]<=[8]", "source_target_pairs={{0,1},{1,0}}",
+    "mesh['x'=2] {'x'}", "output_to_operand_aliasing={{}: (0, {})}", "is_scheduled=true", "branch_computations={",
+    "token[]", "()",
+)  # fmt: skip
+
+
+@functools.cache
+def corpus() -> tuple[str, ...]:
+    """Returns real programs, without the bytecode of their kernels, and the proposal's examples."""
+    texts = [programs.async_form(form).text for form in ("staggered_unroll_1", "stateful_with_compute", "two_slots")]
+    texts += [programs.compiled(fn, "tpu7x:2x2x1").text for fn in (programs.psum, programs.scan_of_collectives)]
+    texts += [programs.compiled(fn, "v5e:2x4").text for fn in (programs.ppermute, programs.host)]
+    texts += [programs.mesh_matmul().text, programs.on_cpu(programs.scan_of_collectives)]
+    texts = [_shortened(text) for text in texts]
+    return (*texts, KERNELS, LOOP, proposal.VERBATIM, *proposal.EXAMPLES.values())
+
+
+def _shortened(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join(line if len(line) < 1500 else line[:700] + '"}}\n' * line.endswith("\n") for line in lines)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> str:
+    """Cuts, repeats, swaps and inserts pieces of a program."""
+    text = draw(st.sampled_from(corpus()))
+    for _ in range(draw(st.integers(1, 6))):
+        at = draw(st.integers(0, len(text)))
+        length = draw(st.sampled_from((0, 1, 1, 2, 5, 20, 100, 400)))
+        piece = text[at : at + length]
+        other = draw(st.integers(0, len(text)))
+        kind = draw(st.sampled_from(("cut", "repeat", "move", "insert", "insert", "replace", "end", "text")))
+        if kind == "cut":
+            text = text[:at] + text[at + length :]
+        elif kind == "repeat":
+            text = text[:at] + piece * draw(st.integers(2, 4)) + text[at:]
+        elif kind == "move":
+            text = text[:other] + piece + text[other:]
+        elif kind == "insert":
+            text = text[:at] + draw(st.sampled_from(FRAGMENTS)) + text[at:]
+        elif kind == "replace":
+            text = text[:at] + draw(st.sampled_from(FRAGMENTS)) + text[at + length :]
+        elif kind == "end":
+            text = text[:at]
+        else:
+            text = text[:at] + draw(st.text(max_size=8)) + text[at + length :]
+    return text
+
+
+@pytest.mark.parametrize("part", range(max(1, INPUTS // PART)))
+def test_nothing_but_clean_errors(part):
+    @seed(part)
+    @settings(max_examples=min(INPUTS, PART), suppress_health_check=list(HealthCheck), database=None, derandomize=False)
+    @given(mutated())
+    def run(text):
+        read_and_audit(text)
+
+    run()
+
+
+def read_and_audit(text: str) -> None:
+    try:
+        module = parse(text)
+    except HloError:
+        return
+    again = format_module(module)
+    assert format_module(parse(again)) == again
+    str(audit(module))
+    for form in (to_long_form, to_sugar):
+        format_module(form(module))
+    if module.is_scheduled:
+        str(timeline(module, "v5e"))

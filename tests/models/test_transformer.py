@@ -1,0 +1,142 @@
+"""The decoder against one written out in jnp, its causality, its remat policies and what does not fit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from models.transformer import Transformer, TransformerConfig, check_fits
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CONFIG = TransformerConfig(vocab_size=32, layers=2, width=16, heads=4, kv_heads=4, mlp_width=24)
+TOKENS = np.random.default_rng(0).integers(0, 32, (4, 8)).astype(np.int32)
+TARGETS = np.roll(TOKENS, -1, axis=1)
+
+
+def make_mesh(data=2, model=4, axis_type=AxisType.Explicit):
+    return jax.make_mesh((data, model), ("data", "model"), (axis_type,) * 2, devices=jax.devices()[: data * model])
+
+
+def loss_and_gradients(config, mesh, **options):
+    with jax.set_mesh(mesh):
+        graph, params = nnx.split(nnx.jit(lambda: Transformer(config, **options, rngs=nnx.Rngs(0)))())
+        fn = jax.jit(jax.value_and_grad(lambda params, *batch: nnx.merge(graph, params).loss(*batch)))
+        loss, grads = fn(params, *(jax.device_put(t, P("data", None)) for t in (TOKENS, TARGETS)))
+    return float(loss), jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), nnx.to_pure_dict(params)
+
+
+def plain_loss(params, config, tokens, targets):
+    """The same decoder on whole arrays, layer by layer, nothing shared with the model's code."""
+
+    def norm(x, scale):
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + config.norm_epsilon) * scale
+
+    def rotate(x):
+        half = x.shape[-1] // 2
+        angle = np.arange(x.shape[1])[:, None, None] * config.rope_theta ** (-np.arange(half) / half)
+        turned = jax.lax.complex(x[..., :half], x[..., half:]) * np.exp(1j * angle).astype(np.complex64)
+        return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+    def heads(x, kernel):
+        return (x @ kernel).reshape(*x.shape[:2], -1, config.width // config.heads)
+
+    x = params["embed"]["embedding"][tokens]
+    for i in range(config.layers):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
+        attention, mlp = layer["attention"], layer["mlp"]
+        h = norm(x, layer["attention_norm"]["scale"])
+        q, k, v = (heads(h, attention[name]["kernel"]) for name in ("query", "key", "value"))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), rotate(k)) / np.float32(np.sqrt(q.shape[-1]))
+        scores = jnp.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
+        x = x + out @ attention["out"]["kernel"]
+        h = norm(x, layer["mlp_norm"]["scale"])
+        x = x + (jax.nn.silu(h @ mlp["gate"]["kernel"]) * (h @ mlp["up"]["kernel"])) @ mlp["down"]["kernel"]
+    output = params["embed"]["embedding"].T if config.tie_embeddings else params["output"]["kernel"]
+    logits = norm(x, params["final_norm"]["scale"]) @ output
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1))
+
+
+def assert_gradients_close(got, want):
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-5 * max(np.abs(w).max(), 1e-2)), got, want)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_loss_and_gradients_are_those_of_the_plain_decoder(axis_type, tie_embeddings):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tie_embeddings)
+    loss, grads, params = loss_and_gradients(config, make_mesh(axis_type=axis_type), backend="xla")
+    params = jax.tree.map(np.asarray, params)
+    fn = jax.jit(jax.value_and_grad(functools.partial(plain_loss, config=config, tokens=TOKENS, targets=TARGETS)))
+    want, want_grads = fn(params)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert_gradients_close(grads, want_grads)
+
+
+@pytest.mark.parametrize("remat", ["dots", "layer"])
+def test_remat_changes_nothing_but_memory(remat):
+    loss, grads, _ = loss_and_gradients(dataclasses.replace(CONFIG, remat=remat), make_mesh())
+    want, want_grads, _ = loss_and_gradients(CONFIG, make_mesh())
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    assert_gradients_close(grads, want_grads)
+
+
+def test_no_position_sees_a_later_token():
+    """Changing token 5 changes the logits from position 5 on and none before."""
+    with jax.set_mesh(make_mesh()):
+        model = nnx.jit(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)))()
+        logits = nnx.jit(lambda model, tokens: model(tokens))
+        changed = TOKENS.copy()
+        changed[:, 5] = (changed[:, 5] + 1) % 32
+        before, after = (np.asarray(logits(model, jax.device_put(t, P("data", None)))) for t in (TOKENS, changed))
+    differs = np.abs(before - after).max(axis=(0, 2))
+    assert (differs[:5] == 0).all()
+    assert (differs[5:] > 0).all()
+
+
+def test_logits_stay_split_over_the_vocabulary():
+    with jax.set_mesh(make_mesh()):
+        abstract = nnx.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)))
+        tokens = jax.device_put(TOKENS, P("data", None))
+        logits = nnx.eval_shape(lambda model, tokens: model(tokens), abstract, tokens)
+    assert logits.sharding.spec == P("data", None, "model")
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention promotes bfloat16 to float32
+        loss, _, params = loss_and_gradients(config, make_mesh())
+    want, _, _ = loss_and_gradients(CONFIG, make_mesh())
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert loss != want
+    np.testing.assert_allclose(loss, want, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 6, "kv_heads": 6, "width": 24}, "heads=6 on 4 devices; use 8"),
+        ({"kv_heads": 2}, "kv_heads must be divisible by the 'model' axis: got kv_heads=2"),
+        ({"heads": 8, "kv_heads": 3}, "heads must be a multiple of kv_heads: got heads=8, kv_heads=3"),
+        ({"width": 18}, "width must be an even multiple of heads, for rotary positions: got width=18, heads=4"),
+        ({"vocab_size": 30}, "vocab_size=30 on 4 devices; use 32"),
+        ({"mlp_width": 25}, "mlp_width=25 on 4 devices; use 28"),
+        ({"layers": 0}, "layers must be 1 or more: got 0"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        check_fits(dataclasses.replace(CONFIG, **change), sequence_length=8, mesh_shape={"data": 2, "model": 4})
+
+
+def test_a_sequence_that_does_not_fit_is_named():
+    check_fits(CONFIG, sequence_length=8, mesh_shape={"data": 2, "model": 4})
+    with pytest.raises(ValueError, match="sequence_length=10 on 4 devices; use 12"):
+        check_fits(CONFIG, sequence_length=10, mesh_shape={"data": 2, "model": 4})

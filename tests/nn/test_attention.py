@@ -1,0 +1,134 @@
+"""Parallel self-attention against four nnx.Linear layers and a softmax written out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS, SAME = P("data", "model", None), P("data", None, None)
+
+
+def rotate(x, theta):
+    """Rotary positions by complex multiplication: another way to the same numbers."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
+    turned = jax.lax.complex(x[..., :half], x[..., half:]) * np.exp(1j * angle).astype(np.complex64)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
+
+
+class PlainAttention(nnx.Module):
+    def __init__(self, features, heads, kv_heads, head_dim, *, causal, rope_theta, use_bias, rngs):
+        options = {"use_bias": use_bias, "bias_init": nnx.initializers.normal(), "rngs": rngs}
+        self.query = nnx.Linear(features, heads * head_dim, **options)
+        self.key = nnx.Linear(features, kv_heads * head_dim, **options)
+        self.value = nnx.Linear(features, kv_heads * head_dim, **options)
+        self.out = nnx.Linear(heads * head_dim, features, **options)
+        self.head_dim, self.groups = head_dim, heads // kv_heads
+        self.causal, self.rope_theta = causal, rope_theta
+
+    def __call__(self, x):
+        q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.query, self.key, self.value))
+        if self.rope_theta is not None:
+            q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
+        k, v = (jnp.repeat(t, self.groups, axis=2) for t in (k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(self.head_dim, dtype=np.float32)
+        if self.causal:
+            scores = jnp.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        return self.out(out.reshape(*x.shape[:2], -1))
+
+
+def pair(heads, kv_heads, *, head_dim=4, causal=True, rope_theta=100.0, use_bias=False, **options):
+    form = {"causal": causal, "rope_theta": rope_theta, "use_bias": use_bias}
+    plain = PlainAttention(8, heads, kv_heads, head_dim, **form, rngs=nnx.Rngs(1))
+
+    def make(dtype):
+        return fa.nn.ParallelSelfAttention(
+            8, heads, kv_heads=kv_heads, head_dim=head_dim, **form, dtype=dtype, rngs=nnx.Rngs(0), **options
+        )
+
+    return make, plain
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_parity_on_every_ring(parity, size, groups):
+    make, plain = pair(size * groups, size)
+    parity(make, plain, (3, 3 * size, 8), size=size)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("backend", ["xla", "none"])
+def test_parity_on_a_sub_axis(parity, axis_type, backend):
+    make, plain = pair(8, 4, use_bias=True, backend=backend)
+    parity(make, plain, (2, 8, 8), size=4, data=2, axis_type=axis_type)
+
+
+@pytest.mark.parametrize("form", [{"causal": False}, {"rope_theta": None}])
+def test_parity_of_other_forms(parity, form):
+    make, plain = pair(4, 4, **form)
+    parity(make, plain, (2, 8, 8), size=4)
+
+
+def test_parity_in_bfloat16(parity):
+    make, plain = pair(4, 4)
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention promotes bfloat16 to float32
+        parity(make, plain, (2, 8, 8), size=4, dtype="bfloat16")
+
+
+def test_an_input_that_is_the_same_everywhere(parity):
+    make, plain = pair(4, 4)
+    parity(make, plain, (2, 7, 8), size=4, x_spec=SAME, y_spec=SAME)
+
+
+def test_no_position_sees_a_later_one(mesh_of):
+    """The gradient of row 3 with respect to the input is zero from row 4 on."""
+    with jax.set_mesh(mesh_of(1, 4)):
+        layer = fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(layer)
+        x = jax.device_put(jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 8)), jnp.float32), ROWS)
+        row = jnp.zeros((1, 8, 8)).at[:, 3].set(1.0)
+        dx = jax.jit(jax.grad(lambda x: jnp.sum(nnx.merge(graph, state)(x) * jax.device_put(row, ROWS))))(x)
+    seen = np.abs(np.asarray(dx)).sum(axis=(0, 2))
+    assert (seen[:4] > 0).all()
+    assert (seen[4:] == 0).all()
+
+
+def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():
+    rng = np.random.default_rng(0)
+    q, k = (jnp.broadcast_to(jnp.asarray(rng.standard_normal(8), jnp.float32), (1, 16, 1, 8)) for _ in range(2))
+    q, k = fa.nn.rotary_embedding(q), fa.nn.rotary_embedding(k)
+    np.testing.assert_allclose(jnp.linalg.norm(q, axis=-1), np.linalg.norm(q[0, 0, 0]), rtol=1e-5)
+    scores = jnp.einsum("bqhd,bkhd->qk", q, k)
+    np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 6}, "heads=6 on 4 devices; use 4 or 8"),
+        ({"heads": 8, "kv_heads": 2}, "kv_heads=2 on 4 devices; use 4"),
+        ({"heads": 12, "kv_heads": 8}, "heads must be a multiple of kv_heads: got heads=12, kv_heads=8"),
+        ({"heads": 12, "kv_heads": 12}, "features must be divisible by heads: got features=16, heads=12"),
+        ({"heads": 16}, "head_dim must be even: got 1"),
+    ],
+)
+def test_heads_that_do_not_fit(mesh_of, options, message):
+    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match=message):
+        fa.nn.ParallelSelfAttention(16, options.pop("heads"), **options, rngs=nnx.Rngs(0))
+
+
+def test_inputs_that_do_not_fit(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"needs an input \[batch, rows, features\]: got \[8, 8\]"):
+            layer(jax.device_put(jnp.ones((8, 8)), P("model", None)))
+        with pytest.raises(ValueError, match="rows are sharded over 'data', too"):
+            layer(jax.device_put(jnp.ones((1, 8, 8)), P(None, ("data", "model"), None)))

@@ -1,0 +1,212 @@
+"""The split embedding and the split loss against nnx.Embed and a softmax over whole logits."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TOKENS, ROWS, SAME, LOGITS = P("data", None), P("data", "model", None), P("data", None, None), P("data", None, "model")
+
+
+def embed_pair(size, **options):
+    plain = nnx.Embed(6 * size, 8, rngs=nnx.Rngs(1))
+    return lambda dtype: fa.nn.VocabParallelEmbed(6 * size, 8, dtype=dtype, rngs=nnx.Rngs(0), **options), plain
+
+
+def check_lookup(mesh, make, plain, load_from, *, rows, batch=2, dtype="float32", y_spec=ROWS):
+    """y and the table's gradient; every id appears more than once, so additions show."""
+    vocabulary = plain.num_embeddings
+    nnx.update(plain, jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), nnx.state(plain, nnx.Param)))
+    ids = jnp.asarray(np.random.default_rng(rows).integers(0, vocabulary, (batch, rows)), jnp.int32)
+    dy = jnp.asarray(np.random.default_rng(1).standard_normal((batch, rows, 8)), dtype)
+
+    def loss(layer, ids, dy):
+        y = layer(ids)
+        return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)), y
+
+    grad = nnx.grad(loss, has_aux=True)
+    want, want_y = grad(plain, ids, dy.astype(jnp.float32))
+    with jax.set_mesh(mesh):
+        layer = make(jnp.dtype(dtype))
+        load_from(layer, plain)
+        got, y = nnx.jit(grad)(layer, jax.device_put(ids, TOKENS), jax.device_put(dy, y_spec))
+    np.testing.assert_array_equal(np.asarray(y, np.float32), want_y)  # one addend a row: exact in any dtype
+    np.testing.assert_allclose(
+        got["embedding"][...], want["embedding"][...], atol=1e-5 if dtype == "float32" else 2e-2 * 4
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("backend", ["xla", "none"])
+def test_lookup_on_every_ring(mesh_of, load_from, size, backend):
+    make, plain = embed_pair(size, backend=backend)
+    check_lookup(mesh_of(1, size), make, plain, load_from, rows=3 * size, batch=3)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lookup_on_a_sub_axis(mesh_of, load_from, axis_type, dtype):
+    make, plain = embed_pair(4)
+    check_lookup(mesh_of(2, 4, axis_type), make, plain, load_from, rows=8, dtype=dtype)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_ids_of_a_small_type_are_not_cut_off(mesh_of, size):
+    """As uint8, 256 entries would be 0, and the second half of 512 entries would begin at 0."""
+    with jax.set_mesh(mesh_of(1, size)):
+        layer = fa.nn.VocabParallelEmbed(512, 4, rngs=nnx.Rngs(0))
+        ids = np.array([[0, 7, 200, 255]], np.uint8)
+        y = nnx.jit(lambda layer, ids: layer(ids))(layer, jax.device_put(ids, TOKENS))
+        logits = jax.device_put(jnp.zeros((1, 4, 512)).at[0, :, 200].set(5.0), LOGITS)
+        losses = jax.jit(fa.nn.softmax_cross_entropy)(logits, jax.device_put(ids, TOKENS))
+    np.testing.assert_array_equal(y, np.asarray(layer.embedding[...])[ids.astype(int)])
+    want = -np.asarray(jax.nn.log_softmax(jnp.zeros(512).at[200].set(5.0)))[ids.astype(int)]
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+
+
+def test_many_gradients_of_one_id_are_not_lost_in_bfloat16(mesh_of):
+    """512 ones: summed in bfloat16 one by one they would stop at 256."""
+    with jax.set_mesh(mesh_of(1, 4)):
+        layer = fa.nn.VocabParallelEmbed(8, 4, layout="replicated", dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        ids = jax.device_put(jnp.zeros((1, 512), jnp.int32), TOKENS)
+        grads = nnx.jit(nnx.grad(lambda layer, ids: jnp.sum(layer(ids).astype(jnp.float32))))(layer, ids)
+    np.testing.assert_array_equal(np.asarray(grads["embedding"][...])[0], 512.0)
+
+
+def test_lookup_with_rows_the_same_everywhere(mesh_of, load_from):
+    make, plain = embed_pair(4, layout="replicated")
+    check_lookup(mesh_of(2, 4), make, plain, load_from, rows=7, y_spec=SAME)
+
+
+def test_an_id_outside_the_vocabulary_gives_zeros(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)):
+        layer = fa.nn.VocabParallelEmbed(8, 4, rngs=nnx.Rngs(0))
+        y = nnx.jit(lambda layer, ids: layer(ids))(layer, jax.device_put(jnp.array([[-1, 8, 100, 3]]), TOKENS))
+    assert (np.asarray(y)[0, :3] == 0).all()
+    assert (np.asarray(y)[0, 3] != 0).any()
+
+
+@pytest.mark.parametrize("spec", [ROWS, SAME])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_attend_is_that_of_nnx_embed(parity, spec, axis_type):
+    make, plain = embed_pair(4)
+    parity(
+        make,
+        plain,
+        (2, 8, 8),
+        size=4,
+        data=2,
+        axis_type=axis_type,
+        x_spec=spec,
+        y_spec=LOGITS,
+        apply=lambda layer, x: layer.attend(x),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_cross_entropy_and_its_gradient(mesh_of, size, axis_type):
+    rng = np.random.default_rng(size)
+    logits = jnp.asarray(10 * rng.standard_normal((2, 6, 4 * size)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 4 * size, (2, 6)), jnp.int32)
+    dloss = jnp.asarray(rng.standard_normal((2, 6)), jnp.float32)
+
+    def plain(logits):
+        return jnp.sum(-jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0] * dloss)
+
+    with jax.set_mesh(mesh_of(1, size, axis_type)):
+        placed = jax.device_put(targets, TOKENS), jax.device_put(dloss, TOKENS)
+        fn = jax.jit(
+            jax.value_and_grad(lambda logits, targets, d: jnp.sum(fa.nn.softmax_cross_entropy(logits, targets) * d))
+        )
+        loss, dlogits = fn(jax.device_put(logits, LOGITS), *placed)
+    want, want_dlogits = jax.value_and_grad(plain)(logits)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(dlogits, want_dlogits, atol=1e-5)
+
+
+def test_cross_entropy_of_huge_logits_is_finite(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)):
+        logits = jax.device_put(jnp.full((1, 1, 8), -1e30).at[0, 0, 5].set(1e30), LOGITS)
+        targets = jax.device_put(jnp.array([[5]]), TOKENS)
+        assert float(fa.nn.softmax_cross_entropy(logits, targets)[0, 0]) == 0.0
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("backend", ["xla", "none"])
+def test_no_device_ever_holds_whole_logits(mesh_of, backend):
+    """No array of the compiled loss and its gradient ends in V = 64 features; the sharded 16 there are."""
+    with jax.set_mesh(mesh_of(1, 4)):
+        embed = fa.nn.VocabParallelEmbed(64, 8, backend=backend, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(embed)
+
+        def loss(state, x, targets):
+            return jnp.sum(fa.nn.softmax_cross_entropy(nnx.merge(graph, state).attend(x), targets))
+
+        x, targets = jax.device_put(jnp.ones((2, 12, 8)), ROWS), jax.device_put(jnp.zeros((2, 12), jnp.int32), TOKENS)
+        text = jax.jit(jax.value_and_grad(loss)).lower(state, x, targets).compile().as_text()
+    shapes = set(re.findall(r"f32\[([\d,]+)\]", text))
+    assert "2,12,16" in shapes
+    assert not [shape for shape in shapes if "64" in shape.split(",")]
+
+
+class TestErrors:
+    def test_a_vocabulary_that_does_not_divide(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="num_embeddings=10 on 4 devices"):
+            fa.nn.VocabParallelEmbed(10, 8, rngs=nnx.Rngs(0))
+
+    def test_ids_that_are_no_integers(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))
+            with pytest.raises(ValueError, match="looks up integers: got ids of float32"):
+                layer(jnp.ones((2, 4)))
+
+    def test_ids_that_are_sharded_over_the_axis(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))
+            with pytest.raises(ValueError, match="needs all ids on every device of 'model'"):
+                layer(jax.device_put(jnp.zeros((2, 4), jnp.int32), P(None, "model")))
+
+    def test_rows_that_cannot_be_shared_out(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))
+            with pytest.raises(ValueError, match="got 6 rows on 4 devices; pad them to 8"):
+                layer(jnp.zeros((2, 6), jnp.int32))
+
+    def test_rows_that_another_axis_shards_too(self, mesh_of):
+        with jax.set_mesh(mesh_of(2, 4)):
+            layer = fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))
+            with pytest.raises(ValueError, match="over 'data', 'model': got 12 rows on 8 devices; pad them to 16"):
+                layer(jax.device_put(jnp.zeros(12, jnp.int32), P("data")))
+
+    def test_ids_that_vary_inside_a_shard_map(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            graph, state = nnx.split(fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
+            fn = jax.shard_map(
+                lambda state, ids: nnx.merge(graph, state)(ids), in_specs=(P("model"), P(None, "model")), out_specs=ROWS
+            )
+            with pytest.raises(ValueError, match="got ids that vary over it"):
+                jax.eval_shape(fn, state, jax.device_put(jnp.zeros((2, 16), jnp.int32), P(None, "model")))
+
+    def test_logits_that_are_whole_inside_a_shard_map(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            fn = jax.shard_map(fa.nn.softmax_cross_entropy, in_specs=(P(), P()), out_specs=P())
+            with pytest.raises(ValueError, match="got logits that are the same on all of its devices"):
+                jax.eval_shape(fn, jnp.ones((2, 4, 8)), jnp.zeros((2, 4), jnp.int32))
+
+    def test_targets_of_another_shape(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="needs one target a row"):
+            fa.nn.softmax_cross_entropy(jax.device_put(jnp.ones((2, 4, 8)), LOGITS), jnp.zeros((2, 3), jnp.int32))
+
+    def test_without_a_mesh(self):
+        with pytest.raises(ValueError, match="VocabParallelEmbed needs a mesh"):
+            fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))

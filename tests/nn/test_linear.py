@@ -1,0 +1,312 @@
+"""Column- and row-parallel layers against nnx.Linear: values, gradients, transforms, meshes, errors."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS, COLUMNS, SAME = P("data", "model", None), P("data", None, "model"), P("data", None, None)
+
+
+def linear(size, **options):
+    """A plain layer whose features divide by `size`, with a bias that is not zero."""
+    return nnx.Linear(4 * size, 6 * size, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(size), **options)
+
+
+def column(size, **options):
+    return lambda dtype: fa.nn.ColumnParallelLinear(4 * size, 6 * size, dtype=dtype, rngs=nnx.Rngs(0), **options)
+
+
+def row(size, **options):
+    return lambda dtype: fa.nn.RowParallelLinear(4 * size, 6 * size, dtype=dtype, rngs=nnx.Rngs(0), **options)
+
+
+FORMS = {
+    "column, rows sharded": (column, {}, ROWS, COLUMNS),
+    "column, rows the same": (column, {}, SAME, COLUMNS),
+    "row, rows sharded": (row, {}, COLUMNS, ROWS),
+    "row, rows the same": (row, {"layout": "replicated"}, COLUMNS, SAME),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_parity_on_every_ring(parity, form, size):
+    make, options, x_spec, y_spec = FORMS[form]
+    layer = make(size, backend="xla", **options)
+    parity(layer, linear(size), (3, 3 * size, 4 * size), size=size, x_spec=x_spec, y_spec=y_spec)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("backend", ["xla", "none"])
+def test_parity_on_a_sub_axis(parity, form, axis_type, backend):
+    make, options, x_spec, y_spec = FORMS[form]
+    if form == "column, rows the same" and axis_type == AxisType.Auto:
+        options = {"in_spec": SAME}
+    layer = make(4, backend=backend, **options)
+    parity(layer, linear(4), (4, 12, 16), size=4, data=2, axis_type=axis_type, x_spec=x_spec, y_spec=y_spec)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    form=st.sampled_from(sorted(FORMS)),
+    size=st.sampled_from([1, 2, 3, 5, 8]),
+    rows=st.integers(1, 5),
+    batch=st.sampled_from([1, 3]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    use_bias=st.booleans(),
+)
+def test_parity_property(parity, form, size, rows, batch, dtype, use_bias):
+    make, options, x_spec, y_spec = FORMS[form]
+    layer, reference = make(size, use_bias=use_bias, **options), linear(size, use_bias=use_bias)
+    parity(layer, reference, (batch, rows * size, 4 * size), size=size, dtype=dtype, x_spec=x_spec, y_spec=y_spec)
+
+
+def test_rows_need_not_divide_where_they_are_not_sharded(parity):
+    layer = row(4, layout="replicated")
+    parity(layer, linear(4), (2, 7, 16), size=4, x_spec=COLUMNS, y_spec=SAME)
+
+
+def test_two_dimensions_are_enough(parity):
+    parity(column(4), linear(4), (12, 16), size=4, x_spec=P("model", None), y_spec=P(None, "model"))
+
+
+def test_rows_may_be_sharded_over_another_axis_too(mesh_of):
+    """Rows over (data, model): the ring gathers over model, and rows stay sharded over data."""
+    x = jnp.arange(16 * 8, dtype=jnp.float32).reshape(16, 8)
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0))
+        y = nnx.jit(lambda layer, x: layer(x))(layer, jax.device_put(x, P(("data", "model"), None)))
+        assert jax.typeof(y).sharding.spec == P("data", "model")
+        np.testing.assert_allclose(y, x @ np.asarray(layer.kernel[...]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_parameters_are_sharded_and_their_metadata_says_so(mesh_of, axis_type):
+    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+        up = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0))
+        down = fa.nn.RowParallelLinear(12, 8, rngs=nnx.Rngs(0))
+    assert up.kernel[...].sharding.spec == P(None, "model")
+    assert up.bias[...].sharding.spec == P("model")
+    assert down.kernel[...].sharding.spec == P("model", None)
+    assert up.kernel.get_metadata()["out_sharding"] == (None, "model")
+    assert up.kernel[...].addressable_shards[0].data.shape == (8, 3)
+
+
+def test_the_same_seed_gives_the_parameters_of_nnx_linear(mesh_of):
+    plain = nnx.Linear(8, 12, rngs=nnx.Rngs(3))
+    with jax.set_mesh(mesh_of(1, 4)):
+        layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(3))
+    np.testing.assert_array_equal(layer.kernel[...], plain.kernel[...])
+
+
+def test_checkpoints_of_nnx_linear_load_both_ways(mesh_of, load_from):
+    plain = nnx.Linear(8, 12, rngs=nnx.Rngs(1))
+    with jax.set_mesh(mesh_of(1, 4)):
+        layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(2))
+        load_from(layer, plain)
+    back = nnx.Linear(8, 12, rngs=nnx.Rngs(4))
+    load_from(back, layer)
+    np.testing.assert_array_equal(back.kernel[...], plain.kernel[...])
+    np.testing.assert_array_equal(back.bias[...], plain.bias[...])
+
+
+def test_parameters_of_nnx_linear_need_not_be_placed_first(mesh_of):
+    plain = nnx.Linear(8, 12, rngs=nnx.Rngs(1))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 8)), jnp.float32)
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(2))
+        layer.kernel[...], layer.bias[...] = np.asarray(plain.kernel[...]), np.asarray(plain.bias[...])
+        y = nnx.jit(lambda layer, x: layer(x))(layer, jax.device_put(x, ROWS))
+    np.testing.assert_allclose(y, plain(x), rtol=1e-4, atol=1e-5)
+
+
+def test_eval_shape_keeps_sharding(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)))
+        kernel = layer.kernel.get_value()
+        assert (kernel.shape, kernel.sharding.spec) == ((8, 12), P(None, "model"))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scan_over_stacked_layers(mesh_of, remat):
+    """Column then row, three times, as one scan over stacked parameters; against a loop over the same parameters."""
+
+    class Pair(nnx.Module):
+        def __init__(self, rngs):
+            self.up = fa.nn.ColumnParallelLinear(8, 12, rngs=rngs)
+            self.down = fa.nn.RowParallelLinear(12, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(jnp.tanh(self.up(x)))
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
+    def stack(rngs):
+        return Pair(rngs)
+
+    def one(pair, x):
+        return pair(x)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+    def run(pair, x):
+        return (nnx.remat(one) if remat else one)(pair, x)
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 8)), jnp.float32)
+
+    def looped(state, x):
+        for i in range(3):
+            up, down = (jax.tree.map(lambda leaf: leaf[i], state[name]) for name in ("up", "down"))
+            x = x + jnp.tanh(x @ up["kernel"] + up["bias"]) @ down["kernel"] + down["bias"]
+        return jnp.sum(x**2)
+
+    with jax.set_mesh(mesh_of(2, 4)):
+        pairs = stack(nnx.Rngs(0))
+        loss = nnx.value_and_grad(lambda pairs, x: jnp.sum(run(pairs, x) ** 2))
+        value, grads = nnx.jit(loss)(pairs, jax.device_put(x, ROWS))
+    plain = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(pairs, nnx.Param)))
+    want, want_grads = jax.value_and_grad(looped)(plain, x)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-4 * np.abs(w).max()),
+        jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(grads))),
+        want_grads,
+    )
+
+
+def test_inside_a_shard_map_of_the_caller(mesh_of):
+    """Where the axis is mapped already, input and parameters are the local shards that they are."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 8)), jnp.float32)
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(layer)
+        fn = jax.shard_map(
+            lambda state, x: nnx.merge(graph, state)(x), in_specs=(P(None, "model"), ROWS), out_specs=COLUMNS
+        )
+        y = jax.jit(fn)(state, jax.device_put(x, ROWS))
+        np.testing.assert_allclose(y, x @ np.asarray(layer.kernel[...]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.optimized
+def test_a_weight_gradient_is_summed_over_data_once(mesh_of):
+    """One all-reduce over data for the kernel's gradient, none inside the ring."""
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = fa.nn.ColumnParallelLinear(8, 12, use_bias=False, backend="xla", rngs=nnx.Rngs(0))
+        graph, state = nnx.split(layer)
+        x = jax.device_put(jnp.ones((2, 8, 8)), ROWS)
+        dy = jax.device_put(jnp.ones((2, 8, 12)), COLUMNS)
+
+        def dkernel(state, x, dy):
+            return jax.vjp(lambda state: nnx.merge(graph, state)(x), state)[1](dy)
+
+        text = jax.jit(dkernel).lower(state, x, dy).compile().as_text()
+    assert text.count(" all-reduce(") == 1
+    assert text.count(" all-gather(") == 0
+    assert text.count(" collective-permute(") == 3
+
+
+class TestErrors:
+    def test_without_a_mesh(self):
+        with pytest.raises(
+            ValueError, match=r"ColumnParallelLinear needs a mesh with the axis 'model', and none is set"
+        ):
+            fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0))
+
+    def test_called_without_a_mesh(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = fa.nn.RowParallelLinear(12, 8, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match="RowParallelLinear needs a mesh with the axis 'model'"):
+            layer(jnp.ones((2, 4, 12)))
+
+    def test_an_axis_the_mesh_lacks(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="'tensor', and the mesh has 'data', 'model'"):
+            fa.nn.ColumnParallelLinear(8, 12, axis_name="tensor", rngs=nnx.Rngs(0))
+
+    @pytest.mark.parametrize(
+        ("make", "name"), [(fa.nn.ColumnParallelLinear, "out_features"), (fa.nn.RowParallelLinear, "in_features")]
+    )
+    def test_features_that_do_not_divide(self, mesh_of, make, name):
+        with (
+            jax.set_mesh(mesh_of(1, 4)),
+            pytest.raises(ValueError, match=rf"{name}=6 on 4 devices; use 4 or 8, or a smaller axis"),
+        ):
+            make(6, 6, rngs=nnx.Rngs(0))
+
+    @pytest.mark.parametrize("make", [fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear])
+    def test_a_wrong_feature_size(self, mesh_of, make):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = make(8, 12, rngs=nnx.Rngs(0))
+            spec = ROWS if make is fa.nn.ColumnParallelLinear else COLUMNS
+            with pytest.raises(ValueError, match=r"built for 8 input features: got \[2, 4, 16\], needed \[..., 8\]"):
+                layer(jax.device_put(jnp.ones((2, 4, 16)), spec))
+
+    def test_too_few_dimensions(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0))
+            with pytest.raises(ValueError, match=r"needs an input \[..., rows, features\]: got \[8\]"):
+                layer(jnp.ones(8))
+
+    def test_rows_that_cannot_be_shared_out(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = fa.nn.RowParallelLinear(8, 12, rngs=nnx.Rngs(0))
+            with pytest.raises(ValueError, match=r"got 6 rows on 4 devices; pad them to 8, or use layout='replicated'"):
+                layer(jax.device_put(jnp.ones((2, 6, 8)), COLUMNS))
+
+    @pytest.mark.parametrize(
+        ("make", "spec", "message"),
+        [
+            (fa.nn.ColumnParallelLinear, COLUMNS, r"whose rows \(dimension -2\) are sharded over 'model'"),
+            (fa.nn.ColumnParallelLinear, P("model", None, None), "whose rows"),
+            (fa.nn.RowParallelLinear, ROWS, r"whose features \(dimension -1\) are sharded over 'model'"),
+            (fa.nn.RowParallelLinear, SAME, "whose features"),
+        ],
+    )
+    def test_an_input_sharded_another_way(self, mesh_of, make, spec, message):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = make(8, 12, rngs=nnx.Rngs(0))
+            with pytest.raises(ValueError, match=message):
+                layer(jax.device_put(jnp.ones((4, 4, 8)), spec))
+
+    def test_an_in_spec_that_the_input_contradicts(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = fa.nn.ColumnParallelLinear(8, 12, in_spec=SAME, rngs=nnx.Rngs(0))
+            with pytest.raises(ValueError, match="leave in_spec out under Explicit axes"):
+                layer(jax.device_put(jnp.ones((4, 4, 8)), ROWS))
+
+    def test_inside_a_shard_map_whose_types_do_not_tell(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0))
+            graph, state = nnx.split(layer)
+            fn = jax.shard_map(
+                lambda state, x: nnx.merge(graph, state)(x),
+                in_specs=(P(None, "model"), ROWS),
+                out_specs=COLUMNS,
+                check_vma=False,
+            )
+            with pytest.raises(ValueError, match="check_vma=False hides it"):
+                jax.eval_shape(fn, state, jax.device_put(jnp.ones((2, 8, 8)), ROWS))
+
+    def test_a_layout_that_is_none(self, mesh_of):
+        with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="it must be 'sequence' or 'replicated'"):
+            fa.nn.RowParallelLinear(8, 12, layout="rows", rngs=nnx.Rngs(0))
+
+
+def test_the_signature_holds_what_nnx_linear_is_called_with():
+    plain, ours = (inspect.signature(cls.__init__).parameters for cls in (nnx.Linear, fa.nn.RowParallelLinear))
+    assert list(ours)[1:3] == list(plain)[1:3] == ["in_features", "out_features"]
+    shared = ["use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init", "rngs"]
+    for name in shared:
+        assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert name.endswith("_init") or ours[name].default == plain[name].default

@@ -1,0 +1,82 @@
+"""The parallel MLP against three nnx.Linear layers."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS, SAME = P("data", "model", None), P("data", None, None)
+
+
+class PlainMLP(nnx.Module):
+    """The same MLP of plain layers, with the same names."""
+
+    def __init__(self, features, hidden, *, gated, use_bias, rngs):
+        options = {"use_bias": use_bias, "bias_init": nnx.initializers.normal(), "rngs": rngs}
+        self.up = nnx.Linear(features, hidden, **options)
+        self.gate = nnx.Linear(features, hidden, **options) if gated else None
+        self.down = nnx.Linear(hidden, features, **options)
+
+    def __call__(self, x):
+        if self.gate is None:
+            return self.down(jax.nn.silu(self.up(x)))
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def pair(size, *, gated=True, use_bias=False, **options):
+    plain = PlainMLP(8, 6 * size, gated=gated, use_bias=use_bias, rngs=nnx.Rngs(1))
+
+    def make(dtype):
+        return fa.nn.ParallelMLP(8, 6 * size, gated=gated, use_bias=use_bias, dtype=dtype, rngs=nnx.Rngs(0), **options)
+
+    return make, plain
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("gated", [True, False])
+def test_parity_on_every_ring(parity, size, gated):
+    make, plain = pair(size, gated=gated, use_bias=not gated)
+    parity(make, plain, (3, 3 * size, 8), size=size)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("backend", ["xla", "none"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parity_on_a_sub_axis(parity, axis_type, backend, dtype):
+    make, plain = pair(4, backend=backend, use_bias=True)
+    parity(make, plain, (2, 8, 8), size=4, data=2, axis_type=axis_type, dtype=dtype)
+
+
+def test_an_input_that_is_the_same_everywhere_gives_an_output_that_is(parity):
+    make, plain = pair(4, use_bias=True)
+    parity(make, plain, (2, 7, 8), size=4, x_spec=SAME, y_spec=SAME)
+
+
+@pytest.mark.optimized
+def test_gate_and_up_share_one_trip(mesh_of):
+    """Gated or not, the forward pass makes as many permutes: R - 1 in and R - 1 out."""
+    for gated in (True, False):
+        with jax.set_mesh(mesh_of(1, 4)):
+            mlp = fa.nn.ParallelMLP(8, 16, gated=gated, backend="xla", rngs=nnx.Rngs(0))
+            graph, state = nnx.split(mlp)
+            x = jax.device_put(jnp.ones((2, 8, 8)), ROWS)
+            text = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
+        assert text.count(" collective-permute(") == 6
+
+
+def test_hidden_features_that_do_not_divide(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="out_features=10 on 4 devices; use 8 or 12"):
+        fa.nn.ParallelMLP(8, 10, rngs=nnx.Rngs(0))
+
+
+def test_a_wrong_feature_size(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)):
+        mlp = fa.nn.ParallelMLP(8, 16, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match="ParallelMLP was built for 8 input features"):
+            mlp(jax.device_put(jnp.ones((2, 4, 12)), ROWS))

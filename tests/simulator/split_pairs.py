@@ -1,0 +1,321 @@
+"""Runs start/done pairs on simulated TPUs: CPU devices that share memory, with race detection.
+
+JAX's own TPU interpret mode forgets a kernel's memory and semaphores when the kernel ends. Here they last for a
+`session`, so that a transfer may be started by one kernel and waited for by another. It covers what pairs are made of:
+kernels without a grid, on whole arrays in HBM or VMEM, scalars in SMEM and DMA semaphores that pass in and out.
+
+Between start and done an array in flight has no value: the program is handed NaN (or the largest integer) for what is
+being written. The done finds the memory by its semaphores. What XLA does to a buffer in flight (copy, move, free)
+cannot be seen here; that is read from compiled programs.
+
+It stands on private functions of one JAX version, and says so where they have changed.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src import callback, config, dispatch, effects
+from jax._src import core as jax_core
+from jax._src.interpreters import mlir
+from jax._src.pallas import core as pallas_core
+from jax._src.pallas.mosaic import primitives as mosaic_primitives
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
+from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync import transport
+
+if jax.__version_info__[:2] != (0, 12):
+    raise ImportError(f"the simulator of pairs knows the interpret mode of jax 0.12: this is {jax.__version__}")
+
+
+@dataclasses.dataclass
+class Report:
+    """What a session found, once it has ended."""
+
+    races: bool = False
+    early_writes: int = 0  # DMAs to a device that had not entered the kernel
+    leftover_semaphores: int = 0
+    pending_dmas: int = 0
+
+    def problems(self) -> set[str]:
+        """The names of the checks that failed."""
+        return {field.name for field in dataclasses.fields(self) if getattr(self, field.name)}
+
+
+@dataclasses.dataclass
+class _Session:
+    """What lasts from kernel to kernel beside JAX's own shared memory."""
+
+    report: Report
+    delayed: dict[int, float]
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    held: dict[tuple[int, int], list[int]] = dataclasses.field(default_factory=dict)  # (device, semaphore) -> buffers
+    written: dict[tuple[int, int], list] = dataclasses.field(default_factory=dict)  # (device, buffer) -> ranges
+    barriers: dict[Any, int] = dataclasses.field(default_factory=dict)
+
+
+_session: _Session | None = None
+
+
+@contextlib.contextmanager
+def session(*, mode, on_race="warn", delayed=None):
+    """Simulates TPUs for what is traced and run inside, on a mesh of CPU devices; yields a Report.
+
+    Args:
+      mode: "eager": a DMA moves its bytes when it is started; "on_wait": when somebody waits for it.
+      on_race: "warn" to report it at the end, "raise" to end the program.
+      delayed: seconds that a device sleeps before each start, by its number.
+    """
+    global _session
+    report = Report()
+    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, on_race=on_race)
+    replaced = stock.interpret_pallas_call, stock.dma_start
+    jax.clear_caches()
+    stock.reset_tpu_interpret_mode_state()
+    _session = _Session(report, delayed or {})
+    stock.interpret_pallas_call, stock.dma_start = _interpret_pair, functools.partial(_dma_start, replaced[1])
+    # A kernel has no effects on a TPU, and callbacks here: jax.checkpoint is to take the one like the other.
+    allowed = effects.remat_allowed_effects._effect_types
+    added = {callback.IOEffect, callback.OrderedIOEffect} - allowed
+    allowed |= added
+    try:
+        with (
+            pltpu.force_tpu_interpret_mode(params),
+            _unoptimised(),
+            mock.patch.object(transport.devices, "platform", return_value="tpu"),
+        ):
+            yield report
+            jax.effects_barrier()
+        memory = stock._shared_memory
+        if memory is not None:
+            report.races = bool(stock.races.races_found)
+            devices = range(memory.num_devices)
+            report.leftover_semaphores = sum(len(memory.get_sempahores_with_nonzero_count(d)) for d in devices)
+            report.pending_dmas = len(_pending(memory))
+    except BaseException:
+        dispatch.runtime_tokens.clear()
+        raise
+    finally:
+        stock.interpret_pallas_call, stock.dma_start = replaced
+        allowed -= added
+        _session = None
+        stock.reset_tpu_interpret_mode_state()
+        jax.clear_caches()
+
+
+@contextlib.contextmanager
+def _unoptimised():
+    """The programs here are callbacks: optimising what stands between them takes longer than running it."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+def _pending(memory) -> set[int]:
+    tasks = [f for s in list(memory.sem.values()) for queue in s.tasks for f in queue]
+    return {id(f.__self__) for f in tasks if f.__self__.state is not stock.DmaState.COMPLETED}
+
+
+def _identity(name, abstract_eval):
+    primitive = jax_core.Primitive(name)
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, lambda context, x, **_: [x])
+    return primitive
+
+
+# To XLA a semaphore is an int32; here it is the number of a simulated one.
+_number_of = _identity("semaphore_number", lambda x: jax_core.ShapedArray(x.shape, jnp.int32))
+_anywhere = _identity("without_memory_space", lambda x: jax_core.ShapedArray(x.shape, x.dtype))
+_semaphore = _identity("numbered_semaphore", lambda x, *, dtype: jax_core.ShapedArray(x.shape, dtype))
+
+
+def _is_semaphore(aval) -> bool:
+    return jnp.issubdtype(aval.dtype, pallas_core.semaphore_dtype)
+
+
+@config._check_vma(False)  # kernels are traced without, too
+def _interpret_pair(
+    *args, jaxpr, input_output_aliases, grid_mapping, mesh, compiler_params, interpret_params, **_unused
+):
+    """In place of `interpret_pallas_call`: one kernel, whose memory and semaphores outlive it."""
+    assert not grid_mapping.grid, "the simulator of pairs runs kernels without a grid"
+    assert mesh is None
+    count, inputs = grid_mapping.num_index_operands, grid_mapping.num_inputs
+    aliases = {output: i - count for i, output in input_output_aliases}
+    out_avals = [mapping.array_aval for mapping in grid_mapping.block_mappings_output]
+    args = [_number_of.bind(a) if _is_semaphore(jax.typeof(a)) else _anywhere.bind(a) for a in args]
+    scalars, arrays = args[:count], args[count:]
+    given = [v.aval for v in jaxpr.invars[count : count + inputs]]
+    axis_sizes = jax_core.get_axis_env().axis_sizes
+    axis_indices = {name: lax.axis_index(name) for name in axis_sizes}
+    device = stock.interpret_utils.device_coords_to_logical_id(tuple(axis_indices.values()), axis_sizes, axis_indices)
+    params = compiler_params.replace(collective_id=_barrier_id(jaxpr, compiler_params.collective_id))
+    spaces = [
+        stock._forward_any_to_hbm(mapping.transformed_block_aval.memory_space)
+        for mapping in grid_mapping.block_mappings
+    ]
+
+    token = jnp.array(stock.TOP_LEVEL_TOKEN_VALUE, jnp.int32)
+    token = callback.io_callback(stock.ordering_barrier, stock.TOKEN_SHAPE_DTYPE, token, ordered=True)
+    token = callback.io_callback(
+        functools.partial(stock._initialize_shared_memory, interpret_params=interpret_params),
+        stock.TOKEN_SHAPE_DTYPE, token, device, np.prod(list(axis_sizes.values()), dtype=np.int32), 1,
+    )  # fmt: skip
+
+    if any(_is_semaphore(aval) for aval in out_avals):
+        token = callback.io_callback(_sleep, stock.TOKEN_SHAPE_DTYPE, token, device)
+
+    def allocate(token, space, value):
+        return stock._call_allocate_buffer(token, device, None, space, value, interpret_params)
+
+    scalar_ids = []
+    for value in scalars:
+        token, number = allocate(token, pltpu.SMEM, value)
+        scalar_ids.append(number)
+    waits = [a.astype(jnp.int16) for a, aval in zip(arrays, given, strict=True) if _is_semaphore(aval)]
+    token, in_flight = callback.io_callback(
+        functools.partial(_find, inputs), (stock.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((inputs,), jnp.int16)),
+        token, device, waits,
+    )  # fmt: skip
+    input_ids, position = [], 0
+    for a, aval, space in zip(arrays, given, spaces[:inputs], strict=True):
+        if _is_semaphore(aval):
+            input_ids.append(a.astype(jnp.int16))
+            continue
+        if waits:  # what is in flight stays where it is
+            input_ids.append(in_flight[position])
+            position += 1
+        else:
+            token, number = allocate(token, space, a)
+            input_ids.append(number)
+    output_ids = []
+    for i, (aval, space) in enumerate(zip(out_avals, spaces[inputs:], strict=True)):
+        if i in aliases:
+            output_ids.append(input_ids[aliases[i]])
+        elif _is_semaphore(aval):
+            token, number = callback.io_callback(
+                stock._allocate_semaphores, (stock.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(aval.shape, jnp.int16)),
+                token, device, None, aval.shape,
+            )  # fmt: skip
+            output_ids.append(number)
+        else:
+            token, number = allocate(token, space, jnp.full(aval.shape, _nothing(aval.dtype), aval.dtype))
+            output_ids.append(number)
+
+    context = stock.InterpretContext(
+        grid_mapping=grid_mapping, mesh=None, axis_sizes=axis_sizes, axis_indices=axis_indices, device_id=device,
+        local_core_id=jnp.int32(0), mosaic_params=params, interpret_params=interpret_params, grid_point=(),
+    )  # fmt: skip
+    starts = [number for number, aval in zip(output_ids, out_avals, strict=True) if _is_semaphore(aval)]
+    with pallas_core.grid_env(()):
+        token, _ = stock._interpret_jaxpr(jaxpr, *scalar_ids, *input_ids, *output_ids, ctx=context, token=token)
+
+    held = [n for n, aval in zip(input_ids, given, strict=True) if not _is_semaphore(aval)]
+    held += [
+        n for i, (n, aval) in enumerate(zip(output_ids, out_avals, strict=True))
+        if not _is_semaphore(aval) and i not in aliases
+    ]  # fmt: skip
+    if starts:
+        token = callback.io_callback(_hold, stock.TOKEN_SHAPE_DTYPE, token, device, starts, held)
+    elif waits:
+        token = callback.io_callback(_release, stock.TOKEN_SHAPE_DTYPE, token, device, held)
+    results = []
+    for number, aval, space in zip(output_ids, out_avals, spaces[inputs:], strict=True):
+        if _is_semaphore(aval):
+            results.append(_semaphore.bind(number.astype(jnp.int32), dtype=aval.dtype))
+            continue
+        token, value = callback.io_callback(
+            functools.partial(_read, space=stock.TPU_MEMORY_SPACE_IDXS[space], blank=bool(starts)),
+            (stock.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(aval.shape, aval.dtype)), token, device, number,
+        )  # fmt: skip
+        results.append(value)
+    callback.io_callback(stock.ordering_barrier, stock.TOKEN_SHAPE_DTYPE, token, ordered=True)
+    return results
+
+
+def _barrier_id(jaxpr, collective_id):
+    """The number of a kernel's barrier; JAX gives tags their numbers only when it lowers for a TPU."""
+    tags = [e.params["tag"] for e in jaxpr.eqns if e.primitive is mosaic_primitives.get_barrier_semaphore_p]
+    if not tags:
+        return None
+    key = tags[0] if collective_id is None else collective_id
+    return _session.barriers.setdefault(key, len(_session.barriers))
+
+
+def _nothing(dtype):
+    return jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+def _sleep(token, device):
+    time.sleep(_session.delayed.get(int(device), 0))
+    return token
+
+
+def _dma_start(start, token, device, core, source_space, source, source_transforms, space, target, transforms,
+               *args, **options):  # fmt: skip
+    """Starts a DMA, and notes what is written here: every device runs the same program, and sends to the same place."""
+    _, _, to = args[:3]
+    to = int(device) if to is None else int(to)
+    memory = stock._get_shared_memory()
+    key = (stock.TPU_MEMORY_SPACE_NAMES[int(space)], int(target), to, 0)
+    deadline = time.monotonic() + 5
+    if key not in memory.mem:
+        with _session.lock:
+            _session.report.early_writes += 1
+        while key not in memory.mem and time.monotonic() < deadline:
+            time.sleep(0.005)
+    region = stock.interpret_utils.to_range(jax.tree.map(int, transforms))
+    with _session.lock:
+        _session.written.setdefault((int(device), int(target)), []).append(region)
+    return start(
+        token, device, core, source_space, source, source_transforms, space, target, transforms, *args, **options
+    )
+
+
+def _find(count, token, device, semaphores):
+    """The buffers of the transfer that the first of `semaphores` counts."""
+    buffers = []
+    if semaphores:
+        with _session.lock:
+            buffers = _session.held[int(device), int(semaphores[0])]
+    return token, np.array((buffers + [0] * count)[:count], np.int16)
+
+
+def _hold(token, device, semaphores, buffers):
+    with _session.lock:
+        for number in semaphores:
+            _session.held[int(device), int(number)] = [int(b) for b in buffers]
+    return token
+
+
+def _release(token, device, buffers):
+    with _session.lock:
+        for buffer in buffers:
+            _session.written.pop((int(device), int(buffer)), None)
+    return token
+
+
+def _read(token, device, buffer, *, space, blank):
+    """What a kernel returns: read as a kernel reads, or, during a transfer, with nothing where that writes."""
+    device, buffer = int(device), int(buffer)
+    if not blank:
+        return stock.get(token, device, 0, space, buffer, ())
+    memory = stock._get_shared_memory()
+    with memory.lock:
+        value = memory.mem[stock.TPU_MEMORY_SPACE_NAMES[int(space)], buffer, device, 0].content.copy()
+    with _session.lock:
+        for region in _session.written.get((device, buffer), ()):
+            value[region] = _nothing(value.dtype)
+    return token, value

@@ -1,0 +1,80 @@
+"""The parity suite of every op and layer again, on four simulated TPUs: transfers start and end in kernels of ours."""
+
+import jax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from tests import test_collective_matmul as ops
+from tests.nn import conftest as layers
+from tests.nn import test_attention as attention
+from tests.nn import test_embed as embed
+from tests.nn import test_linear as linear
+from tests.nn import test_mlp as mlp
+from tests.simulator.split_pairs import session
+
+
+@pytest.fixture(autouse=True, params=["on_wait"])
+def simulator(request):
+    """One that ends without a race, a semaphore or a transfer left over."""
+    with session(mode=request.param) as report:
+        yield
+    assert report.problems() == set()
+
+
+both_ways_of_simulating = pytest.mark.parametrize("simulator", ["on_wait", "eager"], indirect=True)
+
+
+@pytest.mark.parametrize("op", ops.OPS)
+@pytest.mark.parametrize(("backend", "directions"), [("pallas", 1), ("pallas", 2), ("stateful", 2)])
+@both_ways_of_simulating
+def test_ops(op, backend, directions):
+    ops.parity(op, 4, rows=3, batch=2, backend=backend, directions=directions)
+
+
+@pytest.mark.parametrize("op", ops.OPS)
+def test_ops_in_bfloat16(op):
+    ops.parity(op, 4, rows=4, batch=1, dtype="bfloat16", backend="pallas")
+
+
+@pytest.mark.parametrize(("op", "size"), [(op, size) for op in ops.OPS for size in (1, 2, 3)])
+def test_ops_on_smaller_rings(op, size):
+    ops.parity(op, size, rows=2, backend="pallas")
+
+
+@pytest.mark.parametrize("options", [{"axis_type": AxisType.Auto}, {"check_vma": False}], ids=["auto", "no_vma"])
+@pytest.mark.parametrize("op", ops.OPS)
+def test_ops_on_a_sub_axis(op, options):
+    ops.parity(op, 2, rows=2, data=2, backend="pallas", **options)
+
+
+@pytest.mark.parametrize("backend", ["pallas", "stateful"])
+def test_a_gated_mlp_under_checkpoint(backend):
+    got, want = ops.mlp_gradients(jax.checkpoint, backend=backend), ops.reference_gradients()
+    for name, g, w in zip(["loss", "dx", "dgate", "dup", "ddown"], *map(jax.tree.leaves, (got, want)), strict=True):
+        ops.assert_close(g, w, "float32", name)
+
+
+@pytest.mark.parametrize("form", linear.FORMS)
+def test_linear(form):
+    make, options, x_spec, y_spec = linear.FORMS[form]
+    layer = make(4, backend="pallas", **options)
+    layers.check_parity(layer, linear.linear(4), (2, 8, 16), size=4, x_spec=x_spec, y_spec=y_spec)
+
+
+def test_mlp():
+    make, plain = mlp.pair(4, use_bias=True, backend="pallas")
+    layers.check_parity(make, plain, (2, 8, 8), size=4)
+
+
+def test_attention():
+    make, plain = attention.pair(8, 4, use_bias=True, backend="pallas")
+    layers.check_parity(make, plain, (2, 8, 8), size=4)
+
+
+def test_embedding():
+    make, plain = embed.embed_pair(4, backend="pallas")
+    embed.check_lookup(layers.make_mesh(1, 4), make, plain, layers.load, rows=8)
+    layers.check_parity(
+        make, plain, (2, 8, 8), size=4, y_spec=P("data", None, "model"), apply=lambda layer, x: layer.attend(x)
+    )

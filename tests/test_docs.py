@@ -1,0 +1,41 @@
+"""What the documents show runs, and what they point at is there."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_readme_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["y"].shape == names["x"].shape
+    assert names["y"].sharding.spec == names["x"].sharding.spec
+
+
+def test_the_readme_begins_with_its_two_commands():
+    block = re.search(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert [line.split("#")[0].strip() for line in block.splitlines()] == ["make train", "make test"]
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_run(example):
+    done = subprocess.run(
+        [sys.executable, str(example)], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0] / 5
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_point_at_something(document):
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []

@@ -1,0 +1,125 @@
+"""Ring arithmetic by plain ints, and the staggered loop on every ring size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from flaxasync import ring, transport
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@given(size=st.integers(1, 16), shift=st.sampled_from([1, -1, 2]), index=st.integers(0, 15))
+def test_gathered_owner_follows_the_permutation(size, shift, index):
+    index %= size
+    source = {destination: source for source, destination in ring.permutation(size, shift)}
+    holder, block = index, index
+    for hop in range(size):
+        assert ring.gathered_owner(index, hop, size=size, shift=shift) == block
+        holder = source[holder]
+        block = holder
+
+
+@given(size=st.integers(1, 16), shift=st.sampled_from([1, -1]))
+def test_a_sum_passes_every_device_and_ends_at_its_owner(size, shift):
+    goes_to = dict(ring.permutation(size, shift))
+    for start in range(size):
+        owner = ring.reduced_owner(start, 0, size=size, shift=shift)
+        device, seen = start, [start]
+        for hop in range(1, size):
+            device = goes_to[device]
+            seen.append(device)
+            assert ring.reduced_owner(device, hop, size=size, shift=shift) == owner
+        assert device == owner
+        assert sorted(seen) == list(range(size))
+
+
+@given(rows=st.integers(0, 1000), pieces=st.integers(1, 8))
+def test_split_rows_covers_all_rows_evenly(rows, pieces):
+    runs = ring.split_rows(rows, pieces)
+    assert [row for start, count in runs for row in range(start, start + count)] == list(range(rows))
+    assert max(count for _, count in runs) - min(count for _, count in runs) <= 1
+
+
+def test_a_block_of_one_row_goes_one_way():
+    assert ring.shifts(2, rows=1) == (1,)
+    assert ring.shifts(2, rows=2) == (1, -1)
+    assert ring.shifts(1, rows=8) == (1,)
+
+
+class Recorder:
+    """A transport that moves nothing and writes down what it was asked to do."""
+
+    def __init__(self):
+        self.log = []
+
+    def start(self, x, axis_name, *, shift):
+        self.log.append("start")
+        return x, None
+
+    def done(self, x, future):
+        self.log.append("done")
+        return x + 1
+
+    def pin(self, x, values):
+        return x, values
+
+    def check_unroll(self, unroll):
+        pass
+
+
+@pytest.mark.parametrize("hops", [0, 1, 2, 3, 4, 5])  # with more, fori_loop traces turns that this cannot count
+def test_every_window_stands_between_a_start_and_its_done(hops):
+    recorder = Recorder()
+
+    def window(hop, blocks, carry):
+        recorder.log.append("window")
+        return blocks, [*carry, hop]
+
+    blocks, carry = ring.staggered_loop(recorder, "x", (0,), [], window, shifts=(1,), hops=hops)
+    assert recorder.log == ["start", "window", "done"] * hops
+    assert carry == list(range(hops))
+    assert blocks == (hops,)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("unroll", [1, 2, 8])
+def test_both_directions_bring_every_block(size, unroll):
+    mesh = jax.make_mesh((size,), ("x",), devices=jax.devices()[:size])
+
+    def visit(x):
+        def window(hop, blocks, seen):
+            return blocks, seen.at[hop].set(jnp.concatenate(blocks))
+
+        seen = transport.vary(jnp.zeros((size, 2), x.dtype), {"x"})
+        blocks, seen = ring.staggered_loop(
+            transport.get("xla"), "x", (x, x), seen, window, shifts=(1, -1), hops=size - 1, unroll=unroll
+        )
+        return window(size - 1, blocks, seen)[1][None]
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(size), P("x"))
+        seen = np.asarray(jax.jit(jax.shard_map(visit, in_specs=P("x"), out_specs=P("x")))(x))
+    index, hop = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
+    np.testing.assert_array_equal(seen[..., 0], (index - hop) % size)
+    np.testing.assert_array_equal(seen[..., 1], (index + hop) % size)
+
+
+def test_blocks_may_be_pytrees():
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+    def both(x):
+        blocks, _ = ring.staggered_loop(
+            transport.get("xla"), "x", ({"k": x, "v": -x},), None, lambda hop, b, c: (b, c), shifts=(1,), hops=3
+        )
+        return blocks[0]["k"], blocks[0]["v"]
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(4), P("x"))
+        k, v = jax.shard_map(both, in_specs=P("x"), out_specs=P("x"))(x)
+    np.testing.assert_array_equal(k, [1, 2, 3, 0])
+    np.testing.assert_array_equal(v, [-1, -2, -3, 0])

@@ -1,0 +1,97 @@
+"""The shapes in the signatures are true, and every public name is documented."""
+
+import inspect
+import types
+
+import beartype
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from models.transformer import Transformer, TransformerConfig
+
+ROWS, COLUMNS, TOKENS = P(None, "model", None), P(None, None, "model"), P(None, None)
+DOWN, ACROSS = P("model", None), P(None, "model")
+
+
+def checked(fn):
+    """`fn` with its shape annotations checked at every call."""
+    return jaxtyping.jaxtyped(fn, typechecker=beartype.beartype)
+
+
+def on_shards(op, specs, out_spec, *shapes):
+    args = [jax.device_put(jnp.ones(shape), spec) for shape, spec in zip(shapes, specs, strict=True)]
+    fn = checked(op)
+    mapped = jax.shard_map(lambda x, w: fn(x, w, "model"), in_specs=specs, out_specs=out_spec)
+    return jax.eval_shape(mapped, *args)
+
+
+def on_layer(cls, method, layer, x, spec):
+    return nnx.eval_shape(lambda x: checked(getattr(cls, method))(layer, x), jax.device_put(x, spec))
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
+        yield
+
+
+def test_ops():
+    on_shards(fa.all_gather_matmul, (ROWS, ACROSS), COLUMNS, (2, 8, 4), (4, 8))
+    on_shards(fa.matmul_reduce_scatter, (COLUMNS, DOWN), ROWS, (2, 8, 4), (4, 8))
+    on_shards(fa.matmul_all_reduce, (COLUMNS, DOWN), P(), (2, 8, 4), (4, 8))
+
+
+def test_layers():
+    rngs, nn = nnx.Rngs(0), fa.nn
+    x = jnp.ones((2, 8, 8))
+    on_layer(nn.ColumnParallelLinear, "__call__", nn.ColumnParallelLinear(8, 12, rngs=rngs), x, ROWS)
+    on_layer(nn.RowParallelLinear, "__call__", nn.RowParallelLinear(8, 12, rngs=rngs), x, COLUMNS)
+    on_layer(nn.ParallelMLP, "__call__", nn.ParallelMLP(8, 12, rngs=rngs), x, ROWS)
+    on_layer(nn.ParallelSelfAttention, "__call__", nn.ParallelSelfAttention(8, 4, rngs=rngs), x, ROWS)
+    embed = nn.VocabParallelEmbed(16, 8, rngs=rngs)
+    on_layer(nn.VocabParallelEmbed, "__call__", embed, jnp.zeros((2, 8), jnp.int32), TOKENS)
+    on_layer(nn.VocabParallelEmbed, "attend", embed, x, ROWS)
+
+
+def test_loss_and_model():
+    logits = jax.device_put(jnp.ones((2, 8, 16)), COLUMNS)
+    targets = jax.device_put(jnp.zeros((2, 8), jnp.int32), TOKENS)
+    nnx.eval_shape(checked(fa.nn.softmax_cross_entropy), logits, targets)
+    config = TransformerConfig(vocab_size=16, layers=1, width=16, heads=4, mlp_width=8)
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    nnx.eval_shape(lambda model: checked(Transformer.__call__)(model, targets), model)
+    nnx.eval_shape(lambda model: checked(Transformer.loss)(model, targets, targets), model)
+
+
+def test_a_shape_that_the_signature_excludes_is_seen():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        checked(fa.nn.ColumnParallelLinear.__call__)(fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)), jnp.ones(8))
+
+
+def public(module, prefix):
+    """(qualified name, object) of every public name of a module, and of every public method of its classes."""
+    for name, value in vars(module).items():
+        if name.startswith("_") or not callable(value) or isinstance(value, types.ModuleType):
+            continue
+        yield f"{prefix}.{name}", value
+        if inspect.isclass(value):
+            for method, function in vars(value).items():
+                if inspect.isfunction(function) and (not method.startswith("_") or method == "__call__"):
+                    yield f"{prefix}.{name}.{method}", function
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [*public(fa, "fa"), *public(fa.nn, "fa.nn")], ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_every_public_name_is_documented(name, value):
+    documentation = inspect.getdoc(value) or ""
+    assert documentation, name
+    if inspect.isfunction(value) and "." not in value.__qualname__:
+        explained = "Args:" in documentation or "Arguments and errors as" in documentation
+        assert explained or len(inspect.signature(value).parameters) <= 3, f"{name} explains no arguments"
+        assert "\n" in documentation, f"{name} has one line alone"

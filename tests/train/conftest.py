@@ -1,0 +1,145 @@
+"""A minuscule run: small enough that a process trains it in seconds, large enough for every axis of a 2 x 4 mesh."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from models.transformer import TransformerConfig
+from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
+from train.mesh import make_mesh
+
+FULLY_COMPILED = frozenset({"test_compiled_step.py", "test_parity.py"})
+ROOT = Path(__file__).resolve().parents[2]
+PRESET = """
+from models.transformer import TransformerConfig
+from train.config import *
+
+
+def minuscule():
+    return Config(
+        workdir="{workdir}",
+        steps=60,
+        mesh=MeshConfig(data=2, model=2, platform="{platform}", cpu_devices=4),
+        model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=4, kv_heads=4, mlp_width=32),
+        data=DataConfig(path="{text}", sequence_length=16, batch_size=4),
+        optimizer=OptimizerConfig(warmup_steps=10),
+        checkpoint=CheckpointConfig(every=7),
+        eval=EvalConfig(every=20, batches=2, sample_tokens=8),
+        report=ReportConfig(every=1),
+    )
+"""
+
+
+@pytest.fixture(scope="session")
+def compiled_programs(tmp_path_factory) -> Path:
+    """A folder of compiled programs: the tests here, and the processes they start, compile the same few again."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(autouse=True)
+def compile_little(compiled_programs, request):
+    """Most of the time here would be compiling. Where the optimised program itself is the matter, it is compiled fully.
+
+    test_resume.py asks for that in the processes it starts.
+    """
+    if request.path.name in FULLY_COMPILED:
+        yield {}
+        return
+    settings = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": str(compiled_programs),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    compilation_cache.reset_cache()
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield {name.upper(): str(value) for name, value in settings.items()}
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """24 kB of ASCII that no two lines of are alike."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog {i * i}\n" for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def config(text, tmp_path) -> Config:
+    """The minuscule run on all eight devices of the test process."""
+    return Config(
+        workdir=str(tmp_path / "run"),
+        steps=20,
+        mesh=MeshConfig(data=2, model=4),
+        model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=4, kv_heads=4, mlp_width=32),
+        data=DataConfig(path=str(text), sequence_length=16, batch_size=4),
+        optimizer=OptimizerConfig(warmup_steps=10),
+        checkpoint=CheckpointConfig(every=5, keep=2),
+        eval=EvalConfig(every=10, batches=2, sample_tokens=4),
+        report=ReportConfig(every=2),
+    )
+
+
+@pytest.fixture
+def mesh(config):
+    """The mesh of `config`, as the ambient one."""
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.fixture
+def preset(text, tmp_path):
+    """Writes the minuscule run as a preset file; `platform="auto"` suits a test that stays in this process."""
+
+    def write(platform: str = "cpu") -> Path:
+        path = tmp_path / f"minuscule_{platform}.py"
+        path.write_text(PRESET.format(workdir=tmp_path / "run", text=text, platform=platform))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def start(preset, compile_little):
+    """Starts train/run.py on the minuscule run in a process of its own."""
+    processes = []
+
+    def launch(*options: object, terminal: int | None = None, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "train" / "run.py"), str(preset()), *map(str, options)],
+            env=os.environ | compile_little | environment,
+            stdout=subprocess.PIPE if terminal is None else terminal,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield launch
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def replace(config: Config, **sections: dict) -> Config:
+    """Returns `config` with fields of its sections replaced: `replace(config, data={"batch_size": 2})`."""
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()}
+    )
+
+
+@pytest.fixture(name="replace")
+def replace_fixture():
+    return replace

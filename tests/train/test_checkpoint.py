@@ -1,0 +1,198 @@
+"""train/checkpoint.py: what is saved comes back to the bit, on any mesh, or is said to be damaged."""
+
+import dataclasses
+import gc
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from train.checkpoint import Checkpoints
+from train.config import InputError, MeshConfig
+from train.mesh import make_mesh
+from train.step import Trainer
+from train.workdir import architecture
+
+# Each of its reads that nobody waits for any more says so when it is collected; pytest would make that an error.
+quiet = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+POSITION = {"next_index": 7}
+
+
+@pytest.fixture
+def trainer(config, mesh):
+    return Trainer(config, mesh)
+
+
+@pytest.fixture
+def folder(config, trainer, tmp_path) -> Path:
+    """Two checkpoints, of steps 5 and 10, of different states."""
+    folder = tmp_path / "checkpoints"
+    state = trainer.init()
+    with Checkpoints(folder, keep=3) as checkpoints:
+        for step in (5, 10):
+            state = dataclasses.replace(state, step=state.step + 5)
+            checkpoints.save(step, state, data=POSITION, architecture=architecture(config))
+    return folder
+
+
+def assert_equal(state, other):
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, other))
+
+
+def test_a_state_comes_back_to_the_bit(config, trainer, folder):
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.steps() == [5, 10]
+        state, position = checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
+    assert position == POSITION
+    assert_equal(state, dataclasses.replace(trainer.init(), step=np.int32(10)))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (4, 2)])
+def test_it_comes_back_on_another_mesh(shape, config, trainer, folder, replace):
+    expected = jax.tree.map(np.asarray, trainer.init().params)
+    if config.model.heads % shape[1]:
+        config = replace(config, model={"heads": 4})
+        shape = (2, 4) if shape == (1, 8) else shape
+    other = make_mesh(MeshConfig(data=shape[0], model=shape[1]))
+    with jax.set_mesh(other), Checkpoints(folder, keep=3) as checkpoints:
+        abstract = Trainer(config, other).abstract_state()
+        state, _ = checkpoints.restore(10, abstract, architecture=architecture(config))
+    assert_equal(state.params, expected)
+    for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        assert leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
+
+
+def test_saving_does_not_see_what_training_does_next(config, trainer, tmp_path):
+    """The state is donated right after `save` returns, while its copy is still being written."""
+    step, batch = trainer.train_step, trainer.abstract_batch()
+    tokens = jax.device_put(np.ones(batch.shape, np.int32), batch.sharding)
+    state = trainer.init()
+    with Checkpoints(tmp_path / "checkpoints", keep=8) as checkpoints:
+        saved = {}
+        for count in range(1, 6):
+            state, _ = step(state, tokens, tokens)
+            saved[count] = jax.tree.map(np.array, state)
+            checkpoints.save(count, state, data=POSITION, architecture=architecture(config))
+        checkpoints.wait()
+        for count, expected in saved.items():
+            restored, _ = checkpoints.restore(count, trainer.abstract_state(), architecture=architecture(config))
+            assert_equal(restored, expected)
+
+
+def test_only_the_newest_are_kept(config, trainer, tmp_path):
+    state = trainer.init()
+    with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, state, data=POSITION, architecture=architecture(config))
+        checkpoints.wait()
+        assert checkpoints.steps() == [3, 4]
+
+
+def test_what_a_killed_process_left_half_written_is_no_checkpoint(folder):
+    shutil.copytree(folder / "10", folder / "15.orbax-checkpoint-tmp")
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.choose(None) == 10
+
+
+def test_choosing(folder, tmp_path):
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.choose(None) == 10
+        assert checkpoints.choose(5) == 5
+        with pytest.raises(InputError, match=r"checkpoint.step must be one that is in .*: got 7, there are 5, 10"):
+            checkpoints.choose(7)
+    with Checkpoints(tmp_path / "new", keep=3) as checkpoints:
+        assert checkpoints.choose(None) == 0
+        with pytest.raises(InputError, match="got 7, there are none"):
+            checkpoints.choose(7)
+
+
+def test_another_architecture_is_named(config, trainer, folder, replace):
+    other = architecture(replace(config, model={"layers": 3}))
+    with (
+        Checkpoints(folder, keep=3) as checkpoints,
+        pytest.raises(InputError, match=r"another architecture: model.layers is 2 there and 3 here"),
+    ):
+        checkpoints.restore(10, trainer.abstract_state(), architecture=other)
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    if content:
+        content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "a bit flipped": flip,
+    "removed": lambda path: path.unlink(),
+}
+
+
+@pytest.fixture
+def reads_abandoned():
+    """Collects what orbax leaves behind when one of its reads fails, where its complaints are ignored."""
+    yield
+    gc.collect()
+
+
+@quiet
+@pytest.mark.usefixtures("reads_abandoned")
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damage_to_any_file_is_named_or_harmless(damage, config, trainer, folder, tmp_path):
+    """Whatever happens to a file of the newest checkpoint: an error that names it, or the very same state."""
+    abstract, messages = trainer.abstract_state(), []
+    expected = dataclasses.replace(trainer.init(), step=np.int32(10))
+    for file in files_of(folder / "10"):
+        copy = tmp_path / "damaged"
+        shutil.copytree(folder, copy)
+        damage(copy / file.relative_to(folder))
+        before = files_of(copy)
+        with Checkpoints(copy, keep=3) as checkpoints:
+            try:
+                assert checkpoints.choose(None) == 10
+                state, position = checkpoints.restore(10, abstract, architecture=architecture(config))
+            except InputError as error:
+                messages.append(str(error))
+            else:
+                assert_equal(state, expected)
+                assert position == POSITION
+        assert files_of(copy) == before, "something was deleted"
+        shutil.rmtree(copy)
+    assert len(messages) > 3
+    for message in messages:
+        assert f"the checkpoint of step 10, {copy / '10'}, is damaged (" in message
+        assert "run again with --checkpoint.step 5 to continue from there" in message
+
+
+@quiet
+@pytest.mark.usefixtures("reads_abandoned")
+def test_a_whole_item_that_is_gone_is_damage_too(config, trainer, folder):
+    shutil.rmtree(folder / "10" / "state")
+    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match=r"step 10, .* is damaged"):
+        checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
+
+
+@quiet
+@pytest.mark.usefixtures("reads_abandoned")
+def test_with_no_earlier_checkpoint_the_advice_is_another_folder(config, trainer, folder):
+    shutil.rmtree(folder / "5")
+    shutil.rmtree(folder / "10" / "state")
+    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match="none before it: choose another"):
+        checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
+
+
+def test_later_checkpoints_are_moved_aside_and_kept(config, trainer, folder, tmp_path):
+    for expected in ("10", "10-1"):
+        with Checkpoints(folder, keep=3) as checkpoints:
+            assert checkpoints.set_aside(5, tmp_path / "aside") == [10]
+            assert checkpoints.steps() == [5]
+            checkpoints.save(10, trainer.init(), data=POSITION, architecture=architecture(config))
+        assert (tmp_path / "aside" / expected / "state").is_dir()

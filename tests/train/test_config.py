@@ -1,0 +1,136 @@
+"""train/config.py: presets, the command line, and what it refuses."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+
+from models.transformer import check_fits
+from train.config import DEFAULT_PRESET, Config, InputError, check, load_preset, parse
+
+PRESETS = sorted(path for path in DEFAULT_PRESET.parent.glob("*.py") if path.name != "__init__.py")
+
+
+def test_the_default_preset_is_tiny():
+    assert parse([]) == load_preset(DEFAULT_PRESET)
+    assert DEFAULT_PRESET.name == "tiny.py"
+
+
+def test_options_replace_single_fields_of_the_preset(preset):
+    before = load_preset(preset())
+    after = parse([str(preset()), "--steps", "7", "--model.kv_heads", "2", "--data.path", "None", "--backend", "none"])
+    assert after == dataclasses.replace(
+        before,
+        steps=7,
+        backend="none",
+        model=dataclasses.replace(before.model, kv_heads=2),
+        data=dataclasses.replace(before.data, path=None),
+    )
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_is_valid_and_fits_its_mesh(path):
+    config = load_preset(path)
+    check(config)
+    shape = {"data": max(1, config.mesh.data), "model": config.mesh.model}
+    check_fits(config.model, sequence_length=config.data.sequence_length, mesh_shape=shape)
+
+
+def test_help_explains_every_field_with_its_unit(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(["--help"])
+    assert exit_info.value.code == 0
+    shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+    for name, default in _fields(load_preset(DEFAULT_PRESET)):
+        described = re.search(rf"--{re.escape(name)} (.*?)\(default: (.*?)\)", shown)
+        assert described, f"--help does not explain {name}"
+        assert len(described[1].split()) >= 3, f"--help says nothing of {name}: {described[1]}"
+        if isinstance(default, (int, float)) and not isinstance(default, bool) and not name.startswith("model."):
+            assert re.search(r"\([^)]+\)", described[1]), f"{name} has no unit: {described[1]}"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--model.depth", "3"], "--model.depth"),
+        (["--steps", "many"], "--steps"),
+        (["--steps", "1.5"], "--steps"),
+        (["--backend", "magic"], "magic"),
+        (["--model.dtype", "float33"], "float33"),
+        (["--mesh.platform", "abacus"], "abacus"),
+        (["--data.batch_size"], "--data.batch_size"),
+        (["extra.py"], "extra.py"),
+    ],
+)
+def test_a_bad_command_line_exits_with_2_and_names_it(options, named, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse([str(DEFAULT_PRESET), *options])
+    assert exit_info.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file"),
+        ("def f(): return (", "line 1"),
+        ("", "has none"),
+        ("def one(): ...\ndef two(): ...", "has one, two"),
+        ("def one(): return 1", r"one\(\) .* returned int"),
+    ],
+)
+def test_a_bad_preset_is_named(content, message, tmp_path):
+    path = tmp_path / "preset.py"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_preset(path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--steps", 0, "steps must be at least 1: got 0"),
+        ("--seed", -1, "seed must be at least 0: got -1"),
+        ("--seed", 2**31, r"seed must be below 2\*\*31"),
+        ("--model.layers", 0, "model.layers must be at least 1"),
+        ("--data.batch_size", 0, "data.batch_size must be at least 1"),
+        ("--data.validation_fraction", 1.0, "data.validation_fraction must be at least 0 and below 1"),
+        ("--data.validation_fraction", 0.0, "data.validation_fraction must be above 0 where eval.every is not 0"),
+        ("--optimizer.learning_rate", "nan", "optimizer.learning_rate must be at least 0: got nan"),
+        ("--optimizer.b2", 1.0, "optimizer.b2 must be"),
+        ("--optimizer.clip_norm", 0.0, "optimizer.clip_norm must be above 0"),
+        ("--optimizer.decay_floor", 1.5, "optimizer.decay_floor must be 0 to 1"),
+        ("--checkpoint.every", 0, "checkpoint.every must be at least 1"),
+        ("--eval.sample_tokens", 256, "eval.sample_tokens must be below data.sequence_length"),
+        ("--eval.temperature", 0.0, "eval.temperature must be above 0"),
+        ("--report.every", 0, "report.every must be at least 1"),
+    ],
+)
+def test_a_value_out_of_range_is_named(option, value, message):
+    with pytest.raises(InputError, match=message):
+        parse([str(DEFAULT_PRESET), option, str(value)])
+
+
+def test_reading_a_configuration_makes_no_device(preset):
+    # In this process the devices exist already; what counts is that parse does not ask for them.
+    asked = []
+    devices = jax.devices
+    jax.devices = lambda *arguments: asked.append(arguments) or devices(*arguments)
+    try:
+        parse([str(preset())])
+    finally:
+        jax.devices = devices
+    assert not asked
+
+
+def _fields(config: Config):
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from (
+                (f"{field.name}.{inner.name}", getattr(value, inner.name)) for inner in dataclasses.fields(value)
+            )
+        else:
+            yield field.name, value

@@ -1,0 +1,127 @@
+"""train/data.py: windows, order, position."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.config import InputError
+from train.corpus import Corpus, open_corpus
+from train.data import TrainingBatches, ValidationBatches, Windows, share_of_batch, split
+
+
+@given(size=st.integers(0, 200), length=st.integers(1, 50))
+def test_windows_have_every_token_as_a_target_once(size, length):
+    tokens = np.arange(size, dtype=np.uint16)
+    windows = Windows(tokens, length)
+    targets = [int(token) for index in range(len(windows)) for token in windows[index][1:]]
+    assert targets == list(range(1, 1 + len(windows) * length))
+    assert size - 1 - len(targets) < length
+    assert all(windows[index].shape == (length + 1,) for index in range(len(windows)))
+
+
+@pytest.fixture
+def windows(config):
+    return split(open_corpus(config.data, vocab_size=128), config)
+
+
+def take(batches, count):
+    return [np.asarray(tokens) for tokens, _ in (next(batches) for _ in range(count))]
+
+
+def test_targets_are_the_tokens_one_place_on_and_sharded_over_data(config, mesh, windows):
+    tokens, targets = next(TrainingBatches(windows[0], config, mesh))
+    np.testing.assert_array_equal(np.asarray(tokens)[:, 1:], np.asarray(targets)[:, :-1])
+    assert tokens.shape == (4, 16)
+    assert tokens.dtype == targets.dtype == np.int32
+    assert tokens.sharding.spec == jax.P("data", None)
+
+
+def test_the_seed_alone_decides_the_order(config, mesh, windows):
+    first, again = (take(TrainingBatches(windows[0], config, mesh), 5) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    other = take(TrainingBatches(windows[0], dataclasses.replace(config, seed=1), mesh), 5)
+    assert not np.array_equal(first, other)
+
+
+def test_the_order_does_not_depend_on_the_mesh(config, mesh, windows):
+    other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    np.testing.assert_array_equal(
+        take(TrainingBatches(windows[0], config, mesh), 5), take(TrainingBatches(windows[0], config, other), 5)
+    )
+
+
+@given(data=st.sampled_from([1, 2, 4, 8]), model=st.sampled_from([1, 2, 4]), processes=st.sampled_from([1, 2, 4, 8]))
+def test_processes_share_a_batch_as_their_devices_do(data, model, processes):
+    """Devices go to processes in order, row by row of the mesh, as `jax.make_mesh` gives them out."""
+    if data * model % processes:
+        return
+    each, shard_rows = data * model // processes, 3
+    loaded = {}
+    for process in range(processes):
+        devices = range(process * each, (process + 1) * each)
+        starts = {device // model * shard_rows for device in devices}
+        first, stride = share_of_batch(starts, shard_rows, batch_size=data * shard_rows)
+        sequences = list(range(data * shard_rows))[first::stride]
+        assert len(sequences) == len(starts) * shard_rows
+        loaded.setdefault(min(starts), sequences)
+        assert loaded[min(starts)] == sequences, "the same rows hold the same sequences"
+    assert sorted(sequence for part in loaded.values() for sequence in part) == list(range(data * shard_rows))
+
+
+def test_each_epoch_has_every_window_once_in_its_own_order(config, mesh):
+    windows = Windows(np.arange(16 * 8 + 1, dtype=np.uint16), 16)  # 8 windows: two batches an epoch
+    batches = TrainingBatches(windows, config, mesh)
+    epochs = [[int(row[0]) // 16 for batch in take(batches, 2) for row in batch] for _ in range(6)]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+@pytest.mark.parametrize("before", [0, 1, 7, 400])
+def test_a_saved_position_continues_where_it_was(before, config, mesh, windows):
+    batches = TrainingBatches(windows[0], config, mesh)
+    take(batches, before)
+    state = json.loads(json.dumps(batches.get_state()))
+    expected = take(batches, 3)
+    continued = TrainingBatches(windows[0], config, mesh)
+    continued.set_state(state)
+    np.testing.assert_array_equal(take(continued, 3), expected)
+
+
+def test_validation_is_the_end_of_the_tokens_and_the_same_each_time(config, mesh, windows):
+    validation = ValidationBatches(windows[1], config, mesh)
+    assert len(validation) == 2
+    first, again = ([np.asarray(tokens) for tokens, _ in validation] for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first[0][0], windows[1][0][:-1])
+    everything = open_corpus(config.data, vocab_size=128).tokens
+    assert windows[0].tokens.size + windows[1].tokens.size == everything.size
+    np.testing.assert_array_equal(windows[1].tokens, everything[-windows[1].tokens.size :])
+
+
+def test_validation_takes_what_there_is(config, mesh, replace):
+    config = replace(config, eval={"batches": 50})
+    windows = Windows(np.arange(16 * 9 + 1, dtype=np.uint16), 16)
+    assert len(list(ValidationBatches(windows, config, mesh))) == 2
+
+
+def test_data_that_is_too_short_is_refused(config, replace):
+    def corpus(size):
+        return Corpus("here", np.zeros(size, np.uint8), is_text=True)
+
+    with pytest.raises(InputError, match=r"one sequence of data.sequence_length \+ 1 = 17 tokens: here has 16"):
+        split(corpus(16), config)
+    with pytest.raises(InputError, match="leaves 9 of 17 tokens for training"):
+        split(corpus(17), replace(config, data={"validation_fraction": 0.49}))
+    with pytest.raises(InputError, match=r"one batch of data.batch_size=4 sequences: it has 1"):
+        split(corpus(400), config)
+    split(corpus(400), replace(config, eval={"every": 0}))
+
+
+def test_a_batch_that_the_data_axis_does_not_divide_is_refused(config, mesh, windows, replace):
+    with pytest.raises(InputError, match=r"data.batch_size must be divisible by the 'data' axis: got 5 on 2 devices"):
+        TrainingBatches(windows[0], replace(config, data={"batch_size": 5}), mesh)

@@ -1,0 +1,55 @@
+"""Several processes train as one: each loads its rows, the losses are those of a single process."""
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def launch(start):
+    """Starts two processes that join as Open MPI would have them, of two devices each."""
+
+    def two(*options: object):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        common = {
+            "OMPI_MCA_orte_hnp_uri": f"1.0;tcp://127.0.0.1:{port}",
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        }
+        join = ("--mesh.distributed", "True", "--mesh.cpu_devices", 2)
+        return [
+            start(*join, *options, **common, OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_LOCAL_RANK="0")
+            for rank in range(2)
+        ]
+
+    return two
+
+
+def losses_of(workdir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_train_as_one_and_stop_together(start, launch, tmp_path):
+    common = ("--optimizer.warmup_steps", 10**6, "--eval.every", 0, "--eval.sample_tokens", 0)  # a rate for any length
+    one = start(*common, "--steps", 20, "--workdir", tmp_path / "one")
+    out, err = one.communicate()
+    assert one.returncode == 0, out + err
+
+    both = launch(*common, "--steps", 100_000, "--checkpoint.every", 100_000, "--workdir", tmp_path / "two")
+    for line in both[0].stdout:
+        if line.startswith("step 20/"):
+            both[1].send_signal(signal.SIGTERM)
+            break
+    printed = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], printed
+    assert "stopped by SIGTERM after step" in printed[0][0]
+    assert not any("step" in line for line in printed[1][0].splitlines()), "only the first process speaks"
+    assert len(list((tmp_path / "two" / "checkpoints").iterdir())) == 1
+    np.testing.assert_allclose(losses_of(tmp_path / "two")[:20], losses_of(tmp_path / "one"), rtol=1e-5)

@@ -1,0 +1,114 @@
+"""train/loop.py: the host runs ahead, and saves only what is good."""
+
+import contextlib
+import dataclasses
+
+import jax
+import pytest
+
+from train import metrics as metrics_module
+from train.checkpoint import Checkpoints
+from train.corpus import open_corpus
+from train.data import TrainingBatches, ValidationBatches, split
+from train.loop import Loop
+from train.metrics import DivergedError, Recorder
+from train.signals import StopRequest
+from train.step import Trainer
+
+
+@pytest.fixture
+def make_loop(mesh, tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def make(config, sink=None):
+            training, validation = split(open_corpus(config.data, vocab_size=128), config)
+            trainer = Trainer(config, mesh)
+            return Loop(
+                config,
+                trainer,
+                trainer.compile_train_step(),
+                TrainingBatches(training, config, mesh),
+                ValidationBatches(validation, config, mesh),
+                stack.enter_context(Checkpoints(tmp_path / "checkpoints", keep=9)),
+                Recorder([sink] if sink else [], tokens_per_step=64),
+                stack.enter_context(StopRequest(shared=False)),
+            )
+
+        yield make
+
+
+class Sink:
+    """Notes lines, and calls `on_write`."""
+
+    def __init__(self, on_write=None):
+        self.lines, self.on_write = [], on_write
+
+    def write(self, lines):
+        self.lines += lines
+        if self.on_write:
+            self.on_write(lines)
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_every_step_has_a_line_and_checkpoints_and_validations_come_on_time(config, make_loop):
+    sink = Sink()
+    loop = make_loop(dataclasses.replace(config, steps=12), sink)
+    state, step = loop.run(loop.trainer.init(), start=0)
+    assert step == int(state.step) == 12
+    assert [line["step"] for line in sink.lines] == list(range(1, 13))
+    assert [line["step"] for line in sink.lines if "validation_loss" in line] == [10, 12]
+    assert loop.checkpoints.steps() == [5, 10, 12]
+
+
+def test_the_host_waits_only_where_it_reports(config, make_loop, monkeypatch, replace):
+    """A report fetches the interval before the last one, so that the devices have work while the host waits."""
+    fetched, dispatched = [], []
+    device_get = jax.device_get
+    monkeypatch.setattr(
+        metrics_module.jax, "device_get", lambda tree: fetched.append((len(dispatched), len(tree))) or device_get(tree)
+    )
+    config = replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0})
+    loop = make_loop(config)
+    step = loop.train_step
+    loop = dataclasses.replace(loop, train_step=lambda *arguments: dispatched.append(1) or step(*arguments))
+    loop.run(loop.trainer.init(), start=0)
+    reports = [(at, count) for at, count in fetched if isinstance(count, int)][:5]
+    assert reports[:4] == [(8, 4), (12, 4), (16, 4), (20, 4)]
+    assert reports[4] == (20, 4), "the last step is saved, and fetches the rest"
+
+
+def test_a_stop_saves_the_step_in_hand(config, make_loop):
+    loop = make_loop(config, Sink(on_write=lambda lines: loop.stop._note(15, None)))
+    _, step = loop.run(loop.trainer.init(), start=0)
+    assert step == 4, "the first report, of the steps up to 2, comes in step 4"
+    assert loop.checkpoints.steps() == [4]
+
+
+def test_a_run_continues_from_a_step(config, make_loop):
+    whole, second = Sink(), Sink()
+    loop = make_loop(dataclasses.replace(config, steps=10), whole)
+    loop.run(loop.trainer.init(), start=0)
+    loop.checkpoints.set_aside(5, loop.checkpoints.folder.parent / "aside")
+    again = make_loop(dataclasses.replace(config, steps=10), second)
+    from train.workdir import architecture
+
+    state, position = again.checkpoints.restore(5, again.trainer.abstract_state(), architecture=architecture(config))
+    again.batches.set_state(position)
+    again.run(state, start=5)
+    assert [(line["step"], line["loss"]) for line in second.lines] == [
+        (line["step"], line["loss"]) for line in whole.lines[5:]
+    ]
+
+
+def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace):
+    config = replace(config, optimizer={"learning_rate": 1e30, "warmup_steps": 0}, checkpoint={"every": 1})
+    loop = make_loop(config, sink := Sink())
+    with pytest.raises(DivergedError) as error:
+        loop.run(loop.trainer.init(), start=0)
+    assert loop.checkpoints.choose(None) == error.value.step - 1
+    assert [line["step"] for line in sink.lines] == list(range(1, error.value.step + 1))

@@ -1,0 +1,114 @@
+"""A run that is killed at any moment, again and again, ends exactly as one that never was.
+
+`kill -9` gives a process no time for anything. It is sent at ten moments that differ in kind: while the process
+starts, between and inside steps, and while a checkpoint is being written. Each time the same command starts again.
+"""
+
+import json
+import random
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+STEPS = 60
+SEED = 20  # of the moments
+
+
+def lines_of(workdir: Path) -> list[dict]:
+    path = workdir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest(workdir: Path) -> int:
+    folder = workdir / "checkpoints"
+    return max((int(path.name) for path in folder.glob("*") if path.name.isdigit()), default=0)
+
+
+def state_of(workdir: Path) -> dict:
+    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
+        return manager.restore(STEPS, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
+
+
+def after(seconds: float) -> Callable[[], bool]:
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
+
+
+def when_done(workdir: Path, step: int, extra: float) -> Callable[[], bool]:
+    """True `extra` seconds after metrics.jsonl has come to `step`."""
+    path, reached = workdir / "metrics.jsonl", []
+
+    def moment() -> bool:
+        if not reached and path.exists() and path.read_bytes().count(b"\n") >= step:
+            reached.append(time.monotonic())
+        return bool(reached) and time.monotonic() >= reached[0] + extra
+
+    return moment
+
+
+def while_saving(workdir: Path, extra: float) -> Callable[[], bool]:
+    """True `extra` seconds after a checkpoint has begun to be written that was not there before."""
+    folder, began, before = workdir / "checkpoints", [], {path.name for path in (workdir / "checkpoints").glob("*")}
+
+    def moment() -> bool:
+        if not began and any("tmp" in path.name and path.name not in before for path in folder.glob("*")):
+            began.append(time.monotonic())
+        return bool(began) and time.monotonic() >= began[0] + extra
+
+    return moment
+
+
+def kill_at(process: subprocess.Popen, moment: Callable[[], bool]) -> None:
+    """Kills the process when the moment comes, which must be before it ends by itself."""
+    while not moment():
+        assert process.poll() is None, f"it ended before it was killed: {process.communicate()}"
+        time.sleep(0.0005)
+    process.kill()
+    process.communicate()
+
+
+def test_a_run_killed_ten_times_ends_as_one_that_never_was(start, tmp_path):
+    one, killed = tmp_path / "one", tmp_path / "killed"
+
+    def run(workdir: Path) -> subprocess.Popen:
+        return start("--workdir", workdir, "--steps", STEPS, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+
+    process = run(one)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, ""), out + err
+
+    dice = random.Random(SEED)
+    moments = [
+        lambda: after(dice.uniform(0.0, 1.0)),
+        lambda: after(dice.uniform(1.0, 3.0)),
+        lambda: when_done(killed, 1, dice.uniform(0.0, 0.05)),
+        lambda: while_saving(killed, dice.uniform(0.0, 0.01)),
+        lambda: when_done(killed, newest(killed) + dice.randint(8, 12), dice.uniform(0.0, 0.02)),
+        lambda: after(dice.uniform(0.0, 3.0)),
+        lambda: while_saving(killed, dice.uniform(0.0, 0.03)),
+        lambda: when_done(killed, newest(killed) + dice.randint(8, 16), dice.uniform(0.0, 0.1)),
+        lambda: while_saving(killed, dice.uniform(0.0, 0.1)),
+        lambda: when_done(killed, newest(killed) + dice.randint(1, 7), 0.0),
+    ]
+    resumed_from = []
+    for moment in moments:
+        resumed_from.append(newest(killed))
+        kill_at(run(killed), moment())
+    process = run(killed)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, ""), out + err
+
+    assert len(set(resumed_from)) >= 3, f"the kills came too early to test much: {resumed_from}"
+    expected, lines = lines_of(one), lines_of(killed)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line, other in zip(lines, expected, strict=True):
+        assert {**line, "tokens_per_second": 0} == {**other, "tokens_per_second": 0}
+    state, other = state_of(killed), state_of(one)
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, state, other)
+    assert (killed / "sample.txt").read_text() == (one / "sample.txt").read_text()

@@ -1,0 +1,233 @@
+"""train/run.py: whole runs, in this process and in ones of their own."""
+
+import json
+import os
+import pty
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.run import main
+
+
+@pytest.fixture
+def run(preset, capsys):
+    """Runs the script's `main` in this process, on its eight devices; returns (exit code, stdout, stderr)."""
+
+    def call(*options: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(preset("auto")), "--mesh.data", "2", "--mesh.model", "4", *map(str, options)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def lines_of(workdir: Path) -> list[dict]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_from_beginning_to_end_and_again(run, tmp_path):
+    work = tmp_path / "run"
+    code, out, err = run("--steps", 12)
+    assert (code, err) == (0, "")
+    assert "8 cpu, as data 2 x model 4" in out
+    assert re.search(r"size +[\d,]+ parameters", out)
+    assert "model      vocab_size=128  layers=2" in out
+    assert "step 12/12  loss " in out
+    assert "step 12: validation loss " in out
+    names = {path.name for path in work.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "tensorboard", "loss.png", "sample.txt", "checkpoints", ".lock"}
+    assert [line["step"] for line in lines_of(work)] == list(range(1, 13))
+    assert json.loads((work / "config.json").read_text())["steps"] == 12
+    assert sorted(path.name for path in (work / "checkpoints").iterdir()) == ["12", "7"]
+    assert any(path.stat().st_size for path in (work / "tensorboard").iterdir())
+
+    before = {path: path.stat().st_mtime_ns for path in work.rglob("*") if path.name != ".lock"}
+    code, out, err = run("--steps", 12)
+    assert (code, err) == (0, "")
+    assert f"the run is complete: step 12 of 12, in {work / 'checkpoints' / '12'}" in out
+    assert {path: path.stat().st_mtime_ns for path in work.rglob("*") if path.name != ".lock"} == before
+
+    code, out, _ = run("--steps", 14)
+    assert code == 0
+    assert "changed    steps was 12 and is 14" in out
+    assert f"resumed    {work / 'checkpoints' / '12'}" in out
+    assert [line["step"] for line in lines_of(work)] == list(range(1, 15))
+
+
+def test_a_run_that_ended_before_its_sample_makes_it_then(run, tmp_path):
+    assert run("--steps", 3)[0] == 0
+    sample = (tmp_path / "run" / "sample.txt").read_text()
+    (tmp_path / "run" / "sample.txt").unlink()
+    assert run("--steps", 3)[0] == 0
+    assert (tmp_path / "run" / "sample.txt").read_text() == sample
+
+
+def test_a_run_goes_on_with_the_same_losses_on_another_mesh(run, tmp_path):
+    run("--steps", 12, "--workdir", tmp_path / "one")
+    run("--steps", 6, "--workdir", tmp_path / "two")
+    code, out, _ = run("--steps", 12, "--workdir", tmp_path / "two", "--mesh.data", 4, "--mesh.model", 2)
+    assert code == 0
+    assert "mesh.model was 4 and is 2" in out
+    losses = [[line["loss"] for line in lines_of(tmp_path / name)] for name in ("one", "two")]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)  # sums in another order
+
+
+BAD_INPUT = [
+    (
+        ("--model.heads", 2, "--model.kv_heads", 2),
+        "heads must be divisible by the 'model' axis: got .*heads=2 on 4 devices",
+    ),
+    (("--model.vocab_size", 130), "vocab_size must be divisible by the 'model' axis"),
+    (("--data.sequence_length", 18), "sequence_length must be divisible by the 'model' axis"),
+    (("--data.batch_size", 3), "data.batch_size must be divisible by the 'data' axis: got 3"),
+    (("--mesh.model", 3), "must multiply to the number of devices: there are 8"),
+    (("--data.path", "nowhere.txt"), "there is no nowhere.txt"),
+    (("--data.sequence_length", 2**20), "data must hold one sequence"),
+    (("--model.vocab_size", 64), "token ids must be below model.vocab_size=64"),
+    (("--checkpoint.step", 5), "checkpoint.step must be one that is in .*: got 5, there are none"),
+    (("--backend", "pallas"), "backend=pallas cannot serve this run: "),
+    (("--steps", 0), "steps must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), BAD_INPUT, ids=lambda value: "" if isinstance(value, str) else str(value[0])
+)
+def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, run, tmp_path):
+    code, _, err = run(*options)
+    assert code == 2
+    assert re.match(f"error: .*{message}", err), err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a run was begun"
+
+
+def test_a_folder_with_another_architecture_is_left_alone(run, tmp_path):
+    run("--steps", 3)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    code, _, err = run("--steps", 5, "--model.layers", 3)
+    assert code == 2
+    assert "holds a run with another architecture: model.layers is 2 there and 3 here" in err
+    (tmp_path / "run" / "config.json").rename(tmp_path / "config.json")
+    code, _, err = run("--steps", 5, "--model.layers", 3)
+    assert code == 2
+    assert "checkpoints/3 holds a run with another architecture: model.layers is 2 there and 3 here" in err
+    (tmp_path / "config.json").rename(tmp_path / "run" / "config.json")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_newest_checkpoint_offers_the_one_before_it(start, tmp_path):
+    work = tmp_path / "run"
+    assert start("--steps", 10).wait() == 0
+    for file in (work / "checkpoints" / "10" / "state").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:20])
+    before = sorted(work.rglob("*"))
+
+    process = start("--steps", 15)
+    _, err = process.communicate()
+    assert process.returncode == 2
+    assert re.match(
+        r"error: the checkpoint of step 10, .*/checkpoints/10, is damaged \(.*\)\. Nothing was deleted", err
+    )
+    assert "run again with --checkpoint.step 7" in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert sorted(work.rglob("*")) == before
+
+    process = start("--steps", 15, "--checkpoint.step", 7)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert f"moved [10] to {work / 'set_aside'}" in out
+    assert (work / "set_aside" / "10" / "state").is_dir()
+    assert [line["step"] for line in lines_of(work)] == list(range(1, 16))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(run, tmp_path):
+    assert run("--steps", 7)[0] == 0
+    code, _, err = run("--steps", 60, "--optimizer.learning_rate", 1e30)
+    assert code == 3
+    stopped = re.match(r"error: (loss|grad_norm) is (nan|inf) at step (\d+), so the run was stopped", err)
+    assert stopped, err
+    newest = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert newest < int(stopped[3])
+    assert f"the last good checkpoint is {tmp_path / 'run' / 'checkpoints' / str(newest)}, of step {newest}" in err
+    assert lines_of(tmp_path / "run")[-1]["step"] == int(stopped[3])
+    assert err.count("\n") == 1
+
+
+def test_a_real_mistake_in_the_code_keeps_its_traceback(run, monkeypatch):
+    monkeypatch.setattr("train.run.split", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("--steps", 3)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_step_in_hand_and_the_run_goes_on_later(number, code, start, tmp_path):
+    work, whole = tmp_path / "run", tmp_path / "whole"
+    process = start("--steps", 100_000, "--checkpoint.every", 100_000, "--eval.every", 0)
+    for line in process.stdout:
+        if line.startswith("step 20/"):
+            process.send_signal(number)
+            break
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, "")
+    stopped = re.search(rf"stopped by {number.name} after step (\d+), saved in (.*)\n", out)
+    assert stopped, out
+    step = int(stopped[1])
+    assert Path(stopped[2]).is_dir()
+    assert [line["step"] for line in lines_of(work)] == list(range(1, step + 1))
+    assert (work / "loss.png").exists()
+
+    end = step + 5
+    for workdir in (work, whole):
+        assert (
+            start("--workdir", workdir, "--steps", end, "--eval.every", 0, "--optimizer.warmup_steps", 10**6).wait()
+            == 0
+        )
+    assert [line["step"] for line in lines_of(work)] == list(range(1, end + 1))
+
+
+def test_a_signal_while_it_starts_leaves_no_traceback(start):
+    process = start("--steps", 10)
+    process.stdout.readline()  # the configuration: what follows is the model, and the first compile
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "stopped by SIGTERM" in out
+
+
+def test_two_processes_do_not_train_in_one_folder(start):
+    first = start("--steps", 100_000)
+    for line in first.stdout:
+        if line.startswith("step "):
+            break
+    second = start("--steps", 100_000)
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert "is in use by another run" in err
+    assert first.poll() is None
+
+
+def test_a_terminal_shows_one_live_line(preset, start, tmp_path):
+    ours, theirs = pty.openpty()
+    process = start("--steps", 12, terminal=theirs, TERM="xterm-256color", COLUMNS="100")
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    plain = re.sub(rb"\x1b\[[^A-Za-z]*[A-Za-z]", b"", shown)
+    assert b"step 12/12" in plain
+    assert b"tokens/s" in plain
+    assert b"\x1b[2K" in shown, "nothing was redrawn"

@@ -1,0 +1,98 @@
+"""train/workdir.py: whose folder it is."""
+
+import dataclasses
+import json
+
+import pytest
+
+from train.config import InputError, MeshConfig
+from train.workdir import Workdir, architecture, write_atomically
+
+
+@pytest.fixture
+def work(config, tmp_path):
+    work = Workdir(tmp_path / "run")
+    with work.locked():
+        yield work
+
+
+def test_a_new_folder_differs_in_nothing(work, config):
+    assert work.changes(config) == []
+    work.begin(config)
+    assert work.changes(config) == []
+    assert json.loads(work.config.read_text())["model"]["layers"] == 2
+
+
+def test_another_architecture_is_named_field_by_field(work, config, replace):
+    work.begin(config)
+    with pytest.raises(InputError) as error:
+        work.changes(replace(config, model={"layers": 3, "mlp_width": 64}))
+    message = str(error.value)
+    assert (
+        "another architecture: model.layers is 2 there and 3 here; model.mlp_width is 32 there and 64 here." in message
+    )
+    assert "\n" not in message
+    assert "model.width" not in message
+
+
+def test_other_data_is_named_because_the_position_would_mean_nothing(work, config, replace):
+    work.begin(config)
+    with pytest.raises(
+        InputError, match=r"other data: seed is 0 there and 1 here; data.batch_size is 4 there and 8 here"
+    ):
+        work.changes(replace(dataclasses.replace(config, seed=1), data={"batch_size": 8}))
+
+
+def test_what_may_change_is_listed(work, config, replace):
+    work.begin(config)
+    changed = replace(config, model={"remat": "layer"}, optimizer={"learning_rate": 0.5})
+    changed = dataclasses.replace(changed, steps=40, mesh=MeshConfig(data=1, model=8), workdir="elsewhere")
+    assert work.changes(changed) == [
+        "steps was 20 and is 40",
+        "mesh.data was 2 and is 1",
+        "mesh.model was 4 and is 8",
+        "model.remat was none and is layer",
+        "optimizer.learning_rate was 0.001 and is 0.5",
+    ]
+
+
+def test_a_field_that_one_of_them_lacks_is_named(work, config):
+    work.begin(config)
+    saved = json.loads(work.config.read_text())
+    del saved["model"]["rope_theta"]
+    work.config.write_text(json.dumps(saved))
+    with pytest.raises(InputError, match=r"model.rope_theta is absent there and 10000.0 here"):
+        work.changes(config)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", ""])
+def test_a_configuration_that_cannot_be_read_is_named(content, work, config):
+    work.config.write_text(content)
+    with pytest.raises(InputError, match=r"config.json cannot be read .*, so it is not known which run is there"):
+        work.changes(config)
+
+
+def test_two_runs_do_not_share_a_folder(work):
+    with pytest.raises(InputError, match="is in use by another run"), work.locked():
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(InputError, match="workdir must be a folder that can be written"),
+        Workdir(tmp_path / "file").locked(),
+    ):
+        pass
+
+
+def test_the_architecture_is_what_the_parameters_are(config, replace):
+    assert architecture(config) == architecture(replace(config, model={"dtype": "bfloat16", "remat": "dots"}))
+    assert architecture(config)["model.kv_heads"] == 4
+    assert all(name.startswith("model.") for name in architecture(config))
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    write_atomically(tmp_path / "a", "1")
+    write_atomically(tmp_path / "a", "2")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "2")]

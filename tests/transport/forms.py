@@ -1,0 +1,192 @@
+"""Every form in which a transfer and compute can be written down: run in the simulator, and compiled for TPUs.
+
+A form takes this device's block x [rows, columns] on the axis "x", lets it make `hops` hops, and adds up in `seen` each
+block that it had in hand while that was travelling.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flaxasync import ring, transport
+from flaxasync.transport import pallas, stateful
+
+AXIS = "x"
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A loop form.
+
+    Attributes:
+      run: (x, hops) -> arrays.
+      expect: (blocks [R, rows, columns], hops) -> the same arrays, of all devices.
+      pairs: (hops, ring size) -> how many kernel pairs the program has. The body of a loop counts once.
+    """
+
+    run: Callable
+    expect: Callable
+    pairs: Callable[[int, int], int]
+
+
+def add(block, seen):
+    return seen + block
+
+
+def one_after_another(x, hops):
+    """Start, compute and done in one turn; two turns a body."""
+
+    def turn(_, carry):
+        x, seen = carry
+        x, future = pallas.start(x, AXIS, shift=1)
+        x, seen = transport.while_travelling(x, add, x, seen)
+        return pallas.done(x, future), seen
+
+    return lax.fori_loop(0, hops, turn, (x, jnp.zeros_like(x)), unroll=2)
+
+
+def staggered(x, hops):
+    """Accumulate while permuting: a future passes from turn to turn; two turns a body."""
+
+    def turn(_, carry):
+        x, future, seen = carry
+        x, seen = transport.while_travelling(x, add, x, seen)
+        return *pallas.start(pallas.done(x, future), AXIS, shift=1), seen
+
+    carry = (*pallas.start(x, AXIS, shift=1), jnp.zeros_like(x))
+    x, future, seen = lax.fori_loop(0, hops - 1, turn, carry, unroll=2)
+    x, seen = transport.while_travelling(x, add, x, seen)
+    return pallas.done(x, future), seen
+
+
+def staggered_both(x, hops):
+    """The same with half of the rows going each way: two transfers under way at once."""
+    half = x.shape[0] // 2
+    starts = [functools.partial(pallas.start, axis_name=AXIS, shift=shift) for shift in (1, -1)]
+
+    def window(halves, seen):
+        blocks = [x for x, _ in halves]
+        blocks, seen = transport.while_travelling(blocks, lambda b, seen: seen + jnp.concatenate(b), blocks, seen)
+        return [pallas.done(x, future) for x, (_, future) in zip(blocks, halves, strict=True)], seen
+
+    def turn(_, carry):
+        blocks, seen = window(*carry)
+        return [start(x) for start, x in zip(starts, blocks, strict=True)], seen
+
+    carry = [start(run) for start, run in zip(starts, (x[:half], x[half:]), strict=True)], jnp.zeros_like(x)
+    blocks, seen = window(*lax.fori_loop(0, hops - 1, turn, carry, unroll=2))
+    return jnp.concatenate(blocks), seen
+
+
+def swap(x, hops):
+    """Two Refs that change roles; a body makes two hops."""
+    x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
+    start, done = functools.partial(transport.ppermute_start_stateful, axis_name=AXIS), transport.ppermute_done_stateful
+
+    def hop(sems, seen, here, there):
+        seen = transport.tie_refs(here, there, values=seen)
+        seen = transport.tie_refs(here, there, values=add(here[...], seen))
+        done(*sems, here, there)
+        return seen
+
+    def two_hops(_, carry):
+        sems, seen = carry
+        seen = hop(sems, seen, x_ref, y_ref)
+        seen = hop(start(y_ref, x_ref), seen, y_ref, x_ref)
+        return start(x_ref, y_ref), seen
+
+    assert hops % 2
+    sems, seen = lax.fori_loop(0, hops // 2, two_hops, (start(x_ref, y_ref), jnp.zeros_like(x)))
+    seen = hop(sems, seen, x_ref, y_ref)
+    return y_ref[...], seen
+
+
+def two_slots(x, hops):
+    """The two slots of one Ref, picked by the hop's parity; one turn a body."""
+    ref = stateful.new_slots(x)
+
+    def hop(sems, seen, slot):
+        slot, seen = transport.tie_refs(ref, values=(slot, seen))
+        seen = transport.tie_refs(ref, values=add(ref[slot], seen))
+        stateful.done_slots(*sems, ref, slot)
+        return seen
+
+    def turn(i, carry):
+        sems, seen = carry
+        seen = hop(sems, seen, i % 2)
+        return stateful.start_slots(ref, 1 - i % 2, AXIS, shift=1), seen
+
+    sems = stateful.start_slots(ref, 0, AXIS, shift=1)
+    sems, seen = lax.fori_loop(0, hops - 1, turn, (sems, jnp.zeros_like(x)))
+    seen = hop(sems, seen, jnp.int32((hops - 1) % 2))
+    return ref[hops % 2], seen
+
+
+def gather(backend, directions):
+    """`ring.gather_pass`: doubles the rows of every device."""
+
+    def run(x, hops):
+        def write(block, row, y):
+            return lax.dynamic_update_slice_in_dim(y, block + block, row, axis=0)
+
+        y = lax.empty((lax.axis_size(AXIS) * x.shape[0], x.shape[1]), x.dtype)
+        loop = ring.Ring(AXIS, transport.get(backend), directions)
+        return (ring.gather_pass(loop, x, transport.vary(y, {AXIS}), write),)
+
+    def expect(blocks, hops):
+        return (np.stack([2 * blocks.reshape(-1, blocks.shape[-1])] * len(blocks)),)
+
+    return Form(run, expect, functools.partial(_ring_pairs, directions))
+
+
+def reduce(backend, directions):
+    """`ring.reduce_pass`: sums over the devices their x, weighted by the row that it is meant for."""
+
+    def run(x, hops):
+        def produce(row, count):
+            return x[:count] * jnp.asarray(row + 1, jnp.float32).astype(x.dtype)
+
+        loop = ring.Ring(AXIS, transport.get(backend), directions)
+        return (ring.reduce_pass(loop, x.shape[0], produce, x.dtype),)
+
+    def expect(blocks, hops):
+        size, rows, _ = blocks.shape
+        runs = ring.split_rows(rows, 2 if directions == 2 else 1)
+        parts = [[blocks.sum(0)[:count] * (i * rows + start + 1) for start, count in runs] for i in range(size)]
+        return (np.stack([np.concatenate(part) for part in parts]),)
+
+    return Form(run, expect, functools.partial(_ring_pairs, directions))
+
+
+def _ring_pairs(directions, hops, size):
+    """The first and the last two hops stand outside; a body makes two; turns that fill no body stand outside, too."""
+    turns = size - 1 - 2
+    inside = 2 + turns % 2 if turns > 2 else turns
+    return directions * (inside + min(size - 1, 2))
+
+
+def _passing(blocks, hops, shift=1):
+    seen = sum(np.roll(blocks, shift * hop, axis=0) for hop in range(hops))
+    return np.roll(blocks, shift * hops, axis=0), seen
+
+
+def _passing_both(blocks, hops):
+    half = blocks.shape[1] // 2
+    onward, back = _passing(blocks[:, :half], hops), _passing(blocks[:, half:], hops, -1)
+    return tuple(np.concatenate(two, axis=1) for two in zip(onward, back, strict=True))
+
+
+FORMS = {
+    "one_after_another": Form(one_after_another, _passing, lambda hops, size: 2 + hops % 2),
+    "staggered": Form(staggered, _passing, lambda hops, size: 2 + (hops - 1) % 2 + 1),
+    "staggered_both": Form(staggered_both, _passing_both, lambda hops, size: 2 * (2 + (hops - 1) % 2 + 1)),
+    "swap": Form(swap, _passing, lambda hops, size: 3),
+    "two_slots": Form(two_slots, _passing, lambda hops, size: 2),
+    **{f"gather_{b}_{d}": gather(b, d) for b, d in (("pallas", 1), ("pallas", 2), ("stateful", 2))},
+    **{f"reduce_{b}_{d}": reduce(b, d) for b, d in (("pallas", 1), ("pallas", 2), ("stateful", 2))},
+}

@@ -1,0 +1,209 @@
+"""Every form as the TPU compiler leaves it; and broken forms, which the same checks notice."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+
+import flaxasync as fa
+from flaxasync import check, ring, transport
+from flaxasync.transport import pallas
+from tests.transport.compiled import DEVICES, compile_form, faults
+from tests.transport.forms import FORMS
+
+HOPS = 7
+
+
+@pytest.mark.parametrize("topology", DEVICES)
+@pytest.mark.parametrize("rows", [1024, 16384])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form(topology, rows, name):
+    form = FORMS[name]
+    program = compile_form(lambda x: tuple(form.run(x, HOPS)), topology, rows=rows)
+    assert faults(program, pairs=form.pairs(HOPS, DEVICES[topology])) == set()
+
+
+@pytest.mark.parametrize("name", ["one_after_another", "staggered", "two_slots"])
+def test_an_even_number_of_hops(name):
+    program = compile_form(lambda x: tuple(FORMS[name].run(x, 6)))
+    assert faults(program, pairs=FORMS[name].pairs(6, 4)) == set()
+
+
+def test_under_auto_axes():
+    program = compile_form(lambda x: tuple(FORMS["staggered"].run(x, HOPS)), axis_type=AxisType.Auto)
+    assert faults(program, pairs=3) == set()
+
+
+def test_a_dot_in_the_window_writes_straight_into_its_rows():
+    """An all-gather-matmul of large blocks: nothing but products between the kernels, and no pass over the output."""
+
+    def f(x):
+        w = transport.vary(jnp.ones((1024, 1024), x.dtype), {"x"})
+        return fa.all_gather_matmul(x, w, "x", backend="pallas", directions=2)
+
+    program = compile_form(f, "v5e:2x4", rows=16384)
+    assert faults(program, pairs=10) == set()
+    instructions = [i for c in check.parse(program.as_text()).computations.values() for i in c.instructions]
+    assert not [i for i in instructions if i.opcode.startswith("copy") and i.shape.bytes >= 8 * 16384 * 1024 * 2]
+    assert program.bytes_by_kind["temporaries"] < 3 * 16384 * 1024 * 2  # two buffers of the block, not a gathered x
+
+
+# ---- broken on purpose ----------------------------------------------------------------------------------------------
+
+
+def test_staggered_with_one_turn_a_body_is_copied_in_flight():
+    def f(x):
+        def turn(_, carry):
+            return pallas.start(pallas.done(*carry), "x", shift=1)
+
+        return pallas.done(*lax.fori_loop(0, 8, turn, pallas.start(x, "x", shift=1), unroll=1))
+
+    assert {"copied", "unsafe"} <= faults(compile_form(f), pairs=2)
+
+
+def test_a_loop_of_a_single_turn_is_copied_in_flight_too():
+    """Why `staggered_loop` writes a single turn out: a ring of four has one, and `unroll=2` does not apply to it."""
+
+    def f(x):
+        def turn(_, carry):
+            return pallas.start(pallas.done(*carry), "x", shift=1)
+
+        return pallas.done(*lax.fori_loop(0, 1, turn, pallas.start(x, "x", shift=1), unroll=1))
+
+    assert "copied" in faults(compile_form(f), pairs=3)
+
+
+def permute_anywhere(x):
+    """The permute with outputs as `pl.ANY`, as it is usually written."""
+    anywhere, sem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
+    like, dma = jax.ShapeDtypeStruct.like(x), pltpu.SemaphoreType.DMA(())
+
+    def start(x_ref, send_sem, recv_sem, _, y_ref):
+        pallas.enter("x", 1)
+        pallas.send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
+
+    def done(x_ref, y_ref, send_sem, recv_sem, _):
+        pallas.wait_sent_and_received(x_ref, y_ref, send_sem, recv_sem)
+
+    params = pltpu.CompilerParams(has_side_effects=True)
+    *sems, x, y = pl.pallas_call(
+        start, in_specs=[anywhere], out_specs=(sem, sem, anywhere, anywhere), out_shape=(dma, dma, like, like),
+        input_output_aliases={0: 2}, compiler_params=params, name="ppermute_start",
+    )(x)  # fmt: skip
+    return pl.pallas_call(
+        done, in_specs=[anywhere, anywhere, sem, sem], out_specs=anywhere, out_shape=like,
+        input_output_aliases={1: 0}, compiler_params=params, name="ppermute_done",
+    )(x, y, *sems)  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1024, 16384])
+def test_outputs_given_as_any_land_in_vmem(rows):
+    assert {"vmem", "unsafe"} <= faults(compile_form(lambda x: permute_anywhere(x + 1) + 1, rows=rows), pairs=1)
+
+
+def unthreaded(x_ref, y_ref):
+    """A stateful pair on closed-over Refs, with side effects declared, of which nothing is kept."""
+    sem = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
+    neighbours = jnp.stack([(lax.axis_index("x") + step) % lax.axis_size("x") for step in (-1, 1)])
+    params = pltpu.CompilerParams(has_side_effects=True)
+
+    def start(neighbour_ref, send_sem, recv_sem):
+        barrier = pltpu.get_barrier_semaphore("test")
+        pl.semaphore_signal(barrier, device_id={"x": neighbour_ref[0]})
+        pl.semaphore_wait(barrier, 1)
+        pallas_send = pltpu.make_async_remote_copy(x_ref, y_ref, send_sem, recv_sem, device_id={"x": neighbour_ref[1]})
+        pallas_send.start()
+
+    sems = pl.pallas_call(
+        start,
+        grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, in_specs=[], out_specs=(sem, sem)),
+        out_shape=(pltpu.SemaphoreType.DMA(()),) * 2, compiler_params=params, name="ppermute_start",
+    )(neighbours)  # fmt: skip
+    pl.pallas_call(
+        lambda *sems: pallas.wait_sent_and_received(x_ref, y_ref, *sems), in_specs=[sem, sem], out_shape=(),
+        compiler_params=params, name="ppermute_done",
+    )(*sems)  # fmt: skip
+
+
+def ours(x_ref, y_ref):
+    transport.ppermute_done_stateful(*transport.ppermute_start_stateful(x_ref, y_ref, "x"), x_ref, y_ref)
+
+
+def unused_loop(hop):
+    def f(x):
+        x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
+
+        def there_and_back(_, carry):
+            hop(x_ref, y_ref)
+            hop(y_ref, x_ref)
+            return carry
+
+        lax.fori_loop(0, 4, there_and_back, 0)
+        return x + 1
+
+    return f
+
+
+def test_an_unthreaded_stateful_pair_is_deleted():
+    program = compile_form(unused_loop(unthreaded))
+    assert "deleted" in faults(program, pairs=2)
+    assert "tpu_custom_call" not in program.as_text()
+
+
+def test_our_stateful_pair_is_kept_where_nobody_needs_it():
+    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(unused_loop(ours)), pairs=2)
+    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(unused_once), pairs=1)
+
+
+def unused_once(x):
+    ours(jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)))
+    return x + 1
+
+
+def test_windows_that_are_not_tied_are_moved_out():
+    """Two hops in a row, each with a product of its own to hide behind: one of the windows ends up empty."""
+
+    def products(tie):
+        def f(x):
+            seen, hold = jnp.zeros_like(x), transport.while_travelling if tie else lambda x, add, *a: (x, add(*a))
+            for _ in range(3):
+                x, future = pallas.start(x, "x", shift=1)
+                x, seen = hold(x, lambda x, seen: seen + jnp.tanh(x), x, seen)
+                x = pallas.done(x, future)
+            return x, seen
+
+        return f
+
+    assert "order" in faults(compile_form(products(tie=False)), pairs=3)
+    assert faults(compile_form(products(tie=True)), pairs=3) == set()
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_without_its_ties_the_loop_hides_less(op, monkeypatch):
+    def f(x):
+        x = jnp.concatenate([x] * 8) if op == "matmul_reduce_scatter" else x
+        w = transport.vary(jnp.ones((1024, 1024), x.dtype), {"x"})
+        return getattr(fa, op)(x, w, "x", backend="pallas", directions=1)
+
+    assert faults(compile_form(f, "v5e:2x4"), pairs=5) == set()
+    monkeypatch.setattr(pallas, "pin", lambda x, values: (x, values))
+    assert faults(compile_form(f, "v5e:2x4"), pairs=5) == {"order"}
+
+
+def test_the_loop_refuses_what_would_be_copied():
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    for backend, unroll, why in (("pallas", 1, "copies one of them while it is in flight"), ("stateful", 3, "an even")):
+
+        def f(x, backend=backend, unroll=unroll):
+            moves = transport.TRANSPORTS[backend]
+            return ring.staggered_loop(
+                moves, "x", (x,), None, lambda hop, b, c: (b, c), shifts=(1,), hops=3, unroll=unroll
+            )[0][0]
+
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=why):
+            jax.eval_shape(
+                jax.shard_map(f, in_specs=jax.P(), out_specs=jax.P("x"), check_vma=False), jnp.ones((8, 128))
+            )

@@ -1,0 +1,223 @@
+"""The scenarios of JAX's own tests of asynchronous Pallas operations, without a TPU: simulated, and compiled for one.
+
+After `tests/pallas/tpu_pallas_async_test.py` of the JAX repository, whose tests skip themselves where there is no TPU.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+import flaxasync as fa
+from flaxasync import check
+from flaxasync.transport import Pair, copy_done, copy_start, pair, slice_done, slice_start
+from tests.transport.compiled import compile_form, kernels
+from tests.transport.test_simulated import on_ring
+
+start = functools.partial(fa.ppermute_start, axis_name="x", backend="pallas")
+done = fa.ppermute_done
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    run: Callable  # of a block [rows, columns]
+    expect: Callable  # of all blocks [R, rows, columns]
+    pairs: int  # in the compiled program
+
+
+def planes(x):
+    return x.reshape(4, -1, x.shape[-1])
+
+
+def basic_copy(x):
+    return copy_done(*copy_start(x))
+
+
+def multiple_copies(x):
+    x, first = copy_start(x)
+    x, second = copy_start(x)
+    return copy_done(x, first), copy_done(x, second)
+
+
+def static_slice(x):
+    return slice_done(*slice_start(planes(x), 2))
+
+
+def dynamic_slice(x):
+    return slice_done(*slice_start(planes(x), lax.axis_index("x")))
+
+
+def two_dynamic_slices(x):
+    x, first = slice_start(planes(x), lax.axis_index("x"))
+    x, second = slice_start(x, 3 - lax.axis_index("x"))
+    return slice_done(x, first), slice_done(x, second)
+
+
+def copy_into_vmem(x):
+    return copy_done(*copy_start(x[:16], memory_space=pltpu.VMEM))
+
+
+def copies_into_vmem(x):
+    x, first = copy_start(x[:16], memory_space=pltpu.VMEM)
+    x, second = copy_start(x, memory_space=pltpu.VMEM)
+    return copy_done(x, first), copy_done(x, second)
+
+
+def copy_in_a_loop(x):
+    return lax.fori_loop(0, 8, lambda _, x: copy_done(*copy_start(x)), x, unroll=2)
+
+
+def staggered_copy_in_a_loop(x):
+    return copy_done(*lax.fori_loop(0, 7, lambda _, c: copy_start(copy_done(*c)), copy_start(x), unroll=2))
+
+
+def full_copy_in_a_loop(x):
+    x = planes(x)
+
+    def turn(i, carry):
+        x, y = carry
+        x, future = slice_start(x, i)
+        return x, y.at[i].set(slice_done(x, future))
+
+    return lax.fori_loop(0, 4, turn, (x, jnp.zeros_like(x)))[1].reshape(-1, x.shape[-1])
+
+
+def staggered_full_copy_in_a_loop(x):
+    x = planes(x)
+
+    def turn(i, carry):
+        x, future, y = carry
+        y = y.at[i].set(slice_done(x, future))
+        return *slice_start(x, i + 1), y
+
+    x, future, y = lax.fori_loop(0, 3, turn, (*slice_start(x, 0), jnp.zeros_like(x)), unroll=2)
+    return y.at[3].set(slice_done(x, future)).reshape(-1, x.shape[-1])
+
+
+def remote_copy(x):
+    return done(*start(x))
+
+
+def remote_copies(x):
+    x, right = start(x)
+    x, left = start(x, shift=-1)
+    return done(x, right), done(x, left)
+
+
+def permute_loop(x):
+    return lax.fori_loop(0, 3, lambda _, x: done(*start(x)), x, unroll=2)
+
+
+def staggered_permute_loop(x):
+    return done(*lax.fori_loop(0, 2, lambda _, c: start(done(*c)), start(x), unroll=2))
+
+
+def bidirectional_permute_loop(x):
+    half = x.shape[0] // 2
+
+    def turn(_, halves):
+        (up, right), (down, left) = start(halves[0]), start(halves[1], shift=-1)
+        return done(up, right), done(down, left)
+
+    return jnp.concatenate(lax.fori_loop(0, 3, turn, (x[:half], x[half:]), unroll=2))
+
+
+def _begin(x_ref, y_ref, sem):
+    pltpu.make_async_copy(x_ref, y_ref, sem).start()
+
+
+def _wait(x_ref, y_ref, sem):
+    pltpu.make_async_copy(x_ref, y_ref, sem).wait()
+
+
+def stateful_copies(x):
+    """A pair of one's own, on Refs: two copies of one Ref under way at once."""
+    refs = [jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)), jax.new_ref(jnp.zeros_like(x))]
+
+    def begin(to):
+        sems, (refs[0][...], refs[to][...]), _ = pair.launch("copy_start", _begin, (refs[0][...], refs[to][...]))
+        return sems
+
+    sems = begin(1), begin(2)
+    for to in (1, 2):
+        contents = (refs[0][...], refs[to][...])
+        refs[0][...], refs[to][...] = pair.land("copy_done", _wait, contents, sems[to - 1], returned=(0, 1))
+    return refs[1][...], refs[2][...]
+
+
+LAST = Pair(
+    "last",
+    lambda x_ref, y_ref, sem: pltpu.make_async_copy(x_ref.at[3], y_ref, sem).start(),
+    lambda x_ref, y_ref, sem: pltpu.make_async_copy(x_ref.at[3], y_ref, sem).wait(),
+    out=lambda x: x[3],
+)
+
+
+def pair_of_ones_own(x):
+    return LAST.done(*LAST.start(planes(x)))
+
+
+def each(i):
+    return lambda blocks: np.stack([planes(block)[i(device)] for device, block in enumerate(blocks)])
+
+
+def rolled(shift):
+    return lambda blocks: np.roll(blocks, shift, axis=0)
+
+
+def same(blocks):
+    return blocks
+
+
+SCENARIOS = {
+    "basic_copy": Scenario(basic_copy, same, 1),
+    "multiple_copies": Scenario(multiple_copies, lambda b: (b, b), 2),
+    "static_slice": Scenario(static_slice, each(lambda device: 2), 1),
+    "dynamic_slice": Scenario(dynamic_slice, each(lambda device: device), 1),
+    "two_dynamic_slices": Scenario(
+        two_dynamic_slices, lambda b: (each(lambda device: device)(b), each(lambda device: 3 - device)(b)), 2
+    ),
+    "copy_into_vmem": Scenario(copy_into_vmem, lambda b: b[:, :16], 1),
+    "copies_into_vmem": Scenario(copies_into_vmem, lambda b: (b[:, :16], b[:, :16]), 2),
+    "copy_in_a_loop": Scenario(copy_in_a_loop, same, 2),
+    "staggered_copy_in_a_loop": Scenario(staggered_copy_in_a_loop, same, 4),
+    "full_copy_in_a_loop": Scenario(full_copy_in_a_loop, same, 1),
+    "staggered_full_copy_in_a_loop": Scenario(staggered_full_copy_in_a_loop, same, 4),
+    "remote_copy": Scenario(remote_copy, rolled(1), 1),
+    "remote_copies": Scenario(remote_copies, lambda b: (rolled(1)(b), rolled(-1)(b)), 2),
+    "permute_loop": Scenario(permute_loop, rolled(3), 3),
+    "staggered_permute_loop": Scenario(staggered_permute_loop, rolled(3), 3),
+    "bidirectional_permute_loop": Scenario(
+        bidirectional_permute_loop,
+        lambda b: np.concatenate([rolled(3)(b[:, :8]), rolled(-3)(b[:, 8:])], axis=1),
+        6,
+    ),
+    "stateful_copies": Scenario(stateful_copies, lambda b: (b, b), 2),
+    "pair_of_ones_own": Scenario(pair_of_ones_own, each(lambda device: 3), 1),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_simulated(name):
+    scenario = SCENARIOS[name]
+    blocks, got, report = on_ring(scenario.run, mode="on_wait")
+    jax.tree.map(np.testing.assert_array_equal, got, scenario.expect(blocks))
+    assert report.problems() == set()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_compiled(name):
+    scenario = SCENARIOS[name]
+    module = check.parse(compile_form(scenario.run, rows=256, dtype=jnp.float32).as_text())
+    calls = [i.name for found in kernels(module).values() for i in found]
+    assert sum("_start" in call for call in calls) == sum("_done" in call for call in calls) == scenario.pairs
+    errors = [f for f in check.audit(module, chip="v5e").findings if f.severity == check.Severity.ERROR]
+    # Two transfers of one source: each aliases it through, and that none writes it is not in the program's text.
+    errors = {f.code for f in errors if (f.code, f.instruction in calls) != ("in-flight-written", True)}
+    assert errors == ({"in-flight-vmem"} if "vmem" in name else set())

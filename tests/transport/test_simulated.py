@@ -1,0 +1,212 @@
+"""Every form on simulated devices, races on; then one fault at a time, each caught by a named check."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.transport import Pair, pair, pallas, stateful
+from tests.simulator.split_pairs import session
+from tests.transport.forms import FORMS
+
+MODES = ["eager", "on_wait"]
+ROWS, COLUMNS = 16, 128
+
+
+def on_ring(fn, size=4, *, mode="eager", delayed=None, rows=ROWS):
+    """Runs `fn` on each device's block of small whole numbers; returns the blocks, all results, and a report."""
+    blocks = np.random.default_rng(0).integers(-8, 8, (size, rows, COLUMNS)).astype(np.float32)
+    mesh = jax.make_mesh((size,), ("x",), devices=jax.devices()[:size])
+
+    def every(x):
+        return jax.tree.map(lambda y: y[None], fn(x))
+
+    with jax.set_mesh(mesh), session(mode=mode, delayed=delayed) as report:
+        x = jax.device_put(blocks.reshape(-1, COLUMNS), P("x"))
+        results = jax.jit(jax.shard_map(every, in_specs=P("x"), out_specs=P("x")))(x)
+        results = jax.tree.map(np.asarray, results)
+    return blocks, results, report
+
+
+def check_form(name, hops, size=4, **options):
+    form = FORMS[name]
+    blocks, got, report = on_ring(lambda x: tuple(form.run(x, hops)), size, **options)
+    for g, want in zip(got, form.expect(blocks, hops), strict=True):
+        np.testing.assert_array_equal(g, want)
+    assert report.problems() == set()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form(name, mode):
+    check_form(name, 5, mode=mode)
+
+
+@pytest.mark.parametrize("name", ["one_after_another", "staggered", "staggered_both", "two_slots"])
+def test_an_even_number_of_hops(name):
+    check_form(name, 4)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("staggered", "on_wait"), ("reduce_pallas_2", "eager")])
+def test_eight_devices(name, mode):
+    check_form(name, 7, size=8, mode=mode)
+
+
+@pytest.mark.parametrize("name", ["staggered_both", "swap", "two_slots"])
+def test_a_late_device_is_waited_for(name):
+    check_form(name, 3, delayed={1: 0.05})
+
+
+@pytest.mark.parametrize("shift", [1, -1, 2, 4, 7])
+def test_any_shift(shift):
+    blocks, got, report = on_ring(lambda x: fa.ppermute(x, "x", shift, "pallas"))
+    np.testing.assert_array_equal(got, np.roll(blocks, shift, axis=0))
+    assert report.problems() == set()
+
+
+def test_the_cotangent_travels_back():
+    def f(x):
+        return jax.grad(lambda z: jnp.sum(fa.ppermute(z, "x", 1, "pallas") * x))(jnp.ones_like(x))
+
+    blocks, got, report = on_ring(f)
+    np.testing.assert_array_equal(got, np.roll(blocks, -1, axis=0))
+    assert report.problems() == set()
+
+
+def test_under_vmap_the_batch_travels_at_once():
+    blocks, got, report = on_ring(
+        lambda x: jax.vmap(lambda row: fa.ppermute(row, "x", 1, "pallas"))(x.reshape(4, -1, COLUMNS))
+    )
+    np.testing.assert_array_equal(got.reshape(blocks.shape), np.roll(blocks, 1, axis=0))
+    assert report.problems() == set()
+
+
+def test_a_future_passes_through_scan_and_cond():
+    def f(x):
+        x, future = fa.ppermute_start(x, "x", backend="pallas")
+        (x, future), _ = lax.scan(lambda carry, _: (carry, None), (x, future), length=3)
+        return lax.cond(
+            lax.axis_index("x") >= 0,
+            lambda x, future: fa.ppermute_done(x, future),
+            lambda x, future: fa.ppermute_done(x, future) + 1,
+            x,
+            future,
+        )
+
+    blocks, got, report = on_ring(f)
+    np.testing.assert_array_equal(got, np.roll(blocks, 1, axis=0))
+    assert report.problems() == set()
+
+
+@pytest.mark.parametrize("options", [{"collective_id": 5}, {}])
+def test_a_barrier_by_hand_or_by_tag(options):
+    blocks, got, _ = on_ring(
+        lambda x: fa.ppermute_done(*fa.ppermute_start(x, "x", backend="pallas", **options)), delayed={2: 0.05}
+    )
+    np.testing.assert_array_equal(got, np.roll(blocks, 1, axis=0))
+
+
+def test_what_is_in_flight_cannot_be_read():
+    """The simulator hands out NaN for it, and whoever reads it early shows."""
+
+    def early(x):
+        x, future = fa.ppermute_start(x, "x", backend="pallas")
+        peek = future.buffer + 0
+        return fa.ppermute_done(x, future), peek
+
+    _, (_, peek), _ = on_ring(early)
+    assert np.isnan(peek).all()
+
+
+# ---- planted faults -------------------------------------------------------------------------------------------------
+
+
+def faulty(*, enter=True, wait_send=True, wait_recv=True):
+    """The permute with a part left out."""
+
+    def start_body(x_ref, y_ref, send_sem, recv_sem):
+        if enter:
+            pallas.enter("x", 1)
+        pallas.send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
+
+    def done_body(x_ref, y_ref, send_sem, recv_sem):
+        if wait_send:
+            pltpu.make_async_copy(x_ref, x_ref, send_sem).wait()
+        if wait_recv:
+            pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()
+
+    return Pair("ppermute", start_body, done_body, semaphores=2, remote=True)
+
+
+def permute_with(pair_):
+    return lambda x: pair_.done(*pair_.start(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_faulty_permute_without_a_fault_is_right(mode):
+    blocks, got, report = on_ring(permute_with(faulty()), mode=mode, delayed={1: 0.05})
+    np.testing.assert_array_equal(got, np.roll(blocks, 1, axis=0))
+    assert report.problems() == set()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_wait_send_leaves_a_semaphore(mode):
+    _, _, report = on_ring(permute_with(faulty(wait_send=False)), mode=mode)
+    assert "leftover_semaphores" in report.problems()
+
+
+def test_a_missing_wait_recv_is_a_race():
+    _, _, report = on_ring(permute_with(faulty(wait_recv=False)), mode="eager")
+    assert {"races", "leftover_semaphores"} <= report.problems()
+
+
+def test_a_missing_wait_recv_leaves_the_dma_pending():
+    _, got, report = on_ring(permute_with(faulty(wait_recv=False)), mode="on_wait")
+    assert "pending_dmas" in report.problems()
+    assert np.isnan(got).all()
+
+
+@pytest.mark.parametrize(("mode", "check"), [("eager", "leftover_semaphores"), ("on_wait", "pending_dmas")])
+def test_a_missing_done_is_left_over(mode, check):
+    _, _, report = on_ring(lambda x: fa.ppermute_start(x, "x", backend="pallas")[0] + 1, mode=mode)
+    assert check in report.problems()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_entry_barrier_writes_early(mode):
+    _, _, report = on_ring(permute_with(faulty(enter=False)), mode=mode, delayed={1: 0.2})
+    assert "early_writes" in report.problems()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_capacity_ack_writes_early(mode):
+    """The slots again, with a barrier at the first hop alone: a slot is written before its owner has given it back."""
+
+    def start(ref, slot, *, acknowledge):
+        def body(slot_ref, slots, send_sem, recv_sem):
+            if acknowledge:
+                pallas.enter("x", 1)
+            here = slot_ref[0]
+            pallas.send(slots.at[here], slots.at[1 - here], send_sem, recv_sem, "x", 1)
+
+        sems, (ref[...],), _ = pair.launch("ppermute_slots_start", body, (ref[...],), scalars=(slot,), semaphores=2)
+        return sems
+
+    def f(x, acknowledge):
+        ref = stateful.new_slots(x)
+        for hop in range(3):
+            sems = start(ref, hop % 2, acknowledge=hop == 0 or acknowledge)
+            stateful.done_slots(*sems, ref, hop % 2)
+        return ref[1]
+
+    blocks, got, report = on_ring(functools.partial(f, acknowledge=True), mode=mode, delayed={1: 0.1})
+    np.testing.assert_array_equal(got, np.roll(blocks, 3, axis=0))
+    assert report.problems() == set()
+    _, _, report = on_ring(functools.partial(f, acknowledge=False), mode=mode, delayed={1: 0.1})
+    assert "early_writes" in report.problems()

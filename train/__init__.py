@@ -1,0 +1,1 @@
+"""The training script and its parts: `python train/run.py` is the way in."""

@@ -1,0 +1,150 @@
+"""Batches of token windows: shuffled, endless, and able to continue from a saved position.
+
+The tokens are cut into windows of `sequence_length + 1`, each beginning with the last token of the one before, so that
+every token is a target once an epoch. Each epoch has an order of its own, which the seed decides. Every process loads
+only the rows of a batch that its own devices hold; which sequences make up a step does not depend on how many
+processes there are.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, SupportsIndex
+
+import grain
+import jax
+import numpy as np
+
+from train.config import Config, InputError
+from train.corpus import Corpus
+from train.mesh import TOKENS
+
+Batch = tuple[jax.Array, jax.Array]
+"""(tokens, targets), int32 [batch, sequence] each; targets are the tokens one place on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """A random-access source for grain: window `i` of a token array.
+
+    Attributes:
+      tokens: [tokens], any unsigned type; mapped files stay on disk.
+      length: L, tokens the model sees (tokens).
+    """
+
+    tokens: np.ndarray
+    length: int
+
+    def __len__(self) -> int:
+        return max(0, (self.tokens.size - 1) // self.length)
+
+    def __getitem__(self, index: SupportsIndex) -> np.ndarray:
+        """Returns int32 [L + 1]."""
+        start = int(index) * self.length
+        return self.tokens[start : start + self.length + 1].astype(np.int32)
+
+
+def split(corpus: Corpus, config: Config) -> tuple[Windows, Windows]:
+    """Returns the windows for training and for validation; the latter are the end of the tokens.
+
+    Raises:
+      InputError: one of them is too short.
+    """
+    length, batch_size = config.data.sequence_length, config.data.batch_size
+    if corpus.tokens.size < length + 1:
+        raise InputError(
+            f"data must hold one sequence of data.sequence_length + 1 = {length + 1} tokens: "
+            f"{corpus.name} has {corpus.tokens.size}"
+        )
+    border = corpus.tokens.size - round(corpus.tokens.size * config.data.validation_fraction)
+    training, validation = Windows(corpus.tokens[:border], length), Windows(corpus.tokens[border:], length)
+    if not len(training):
+        raise InputError(
+            f"data.validation_fraction={config.data.validation_fraction} leaves {border} of {corpus.tokens.size} "
+            f"tokens for training, fewer than one sequence of {length} + 1; lower it"
+        )
+    if config.eval.every and len(validation) < batch_size:
+        raise InputError(
+            f"the validation part must hold one batch of data.batch_size={batch_size} sequences: it has "
+            f"{len(validation)}; raise data.validation_fraction, give more data, or set eval.every to 0"
+        )
+    return training, validation
+
+
+class TrainingBatches:
+    """An endless iterator of global batches, loaded ahead by a thread; its position can be saved and set."""
+
+    def __init__(self, windows: Windows, config: Config, mesh: jax.sharding.Mesh):
+        self._place = _Placer(config, mesh)
+        dataset = grain.MapDataset.source(windows).shuffle(seed=config.seed).repeat()
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        self._iterator = iter(self._place.local(dataset).to_iter_dataset(options))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return self._place(next(self._iterator))
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position, which JSON can hold; the same in every process, however many there are."""
+        return self._iterator.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues after the last batch taken when `state` was got."""
+        self._iterator.set_state(state)
+
+
+class ValidationBatches:
+    """The first `eval.batches` batches of the validation windows, or as many as there are; the same each time."""
+
+    def __init__(self, windows: Windows, config: Config, mesh: jax.sharding.Mesh):
+        self._place = _Placer(config, mesh)
+        self._dataset = self._place.local(grain.MapDataset.source(windows))
+        self._length = min(config.eval.batches, len(windows) // config.data.batch_size)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self._place(self._dataset[index]) for index in range(self._length))
+
+
+def share_of_batch(starts: set[int], shard_rows: int, *, batch_size: int) -> tuple[int, int]:
+    """Returns (first, stride) of the sequences in a batch that this process loads.
+
+    Processes that split only `model` among them hold the same rows, so the stride is not the number of processes.
+
+    Args:
+      starts: first rows of the shards that its devices hold.
+      shard_rows: rows of a shard.
+      batch_size: rows of the batch.
+    """
+    rows = len(starts) * shard_rows
+    return min(starts) // rows, batch_size // rows
+
+
+class _Placer:
+    """Knows which rows of a batch this process holds: picks them from a dataset, and makes global arrays of them."""
+
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh):
+        self._sharding = jax.NamedSharding(mesh, TOKENS)
+        self._shape = (config.data.batch_size, config.data.sequence_length)
+        if self._shape[0] % mesh.shape["data"]:
+            raise InputError(
+                f"data.batch_size must be divisible by the 'data' axis: got {self._shape[0]} on "
+                f"{mesh.shape['data']} devices"
+            )
+        shards = self._sharding.addressable_devices_indices_map(self._shape).values()
+        starts = {index[0].indices(self._shape[0])[0] for index in shards if index is not None}
+        self._share = share_of_batch(starts, self._shape[0] // mesh.shape["data"], batch_size=self._shape[0])
+
+    def local(self, dataset: grain.MapDataset) -> grain.MapDataset:
+        """Picks the windows of this process and stacks them: [rows of this process, L + 1]."""
+        first, stride = self._share
+        rows = self._shape[0] // stride
+        return dataset.slice(slice(first, None, stride)).batch(rows, drop_remainder=True)
+
+    def __call__(self, windows: np.ndarray) -> Batch:
+        make = jax.make_array_from_process_local_data
+        tokens, targets = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+        return make(self._sharding, tokens, self._shape), make(self._sharding, targets, self._shape)

@@ -1,0 +1,86 @@
+"""loss.png: training and validation loss over the steps, from metrics.jsonl."""
+
+import itertools
+import time
+from pathlib import Path
+
+from train.metrics import Line, read_lines
+
+_TRAINING, _VALIDATION, _GRID = "#2a6f97", "#d1495b", "#d9d9d9"
+_SMOOTH_OVER = 50  # the strong curve averages over a fiftieth of the run to either side
+
+
+_REST_SECONDS = 60.0  # drawing reads all lines so far; a long run should not do that at every validation
+
+
+class LossPicture:
+    """Draws after a validation, at most once a minute, and when the run ends. Goes after the file it draws from."""
+
+    def __init__(self, metrics: Path, picture: Path):
+        self._metrics, self._picture = metrics, picture
+        self._drawn_at, self._is_new = time.monotonic(), True
+
+    def write(self, lines: list[Line]) -> None:
+        self._is_new = self._is_new and not lines
+        validated = any("validation_loss" in line for line in lines)
+        if validated and time.monotonic() - self._drawn_at > _REST_SECONDS:
+            self._draw()
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if not self._is_new or not self._picture.exists():
+            self._draw()
+
+    def _draw(self) -> None:
+        draw_losses(self._metrics, self._picture)
+        self._drawn_at, self._is_new = time.monotonic(), True
+
+
+def draw_losses(metrics: Path, picture: Path) -> None:
+    """Draws the picture anew. Matplotlib is imported here: it takes longer than many a report."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = [line for line in read_lines(metrics) if line.get("loss") is not None]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    steps, losses = _series(lines, "loss")
+    if steps:
+        axes.plot(steps, losses, color=_TRAINING, alpha=0.3, linewidth=0.8)
+        axes.plot(
+            steps, _smooth(losses), color=_TRAINING, linewidth=1.8, label=f"training, {losses[-1]:.3f} at the end"
+        )
+    validated, validation = _series(lines, "validation_loss")
+    if validated:
+        label = f"validation, {validation[-1]:.3f} at the end"
+        axes.plot(validated, validation, color=_VALIDATION, linewidth=1.8, marker="o", markersize=4, label=label)
+    axes.set_xlabel("step (optimizer updates)")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(color=_GRID, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if steps or validated:
+        axes.legend(frameon=False)
+    temporary = picture.with_name(f".{picture.name}.tmp")
+    FigureCanvasAgg(figure).print_figure(temporary, dpi=150, format="png")
+    temporary.replace(picture)
+
+
+def _series(lines: list[Line], name: str) -> tuple[list[float], list[float]]:
+    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    return [float(step) for step, _ in points if step is not None], [
+        float(value) for _, value in points if value is not None
+    ]
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Returns a moving average over as many values before a place as after it, but for the last places."""
+    reach = len(values) // _SMOOTH_OVER
+    sums = [0.0, *itertools.accumulate(values)]
+    smoothed = []
+    for index in range(len(values)):
+        first = max(0, index - reach)
+        last = min(index + reach, 2 * index, len(values) - 1)
+        smoothed.append((sums[last + 1] - sums[first]) / (last + 1 - first))
+    return smoothed

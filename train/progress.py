@@ -1,0 +1,101 @@
+"""What a person sees while a run goes on: one live line in a terminal, plain lines anywhere else."""
+
+import datetime
+import sys
+import time
+
+from train.metrics import Line
+
+_WIDTH_FOR_BAR = 110  # characters; a narrower terminal needs all of them for the numbers
+
+
+class PlainProgress:
+    """A line a report, and one a validation."""
+
+    def __init__(self, *, start: int, steps: int):
+        self._estimate = _Estimate(start, steps)
+        self._steps = steps
+
+    def write(self, lines: list[Line]) -> None:
+        for line in lines:
+            if line.get("validation_loss") is not None:
+                print(describe_validation(line), flush=True)
+        if lines:
+            print(
+                f"step {lines[-1]['step']}/{self._steps}  {describe(lines[-1])}  eta {self._estimate.eta(lines[-1])}",
+                flush=True,
+            )
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LiveProgress:
+    """A bar that is redrawn in place; validations stay above it."""
+
+    def __init__(self, *, start: int, steps: int):
+        import rich.console
+        import rich.progress  # only a terminal needs it
+
+        self._estimate = _Estimate(start, steps)
+        console = rich.console.Console()
+        columns: list[rich.progress.ProgressColumn] = [
+            rich.progress.TextColumn("step {task.completed}/{task.total}"),
+            rich.progress.TextColumn("{task.description}"),
+        ]
+        if console.width >= _WIDTH_FOR_BAR:
+            columns.insert(1, rich.progress.BarColumn(bar_width=20))
+        self._bar = rich.progress.Progress(*columns, console=console, refresh_per_second=4)
+        self._task = self._bar.add_task("starting", total=steps, completed=start)
+        self._bar.start()
+
+    def write(self, lines: list[Line]) -> None:
+        for line in lines:
+            if line.get("validation_loss") is not None:
+                self._bar.print(describe_validation(line), highlight=False)
+        if lines:
+            text = f"{describe(lines[-1])}  eta {self._estimate.eta(lines[-1])}"
+            self._bar.update(self._task, completed=lines[-1]["step"], description=text)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def make_progress(*, start: int, steps: int) -> PlainProgress | LiveProgress:
+    """Returns the one that suits standard output."""
+    return (LiveProgress if sys.stdout.isatty() else PlainProgress)(start=start, steps=steps)
+
+
+def describe(line: Line) -> str:
+    """Returns "loss 2.3101  grad norm 0.512  81,920 tokens/s"."""
+    loss, norm = _number(line.get("loss"), ".4f"), _number(line.get("grad_norm"), ".3f")
+    return f"loss {loss}  grad norm {norm}  {_number(line.get('tokens_per_second'), ',.0f')} tokens/s"
+
+
+def describe_validation(line: Line) -> str:
+    """Returns "step 200: validation loss 2.3456 nats per token"."""
+    return f"step {line['step']}: validation loss {_number(line['validation_loss'], '.4f')} nats per token"
+
+
+class _Estimate:
+    """Time that is left, from the mean speed of this process."""
+
+    def __init__(self, start: int, steps: int):
+        self._start, self._steps, self._began = start, steps, time.monotonic()
+
+    def eta(self, line: Line) -> str:
+        step = line["step"]
+        if step is None or step <= self._start:
+            return "?"
+        seconds = (time.monotonic() - self._began) / (step - self._start) * (self._steps - step)
+        return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _number(value: float | int | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)

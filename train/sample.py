@@ -1,0 +1,66 @@
+"""Text that the model continues: a look at what it learned, not a server.
+
+Every new token runs the whole window through the model once; there is no cache of keys and values. The window has the
+length of training, so what is right of the text so far is padding, and a causal model does not see it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from train.config import Config
+from train.mesh import TOKENS
+from train.step import Trainer, TrainState
+
+PROMPT_TOKENS = 32
+
+
+def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Config) -> tuple[list[int], list[int]]:
+    """Continues `prompt` by `eval.sample_tokens` tokens, drawn with `eval.temperature`.
+
+    The random key is the run's, with the step folded in: the same checkpoint gives the same text.
+
+    Args:
+      prompt: tokens to start from; its first ones are used, as many as leave room, at most PROMPT_TOKENS.
+
+    Returns:
+      (prompt tokens used, tokens generated).
+    """
+    length, count = config.data.sequence_length, config.eval.sample_tokens
+    start = min(PROMPT_TOKENS, length - count, prompt.size)
+    window = np.zeros(length, np.int32)
+    window[:start] = prompt[:start]
+    mesh = jax.sharding.get_mesh()
+    rows = mesh.shape["data"]  # every device takes part: a row each, all alike
+    window_BL = jax.make_array_from_callback(
+        (rows, length), jax.NamedSharding(mesh, TOKENS), lambda index: np.tile(window, (rows, 1))[index]
+    )
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    continued = _continue(trainer, start, count, config.eval.temperature)(state.params, window_BL, key)
+    tokens = np.asarray(continued)[0, : start + count].tolist()
+    return tokens[:start], tokens[start:]
+
+
+def _continue(
+    trainer: Trainer, start: int, count: int, temperature: float
+) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
+    """Returns the jitted (params, window, key) -> window with positions start .. start + count filled in."""
+
+    @functools.partial(jax.jit, out_shardings=jax.P(None, None))
+    def run(params: Any, window_BL: jax.Array, key: jax.Array) -> jax.Array:
+        def fill(position: jax.Array, window_BL: jax.Array) -> jax.Array:
+            logits_BLV = jax.sharding.reshard(trainer.model(params)(window_BL), jax.P(None, None, None))
+            logits_V = jax.lax.dynamic_index_in_dim(logits_BLV[0], position - 1, keepdims=False)
+            token = jax.random.categorical(
+                jax.random.fold_in(key, position), logits_V.astype(jnp.float32) / temperature
+            )
+            here_L = jnp.arange(window_BL.shape[1]) == position
+            return jnp.where(jax.sharding.reshard(here_L, jax.P(None)), token.astype(jnp.int32), window_BL)
+
+        return jax.lax.fori_loop(start, start + count, fill, window_BL)
+
+    return run

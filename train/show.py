@@ -1,0 +1,48 @@
+"""What the script prints before and after the training: the configuration, the devices, the sample, the places."""
+
+import dataclasses
+
+import jax
+
+from train.config import Config
+from train.corpus import Corpus
+
+
+def say(text: str) -> None:
+    """Prints a line, in the first of several processes only, and at once."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def show_setup(config: Config, mesh: jax.sharding.Mesh, corpus: Corpus, *, parameters: int, changes: list[str]) -> None:
+    """Prints the resolved configuration, the devices, the data, and the number of parameters."""
+    top = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            say(f"{field.name:<10} {_pairs(dataclasses.asdict(value))}")
+        else:
+            top[field.name] = value
+    say(f"{'run':<10} {_pairs(top)}")
+    shape = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    say(f"{'devices':<10} {mesh.size} {mesh.devices.flat[0].device_kind}, as {shape}")
+    say(f"{'corpus':<10} {corpus.name}, {corpus.tokens.size:,} tokens")
+    say(f"{'size':<10} {parameters:,} parameters")
+    for change in changes:
+        say(f"{'changed':<10} {change}")
+
+
+def render_sample(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
+    """Returns the prompt and what the model made of it: as text where the tokens are bytes, else as token ids."""
+    if corpus.is_text:
+        return f"{_text(prompt)}\u2502{_text(generated)}"
+    return f"{prompt} \u2502 {generated}"
+
+
+def _text(tokens: list[int]) -> str:
+    """Returns bytes as text; a vocabulary may be larger than 256, and what is no byte shows as a question mark."""
+    return bytes(token if token < 256 else ord("?") for token in tokens).decode(errors="replace")
+
+
+def _pairs(fields: dict[str, object]) -> str:
+    return "  ".join(f"{name}={value}" for name, value in fields.items())

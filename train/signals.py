@@ -1,0 +1,54 @@
+"""A wish to stop: SIGTERM and Ctrl-C, noticed between two steps.
+
+The first signal asks; the run finishes the step in hand and saves. A second Ctrl-C ends the process without. With
+several processes the runtime of JAX listens for SIGTERM and tells all of them, so that they stop after the same step.
+"""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from jax.experimental import multihost_utils
+
+EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
+
+
+class StopRequest:
+    """Remembers the first signal while the context lasts.
+
+    Attributes:
+      signal: the signal that came, or None.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        """Prepares to watch; `shared` says that several processes train together."""
+        self.signal: signal.Signals | None = None
+        self._shared = shared
+        self._watched = () if shared else tuple(EXIT_CODES)
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in self._watched}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def came(self, step: int) -> bool:
+        """Says whether to stop after `step`; every process of a run gets the same answer for the same step."""
+        if self._shared and multihost_utils.reached_preemption_sync_point(step):
+            self.signal = signal.SIGTERM
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """0 after SIGTERM, 130 after Ctrl-C."""
+        return EXIT_CODES[self.signal] if self.signal else 0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        self.signal = self.signal or signal.Signals(number)
