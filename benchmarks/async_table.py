@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from table import print_table, write_between_markers
 
 import flaxasync as fa
-from flaxasync.check.chips import chip
 from flaxasync.check.cost import Costs
 from flaxasync.check.overlap import executed
+from flaxasync.hardware import chip
 
 TOPOLOGY, AXIS = "v5e:2x4", "model"
 BATCH, ROWS, WIDTH, HIDDEN = 8, 2048, 8192, 28672

@@ -6,8 +6,6 @@ from flaxasync.check.async_rules import check_async_rules as check_async_rules
 from flaxasync.check.async_sugar import to_long_form as to_long_form
 from flaxasync.check.async_sugar import to_sugar as to_sugar
 from flaxasync.check.audit_report import Audit as Audit
-from flaxasync.check.chips import CHIPS as CHIPS
-from flaxasync.check.chips import Chip as Chip
 from flaxasync.check.findings import CODES as CODES
 from flaxasync.check.findings import Finding as Finding
 from flaxasync.check.findings import Severity as Severity
@@ -25,3 +23,5 @@ from flaxasync.check.timeline_estimate import timeline as timeline
 from flaxasync.check.topology import CompiledProgram as CompiledProgram
 from flaxasync.check.topology import compile_for as compile_for
 from flaxasync.check.topology import topology_mesh as topology_mesh
+from flaxasync.hardware import CHIPS as CHIPS
+from flaxasync.hardware import Chip as Chip

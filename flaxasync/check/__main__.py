@@ -9,10 +9,10 @@ import argparse
 import pathlib
 import sys
 
-from flaxasync.check.chips import CHIPS
 from flaxasync.check.findings import Severity
 from flaxasync.check.overlap import audit
 from flaxasync.check.timeline_estimate import timeline
+from flaxasync.hardware import CHIPS
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,8 +8,8 @@ rule the small ones.
 import math
 import re
 
-from flaxasync.check.chips import Chip
 from flaxasync.check.hlo import Instruction
+from flaxasync.hardware import Chip
 
 _AXIS = re.compile(r"'([^']+)'\s*=\s*(\d{1,9})")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")

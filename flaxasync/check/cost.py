@@ -17,10 +17,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from flaxasync.check.async_ops import COLLECTIVES, AsyncOperation
-from flaxasync.check.chips import Chip
 from flaxasync.check.collectives import collective_seconds, permute_pairs, replica_groups
 from flaxasync.check.hlo import HBM, SEMAPHORE, VMEM, Computation, HloModule, Instruction
 from flaxasync.check.trip_count import trip_count
+from flaxasync.hardware import Chip
 
 FREE = frozenset(
     [

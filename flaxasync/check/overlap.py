@@ -12,14 +12,14 @@ from typing import Any
 from flaxasync.check.async_ops import COLLECTIVES, AsyncOperation, Window, async_operations
 from flaxasync.check.async_rules import check_async_rules
 from flaxasync.check.audit_report import Audit, Pair, Work, size_text, time_text
-from flaxasync.check.chips import Chip
-from flaxasync.check.chips import chip as chip_named
 from flaxasync.check.cost import Costs
 from flaxasync.check.findings import CODES, Finding, Severity, finding
 from flaxasync.check.hazards import kernel_hazards
 from flaxasync.check.hlo import Computation, HloModule, Instruction
 from flaxasync.check.hlo_reader import parse
 from flaxasync.check.value_flow import Span
+from flaxasync.hardware import Chip
+from flaxasync.hardware import chip as chip_named
 
 LARGE = 1 << 20  # bytes; smaller collectives are bound by latency and only noted
 COPIED = 1 << 16  # bytes from which a copy in a loop is worth a word

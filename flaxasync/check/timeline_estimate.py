@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.async_ops import COLLECTIVES, AsyncOperation, async_operations
-from flaxasync.check.chips import Chip
-from flaxasync.check.chips import chip as chip_named
 from flaxasync.check.collectives import permute_pairs, replica_groups
 from flaxasync.check.cost import Costs
 from flaxasync.check.hlo import Computation, HloModule, Instruction
 from flaxasync.check.overlap import chip_of, executed, module_of
 from flaxasync.check.timeline import KINDS, DeviceTime, Slice, Timeline
+from flaxasync.hardware import Chip
+from flaxasync.hardware import chip as chip_named
 
 PLAYED = 4  # iterations of a longer loop that are played: three at its begin, one at its end
 MAX_DEVICES = 64  # of a program whose devices do different things

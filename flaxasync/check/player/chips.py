@@ -1,6 +1,6 @@
 """The chip table of the player: what each number is, and where it comes from.
 
-Peak rates, bandwidths and clocks are those of `flaxasync.check.chips` (data sheets and the compiler's own clock). What
+Peak rates, bandwidths and clocks are those of `flaxasync.hardware` (data sheets and the compiler's own clock). What
 is added is how the matrix units keep time, and the calibrated efficiencies. Only v5e was calibrated on measurements;
 the constants of other chips marked "assumed" are not measured, and results on those chips say so.
 
@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from flaxasync.check import chips as data_sheets
+from flaxasync import hardware as data_sheets
 from flaxasync.check.player.errors import PlayerError
 
 

@@ -1,7 +1,6 @@
 """The lowest floors: bundle text, addresses, scalar operations, the matrix unit, the network. Nothing is compiled."""
 
 import math
-import pathlib
 
 import pytest
 from hypothesis import given
@@ -245,12 +244,3 @@ def test_occupancy_agrees_with_the_data_sheet(chip):
     side, units = (128, 4) if chip.name in ("v5e", "v5p") else (256, 2)
     rate = 2 * 16 * side * side / chip.occupancy["bf16"] * units * chip.clock * chip.cores
     assert rate == pytest.approx(chip.sheet.flops, rel=0.15 if chip.name == "tpu7x" else 0.005)
-
-
-def test_nothing_of_the_player_imports_above_the_check_building():
-    folder = pathlib.Path(matrix_unit.__file__).parent
-    for path in folder.glob("*.py"):
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if words[:1] in (["from"], ["import"]):
-                assert words[1].startswith("flaxasync.check") or not words[1].startswith("flaxasync"), (path, line)
