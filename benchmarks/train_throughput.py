@@ -10,6 +10,7 @@ TPU compiler's own, for v5e:2x4, with no TPU; that part needs libtpu.
 import argparse
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -80,8 +81,9 @@ def measure(steps: dict[str, Callable[[], Any]], tokens: int, rounds: int, title
             start = time.perf_counter()
             steps[name]()
             seconds[name].append(time.perf_counter() - start)
-        print(f"\r{title}: round {done + 1} of {rounds}", end="", flush=True)
-    print()
+        if sys.stdout.isatty():
+            print(f"\r{title}: round {done + 1} of {rounds}", end="", flush=True)
+    print(f"{'\r' if sys.stdout.isatty() else ''}{title}: {rounds} rounds", flush=True)
     first = next(iter(steps))
     rows = []
     for name, own in seconds.items():

@@ -18,8 +18,12 @@ matmul_all_reduce        x [..., m, k]     w [k, n]   y [..., m, n]
 Saved for the backward pass are x and w as they were given, shards both; nothing gathered is saved. Several w share one
 trip of x, and several products are summed before they travel.
 
-A ring multiplies each block where it is and writes each block of y once: y begins as `lax.empty`, not as zeros, and the
-TPU compiler then writes every product straight into its rows of y.
+A ring multiplies each block where it is and writes each block of y once: y begins as `_unwritten`, not as zeros, and
+the TPU compiler then writes every product straight into its rows of y.
+
+A dw is summed over the blocks in one of two ways. all_gather_matmul adds each product to dw while the next block of x
+travels: nothing else is there to hide that trip behind. matmul_reduce_scatter has dx for that; it keeps the blocks of
+dy to the end of the rule and multiplies once, since each addition reads and writes a float32 dw (docs/async.md).
 
 The algebra follows Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
 Learning Models" (ASPLOS 2023).
@@ -50,7 +54,7 @@ class Op:
 def all_gather_matmul(op: Op, x: Array, ws: tuple[Array, ...]) -> tuple[Array, ...]:
     rows = x.shape[-2] * lax.axis_size(op.ring.axis_name)
     shapes = [(*x.shape[:-2], rows, w.shape[1]) for w in ws]
-    ys = tuple(_like(lax.empty(shape, x.dtype), x, *ws) for shape in shapes)
+    ys = tuple(_like(_unwritten(shape, x), *ws) for shape in shapes)
 
     def write(block: Array, row: Any, ys: tuple[Array, ...]) -> tuple[Array, ...]:
         products = [_dot(block, w, op.precision).astype(y.dtype) for w, y in zip(ws, ys, strict=True)]
@@ -95,20 +99,19 @@ def _matmul_reduce_scatter_fwd(op: Op, xs: tuple[Array, ...], ws: tuple[Array, .
 
 def _matmul_reduce_scatter_bwd(op: Op, saved: tuple, dy: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     xs, ws = saved
-    dxs = tuple(_like(lax.empty(x.shape, x.dtype), x, dy) for x in xs)
-    dws = tuple(_sum_like(w, dy, *xs) for w in ws)
+    dxs = tuple(_like(_unwritten(x.shape, x), dy) for x in xs)
+    gathered = _unwritten((*xs[0].shape[:-1], dy.shape[-1]), dy)
 
     def use(block: Array, row: Any, carry: tuple) -> tuple:
-        dxs, dws = carry
+        dxs, gathered = carry
         products = [_dot(block, w, op.precision, transposed=True).astype(x.dtype) for x, w in zip(xs, ws, strict=True)]
         dxs = tuple(lax.dynamic_update_slice_in_dim(dx, p, row, axis=-2) for dx, p in zip(dxs, products, strict=True))
-        count = block.shape[-2]
-        dws = tuple(dw + _outer(_rows(x, row, count), block, op) for dw, x in zip(dws, xs, strict=True))
-        return dxs, dws
+        return dxs, lax.dynamic_update_slice_in_dim(gathered, block, row, axis=-2)
 
-    with jax.named_scope("matmul_reduce_scatter_dx_dw"):
-        dxs, dws = gather_pass(op.ring, dy, (dxs, dws), use)
-    return dxs, tuple(dw.astype(w.dtype) for dw, w in zip(dws, ws, strict=True))
+    with jax.named_scope("matmul_reduce_scatter_dx"):
+        dxs, gathered = gather_pass(op.ring, dy, (dxs, gathered), use)
+    with jax.named_scope("matmul_reduce_scatter_dw"):
+        return dxs, tuple(_outer(x, gathered, op).astype(w.dtype) for x, w in zip(xs, ws, strict=True))
 
 
 matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_fwd, _matmul_reduce_scatter_bwd)
@@ -187,6 +190,17 @@ def _travel_dtype(op: Op, xs: tuple) -> jnp.dtype:
 def _like(value: Array, *others: Array) -> Array:
     """`value`, cast to vary over every axis that any of `others` varies over."""
     return transport.vary(value, frozenset().union(*(jax.typeof(other).mat.varying for other in others)))
+
+
+def _unwritten(shape: tuple[int, ...], x: Array) -> Array:
+    """An array of x's dtype that is written before it is read.
+
+    For a TPU `lax.empty` allocates and writes nothing. Elsewhere it is zeros: a constant, which XLA hoists out of a
+    scan over layers and copies in every turn. A value that is at hand is spread once, where it is needed.
+    """
+    if transport.devices.platform() in ("tpu", None):
+        return _like(lax.empty(shape, x.dtype), x)
+    return lax.broadcast(lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim)), shape)
 
 
 def _sum_like(w: Array, *others: Array) -> Array:

@@ -25,7 +25,8 @@ class ParallelMLP(nnx.Module):
     y  [..., s, features]          h @ down; sharded as x is
     ```
 
-    Gate and up share one trip of x. Nothing between the two rings leaves the device. The parameters are those of three
+    Gate and up share one trip of x. Nothing between the two rings leaves the device. Saved for the backward pass are x
+    and the products of gate and up; what lies between them and h is computed again. The parameters are those of three
     `nnx.Linear`: `gate`, `up` and `down`.
 
     Args:
@@ -96,10 +97,14 @@ class ParallelMLP(nnx.Module):
         options = up.options(x)
         columns = (up,) if self.gate is None else (up, self.gate)
 
-        def apply(x: Array, linears: tuple[shards.Linear, ...], down: shards.Linear) -> Array:
-            hidden, *gate = shards.column(x, linears, options, rows_sharded=placement.rows_sharded)
+        @jax.checkpoint  # or all that lies between products and h would be saved: six arrays instead of two
+        def activate(products: tuple[Array, ...], down: shards.Linear) -> Array:
+            hidden, *gate = products
             hidden = self.activation(gate[0]) * hidden if gate else self.activation(hidden)
             return shards.row(hidden, down, options, layout=layout)
+
+        def apply(x: Array, linears: tuple[shards.Linear, ...], down: shards.Linear) -> Array:
+            return activate(shards.column(x, linears, options, rows_sharded=placement.rows_sharded), down)
 
         return placement.run(
             apply,

@@ -58,6 +58,32 @@ def test_an_input_that_is_the_same_everywhere_gives_an_output_that_is(parity):
     parity(make, plain, (2, 7, 8), size=4, x_spec=SAME, y_spec=SAME)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_what_is_saved_of_the_hidden_features(mesh_of, gated):
+    """The products of gate and up: not the activation, nor what it is made of."""
+    hidden = 24
+    with jax.set_mesh(mesh_of(1, 4)):
+        mlp = fa.nn.ParallelMLP(8, hidden, gated=gated, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(mlp)
+        x = jax.device_put(jnp.ones((3, 8, 8)), ROWS)
+        _, vjp = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+    sizes = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(vjp)]
+    assert sizes.count(3 * 8 * hidden // 4) == (2 if gated else 1)
+    assert max(sizes) == 3 * 8 * hidden // 4
+
+
+@pytest.mark.optimized
+def test_the_ring_that_is_not_needed_again_is_not_run_again(mesh_of):
+    """y is not computed again with h: R - 1 permutes each for x, y, dy and dx; XLA merges the trips of x into one."""
+    with jax.set_mesh(mesh_of(1, 4)):
+        mlp = fa.nn.ParallelMLP(8, 16, backend="xla", rngs=nnx.Rngs(0))
+        graph, state = nnx.split(mlp)
+        x = jax.device_put(jnp.ones((2, 8, 8)), ROWS)
+        loss = jax.value_and_grad(lambda state, x: (nnx.merge(graph, state)(x) ** 2).sum(), argnums=(0, 1))
+        text = jax.jit(loss).lower(state, x).compile().as_text()
+    assert text.count(" collective-permute(") == 4 * 3
+
+
 @pytest.mark.optimized
 def test_gate_and_up_share_one_trip(mesh_of):
     """Gated or not, the forward pass makes as many permutes: R - 1 in and R - 1 out."""
