@@ -44,6 +44,7 @@ bench: .venv/.dev  ## measure the tables that the documents quote, and draw thei
 	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
 	$(CPU) $(BIN)/python benchmarks/async_table.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img
+	$(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md
 
 pictures: .venv/.dev  ## draw the pictures in docs/img
 	$(BIN)/python docs/loop_picture.py

@@ -69,4 +69,5 @@ class Loop:
         """Saves a step, after every line up to it is on disk and every loss up to it is known to be finite."""
         self.recorder.report(step)
         self.recorder.flush()
-        self.checkpoints.save(step, state, data=self.batches.get_state(), architecture=architecture(self.config))
+        with self.recorder.waiting():
+            self.checkpoints.save(step, state, data=self.batches.get_state(), architecture=architecture(self.config))

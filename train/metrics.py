@@ -1,10 +1,11 @@
 """What a run measured: one line a step in metrics.jsonl, and the same numbers as TensorBoard events.
 
-The loop hands over device arrays that may not exist yet. `Recorder.report` fetches those up to a step and is the only
-place where the host waits for the devices. A step that is done again after a restart replaces its line, so that each
-step is there exactly once, whenever the process was killed.
+The loop hands over device arrays that may not exist yet. `Recorder.report` fetches those up to a step. There, and where
+a checkpoint is copied, the host waits for the devices, and it is recorded for how much of the time. A step that is done
+again after a restart replaces its line, so that each step is there exactly once, whenever the process was killed.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import jax
 
 Line = dict[str, float | int | None]
-"""One step: step, loss, grad_norm, learning_rate, tokens, tokens_per_second and perhaps validation_loss."""
+"""One step: step, loss, grad_norm, learning_rate, tokens, tokens_per_second, host_wait_share; validation_loss."""
 
 
 class DivergedError(ArithmeticError):
@@ -83,11 +84,20 @@ class Recorder:
         self._sinks = list(sinks)
         self._tokens_per_step = tokens_per_step
         self._pending: dict[int, dict[str, jax.Array]] = {}
-        self._fetched_at = time.perf_counter()
+        self.start_clock()
 
     def start_clock(self) -> None:
         """Counts the time of the next report from now."""
-        self._fetched_at = time.perf_counter()
+        self._fetched_at, self._waited = time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts what is done in it as time that the host waited for the devices."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - began
 
     def add(self, step: int, **metrics: jax.Array) -> None:
         """Notes metrics of a step, without waiting for them. A step may get some now and others later."""
@@ -102,14 +112,18 @@ class Recorder:
         steps = [step for step in self._pending if step <= until]
         if not steps:
             return
-        fetched = jax.device_get([self._pending.pop(step) for step in steps])
-        now = time.perf_counter()
-        tokens_per_second = self._tokens_per_step * len(steps) / max(now - self._fetched_at, 1e-9)
-        self._fetched_at = now
+        with self.waiting():
+            fetched = jax.device_get([self._pending.pop(step) for step in steps])
+        seconds = max(time.perf_counter() - self._fetched_at, 1e-9)
+        pace: Line = {
+            "tokens_per_second": round(self._tokens_per_step * len(steps) / seconds, 1),
+            "host_wait_share": round(min(self._waited / seconds, 1.0), 4),
+        }
+        self.start_clock()
         lines, diverged = [], None
         for step, metrics in zip(steps, fetched, strict=True):
             values = {name: float(value) for name, value in metrics.items()}
-            lines.append(self._line(step, values, tokens_per_second))
+            lines.append(self._line(step, values) | pace)
             diverged = next(
                 (DivergedError(step, name, values[name]) for name in _WATCHED if not _finite(values, name)), None
             )
@@ -129,14 +143,13 @@ class Recorder:
         for sink in self._sinks:
             sink.close()
 
-    def _line(self, step: int, values: dict[str, float], tokens_per_second: float) -> Line:
+    def _line(self, step: int, values: dict[str, float]) -> Line:
         finite: Line = {name: value if math.isfinite(value) else None for name, value in values.items()}
         return {
             "step": step,
             "loss": finite.pop("loss", None),
             **finite,
             "tokens": step * self._tokens_per_step,
-            "tokens_per_second": round(tokens_per_second, 1),
         }
 
 

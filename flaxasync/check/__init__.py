@@ -1,14 +1,21 @@
 """Reads compiled programs: what overlapped, what was exposed, whether a buffer in flight was touched. Needs no TPU."""
 
+from flaxasync.check.async_caller import make_async_aot_caller as make_async_aot_caller
 from flaxasync.check.async_ops import AsyncOperation as AsyncOperation
 from flaxasync.check.async_ops import async_operations as async_operations
 from flaxasync.check.async_rules import check_async_rules as check_async_rules
 from flaxasync.check.async_sugar import to_long_form as to_long_form
 from flaxasync.check.async_sugar import to_sugar as to_sugar
 from flaxasync.check.audit_report import Audit as Audit
+from flaxasync.check.command_buffers import command_buffer_flags as command_buffer_flags
+from flaxasync.check.dispatch import DispatchInfo as DispatchInfo
+from flaxasync.check.dispatch import check_async_compatible as check_async_compatible
+from flaxasync.check.dispatch_timing import DispatchTiming as DispatchTiming
+from flaxasync.check.dispatch_timing import measure_dispatch as measure_dispatch
 from flaxasync.check.findings import CODES as CODES
 from flaxasync.check.findings import Finding as Finding
 from flaxasync.check.findings import Severity as Severity
+from flaxasync.check.hbm_error import HbmError as HbmError
 from flaxasync.check.hlo import Computation as Computation
 from flaxasync.check.hlo import HloError as HloError
 from flaxasync.check.hlo import HloModule as HloModule
@@ -23,5 +30,6 @@ from flaxasync.check.timeline_estimate import timeline as timeline
 from flaxasync.check.topology import CompiledProgram as CompiledProgram
 from flaxasync.check.topology import compile_for as compile_for
 from flaxasync.check.topology import topology_mesh as topology_mesh
+from flaxasync.check.topology import topology_size as topology_size
 from flaxasync.hardware import CHIPS as CHIPS
 from flaxasync.hardware import Chip as Chip

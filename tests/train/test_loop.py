@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import time
 
 import jax
 import pytest
 
+from configs.tiny import tiny
 from train import metrics as metrics_module
 from train.checkpoint import Checkpoints
 from train.corpus import open_corpus
@@ -80,6 +82,42 @@ def test_the_host_waits_only_where_it_reports(config, make_loop, monkeypatch, re
     reports = [(at, count) for at, count in fetched if isinstance(count, int)][:5]
     assert reports[:4] == [(8, 4), (12, 4), (16, 4), (20, 4)]
     assert reports[4] == (20, 4), "the last step is saved, and fetches the rest"
+
+
+def share_of_dispatch(loop, state, step, start):
+    """Runs the loop with `step` as its step; returns (state, time within calls of it as a share of all)."""
+    held = 0.0
+
+    def timed(*arguments):
+        nonlocal held
+        began = time.perf_counter()
+        outputs = step(*arguments)
+        held += time.perf_counter() - began
+        return outputs
+
+    began = time.perf_counter()
+    state, _ = dataclasses.replace(loop, train_step=timed).run(state, start=start)
+    return state, held / (time.perf_counter() - began)
+
+
+def test_a_call_of_the_step_holds_the_host_for_less_than_a_tenth_of_it(config, make_loop, replace):
+    """Thirty steps of configs/tiny.py, of a quarter of its batch, then five of a twin that waits within the call.
+
+    benchmarks/dispatch.py measures the whole batch, where steps are four times as long.
+    """
+    data = {"path": config.data.path, "batch_size": 4}
+    config = replace(tiny(), data=data, eval={"every": 0}, checkpoint={"every": 100})
+    loop = make_loop(dataclasses.replace(config, steps=30), sink := Sink())
+    state, share = share_of_dispatch(loop, jax.block_until_ready(loop.trainer.init()), loop.train_step, 0)
+    assert share < 0.1, f"the host was held for {share:.1%}"
+    waits = [line["host_wait_share"] for line in sink.lines]
+    assert len(waits) == 30
+    assert waits[0] > 0.5, "the host is ahead: it has nothing to do but wait until the first report can be made"
+
+    loop = dataclasses.replace(loop, config=dataclasses.replace(config, steps=35))
+    _, share = share_of_dispatch(loop, state, lambda *args: jax.block_until_ready(loop.train_step(*args)), 30)
+    assert share > 0.5, f"a step that waits held the host for {share:.1%}"
+    assert sink.lines[-1]["host_wait_share"] < 0.5, "what held it was not the report"
 
 
 def test_a_stop_saves_the_step_in_hand(config, make_loop):

@@ -1,8 +1,10 @@
 """train/metrics.py: each step once, whatever happened, and nothing that is no JSON."""
 
 import json
+import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +70,7 @@ def test_a_line_has_what_was_measured():
     recorder.report(3)
     (line,) = sink.lines
     assert line.pop("tokens_per_second") > 0
+    assert 0 <= line.pop("host_wait_share") <= 1
     assert line == {
         "step": 3,
         "loss": 2.5,
@@ -77,6 +80,32 @@ def test_a_line_has_what_was_measured():
         "tokens": 192,
     }
     assert jnp.float32(json.loads(json.dumps(line))["grad_norm"]) == jnp.float32(0.1), "the line holds every bit"
+
+
+def test_the_share_of_waiting_is_of_the_report_and_begins_anew_with_each():
+    class Late:
+        """A loss that is there after a while."""
+
+        def __array__(self, dtype=None, copy=None):
+            time.sleep(0.2)
+            return np.float32(1)
+
+    sink = Sink()
+    recorder = Recorder([sink], tokens_per_step=1)
+    recorder.start_clock()
+    recorder.add(1, loss=Late())
+    recorder.report(1)
+    time.sleep(0.2)
+    recorder.add(2, loss=jnp.float32(1))
+    recorder.report(2)
+    with recorder.waiting():  # as when a checkpoint is copied
+        time.sleep(0.2)
+    recorder.add(3, loss=jnp.float32(1))
+    recorder.report(3)
+    shares = [line["host_wait_share"] for line in sink.lines]
+    assert shares[0] > 0.5, shares
+    assert shares[1] < 0.5, shares
+    assert shares[2] > 0.5, shares
 
 
 def test_a_report_fetches_no_further_than_it_is_told():

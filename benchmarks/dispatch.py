@@ -1,0 +1,231 @@
+"""Does a call hold the host? Dispatch / total of jitted and compiled functions, and what calls in flight are worth.
+
+    python benchmarks/dispatch.py [--rounds N] [--write docs/dispatch.md]
+
+Each platform is measured in a process of its own: the CPU, and a CUDA GPU with XLA's default command buffers and with
+`command_buffer_flags()`, where JAX finds one. Functions and experiments take turns, and medians are given.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from dispatch_functions import FUNCTIONS, pure, pure_callback
+from jax.sharding import PartitionSpec as P
+from table import print_table, write_between_markers
+
+import flaxasync.check
+from configs.tiny import tiny
+from train.mesh import make_mesh
+from train.step import Trainer
+
+SIZES = {"cpu": 1024, "cuda": 8192}  # some 100 ms on two cores; some 100 ms of float32 on a data-centre GPU
+IN_FLIGHT = (1, 2, 4, 8)
+PIPELINED = ("pure", "jax.debug.print", "while_loop", "optax.lbfgs in a while_loop")
+CALLS = 8
+TRAINING_STEPS = 30
+NO_PLATFORM = 3  # exit code
+NOT_MEASURED = "not measured"
+VERDICTS = {True: "no", False: "yes", None: "cannot tell"}
+
+
+def percent(ratio: float) -> str:
+    return f"{ratio:.1%}"
+
+
+def dispatch_ratios(x: jax.Array, rounds: int) -> dict[str, dict]:
+    """For every function: the verdict, the ratio jitted and compiled ahead of time, and the seconds of a call."""
+    rows = {}
+    for name, fn in FUNCTIONS.items():
+        compiled = jax.jit(fn).lower(x).compile()
+        info = flaxasync.check.check_async_compatible(compiled)
+        jitted, ahead = (flaxasync.check.measure_dispatch(f, x, repeats=rounds) for f in (jax.jit(fn), compiled))
+        rows[name] = {"verdict": info.compatible, "jit": jitted.ratio, "aot": ahead.ratio, "seconds": ahead.total}
+    return rows
+
+
+def paths(x: jax.Array, rounds: int) -> list[list[str]]:
+    """Sends functions down the path that JAX would not choose for them. All of it is private to JAX."""
+    compiled = jax.jit(pure).lower(x).compile()
+    python = compiled._executable.unsafe_call
+
+    def around(x: jax.Array) -> Any:
+        results = python.xla_executable.execute_sharded(python.in_handler([x]))
+        return results.consume_with_handlers(python.out_handler.handlers)
+
+    forced = jax.jit(pure_callback).lower(x).compile()
+    forced._executable.unsafe_call.has_host_callbacks = False
+    experiments = {
+        "pure, as JAX calls it (C++)": compiled,
+        "pure, by JAX's Python path": python,
+        "pure, by the study's way around that path": around,
+        "pure_callback, as JAX calls it (Python)": jax.jit(pure_callback).lower(x).compile(),
+        "pure_callback, forced onto the C++ path": forced,
+    }
+    rows = []
+    for name, fn in experiments.items():
+        timing = flaxasync.check.measure_dispatch(fn, x, repeats=rounds)
+        rows.append([name, f"{timing.dispatch * 1e3:.2f}", f"{timing.total * 1e3:.0f}", percent(timing.ratio)])
+    return rows + on_devices(rounds)
+
+
+def on_devices(rounds: int) -> list[list[str]]:
+    """A print in a program of one, two and eight CPU devices."""
+    rows = []
+    for devices in (1, 2, 8):
+        mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+        with jax.set_mesh(mesh):
+            x = jax.device_put(jnp.ones((SIZES["cpu"],) * 2), P("data", None))
+            w = jax.device_put(jnp.full((SIZES["cpu"],) * 2, 1e-3), P(None, None))
+
+            def printing(x: jax.Array, w: jax.Array) -> jax.Array:
+                jax.debug.print("{}", jnp.sum(x))
+                for _ in range(8):
+                    x = jnp.tanh(x @ w)
+                return x
+
+            timing = flaxasync.check.measure_dispatch(jax.jit(printing), x, w, repeats=rounds)
+        times = [f"{timing.dispatch * 1e3:.2f}", f"{timing.total * 1e3:.0f}", percent(timing.ratio)]
+        rows.append([f"jax.debug.print, on {devices} CPU device{'s' * (devices > 1)}", *times])
+    return rows
+
+
+def pipelining(x: jax.Array, rounds: int) -> dict[str, list[float]]:
+    """Calls a second with n calls in flight, n = 1 being 1, where the host has half a call's work of its own a call."""
+    results = {}
+    for name in PIPELINED:
+        fn = jax.jit(FUNCTIONS[name]).lower(x).compile()
+        seconds: dict[int, list[float]] = {n: [] for n in IN_FLIGHT}
+        for _ in range(rounds):
+            own_work = flaxasync.check.measure_dispatch(fn, x, repeats=3).total / 2
+            for n in IN_FLIGHT:
+                seconds[n].append(time_calls(fn, x, n, own_work))
+        results[name] = [
+            statistics.median(a / b for a, b in zip(seconds[1], seconds[n], strict=True)) for n in IN_FLIGHT
+        ]
+    return results
+
+
+def time_calls(fn: Callable, x: jax.Array, in_flight: int, own_work: float) -> float:
+    """Seconds of CALLS calls, of which at most `in_flight` are unfinished."""
+    unfinished: deque[jax.Array] = deque()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        if len(unfinished) == in_flight:
+            jax.block_until_ready(unfinished.popleft())
+        time.sleep(own_work)  # as when it waits for a disk; it needs no core
+        unfinished.append(fn(x))
+    jax.block_until_ready(list(unfinished))
+    return time.perf_counter() - start
+
+
+def training_step() -> str:
+    """A sentence on the training step of configs/tiny.py: how long its calls hold the host."""
+    config = tiny()
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        trainer = Trainer(config, mesh)
+        step, state = trainer.compile_train_step(), trainer.init()
+        struct = trainer.abstract_batch()
+        batch = jax.device_put(jnp.zeros(struct.shape, struct.dtype), struct.sharding)
+        state, _ = jax.block_until_ready(step(state, batch, batch))
+        held, start = [], time.perf_counter()
+        for _ in range(TRAINING_STEPS):
+            called = time.perf_counter()
+            state, _ = step(state, batch, batch)
+            held.append(time.perf_counter() - called)
+        jax.block_until_ready(state)
+        each = (time.perf_counter() - start) / TRAINING_STEPS
+    return (
+        f"The training step of `configs/tiny.py` on 8 simulated CPU devices, {TRAINING_STEPS} calls in a row: a call "
+        f"holds the host for {statistics.mean(held) * 1e3:.1f} ms, a step takes {each * 1e3:.0f} ms: "
+        f"{statistics.mean(held) / each:.1%}."
+    )
+
+
+def measure(platform: str, rounds: int) -> dict[str, Any]:
+    """All that is measured on a platform, as JSON."""
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", 8)
+    device = jax.devices()[0]
+    if device.platform != ("cpu" if platform == "cpu" else "gpu"):
+        sys.exit(NO_PLATFORM)
+    x = jax.block_until_ready(jnp.ones((SIZES[platform],) * 2))
+    where = f"{os.cpu_count()} CPU cores" if platform == "cpu" else device.device_kind
+    result = {"versions": f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {where}"}
+    result |= {"ratios": dispatch_ratios(x, rounds), "pipelining": pipelining(x, rounds)}
+    if platform == "cpu":
+        result |= {"paths": paths(x, rounds), "training": training_step()}
+    return result
+
+
+def measured_apart(platform: str, rounds: int, flags: str = "") -> dict[str, Any] | None:
+    """Measures in a process of its own; None where there is no such platform."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu" if platform == "cpu" else f"{platform},cpu"}
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
+    with tempfile.NamedTemporaryFile("r") as answer:
+        command = [sys.executable, __file__, "--measure", platform, "--rounds", str(rounds), "--answer", answer.name]
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode == NO_PLATFORM:
+            return None
+        done.check_returncode()
+        return json.load(answer)
+
+
+def tables(rounds: int) -> str:
+    """Measures everything and returns the tables."""
+    gpu, cpu = measured_apart("cuda", rounds), measured_apart("cpu", rounds)
+    captured = measured_apart("cuda", rounds, flaxasync.check.command_buffer_flags()) if gpu else None
+    assert cpu is not None
+    rows = []
+    for name, row in cpu["ratios"].items():
+        on_gpu = [percent(run["ratios"][name]["aot"]) if run else NOT_MEASURED for run in (gpu, captured)]
+        times = [f"{row['seconds'] * 1e3:.0f}", percent(row["jit"]), percent(row["aot"])]
+        rows.append([name, VERDICTS[row["verdict"]], *times, *on_gpu])
+    header = ["function", "expected to hold the host (CPU)", "CPU, ms a call", "CPU, jit", "CPU, compiled"]
+    ratios = print_table([*header, "GPU", "GPU, +WHILE"], rows)
+    experiments = print_table(["experiment, on the CPU", "dispatch, ms", "total, ms", "ratio"], cpu["paths"])
+    runs = {"CPU": cpu, "GPU": gpu, "GPU, +WHILE": captured}
+    pipelined = print_table(
+        ["function", "platform", *(f"{n} in flight" for n in IN_FLIGHT)],
+        [
+            [name, place, *([f"{ratio:.2f}" for ratio in run["pipelining"][name]] if run else [NOT_MEASURED] * 4)]
+            for name in PIPELINED
+            for place, run in runs.items()
+        ],
+    )
+    versions = "; ".join(f"{place}: {run['versions'] if run else NOT_MEASURED}" for place, run in runs.items())
+    return "\n\n".join([f"{versions}.", ratios, experiments, cpu["training"], pipelined])
+
+
+def main() -> None:
+    """Measures, prints, and writes where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="calls of each function that are timed (default: 7)")
+    parser.add_argument("--write", metavar="FILE", help="replace the tables between FILE's markers")
+    parser.add_argument("--measure", choices=SIZES, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        result = measure(args.measure, args.rounds)
+        with open(args.answer, "w") as file:
+            json.dump(result, file)
+        return
+    text = tables(args.rounds)
+    if args.write:
+        write_between_markers(args.write, "dispatch", text)
+
+
+if __name__ == "__main__":
+    main()
