@@ -11,6 +11,7 @@ import sys
 import tempfile
 
 from flaxasync.check import compile_worker
+from flaxasync.check.hbm_error import hbm_error
 
 # What lets libtpu load where there is no TPU, and beside another process that has it loaded.
 ENVIRONMENT = {
@@ -56,7 +57,7 @@ class CompilerProcess:
             raise RuntimeError(death) from None
         if "error" in answer:
             message = answer["error"]
-            raise RuntimeError(
+            raise hbm_error(message) or RuntimeError(
                 busy_message(message) if "already in use" in message else f"the TPU compiler refused: {message}"
             )
         return answer["ok"]

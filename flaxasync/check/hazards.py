@@ -3,8 +3,10 @@
 XLA schedules and allocates its own asynchronous operations safely. A pair of kernels is two calls to it, tied by
 semaphores and aliased buffers: it may copy, free or move what a transfer is using. Which buffer is read and which is
 written is not in the text: one that the start makes is the destination; where it aliases all of them (Refs), the last
-is taken for it.
+is taken for it. Several transfers may send one buffer: that reads it, though each start aliases it through.
 """
+
+from collections.abc import Iterable, Set
 
 from flaxasync.check.async_ops import AsyncOperation
 from flaxasync.check.findings import Finding, Severity, finding
@@ -13,9 +15,26 @@ from flaxasync.check.value_flow import Use, trace
 
 SMALL = 1024  # bytes; below are scalars that a kernel takes by value
 
+type Operand = tuple[str, str, int]  # computation, instruction, number
 
-def kernel_hazards(module: HloModule, operation: AsyncOperation) -> list[Finding]:
-    """Returns what endangers the buffers of one kernel pair."""
+
+def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
+    """Returns where kernel pairs take a source, at their start and at their done: there they only read it."""
+    found: set[Operand] = set()
+    for op in operations:
+        if op.spelling != "kernel":
+            continue
+        computation, ends = module.computations[op.computation], {window.done.name for window in op.windows}
+        for path, role in _roles(op.start).items():
+            if role == "source":
+                found |= {(op.computation, op.name, a.operand) for a in op.start.aliases if a.output == path}
+                uses = trace(module, computation, op.start, path, stop=lambda i: i.name in ends)
+                found |= {(u.computation, u.instruction.name, u.operand) for u in uses if u.instruction.name in ends}
+    return frozenset(found)
+
+
+def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Operand]) -> list[Finding]:
+    """Returns what endangers the buffers of one kernel pair; `sent` is what `sent_operands` says of all pairs."""
     computation, start = module.computations[operation.computation], operation.start
     ends = {window.done.name for window in operation.windows}
     found: dict[tuple[str, str, str], Finding] = {}
@@ -47,7 +66,7 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation) -> list[Finding
             if use.instruction.name in ends or not _inside(module, operation, use.computation, use.instruction):
                 continue
             place = (use.computation, use.instruction)
-            if use.aliased:
+            if use.aliased and not (role == "source" and (use.computation, use.instruction.name, use.operand) in sent):
                 add("in-flight-written", f"{what}, is written by {use.instruction.name}", place)
             elif role == "only":
                 add("in-flight-read", f"{what}, is read; the text does not say which part", place, Severity.INFO)

@@ -14,7 +14,7 @@ from flaxasync.check.async_rules import check_async_rules
 from flaxasync.check.audit_report import Audit, Pair, Work, size_text, time_text
 from flaxasync.check.cost import Costs
 from flaxasync.check.findings import CODES, Finding, Severity, finding
-from flaxasync.check.hazards import kernel_hazards
+from flaxasync.check.hazards import kernel_hazards, sent_operands
 from flaxasync.check.hlo import Computation, HloModule, Instruction
 from flaxasync.check.hlo_reader import parse
 from flaxasync.check.value_flow import Span
@@ -61,7 +61,8 @@ def audit(
     operations = [op for op in async_operations(module) if op.computation in runs]
     notes = _notes(module, costs.chip, named is None)
     found = list(check_async_rules(module))
-    found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op)]
+    sent = sent_operands(module, operations)
+    found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op, sent)]
     found += _unfinished_kernels(module, operations)
     found += _deleted(module, operations, expect or {})
     pairs = tuple(_pair(module, costs, op, runs[op.computation]) for op in operations)

@@ -38,6 +38,18 @@ KINDS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Loop:
+    """One run of a loop on the first device. `iteration` is a stretch of it like most others, with all its slices."""
+
+    name: str  # of the while instruction
+    depth: int  # loops around it
+    trips: int
+    start: float
+    end: float
+    iteration: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class DeviceTime:
     """Where the time of one device goes, in seconds."""
 
@@ -60,6 +72,7 @@ class Timeline:
     slices: tuple[Slice, ...]
     devices: tuple[DeviceTime, ...]
     notes: tuple[str, ...] = ()
+    loops: tuple[Loop, ...] = ()
 
     @property
     def slowest(self) -> DeviceTime:

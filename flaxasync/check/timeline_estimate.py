@@ -9,6 +9,7 @@ Kernels that start a transfer do not say which way it goes: those with one colle
 modelled: contention for HBM between work and transfers, links shared by different collectives, host time.
 """
 
+import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from flaxasync.check.collectives import permute_pairs, replica_groups
 from flaxasync.check.cost import Costs
 from flaxasync.check.hlo import Computation, HloModule, Instruction
 from flaxasync.check.overlap import chip_of, executed, module_of
-from flaxasync.check.timeline import KINDS, DeviceTime, Slice, Timeline
+from flaxasync.check.timeline import KINDS, DeviceTime, Loop, Slice, Timeline
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 
@@ -30,16 +31,16 @@ KNOWN_ERROR = {
 
 
 def timeline(
-    compiled: Any, chip: str | None = None, *, kernels: Mapping[str, float] | None = None, copies: str = "bytes"
+    compiled: Any, chip: str | None = None, *, kernels: Mapping[str, float] | None = None, copies: str = "cycles"
 ) -> Timeline:
     """Estimates when what runs.
 
     Args:
-      compiled: a compiled program, its text, or a parsed module; it must be scheduled. chip: "v5e", "v6e", "v5p" or
-      "tpu7x" (a topology's name will do); that of the program when None. kernels: seconds of Pallas kernels by name.
-      The text has no estimate of theirs. copies: "bytes" times copies by what they move; "cycles" takes the
-      compiler's estimates, which are far too long for
-        copies within vector memory.
+      compiled: a compiled program, its text, or a parsed module; it must be scheduled.
+      chip: "v5e", "v6e", "v5p" or "tpu7x" (a topology's name will do); that of the program when None.
+      kernels: seconds of Pallas kernels by name; the text has no estimate of theirs.
+      copies: "cycles" takes the compiler's estimates of copies, which are far too long within vector memory; "bytes"
+        times copies by what they move.
 
     Returns:
       The timeline; `.seconds`, `.compute`, `.exposed`, `.save_trace(path)`, `.save_picture(path)`; str() is a table.
@@ -75,6 +76,7 @@ class _Player:
         self.clock = [0.0] * count
         self.totals: list[dict[tuple[str, str], float]] = [{} for _ in range(count)]
         self.slices: list[Slice] = []
+        self.loops: list[Loop] = []
         self.free: dict[tuple[str, int], float] = {}  # when a lane of a device is next free
         self.ends: dict[str, list[float]] = {}  # of the transfers under way, by start
         self.order: list[str] = []  # starts in the order they ran
@@ -117,11 +119,12 @@ class _Player:
         return Timeline(
             self.module.name,
             chip.name,
-            _basis(chip),
+            _basis(chip, self.costs.copies),
             _known_error(chip),
             tuple(self.slices),
             tuple(devices),
             self.notes(),
+            tuple(self.loops),
         )
 
     def notes(self) -> tuple[str, ...]:
@@ -198,7 +201,7 @@ class _Player:
             lane = "links" if op.spelling != "kernel" else _kernel_lane(op)
             return [(lane, max(self.clock[m] for m in group), n)]
         if len(self.devices) == 1:
-            shift = (pairs[0][1] - pairs[0][0]) % count
+            shift = collections.Counter((target - source) % count for source, target in pairs).most_common(1)[0][0]
             return [(f"link {shift if shift <= count // 2 else shift - count:+d}", self.clock[0], 0)]
         ways = []
         for source, target in pairs:
@@ -258,17 +261,22 @@ class _Player:
         if body is None or body.name in self.trail:
             return
         self.trail.append(body.name)
-        trips = self.costs.trips(loop)
+        trips, depth = self.costs.trips(loop), len(self.trail) - 1
+        began = before = after = self.clock[0]
         if trips <= PLAYED:
             for _ in range(trips):
+                before = self.clock[0]
                 self.run(body)
+            after = self.clock[0]
         else:
             for _ in range(PLAYED - 2):
                 self.run(body)
             clock, totals = list(self.clock), [dict(t) for t in self.totals]
             self.run(body)
+            before, after = clock[0], self.clock[0]
             self.repeat(loop, trips - PLAYED, clock, totals)
             self.run(body)
+        self.loops.append(Loop(loop.name, depth, trips, began, self.clock[0], (before, after)))
         self.trail.pop()
 
     def repeat(self, loop: Instruction, times: int, clock: list[float], totals: list[dict]) -> None:
@@ -291,10 +299,12 @@ def _kernel_lane(op: AsyncOperation) -> str:
     return f"link {config.get('collective_id', 0) if isinstance(config, dict) else 0}"
 
 
-def _basis(chip: Chip) -> str:
+def _basis(chip: Chip, copies: str) -> str:
+    cycles = "matmuls and copies" if copies == "cycles" else "matmuls"
     return (
-        f"the compiler's cycle estimates at {chip.clock / 1e9:g} GHz, links of {chip.link_bandwidth / 1e9:g} GB/s "
-        f"each way, HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}; nothing was run"
+        f"the compiler's cycle estimates of {cycles} at {chip.clock / 1e9:g} GHz, other work by its bytes in HBM of "
+        f"{chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of {chip.link_bandwidth / 1e9:g} GB/s "
+        "each way; nothing was run"
     )
 
 

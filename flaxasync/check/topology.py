@@ -15,7 +15,7 @@ import pathlib
 import re
 import tempfile
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,11 @@ def topology_mesh(
     return Mesh(ordered_devices(devices, shape), names, axis_types=axis_types)
 
 
+def topology_size(topology: str) -> int:
+    """Returns the number of devices of a topology; a tpu7x chip is two. Raises as `topology_mesh`."""
+    return len(_devices(topology))
+
+
 def compile_for(
     topology: str,
     fn: Callable,
@@ -118,7 +123,8 @@ def compile_for(
       fn: a jitted function, or a function of global arrays.
       *args: arrays or jax.ShapeDtypeStruct, or pytrees of them. Shardings on a `topology_mesh` are taken as they are;
         those on another mesh of the same size (8 CPU devices) are moved to the topology, which is then also the ambient
-        mesh while `fn` is traced. Arguments without any sharding compile for one chip, unless a mesh is ambient.
+        mesh while `fn` is traced. Shardings on an AbstractMesh (of `nnx.eval_shape`) go where those of a mesh with the
+        same axes go. Arguments without any sharding compile for one chip, unless a mesh is ambient.
       keep_dumps: True, or a folder: also writes libtpu's final bundle dumps there (`.dumps`; the caller deletes it).
       compiler_options: libtpu's own options, as for `Lowered.compile`.
       timeout: seconds after which the child is ended.
@@ -127,8 +133,9 @@ def compile_for(
       The program: `.as_text()`, `.memory_analysis()`, `.bytes_by_kind`, `.cost_analysis()`, `.dumps`.
 
     Raises:
-      ValueError: the topology is unknown, or does not multiply to the mesh.
+      ValueError: the topology is unknown, or does not multiply to the mesh, or the arguments lie on several meshes.
       ImportError: libtpu is not installed.
+      HbmError: the program does not fit in the memory of a device; a RuntimeError with `.needed` and `.available`.
       RuntimeError: the compiler refused the program, crashed (names the signal), or did not finish.
     """
     devices = _devices(topology)
@@ -181,33 +188,14 @@ def _devices(topology: str) -> list:
 
 def _place(topology: str, devices: list, args: tuple) -> tuple[tuple, Mesh | None]:
     """Moves shardings onto the topology; returns the arguments and, if any was moved, the mesh to trace under."""
-    ids = {d.id for d in devices}
-    moved: dict[Any, Mesh] = {}
     leaves, tree = jax.tree.flatten(args)
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     named = [s for s in shardings if isinstance(s, NamedSharding)]
-
-    def on_topology(mesh: Any) -> bool:
-        if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
-            return False
-        first = mesh.devices.flat[0]
-        return type(first.client) is type(devices[0].client) and first.device_kind == devices[0].device_kind
-
-    for sharding in named:
-        mesh = sharding.mesh
-        if mesh.size != len(ids):
-            raise ValueError(
-                f"the mesh must have the {len(ids)} devices of {topology}: got {dict(mesh.shape)}, which is "
-                f"{mesh.size}; use topology_mesh({topology!r}, ...) or another topology"
-            )
-        if not on_topology(mesh) and mesh not in moved:
-            moved[mesh] = topology_mesh(topology, mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
+    moved = _targets(topology, devices, {s.mesh: None for s in named})
     ambient = jax.sharding.get_mesh()
-    if not named and not ambient.empty and not on_topology(ambient) and ambient.size == len(ids):
+    if not named and not ambient.empty and not _describes(ambient, devices) and ambient.size == len(devices):
         moved[ambient] = topology_mesh(topology, ambient.axis_sizes, ambient.axis_names, axis_types=ambient.axis_types)
-    if len(moved) > 1:
-        raise ValueError("the arguments lie on several meshes: use one, or topology_mesh")
-    alone = not named and not moved and (ambient.empty or not on_topology(ambient))
+    alone = not named and not moved and (ambient.empty or not _describes(ambient, devices))
     lone = SingleDeviceSharding(devices[0]) if alone else None
 
     def place(leaf: Any, sharding: Any) -> Any:
@@ -228,6 +216,49 @@ def _place(topology: str, devices: list, args: tuple) -> tuple[tuple, Mesh | Non
 
     placed = jax.tree.unflatten(tree, [place(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)])
     return placed, next(iter(moved.values()), None)
+
+
+def _targets(topology: str, devices: list, meshes: Collection[Any]) -> dict[Any, Mesh]:
+    """Returns the mesh of the topology that each mesh of the arguments moves to; those that are one already are not in.
+
+    Raises:
+      ValueError: a mesh is not of the topology's size, or they would move to more than one.
+    """
+    moved: dict[Any, Mesh] = {}
+    ambient = jax.sharding.get_mesh()
+    here = [ambient] if not ambient.empty and _describes(ambient, devices) and ambient.size == len(devices) else []
+    for mesh in meshes:
+        if mesh.size != len(devices):
+            raise ValueError(
+                f"the mesh must have the {len(devices)} devices of {topology}: got {dict(mesh.shape)}, which is "
+                f"{mesh.size}; use topology_mesh({topology!r}, ...) or another topology"
+            )
+        if _describes(mesh, devices):
+            here.append(mesh)
+    for mesh in meshes:
+        if mesh not in here:
+            known = (m for m in (*here, *moved.values()) if _axes(m) == _axes(mesh))
+            moved[mesh] = next(known, None) or topology_mesh(topology, mesh.axis_sizes, mesh.axis_names,
+                                                             axis_types=mesh.axis_types)  # fmt: skip
+    if moved and len({*here, *moved.values()}) > 1:
+        described = ", ".join(dict.fromkeys(str(dict(m.shape)) for m in (*here, *moved.values())))
+        raise ValueError(
+            f"the arguments must lie on one mesh: got {described}; give all of them shardings on the same "
+            f"topology_mesh({topology!r}, ...), or on an AbstractMesh with its axes"
+        )
+    return moved
+
+
+def _axes(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    return mesh.axis_names, mesh.axis_sizes
+
+
+def _describes(mesh: Any, devices: list) -> bool:
+    """Says whether a mesh is one of devices like these, which only a topology has."""
+    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
+        return False
+    first = mesh.devices.flat[0]
+    return type(first.client) is type(devices[0].client) and first.device_kind == devices[0].device_kind
 
 
 def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:

@@ -71,14 +71,14 @@ def compiled(fn, topology: str, rows: int = ROWS) -> CompiledProgram:
 
 
 @functools.cache
-def async_form(name: str, topology: str = "v5e:2x2", rows: int = 1024) -> CompiledProgram:
+def async_form(name: str, topology: str = "v5e:2x2", rows: int = 1024, keep_dumps: object = False) -> CompiledProgram:
     """Returns one of the forms of async_forms.py, compiled."""
     n = DEVICES[topology]
     mesh = topology_mesh(topology, (n,), ("x",))
     fn = getattr(async_forms, name)
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     x = jax.ShapeDtypeStruct((n * rows, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
-    return compile_for(topology, jax.jit(mapped), x)
+    return compile_for(topology, jax.jit(mapped), x, keep_dumps=keep_dumps)
 
 
 @functools.cache

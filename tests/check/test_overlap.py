@@ -199,3 +199,46 @@ KERNELS = proposal.module(
 def test_trip_counts():
     report = audit(LOOP.replace("%c = f32[65536]{0} negate(%g)", "%c = f32[65536]{0} copy(%g)"))
     assert [f.count for f in report.findings if f.code == "loop-copies"] == [4]  # 0, 3, 6, 9
+
+
+def test_two_transfers_of_one_source():
+    """Both starts alias the block through, and only read it; a write between them is still found."""
+    assert audit(TWO_SENDS).ok, str(audit(TWO_SENDS))
+    written = TWO_SENDS.replace("negate(%x3)", "dynamic-update-slice(%x3, %x3)")
+    assert {f.code for f in audit(written).findings if f.severity == Severity.ERROR} == {"in-flight-written"}
+    into = TWO_SENDS.replace("custom-call(%x2), ", "custom-call(%y, %x2), ")
+    into = into.replace("{{1}: (0, {})}, second", "{{1}: (0, {}), {2}: (1, {})}, second")
+    assert "in-flight-written" in audit(into).codes()  # the second transfer's destination is what the first one sends
+
+
+TWO_SENDS = proposal.module(
+    "%z = f32[4096]{0} negate(%operand0)",
+    "%st = (s32[]{:S(2)}, f32[4096]{0}, f32[4096]{0}) custom-call(%z), "
+    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{1}: (0, {})}',
+    "%s = s32[]{:S(2)} get-tuple-element(%st), index=0",
+    "%x2 = f32[4096]{0} get-tuple-element(%st), index=1",
+    "%y = f32[4096]{0} get-tuple-element(%st), index=2",
+    "%st2 = (s32[]{:S(2)}, f32[4096]{0}, f32[4096]{0}) custom-call(%x2), "
+    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{1}: (0, {})}, second={}',
+    "%s2 = s32[]{:S(2)} get-tuple-element(%st2), index=0",
+    "%x3 = f32[4096]{0} get-tuple-element(%st2), index=1",
+    "%y2 = f32[4096]{0} get-tuple-element(%st2), index=2",
+    "%w = f32[4096]{0} negate(%x3)",
+    "%d2 = (f32[4096]{0}, f32[4096]{0}) custom-call(%x3, %y2, %s2), "
+    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}',
+    "%x4 = f32[4096]{0} get-tuple-element(%d2), index=0",
+    "ROOT %d = f32[4096]{0} custom-call(%x4, %y, %s), "
+    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (1, {})}',
+    inputs=("f32[4096]{0}",),
+)
+
+
+@pytest.mark.parametrize(("form", "way"), [("stateful", "vmem-to-vmem"), ("value", "hbm-to-hbm")])
+def test_small_refs_lie_in_vector_memory_in_the_chips_instructions_too(form, way, tmp_path):
+    """What `S(1)` in the text of a start says is what its DMA does."""
+    program = programs.async_form.__wrapped__(form, keep_dumps=tmp_path)
+    assert ("in-flight-vmem" in audit(program).codes()) == (way == "vmem-to-vmem")
+    moves = [line for path in tmp_path.glob("*permute_start*final_bundles.txt")
+             for line in path.read_text().splitlines() if "dma.general" in line]  # fmt: skip
+    assert moves
+    assert all(way in line for line in moves)

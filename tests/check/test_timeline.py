@@ -99,6 +99,29 @@ def test_a_loop_is_its_body_times_its_trips():
     assert many.compute == pytest.approx(1000 * 1e-5, rel=0.01)
     assert many.seconds == pytest.approx(many.compute)
     assert len(many.slices) < 50  # the middle is repeated, not played
+    (loop,) = many.loops
+    assert (loop.name, loop.depth, loop.trips) == ("w", 0, 1000)
+    assert (loop.start, loop.end) == (0, pytest.approx(many.seconds))
+    begin, end = loop.iteration
+    assert end - begin == pytest.approx(1e-5, rel=0.01)
+    assert any(s.kind == "compute" and begin <= s.start < end for s in many.slices)
+
+
+def test_copies_rest_on_the_compilers_estimate_or_on_their_bytes():
+    config = 'backend_config={"window_config":{"estimated_cycles":"184512"}}'
+    text = program(f"%c = f32[4194304]{{0:S(1)}} copy(%operand0), {config}", f"ROOT %n = {SHAPE} negate(%operand0)")
+    text = text.replace("f32[1048576] parameter(0)", "f32[4194304]{0:S(1)} parameter(0)")
+    by_cycles, by_bytes = timeline(text, "v5e"), timeline(text, "v5e", copies="bytes")
+    assert by_cycles.seconds - by_bytes.seconds == pytest.approx((184512 - 2**24 / 2500) / 1.5e9, rel=1e-3)
+    assert "cycle estimates of matmuls and copies" in by_cycles.basis
+    assert "cycle estimates of matmuls at" in by_bytes.basis
+
+
+def test_a_link_is_named_by_where_most_of_a_permute_goes():
+    """In two rings of four, device 0 sends back to 3: the others, one place back."""
+    pairs = "source_target_pairs={{0,3},{1,0},{2,1},{3,2},{4,7},{5,4},{6,5},{7,6}}"
+    t = timeline(program(permute("s", pairs), f"ROOT %d = {SHAPE} collective-permute-done(%s)", partitions=8), "v5e")
+    assert [s.lane for s in t.slices if s.kind == "transfer"] == ["link -1"]
 
 
 def test_transfers_that_a_loop_carries():

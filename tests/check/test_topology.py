@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import compile_for, parse, topology_mesh
+from flaxasync.check import CHIPS, HbmError, compile_for, parse, topology_mesh, topology_size
 from flaxasync.check.compile_process import CompilerProcess, shared_process
+from flaxasync.check.hbm_error import hbm_error
 from flaxasync.check.mesh_order import closed_walk
 
 
@@ -119,6 +120,28 @@ def test_explicit_axes():
         assert parse(compile_for("v5e:2x2", lambda x: x * 2, x).text).num_partitions == 4
 
 
+def abstract_and_concrete(mesh, axes):
+    """x as `nnx.eval_shape` leaves it, on an abstract mesh; y on a mesh of devices."""
+    abstract = jax.sharding.AbstractMesh((2, 2), axes, axis_types=(AxisType.Explicit,) * 2)
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(abstract, P(axes[0], axes[1])))
+    return x, jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
+
+
+@pytest.mark.parametrize("place", ["topology", "CPU"])
+def test_an_abstract_mesh_goes_where_a_mesh_with_its_axes_goes(place):
+    explicit = (AxisType.Explicit,) * 2
+    mesh = topology_mesh("v5e:2x2", (2, 2), ("x", "y"), axis_types=explicit)
+    if place == "CPU":
+        mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=explicit)
+    program = compile_for("v5e:2x2", lambda x, y: x + y, *abstract_and_concrete(mesh, ("x", "y")))
+    assert parse(program.text).num_partitions == 4
+
+
+def test_meshes_with_other_axes_do_not_mix(mesh):
+    with pytest.raises(ValueError, match=r"must lie on one mesh: got .*'x': 2.*same topology_mesh\('v5e:2x2'"):
+        compile_for("v5e:2x2", lambda x, y: x + y, *abstract_and_concrete(mesh, ("a", "b")))
+
+
 def test_without_any_sharding_it_is_one_chip():
     program = compile_for("v5e:2x2", lambda x: x @ x, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16))
     assert parse(program.text).num_partitions == 1
@@ -127,6 +150,27 @@ def test_without_any_sharding_it_is_one_chip():
 def test_options_reach_the_compiler(mesh):
     with pytest.raises(RuntimeError, match=r"refused.*no_such_option"):
         compile_for("v5e:2x2", *matmul(mesh), compiler_options={"no_such_option": "1"})
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_program_that_does_not_fit_is_refused_with_the_compilers_numbers(chip):
+    topology = f"{chip}:1x1" if chip in ("v5e", "v6e") else f"{chip}:1x1x1"
+    with pytest.raises(HbmError, match=r"refused.*HBM") as refused:
+        compile_for(topology, lambda x: (x @ x).sum(), jax.ShapeDtypeStruct((2**19, 2**19), jnp.bfloat16))
+    assert refused.value.needed == 2 * 2**38
+    assert refused.value.available == pytest.approx(CHIPS[chip].hbm_bytes, rel=1e-4)  # what the chip table says
+
+
+def test_refusals_are_read_in_both_forms():
+    late = hbm_error("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.32G of 15.75G hbm. Exceeded")
+    assert (late.needed, late.available) == (round(18.32 * 2**30), round(15.75 * 2**30))
+    assert hbm_error("INVALID_ARGUMENT: No such compile option") is None
+
+
+def test_the_size_of_a_topology():
+    assert (topology_size("v5e:2x4"), topology_size("tpu7x:2x2x1")) == (8, 8)
+    with pytest.raises(ValueError, match="topology must be one that libtpu describes"):
+        topology_size("v5e:5")
 
 
 def test_dumps(mesh, tmp_path):
