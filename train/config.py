@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -28,12 +28,16 @@ class InputError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The devices, as a grid of data x model."""
+    """The devices, as a grid of data x context x model."""
 
     data: int = -1
-    """Devices the batch is split over; -1 takes what mesh.model leaves (devices)."""
+    """Devices the batch is split over; -1 takes what the other two leave (devices)."""
+    context: int = 1
+    """Devices every sequence is split over, by ring attention (devices)."""
     model: int = 1
-    """Devices every layer is split over; -1 takes what mesh.data leaves (devices)."""
+    """Devices every layer is split over; -1 takes what the other two leave (devices)."""
+    context_layout: Literal["zigzag", "contiguous"] = "zigzag"
+    """Which positions a device of mesh.context holds; zigzag gives all of them the same work."""
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """Kind of device; auto leaves the choice to JAX."""
     cpu_devices: int = 8
@@ -135,8 +139,19 @@ class Config:
     report: ReportConfig = ReportConfig()
 
 
-def parse(arguments: Sequence[str]) -> Config:
-    """Reads a command line, `[CONFIG] [--section.field VALUE ...]`, and checks the values.
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What a command line asks for."""
+
+    config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+    dry_run: bool = False
+    """Compile the training step for --topology and report whether it fits and how fast it would be; run nothing."""
+    topology: str | None = None
+    """Of a dry run: TPU chips to compile for, like v5e:2x4 or v5p:2x2x2; none of them has to be there."""
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Reads a command line, `[CONFIG] [--section.field VALUE ...] [--dry-run --topology NAME]`, and checks the values.
 
     Exits with code 2 (through tyro) on an unknown field or a value of the wrong type.
 
@@ -146,20 +161,25 @@ def parse(arguments: Sequence[str]) -> Config:
     preset, options = DEFAULT_PRESET, list(arguments)
     if options and not options[0].startswith("-"):
         preset = Path(options.pop(0))
-    config = tyro.cli(
-        Config,
+    command = tyro.cli(
+        Command,
         args=options,
-        default=load_preset(preset),
+        default=Command(load_preset(preset)),
         prog="train/run.py [CONFIG]",
         description=(
             f"Trains a decoder tensor-parallel. CONFIG, which comes first, is a preset file; here it is {preset.name}, "
             "whose values are shown below as the defaults."
         ),
-        config=(tyro.conf.FlagConversionOff,),
+        config=(tyro.conf.FlagCreatePairsOff,),
         use_underscores=True,
     )
-    check(config)
-    return config
+    if command.dry_run != (command.topology is not None):
+        raise InputError(
+            f"--dry-run and --topology go together: got only {'--dry-run' if command.dry_run else '--topology'}; "
+            "write --dry-run --topology v5e:2x4, for example"
+        )
+    check(command.config)
+    return command
 
 
 def load_preset(path: Path) -> Config:

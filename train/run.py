@@ -1,6 +1,7 @@
 """Trains a decoder, tensor-parallel: `python train/run.py [CONFIG] [--workdir DIR] [--section.field VALUE ...]`.
 
-Start it again with the same workdir and the run continues; see docs/train.md.
+Start it again with the same workdir and the run continues; see docs/train.md. With `--dry-run --topology v5e:2x4` it
+compiles the training step for those chips, which need not be there, and says whether it fits and how fast it would be.
 
 Exit codes: 0 done, complete already, or stopped by SIGTERM; 2 bad input; 3 the loss is not finite; 130 Ctrl-C.
 """
@@ -18,6 +19,8 @@ from train.checkpoint import Checkpoints
 from train.config import Config, InputError, parse
 from train.corpus import Corpus, open_corpus
 from train.data import TrainingBatches, ValidationBatches, Windows, split
+from train.dispatch import describe_dispatch
+from train.dry_run import dry_run
 from train.loop import Loop
 from train.mesh import make_mesh, open_platform
 from train.metrics import DivergedError, MetricsFile, Recorder, Sink, TensorBoard
@@ -33,7 +36,10 @@ from train.workdir import Workdir, architecture, write_atomically
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     try:
-        config = parse(arguments)
+        command = parse(arguments)
+        config = command.config
+        if command.topology is not None:
+            return dry_run(config, command.topology)
         with StopRequest(shared=config.mesh.distributed) as stop:
             open_platform(config.mesh)
             mesh = make_mesh(config.mesh)
@@ -50,7 +56,12 @@ def main(arguments: Sequence[str]) -> int:
 def run(config: Config, mesh: jax.sharding.Mesh, stop: StopRequest) -> int:
     """Checks everything, then begins, continues, or says that nothing is left to do; returns the exit code."""
     try:
-        check_fits(config.model, sequence_length=config.data.sequence_length, mesh_shape=dict(mesh.shape))
+        check_fits(
+            config.model,
+            sequence_length=config.data.sequence_length,
+            mesh_shape=dict(mesh.shape),
+            context_layout=config.mesh.context_layout,
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     corpus = open_corpus(config.data, vocab_size=config.model.vocab_size)
@@ -111,6 +122,8 @@ def _compile(trainer: Trainer, config: Config) -> jax.stages.Compiled:
     with _unsupported_is_bad_input(config):
         compiled = trainer.compile_train_step()
     say(f"compiled   the training step in {time.monotonic() - began:.1f} s")
+    for line in describe_dispatch(compiled):
+        say(f"dispatch   {line}")
     return compiled
 
 

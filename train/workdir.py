@@ -8,6 +8,7 @@ loss.png         the curves
 sample.txt       text generated at the end
 checkpoints/     a folder a step
 set_aside/       checkpoints that a return to an earlier step moved out of the way
+dry_run/         what `--dry-run` found; it begins no run
 ```
 """
 

@@ -13,14 +13,14 @@ PRESETS = sorted(path for path in DEFAULT_PRESET.parent.glob("*.py") if path.nam
 
 
 def test_the_default_preset_is_tiny():
-    assert parse([]) == load_preset(DEFAULT_PRESET)
+    assert parse([]).config == load_preset(DEFAULT_PRESET)
     assert DEFAULT_PRESET.name == "tiny.py"
 
 
 def test_options_replace_single_fields_of_the_preset(preset):
     before = load_preset(preset())
-    after = parse([str(preset()), "--steps", "7", "--model.kv_heads", "2", "--data.path", "None", "--backend", "none"])
-    assert after == dataclasses.replace(
+    options = ["--steps", "7", "--model.kv_heads", "2", "--data.path", "None", "--backend", "none"]
+    assert parse([str(preset()), *options]).config == dataclasses.replace(
         before,
         steps=7,
         backend="none",
@@ -33,7 +33,7 @@ def test_options_replace_single_fields_of_the_preset(preset):
 def test_every_preset_is_valid_and_fits_its_mesh(path):
     config = load_preset(path)
     check(config)
-    shape = {"data": max(1, config.mesh.data), "model": config.mesh.model}
+    shape = {"data": max(1, config.mesh.data), "context": config.mesh.context, "model": config.mesh.model}
     check_fits(config.model, sequence_length=config.data.sequence_length, mesh_shape=shape)
 
 

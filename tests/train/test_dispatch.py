@@ -1,0 +1,56 @@
+"""train/dispatch.py: what would hold the host in the training step is named before the first one."""
+
+import inspect
+import re
+
+import jax
+import pytest
+
+from models.transformer import Transformer
+from train.dispatch import describe_dispatch
+from train.run import main
+from train.step import Trainer
+
+
+@pytest.fixture
+def print_in_the_loss(monkeypatch):
+    """Puts a print into the loss and returns its "file:line"."""
+    loss = Transformer.loss
+
+    def printing_loss(self, tokens, targets):
+        value = loss(self, tokens, targets)
+        jax.debug.print("loss {}", value)
+        return value
+
+    monkeypatch.setattr(Transformer, "loss", printing_loss)
+    lines, first = inspect.getsourcelines(printing_loss)
+    return f"{__file__}:{first + next(n for n, line in enumerate(lines) if 'jax.debug.print' in line)}"
+
+
+def test_a_run_begins_with_the_name_and_the_line_of_a_print(preset, capsys, print_in_the_loss):
+    code = main([str(preset("auto")), "--mesh.model", "4", "--steps", "1", "--eval.sample_tokens", "0"])
+    assert code == 0
+    (line,) = re.findall("^dispatch.*", capsys.readouterr().out, re.MULTILINE)
+    assert f"jax.debug.print at {print_in_the_loss} calls Python on the host" in line
+
+
+@pytest.mark.parametrize("printing", [False, True])
+def test_on_one_device_a_print_makes_every_step_wait(config, printing, request):
+    if printing:
+        place = request.getfixturevalue("print_in_the_loss")
+    mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        lines = describe_dispatch(Trainer(config, mesh).compile_train_step())
+    if not printing:
+        assert lines == []
+        return
+    verdict, remedy = lines
+    assert verdict.startswith(f"the host waits in every training step: jax.debug.print at {place} calls Python")
+    assert remedy.startswith("do: take it out of the function")
+
+
+def test_where_it_cannot_be_told_that_is_said(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: None)
+    verdict, remedy = describe_dispatch(jax.jit(lambda x: x + 1).lower(1.0).compile())
+    assert verdict.startswith("it cannot be told whether the host waits in every training step: this platform gives no")
+    assert "measure_dispatch" in remedy

@@ -1,0 +1,215 @@
+"""train/run.py --dry-run: what it reports of a run on chips that are not there, and where the run does not fit."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+
+import jax
+import pytest
+
+from flaxasync import check
+from tests.check.test_hlo_compiled import counts, counts_of_jaxlib
+from train import dry_run as dry_run_module
+from train.config import load_preset
+from train.dry_run_report import GIB
+from train.mesh import make_mesh
+from train.model_flops import model_flops_per_token
+from train.run import main
+from train.step import Trainer
+from train.step_phases import part_of, phase_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+TOPOLOGY = "v5e:2x2"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """The minuscule training step on 2 x 2 chips, compiled once."""
+    return {}
+
+
+@pytest.fixture
+def compiled_once(program, monkeypatch):
+    """Lets every dry run of this module share one compilation; returns the calls as (topology, state)."""
+    calls = []
+    compile_for = check.compile_for
+
+    def compile_or_remember(topology, fn, *args, **options):
+        calls.append((topology, args[0]))
+        if "kept" not in program:
+            program["kept"] = compile_for(topology, fn, *args, **options)
+        return program["kept"]
+
+    monkeypatch.setattr(check, "compile_for", compile_or_remember)
+    return calls
+
+
+def refuse(monkeypatch, count):
+    """Makes the compiler refuse the first programs it is given, for want of memory."""
+    compile_for, left = check.compile_for, [count]
+
+    def refusing(*args, **options):
+        program = compile_for(*args, **options)
+        if left[0]:
+            left[0] -= 1
+            raise check.HbmError("no room", 40 * GIB, round(15.75 * GIB))
+        return program
+
+    monkeypatch.setattr(check, "compile_for", refusing)
+
+
+def test_a_dry_run_says_whether_it_fits_and_how_fast_it_would_be(preset, compiled_once, tmp_path, capsys):
+    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 0
+    out = capsys.readouterr().out
+    assert "4 devices of v5e:2x2, as data 2 x model 2" in out
+    assert re.search(r"memory +fits: .* MiB a device for batch 4 x 16 tokens; 15.75 GiB are there", out)
+    assert re.search(r"step +[\d.]+ ms estimated: work [\d.]+%, waiting for other devices [\d.]+%", out)
+    assert re.search(r"speed +[\d,]+ tokens/s, .* MFU [\d.]+% of 197 TFLOP/s", out)
+    assert "model FLOPs:" in out
+    assert "nothing was run" in out
+    assert re.search(r"audit +ok: \d+ transfers a step", out)
+
+    folder = tmp_path / "run" / "dry_run"
+    assert {path.name for path in folder.iterdir()} == {
+        "timeline.png", "trace.json", "audit.txt", "program.txt", "report.json", "report.txt"
+    }  # fmt: skip
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    figures = json.loads((folder / "report.json").read_text())
+    assert figures["fits"]
+    assert figures["estimated_tokens_per_second"] == pytest.approx(4 * 16 / figures["estimated_step_seconds"])
+    used = figures["bytes_by_use"]
+    assert used["optimizer state"] >= 2 * used["parameters"]
+    assert sum(used.values()) == figures["bytes_by_kind"]["total"]
+    assert "collective-permute" in (folder / "audit.txt").read_text()
+    assert not (tmp_path / "run" / "config.json").exists(), "a dry run begins no run"
+
+
+def test_the_compiled_step_is_read_as_jaxlib_reads_it(preset, compiled_once, program, tmp_path):
+    main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY])
+    text = program["kept"].text
+    assert counts_of_jaxlib([text]) == [counts(check.parse(text))]
+
+
+def test_the_step_of_the_8b_preset_for_cpu_devices_is_read_as_jaxlib_reads_it():
+    """All layers at their widths, with one sequence for each of the devices; nothing is allocated."""
+    config = load_preset(ROOT / "configs" / "llama_8b.py")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=8))
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):  # flax's RMSNorm mixes bfloat16 and float32
+        text = Trainer(config, mesh).compile_train_step().as_text()
+    assert f"{config.model.vocab_size // 8}]" in text, "not the preset's vocabulary"
+    assert counts_of_jaxlib([text]) == [counts(check.parse(text))]
+
+
+@pytest.mark.skipif(not os.environ.get("FLAXASYNC_BENCH"), reason="compiles for two minutes: FLAXASYNC_BENCH=1 runs it")
+def test_the_step_of_the_8b_preset_is_read_as_jaxlib_reads_it(tmp_path):
+    """For v5e: on the programs for v5p, which gather on the SparseCore, jaxlib's parser aborts."""
+    options = f"--workdir {tmp_path} --data.batch_size 2 --model.param_dtype bfloat16 --dry-run --topology v5e:4x4"
+    with jax.numpy_dtype_promotion("standard"):
+        assert main([str(ROOT / "configs" / "llama_8b.py"), *options.split()]) == 0
+    text = (tmp_path / "dry_run" / "program.txt").read_text()
+    module = check.parse(text)
+    assert counts_of_jaxlib([text]) == [counts(module)]
+    assert check.parse(check.format_module(module)) == module
+
+
+@pytest.mark.parametrize(
+    ("refusals", "options"),
+    [
+        (1, {"data.batch_size": 2}),
+        (2, {"data.batch_size": 2, "model.param_dtype": "bfloat16"}),
+        (3, {"data.batch_size": 2, "model.param_dtype": "bfloat16", "model.layers": 1}),
+    ],
+)
+def test_where_it_does_not_fit_a_smaller_step_is_measured(
+    refusals, options, preset, compiled_once, monkeypatch, tmp_path, capsys
+):
+    refuse(monkeypatch, refusals)
+    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 0
+    out = capsys.readouterr().out
+    assert "memory     does not fit: 40 GiB a device" in out
+    assert "fits       with " + " ".join(f"--{name} {value}" for name, value in options.items()) in out
+    figures = json.loads((tmp_path / "run" / "dry_run" / "report.json").read_text())
+    assert (figures["fits"], figures["estimates_are_of"]) == (False, options)
+    assert figures["bytes_needed"] == 40 * GIB
+    state = compiled_once[-1][1]
+    assert ("bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)}) == (refusals > 1)
+
+
+def test_a_batch_is_chosen_by_what_a_sequence_needs(preset, replace):
+    """Of 40 GiB for 64 sequences a shard, half of 16 GiB holds 12: the power of two below is 8."""
+    config = replace(load_preset(preset("auto")), data={"batch_size": 128})
+    mesh = dry_run_module._mesh(config, TOPOLOGY)
+    refusal = check.HbmError("no room", 40 * GIB, 16 * GIB)
+    with jax.set_mesh(mesh):
+        assert dry_run_module._batch_that_fits(config, mesh, refusal) == 8
+
+
+def test_a_step_of_which_not_one_layer_fits(preset, compiled_once, monkeypatch, capsys):
+    refuse(monkeypatch, 99)
+    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 2
+    assert "not even one layer fits on v5e:2x2" in capsys.readouterr().err
+
+
+def test_a_compiler_that_dies_is_said_to_have_died(preset, monkeypatch, capsys):
+    def die(*args, **options):
+        raise RuntimeError("the TPU compiler died of SIGSEGV")
+
+    monkeypatch.setattr(check, "compile_for", die)
+    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "error: the training step could not be compiled for v5e:2x2: the TPU compiler died of SIGSEGV"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dry-run"], "--dry-run and --topology go together: got only --dry-run"),
+        (["--topology", TOPOLOGY], "--dry-run and --topology go together: got only --topology"),
+        (["--dry-run", "--topology", "v9:2x2"], "topology must be one that libtpu describes"),
+        (["--dry-run", "--topology", "v5e:2x4"], "must multiply to the number of devices: there are 8 v5e:2x4 devices"),
+        (["--dry-run", "--topology", TOPOLOGY, "--data.batch_size", "3"], "data.batch_size must be divisible by"),
+        (["--dry-run", "--topology", TOPOLOGY, "--model.heads", "3"], "heads"),
+    ],
+)
+def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, preset, capsys):
+    assert main([str(preset("auto")), *options]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_without_libtpu_it_says_what_to_install(preset, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 2
+    assert "'tpu' or 'dev' extra" in capsys.readouterr().err
+
+
+def test_model_flops_count_every_kernel_once(config, mesh):
+    """6 FLOPs a token for each element of a kernel, and attention's two products over the sequence."""
+    params = Trainer(config, mesh).abstract_state().params
+    kernels = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"]
+    model = config.model
+    assert not model.tie_embeddings
+    length = config.data.sequence_length
+    expected = 6 * sum(kernels) + 12 * model.layers * model.width * length
+    assert model_flops_per_token(model, length) == expected
+    tied = dataclasses.replace(model, tie_embeddings=True)
+    assert model_flops_per_token(tied, length) == expected, "a tied output projection is a matmul, too"
+
+
+def test_operations_are_named_by_their_paths():
+    ring = (
+        "jit(_train_step)/transpose(jvp())/while/body/eval_jaxpr/checkpoint/shard_map/all_gather_matmul_dx/window/dot"
+    )
+    again = ring.replace("checkpoint/", "checkpoint/rematted_computation/")
+    attention = "jit(_train_step)/jvp()/while/body/eval_jaxpr/shard_map/vmap(BTNH,BSNH->BNTS)/dot_general"
+    assert (phase_of(ring), part_of(ring)) == ("backward", "all_gather_matmul_dx")
+    assert phase_of(again) == "forward again"
+    assert (phase_of(attention), part_of(attention)) == ("forward", "attention")
+    assert (phase_of("jit(_train_step)/optimizer/mul"), part_of("jit(_train_step)/optimizer/mul")) == ("optimizer", "")
+    assert (phase_of(""), part_of("jit(_train_step)/jvp()/shard_map/mul")) == ("", "")

@@ -1,0 +1,188 @@
+"""What a dry run found, as figures and as text."""
+
+import collections
+import dataclasses
+import os
+from typing import Any
+
+from flaxasync.check import Audit, CompiledProgram, Timeline
+from flaxasync.hardware import Chip
+from train.config import Config
+from train.model_flops import FORMULA
+from train.step_phases import Phases
+
+GIB = 1 << 30
+LISTED = 5  # causes of waits, and findings, that the text names
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """One compiled training step, of the run that was asked for or of a smaller one that fits."""
+
+    config: Config  # as asked for
+    tried: Config  # what the program is of
+    smaller: dict[str, Any]  # the options in which the two differ; {} where it fits as asked
+    needed: int  # bytes a device that the run as asked for needs
+    topology: str
+    chip: Chip
+    mesh: dict[str, int]
+    parameters: int  # elements, on all devices
+    parameter_bytes: int  # on one device
+    optimizer_bytes: int  # on one device
+    tokens: int  # a step
+    flops_per_token: float
+    program: CompiledProgram
+    audit: Audit
+    timeline: Timeline
+    seconds: float  # that the dry run itself took
+
+    @property
+    def fits(self) -> bool:
+        return not self.smaller
+
+    @property
+    def devices(self) -> int:
+        return len(self.program.coords)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.timeline.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: what the model needs, as a part of what the chips could do in that time."""
+        return self.flops_per_token * self.tokens_per_second / (self.devices * self.chip.flops)
+
+    @property
+    def exposed_share(self) -> float:
+        """Part of the step in which the slowest device waits for others."""
+        return self.timeline.exposed / self.timeline.seconds
+
+    def memory(self) -> dict[str, int]:
+        """Returns bytes on a device, by what they hold."""
+        kinds = self.program.bytes_by_kind
+        batch = max(0, kinds["arguments"] - self.parameter_bytes - self.optimizer_bytes)
+        return {
+            "parameters": self.parameter_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "activations and gradients": kinds["temporaries"],
+            "batch and outputs": batch + kinds["outputs"],
+            "code": kinds["code"],
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the figures of report.json; bytes are of one device."""
+        t = self.timeline
+        return {
+            "topology": self.topology,
+            "mesh": self.mesh,
+            "fits": self.fits,
+            "bytes_needed": self.needed,
+            "bytes_available": round(self.chip.hbm_bytes),
+            "estimates_are_of": dict(self.smaller),
+            "bytes_by_kind": self.program.bytes_by_kind | {"aliased": self.program.memory["alias_size_in_bytes"]},
+            "bytes_by_use": self.memory(),
+            "parameters": self.parameters,
+            "estimated_step_seconds": t.seconds,
+            "estimated_tokens_per_second": self.tokens_per_second,
+            "estimated_mfu": self.mfu,
+            "exposed_share": self.exposed_share,
+            "model_flops_per_token": self.flops_per_token,
+            "model_flops": FORMULA,
+            "basis": t.basis,
+            "known_error": t.known_error,
+            "audit_ok": self.audit.ok,
+        }
+
+
+def render(report: DryRun) -> str:
+    """Returns the report as text, a paragraph a question."""
+    shape = " x ".join(f"{name} {size}" for name, size in report.mesh.items())
+    lines = [
+        f"dry run    {report.devices} devices of {report.topology}, as {shape}; {report.parameters:,} parameters; "
+        f"compiled and read in {report.seconds:.0f} s, nothing was run",
+        *_memory_lines(report),
+        *_speed_lines(report),
+        *_audit_lines(report.audit),
+    ]
+    return "\n".join(lines)
+
+
+def _memory_lines(report: DryRun) -> list[str]:
+    there, kinds = report.chip.hbm_bytes, report.program.bytes_by_kind
+    verdict = "fits" if report.fits else "does not fit"
+    lines = [
+        f"memory     {verdict}: {gib(report.needed)} a device for batch {report.config.data.batch_size} x "
+        f"{report.config.data.sequence_length} tokens; {gib(there)} are there"
+    ]
+    state = f"parameters {gib(report.parameter_bytes)} and optimizer state {gib(report.optimizer_bytes)}"
+    if not report.fits:
+        options = " ".join(f"--{name} {value}" for name, value in report.smaller.items())
+        lines.append(f"fits       with {options}: {gib(kinds['total'])} a device. All that follows is of that step")
+        if proportion := _largest_batch(report):
+            lines.append(f"           in proportion, up to --data.batch_size {proportion} would (a prediction)")
+    aliased = report.program.memory["alias_size_in_bytes"]
+    lines += [
+        f"           arguments {gib(kinds['arguments'])} ({state}; {gib(aliased)} of it are donated to the outputs)",
+        f"           further outputs {gib(kinds['outputs'])}, temporaries {gib(kinds['temporaries'])} (activations, "
+        f"gradients), code {gib(kinds['code'])}",
+    ]
+    return lines
+
+
+def _largest_batch(report: DryRun) -> int | None:
+    """Returns the batch that would fill the memory, if only the temporaries beyond the gradients grow with it."""
+    if set(report.smaller) != {"data.batch_size"}:
+        return None
+    fixed = report.program.bytes_by_kind["total"] - report.program.bytes_by_kind["temporaries"] + report.parameter_bytes
+    shards = report.mesh["data"]
+    sequences = report.tried.data.batch_size // shards
+    each = (report.program.bytes_by_kind["total"] - fixed) / sequences
+    return int((report.chip.hbm_bytes - fixed) / each) * shards if each > 0 else None
+
+
+def _speed_lines(report: DryRun) -> list[str]:
+    t = report.timeline
+    d = t.slowest
+    lines = [
+        f"step       {time_text(t.seconds)} estimated: work {d.compute / t.seconds:.1%}, waiting for other devices "
+        f"{report.exposed_share:.1%}, for its own memory {d.memory / t.seconds:.1%}",
+        f"speed      {report.tokens_per_second:,.0f} tokens/s, {report.tokens_per_second / report.devices:,.0f} a "
+        f"device; MFU {report.mfu:.1%} of {report.chip.flops / 1e12:g} TFLOP/s",
+        f"           model FLOPs: {report.flops_per_token:.4g} a token = {FORMULA}",
+    ]
+    for part, seconds in Phases(report.program).waits(t)[:LISTED]:
+        if seconds > 1e-3 * t.seconds:
+            lines.append(f"           waits {time_text(seconds)} ({seconds / t.seconds:.1%}) in {part}")
+    return [*lines, f"basis      {t.basis}", f"           known error: {t.known_error}"]
+
+
+def _audit_lines(audit: Audit) -> list[str]:
+    moving = [p for p in audit.pairs if p.communicates]
+    total = sum(p.runs * p.transfer for p in moving)
+    hidden = sum(p.runs * min(p.inside, p.transfer) for p in moving)
+    counts = collections.Counter(f.code for f in audit.findings)
+    lines = [
+        f"audit      {'ok' if audit.ok else 'NOT OK'}: {sum(p.runs for p in moving):,} transfers a step, "
+        f"{sum(p.runs * p.bytes for p in moving) / GIB:,.1f} GiB, {time_text(total)} on their links"
+        + (f", {hidden / total:.0%} of it beside work" if total else "")
+    ]
+    for code, count in list(counts.items())[: 2 * LISTED]:
+        worst = next(f for f in audit.findings if f.code == code)
+        source = f" ({_relative(worst.source)})" if worst.source else ""
+        lines.append(f"           {worst.severity} {code} x{count}: {worst.message}{source}")
+        lines.append(f"               do {worst.remedy}")
+    return lines
+
+
+def _relative(source: str) -> str:
+    """A file of this directory without the way to it."""
+    return source.removeprefix(os.getcwd() + os.sep)
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:,.4g} GiB" if count >= 0.1 * GIB else f"{count / (1 << 20):,.3g} MiB"
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
