@@ -316,7 +316,7 @@ class Mesh:
         if collective is not None and (in_step or not group_tables.playable(instruction, program, self.dump.devices)):
             return self._join_ring(machine, name, collective)
         if dumped_as != name:
-            self.notes[f"{name} is played with the bundles of {dumped_as}: libtpu dumps identical fusions once"] += 1
+            self.notes["an instruction is played with the bundles of another: libtpu dumps identical ones once"] += 1
         machine.call(self.codes[program.name], values)
         return True
 

@@ -1,7 +1,8 @@
-"""A run as a PNG: one band per device that shows what its core does at every moment, its links below it.
+"""Runs as a PNG: one band per device that shows what its core does at every moment, its links below it.
 
 The height of a band is the core's time: the share of each thin slice of time in which the matrix unit multiplies,
-other work issues, or the core waits, by cause. A person sees the bubbles.
+other work issues, or the core waits, by cause. Several runs stand side by side on one time scale, so that the bubbles
+of one, and their absence in another, are seen at one glance.
 """
 
 import pathlib
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flaxasync.check.player.result import Result
+    from flaxasync.check.player.result import Device, Result
 
 COLOURS = {
     "matrix": ("#1f5fa8", "matrix units multiply"),
@@ -21,11 +22,14 @@ COLOURS = {
 LINK = ("#3c8d5a", "bytes on a link")
 _CAUSES = {"memory": "memory", "receive": "remote", "send": "remote", "sync": "remote", "collective": "collective"}
 _BINS = 900
-_BAND, _LINK, _GAP, _TITLE = 1.0, 0.2, 0.3, 0.8
+_BAND, _LINK, _GAP = 1.0, 0.22, 0.34
+_WIDTH, _LEFT, _RIGHT, _BETWEEN = 12.0, 0.85, 0.2, 0.35  # inches: of the figure, and around its panels
+_TOP, _BOTTOM, _ROW = 0.78, 0.72, 0.62  # inches: over and under the panels, and of one unit of a band
+_NAMED = 120  # letters that a phase as wide as the figure has room for
 
 
 def save_picture(results: "Sequence[Result]", path: Any, *, titles: Sequence[str] = (), devices: int = 4) -> None:
-    """Draws results below one another on one time axis.
+    """Draws results side by side, on one time scale.
 
     Args:
       results: at least one.
@@ -37,7 +41,6 @@ def save_picture(results: "Sequence[Result]", path: Any, *, titles: Sequence[str
       ImportError: matplotlib is not installed.
     """
     try:
-        import numpy as np
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -47,52 +50,65 @@ def save_picture(results: "Sequence[Result]", path: Any, *, titles: Sequence[str
             "drawing a run needs matplotlib: install it, or write a trace and open it in Perfetto"
         ) from error
     end = max(r.seconds for r in results) * 1e3
-    shown = [(r, sorted(r.devices, key=lambda d: d.device)[:devices]) for r in results]
-    total = sum(_TITLE + len(d) * (_BAND + _LINK + _GAP) for _, d in shown)
+    rows = max(min(devices, len(r.devices)) for r in results) * (_BAND + _LINK + _GAP)
+    height = _ROW * rows + _TOP + _BOTTOM
+    panel = (_WIDTH - _LEFT - _RIGHT - _BETWEEN * (len(results) - 1)) / len(results)
     with rc_context({"font.family": "DejaVu Sans", "font.size": 9}):
-        height = 0.62 * total + 1.4
-        figure = Figure(figsize=(12, height), dpi=130)
+        figure = Figure(figsize=(_WIDTH, height), dpi=130)
         FigureCanvasAgg(figure)
-        axes = figure.add_axes((0.09, 0.75 / height, 0.89, 1 - 1.4 / height))
-        top, ticks = 0.0, []
-        for number, (result, drawn) in enumerate(shown):
+        for number, result in enumerate(results):
+            left = _LEFT + number * (panel + _BETWEEN)
+            axes = figure.add_axes(
+                (left / _WIDTH, _BOTTOM / height, panel / _WIDTH, 1 - (_TOP + _BOTTOM) / height)
+            )  # fmt: skip
+            shown = sorted(result.devices, key=lambda d: d.device)[:devices]
             title = titles[number] if number < len(titles) else result.name
-            words = f"{title}:  {result.seconds * 1e3:.2f} ms,  {result.share_of_peak:.0%} of peak,  "
-            words += f"waits for other devices {result.exposed * 1e3:.2f} ms"
-            top += _TITLE
-            axes.text(0, top - 0.3, words, fontweight="bold", fontsize=10, va="bottom")
-            for device in drawn:
-                shares, links = _shares(result, device.device, end, np)
-                times = np.linspace(0, end, _BINS + 1)
-                base = np.zeros(_BINS)
-                for kind, (colour, _) in COLOURS.items():
-                    axes.fill_between(
-                        times, _step(top + _BAND * (1 - base)), _step(top + _BAND * (1 - base - shares[kind])),
-                        step="post", color=colour, lw=0,
-                    )  # fmt: skip
-                    base = base + shares[kind]
-                axes.broken_barh(links, (top + _BAND + 0.04, _LINK - 0.04), facecolors=LINK[0])
-                _name_phases(axes, result, device, top, end)
-                ticks.append((top + _BAND / 2, f"device {device.device}\n({','.join(map(str, device.coords[:2]))})"))
-                top += _BAND + _LINK + _GAP
-        axes.set_xlim(0, end * 1.002)
-        axes.set_ylim(top, 0)
-        axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks], fontsize=8)
-        axes.set_xlabel("ms")
-        axes.tick_params(axis="y", length=0)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
+            _draw_run(axes, result, shown, title, end, room=_NAMED * panel / _WIDTH)
+            axes.set_ylim(rows, -_GAP)
+            if number:  # the devices are named once, at the left
+                axes.set_yticks([])
         present = {c for r in results for d in r.devices for c in d.waits}
         used = [k for k in COLOURS if k in ("matrix", "work") or any(_CAUSES[c] == k for c in present)]
-        patches = [Patch(color=COLOURS[k][0], label=COLOURS[k][1]) for k in used] + [
-            Patch(color=LINK[0], label=LINK[1])
-        ]
+        patches = [Patch(color=COLOURS[k][0], label=COLOURS[k][1]) for k in used]
+        patches.append(Patch(color=LINK[0], label=LINK[1]))
         figure.legend(
-            handles=patches, loc="upper right", ncols=len(patches), frameon=False, bbox_to_anchor=(0.985, 1.0)
+            handles=patches, loc="upper center", ncols=len(patches), frameon=False, bbox_to_anchor=(0.5, 1.005)
         )
-        figure.text(0.012, 0.1 / height, results[0].basis, color="#666666", fontsize=7)
+        figure.text(0.012, 0.12 / height, results[0].basis, color="#666666", fontsize=7)
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
+
+
+def _draw_run(axes: Any, result: "Result", shown: "Sequence[Device]", title: str, end: float, *, room: float) -> None:
+    """Draws one run from 0 to `end` ms; `room` is how many letters fit into its width."""
+    import numpy as np
+
+    times, top, ticks = np.linspace(0, end, _BINS + 1), 0.0, []
+    for device in shown:
+        shares, links = _shares(result, device.device, end, np)
+        base = np.zeros(_BINS)
+        for kind, (colour, _) in COLOURS.items():
+            low, high = top + _BAND * (1 - base), top + _BAND * (1 - base - shares[kind])
+            axes.fill_between(times, _step(low), _step(high), step="post", color=colour, lw=0)
+            base = base + shares[kind]
+        axes.broken_barh(links, (top + _BAND + 0.05, _LINK - 0.05), facecolors=LINK[0])
+        _name_phases(axes, device, top, end, room)
+        ticks.append((top + _BAND / 2, f"device {device.device}\n({','.join(map(str, device.coords[:2]))})"))
+        top += _BAND + _LINK + _GAP
+    took = result.seconds * 1e3
+    if took < 0.9 * end:
+        axes.plot([took, took], [0, top - _GAP], color="#333333", lw=1, ls=(0, (4, 3)))
+        axes.text(took + 0.015 * end, top / 2, f"done {end - took:.2f} ms\nearlier", va="center", color="#333333")
+    words = f"{took:.2f} ms,  {result.share_of_peak:.0%} of peak,  {result.exposed * 1e3:.2f} ms waiting for others"
+    above = {"xy": (0, 1), "xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    axes.annotate(title, xytext=(0, 15), fontweight="bold", fontsize=10, **above)
+    axes.annotate(words, xytext=(0, 2), **above)
+    axes.set_xlim(0, end * 1.002)
+    axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks], fontsize=8)
+    axes.set_xlabel("ms")
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
 
 
 def _shares(result: "Result", device: int, end: float, np: Any) -> tuple[dict, list[tuple[float, float]]]:
@@ -137,13 +153,13 @@ def _step(values: Any) -> Any:
     return np.append(values, values[-1])
 
 
-def _name_phases(axes: Any, result: "Result", device: Any, top: float, end: float) -> None:
+def _name_phases(axes: Any, device: "Device", top: float, end: float, room: float) -> None:
     for phase in device.phases:
         start, seconds = phase.start * 1e3, phase.seconds * 1e3
         if phase.depth == 0 and phase.runs == 1:
             if start > 0:
                 axes.plot([start, start], [top - 0.02, top + _BAND + 0.02], color="white", lw=1.2)
-            width = int(seconds / end * 120)
+            width = int(seconds / end * room)
             if width > 3:
                 text = phase.name if len(phase.name) <= width else phase.name[: width - 1] + "…"
                 axes.text(start + 0.004 * end, top - 0.03, text, fontsize=7, color="#333333", va="bottom")

@@ -1,0 +1,111 @@
+"""Every transport of the package, played to the end on two meshes; and the same with a rule broken."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flaxasync import transport
+from flaxasync.check import topology_mesh
+from flaxasync.check.player import DeadlockError, LeftoverSemaphoreError, OutOfBoundsError, play
+from tests.transport.forms import FORMS
+from tests.transport.test_jax_scenarios import SCENARIOS
+from tests.transport.test_simulated import faulty, permute_with
+
+ROWS, COLUMNS, HOPS = 64, 1024, 5
+BLOCK = ROWS * COLUMNS * 2  # bytes that a device holds
+DEVICES = {"v5e:2x2": 4, "v5e:2x4": 8}
+LOCAL = {  # copies and slices within a device, and the blocks that each moves
+    "multiple_copies": 2,
+    "staggered_copy_in_a_loop": 8,
+    "static_slice": 1 / 4,
+    "staggered_full_copy_in_a_loop": 1,
+    "stateful_copies": 2,
+    "pair_of_ones_own": 1 / 4,
+}
+
+
+def play_block(topology, local):
+    """Plays a function of this device's block on a ring over all devices."""
+    size = DEVICES[topology]
+    mesh = topology_mesh(topology, (size,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((size * ROWS, COLUMNS), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+        return play(jax.jit(jax.shard_map(local, in_specs=P("x"), out_specs=P("x"))), x, topology=topology)
+
+
+GROUPS = {  # one program each: with more Refs in it XLA prefetches both slots of one, of which one is in flight
+    "value futures": [n for n in FORMS if "stateful" not in n and n not in ("swap", "two_slots")],
+    "Refs": [n for n in FORMS if "stateful" in n or n in ("swap", "two_slots")],
+}
+
+
+@pytest.mark.parametrize("topology", DEVICES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_form_of_a_transport(topology, group):
+    """Passed on, accumulated, gathered, reduced, in one direction and in both. Rings of ppermute: test_layers.py."""
+    forms = {name: FORMS[name] for name in GROUPS[group]}
+    result = play_block(topology, lambda x: jax.tree.leaves([form.run(x, HOPS) for form in forms.values()]))
+    around = DEVICES[topology] - 1
+    blocks = sum(around if name.startswith(("gather", "reduce")) else HOPS for name in forms)
+    for device in result.devices:
+        assert sum(size for kind, size in device.bytes.items() if "remote" in kind) == blocks * BLOCK
+        assert device.seconds == pytest.approx(device.issue + device.matrix_stall + sum(device.waits.values()))
+    assert not any("ring model" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("topology", DEVICES)
+def test_copies_and_slices_within_a_device(topology):
+    result = play_block(topology, lambda x: jax.tree.leaves([SCENARIOS[name].run(x) for name in LOCAL]))
+    for device in result.devices:
+        assert device.bytes["hbm to hbm"] == sum(LOCAL.values()) * BLOCK
+        assert device.exposed == 0
+
+
+# ---- broken on purpose ----------------------------------------------------------------------------------------------
+
+
+def never_waited_for(x):
+    return transport.get("pallas").start(x, "x", shift=1)[0] + 1
+
+
+def waited_for_twice(x):
+    """Refs: a value future refuses the second done while it is traced."""
+    x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
+    sems = transport.ppermute_start_stateful(x_ref, y_ref, "x")
+    transport.ppermute_done_stateful(*sems, x_ref, y_ref)
+    transport.ppermute_done_stateful(*sems, x_ref, y_ref)
+    return y_ref[...]
+
+
+SEND, RECEIVE = "output of ppermute_start.1@{0}", "output of ppermute_start.1@{1}"
+
+
+@pytest.mark.parametrize(
+    ("local", "left"),
+    [
+        (permute_with(faulty(wait_send=False)), {SEND}),
+        (permute_with(faulty(wait_recv=False)), {RECEIVE}),
+        (never_waited_for, {SEND, RECEIVE}),
+    ],
+    ids=["no wait for the send", "no wait for the receipt", "no done"],
+)
+def test_a_missing_wait_leaves_its_semaphore_on_every_device(local, left):
+    with pytest.raises(LeftoverSemaphoreError) as caught:
+        play_block("v5e:2x2", local)
+    listed = str(caught.value).splitlines()[1:]
+    assert len(listed) == 4 * len(left)
+    assert {semaphore for semaphore in (SEND, RECEIVE) if semaphore in str(caught.value)} == left
+
+
+def test_a_second_done_hangs():
+    with pytest.raises(DeadlockError, match=r"waits in ppermute_stateful_done.*which is 0") as caught:
+        play_block("v5e:2x2", waited_for_twice)
+    assert [blocked.device for blocked in caught.value.blocked] == [0, 1, 2, 3]
+
+
+def test_a_slice_past_the_end_of_its_array():
+    """The scenario has four planes, and picks one by the device's number: on eight devices half of them miss."""
+    with pytest.raises(OutOfBoundsError, match="on device 4 reads outside every buffer"):
+        play_block("v5e:2x4", SCENARIOS["dynamic_slice"].run)
