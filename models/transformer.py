@@ -1,14 +1,17 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP. Read it top to bottom.
 
 The residual stream is sharded over the sequence: each device of the model axis holds its own rows of it, norms and
-residuals run on those, and the parallel layers gather and scatter rows while they multiply. Layers are stacked along a
-leading dimension of their parameters and run as one scan.
+residuals run on those, and the parallel layers gather and scatter rows while they multiply. With a context axis the
+sequence is split over that, too, and keys and values travel along it. Layers are stacked along a leading dimension of
+their parameters and run as one scan.
 
 Shape suffixes: B batch, L sequence, D width, V vocabulary. On a mesh (data, model), x_BLD is sharded
-P(data, model, None) and tokens_BL is P(data, None).
+P(data, model, None) and tokens_BL is P(data, None); with a context axis, P(data, (context, model), None) and
+P(data, context).
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -20,6 +23,7 @@ from jaxtyping import Array, Float, Int
 import flaxasync as fa
 
 type Remat = Literal["none", "dots", "layer"]
+type ContextLayout = Literal["zigzag", "contiguous"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,16 @@ class TransformerConfig:
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: TransformerConfig, *, axis_name: str, backend: str | None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        axis_name: str,
+        context_axis: str | None,
+        context_layout: ContextLayout,
+        backend: str | None,
+        rngs: nnx.Rngs,
+    ):
         dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
         self.attention_norm = RMSNorm(config, rngs=rngs)
         self.attention = fa.nn.ParallelSelfAttention(
@@ -64,6 +77,9 @@ class DecoderLayer(nnx.Module):
             kv_heads=config.kv_heads,
             rope_theta=config.rope_theta,
             axis_name=axis_name,
+            context_axis=context_axis,
+            context_layout=context_layout,
+            context_backend="gather" if backend == "none" else backend,
             dtype=dtype,
             param_dtype=param_dtype,
             backend=backend,
@@ -102,7 +118,10 @@ class Transformer(nnx.Module):
     Args:
       config: the architecture.
       axis_name: the mesh axis that splits heads, hidden features, vocabulary and sequence.
-      backend: of all rings; see `flaxasync.all_gather_matmul`.
+      context_axis: the mesh axis that splits sequences; None for none.
+      context_layout: the order of positions on it. Tokens and targets are given in the order of
+        `flaxasync.sequence_order`.
+      backend: of all rings; see `flaxasync.all_gather_matmul`. With "none" keys and values are gathered, too.
       rngs: the random streams; draws from `params`.
 
     Raises:
@@ -110,7 +129,14 @@ class Transformer(nnx.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *, axis_name: str = "model", backend: str | None = None, rngs: nnx.Rngs
+        self,
+        config: TransformerConfig,
+        *,
+        axis_name: str = "model",
+        context_axis: str | None = None,
+        context_layout: ContextLayout = "zigzag",
+        backend: str | None = None,
+        rngs: nnx.Rngs,
     ):
         dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
         self.config = config
@@ -129,7 +155,14 @@ class Transformer(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
         def stack(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, axis_name=axis_name, backend=backend, rngs=rngs)
+            return DecoderLayer(
+                config,
+                axis_name=axis_name,
+                context_axis=context_axis,
+                context_layout=context_layout,
+                backend=backend,
+                rngs=rngs,
+            )
 
         self.layers = stack(rngs)
         self.final_norm = RMSNorm(config, rngs=rngs)
@@ -176,13 +209,20 @@ def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array], Array]:
     return nnx.remat(apply, policy=policy)
 
 
-def check_fits(config: TransformerConfig, *, sequence_length: int, mesh_shape: Mapping[str, int]) -> None:
+def check_fits(
+    config: TransformerConfig,
+    *,
+    sequence_length: int,
+    mesh_shape: Mapping[str, int],
+    context_layout: ContextLayout = "zigzag",
+) -> None:
     """Checks that a model can be laid out on a mesh before anything is built.
 
     Args:
       config: the architecture.
       sequence_length: tokens of a sequence.
-      mesh_shape: devices of each mesh axis; the model is split over "model".
+      mesh_shape: devices of each mesh axis; the model is split over "model", sequences over "context" if there is one.
+      context_layout: the order of positions on "context".
 
     Raises:
       ValueError: a size is not positive, or something does not divide; the message names both and what would do.
@@ -201,6 +241,14 @@ def check_fits(config: TransformerConfig, *, sequence_length: int, mesh_shape: M
     if config.heads % config.kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads: got heads={config.heads}, kv_heads={config.kv_heads}")
     devices = mesh_shape["model"]
+    context = mesh_shape.get("context", 1)
+    shares = math.lcm(context * devices, 2 * context if context_layout == "zigzag" else 1) if context > 1 else 1
+    if sequence_length % shares:
+        raise ValueError(
+            f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} devices in "
+            f"{context_layout!r} layout and a 'model' axis of {devices}: got sequence_length={sequence_length}; use "
+            f"{-(-sequence_length // shares) * shares}, or smaller axes"
+        )
     split = {name: sizes[name] for name in ("vocab_size", "heads", "kv_heads", "mlp_width")}
     for name, size in {**split, "sequence_length": sequence_length}.items():
         if size % devices:

@@ -44,6 +44,9 @@ def test_ops():
     on_shards(fa.all_gather_matmul, (ROWS, ACROSS), COLUMNS, (2, 8, 4), (4, 8))
     on_shards(fa.matmul_reduce_scatter, (COLUMNS, DOWN), ROWS, (2, 8, 4), (4, 8))
     on_shards(fa.matmul_all_reduce, (COLUMNS, DOWN), P(), (2, 8, 4), (4, 8))
+    heads = jax.device_put(jnp.ones((2, 8, 4, 2)), ROWS)
+    ring = jax.shard_map(lambda x: checked(fa.ring_attention)(x, x, x, "model"), in_specs=ROWS, out_specs=ROWS)
+    jax.eval_shape(ring, heads)
 
 
 def test_layers():
@@ -53,6 +56,8 @@ def test_layers():
     on_layer(nn.RowParallelLinear, "__call__", nn.RowParallelLinear(8, 12, rngs=rngs), x, COLUMNS)
     on_layer(nn.ParallelMLP, "__call__", nn.ParallelMLP(8, 12, rngs=rngs), x, ROWS)
     on_layer(nn.ParallelSelfAttention, "__call__", nn.ParallelSelfAttention(8, 4, rngs=rngs), x, ROWS)
+    ring = nn.RingSelfAttention(8, 4, axis_name="model", rngs=rngs)
+    on_layer(nn.RingSelfAttention, "__call__", ring, x, ROWS)
     embed = nn.VocabParallelEmbed(16, 8, rngs=rngs)
     on_layer(nn.VocabParallelEmbed, "__call__", embed, jnp.zeros((2, 8), jnp.int32), TOKENS)
     on_layer(nn.VocabParallelEmbed, "attend", embed, x, ROWS)

@@ -3,7 +3,7 @@
 The tokens are cut into windows of `sequence_length + 1`, each beginning with the last token of the one before, so that
 every token is a target once an epoch. Each epoch has an order of its own, which the seed decides. Every process loads
 only the rows of a batch that its own devices hold; which sequences make up a step does not depend on how many
-processes there are.
+processes there are. Where the mesh splits sequences, their positions are put in its order here, once.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ import numpy as np
 
 from train.config import Config, InputError
 from train.corpus import Corpus
-from train.mesh import TOKENS
+from train.mesh import sequence_order, token_spec
 
 Batch = tuple[jax.Array, jax.Array]
-"""(tokens, targets), int32 [batch, sequence] each; targets are the tokens one place on."""
+"""(tokens, targets), int32 [batch, sequence] each; targets are the tokens one place on, both in the mesh's order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,15 +127,18 @@ class _Placer:
     """Knows which rows of a batch this process holds: picks them from a dataset, and makes global arrays of them."""
 
     def __init__(self, config: Config, mesh: jax.sharding.Mesh):
-        self._sharding = jax.NamedSharding(mesh, TOKENS)
+        self._sharding = jax.NamedSharding(mesh, token_spec(mesh))
         self._shape = (config.data.batch_size, config.data.sequence_length)
         if self._shape[0] % mesh.shape["data"]:
             raise InputError(
                 f"data.batch_size must be divisible by the 'data' axis: got {self._shape[0]} on "
                 f"{mesh.shape['data']} devices"
             )
-        shards = self._sharding.addressable_devices_indices_map(self._shape).values()
-        starts = {index[0].indices(self._shape[0])[0] for index in shards if index is not None}
+        shards = [s for s in self._sharding.addressable_devices_indices_map(self._shape).values() if s is not None]
+        starts = {index[0].indices(self._shape[0])[0] for index in shards}
+        # The positions that its devices hold, in the mesh's order; all of them unless processes split sequences.
+        held = {place for index in shards for place in range(*index[1].indices(self._shape[1]))}
+        self._positions = sequence_order(mesh, config.mesh, self._shape[1])[sorted(held)]
         self._share = share_of_batch(starts, self._shape[0] // mesh.shape["data"], batch_size=self._shape[0])
 
     def local(self, dataset: grain.MapDataset) -> grain.MapDataset:
@@ -146,5 +149,5 @@ class _Placer:
 
     def __call__(self, windows: np.ndarray) -> Batch:
         make = jax.make_array_from_process_local_data
-        tokens, targets = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+        tokens, targets = windows[:, self._positions], windows[:, self._positions + 1]
         return make(self._sharding, tokens, self._shape), make(self._sharding, targets, self._shape)

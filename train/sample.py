@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.config import Config
-from train.mesh import TOKENS
+from train.mesh import sequence_order, token_spec
 from train.step import Trainer, TrainState
 
 PROMPT_TOKENS = 32
@@ -35,31 +35,38 @@ def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Co
     window = np.zeros(length, np.int32)
     window[:start] = prompt[:start]
     mesh = jax.sharding.get_mesh()
+    order = sequence_order(mesh, config.mesh, length)  # position of every place of the window
+    window = window[order]
     rows = mesh.shape["data"]  # every device takes part: a row each, all alike
     window_BL = jax.make_array_from_callback(
-        (rows, length), jax.NamedSharding(mesh, TOKENS), lambda index: np.tile(window, (rows, 1))[index]
+        (rows, length), jax.NamedSharding(mesh, token_spec(mesh)), lambda index: np.tile(window, (rows, 1))[index]
     )
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    continued = _continue(trainer, start, count, config.eval.temperature)(state.params, window_BL, key)
-    tokens = np.asarray(continued)[0, : start + count].tolist()
+    continued = _continue(trainer, start, count, config.eval.temperature, order)(state.params, window_BL, key)
+    tokens = np.asarray(continued)[0, np.argsort(order)[: start + count]].tolist()
     return tokens[:start], tokens[start:]
 
 
 def _continue(
-    trainer: Trainer, start: int, count: int, temperature: float
+    trainer: Trainer, start: int, count: int, temperature: float, order: np.ndarray
 ) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
-    """Returns the jitted (params, window, key) -> window with positions start .. start + count filled in."""
+    """Returns the jitted (params, window, key) -> window with positions start .. start + count filled in.
+
+    `order` has the position of every place of the window.
+    """
+    place_of = np.argsort(order)
 
     @functools.partial(jax.jit, out_shardings=jax.P(None, None))
     def run(params: Any, window_BL: jax.Array, key: jax.Array) -> jax.Array:
         def fill(position: jax.Array, window_BL: jax.Array) -> jax.Array:
             logits_BLV = jax.sharding.reshard(trainer.model(params)(window_BL), jax.P(None, None, None))
-            logits_V = jax.lax.dynamic_index_in_dim(logits_BLV[0], position - 1, keepdims=False)
+            logits_V = jax.lax.dynamic_index_in_dim(logits_BLV[0], jnp.asarray(place_of)[position - 1], keepdims=False)
             token = jax.random.categorical(
                 jax.random.fold_in(key, position), logits_V.astype(jnp.float32) / temperature
             )
-            here_L = jnp.arange(window_BL.shape[1]) == position
-            return jnp.where(jax.sharding.reshard(here_L, jax.P(None)), token.astype(jnp.int32), window_BL)
+            places = jax.P(*jax.typeof(window_BL).sharding.spec[1:])
+            here_L = jax.sharding.reshard(jnp.asarray(order) == position, places)
+            return jnp.where(here_L, token.astype(jnp.int32), window_BL)
 
         return jax.lax.fori_loop(start, start + count, fill, window_BL)
 

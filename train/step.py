@@ -15,7 +15,7 @@ from flax import nnx
 
 from models.transformer import Transformer
 from train.config import Config
-from train.mesh import TOKENS
+from train.mesh import CONTEXT, token_spec
 from train.optimizer import make_optimizer, make_schedule
 
 
@@ -69,7 +69,7 @@ class Trainer:
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
         """Returns the shape, type and sharding of a batch's tokens; its targets have the same."""
         shape = (self._config.data.batch_size, self._config.data.sequence_length)
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(self._mesh, TOKENS))
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(self._mesh, token_spec(self._mesh)))
 
     def compile_train_step(self) -> jax.stages.Compiled:
         """Compiles `train_step` before there is anything to run it on."""
@@ -82,7 +82,13 @@ class Trainer:
 
     def _build(self, key: jax.Array) -> Transformer:
         backend = None if self._config.backend == "auto" else self._config.backend
-        return Transformer(self._config.model, backend=backend, rngs=nnx.Rngs(params=key))
+        return Transformer(
+            self._config.model,
+            context_axis=CONTEXT if CONTEXT in self._mesh.shape else None,
+            context_layout=self._config.mesh.context_layout,
+            backend=backend,
+            rngs=nnx.Rngs(params=key),
+        )
 
     def _init(self, seed: int) -> TrainState:
         params_key, run_key = jax.random.split(jax.random.key(seed))

@@ -1,34 +1,22 @@
 """Tensor-parallel self-attention: heads split over a mesh axis, queries, keys and values from one trip of the input."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from flaxasync.attention_layout import AttentionLayout, check_rows
 from flaxasync.nn import shards
+from flaxasync.nn.heads import Context, HeadAttention, check_heads, check_segments, make_context
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, default_bias_init, default_kernel_init
-from flaxasync.nn.placement import Layout, check_divides, check_input, place
-
-
-def rotary_embedding(x: Float[Array, "*batch s h d"], *, theta: float = 10_000.0) -> Float[Array, "*batch s h d"]:
-    """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d).
-
-    Positions are 0 .. s - 1; the rotation is computed in float32.
-
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), in the half-split layout
-    of the public Llama checkpoints.
-    """
-    rows, dim = x.shape[-3], x.shape[-1]
-    frequency = theta ** (-jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
-    angle = jnp.arange(rows, dtype=jnp.float32)[:, None] * frequency
-    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+from flaxasync.nn.placement import Layout, Placement, axis_size, check_divides, check_input, place
 
 
 class ParallelSelfAttention(nnx.Module):
@@ -42,8 +30,11 @@ class ParallelSelfAttention(nnx.Module):
     ```
 
     Query, key and value share one trip of x; the output projection is row-parallel. The parameters are those of four
-    `nnx.Linear`: `query`, `key`, `value` and `out`, the first three with heads * head_dim output features. Rows are
-    positions 0 .. s - 1.
+    `nnx.Linear`: `query`, `key`, `value` and `out`, the first three with heads * head_dim output features.
+
+    With `context_axis` the sequence is split over a second axis, and each device has its heads of its rows: x is
+    sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
+    `flaxasync.ring_attention`. Otherwise rows are positions 0 .. s - 1.
 
     Args:
       features: of input and output.
@@ -51,8 +42,13 @@ class ParallelSelfAttention(nnx.Module):
       kv_heads: key-value heads, each shared by heads / kv_heads query heads; a multiple of the axis. By default heads.
       head_dim: features of a head; by default features / heads.
       causal: whether a position attends only to itself and earlier ones.
+      window: a position attends only to those fewer than so many away; None for any distance.
       rope_theta: base of the rotary position embedding; None for none.
       axis_name: the mesh axis that splits the heads.
+      context_axis: the mesh axis that splits the sequence; None where it is whole.
+      context_layout: the order of the rows on it: "contiguous", or "zigzag", which shares causal work out equally. The
+        input is then in the order of `flaxasync.sequence_order`.
+      context_backend: see `flaxasync.ring_attention`.
       use_bias: whether the projections have biases.
       dtype: of the computation; by default the input's and the parameters' common type.
       param_dtype: of the parameters.
@@ -64,7 +60,7 @@ class ParallelSelfAttention(nnx.Module):
       rngs: the random streams; draws from `params`.
 
     Raises:
-      ValueError: no mesh is set, it lacks the axis, or the heads do not divide by it or by each other.
+      ValueError: no mesh is set, it lacks an axis, or the heads do not divide by it or by each other.
     """
 
     def __init__(
@@ -75,8 +71,12 @@ class ParallelSelfAttention(nnx.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         causal: bool = True,
+        window: int | None = None,
         rope_theta: float | None = 10_000.0,
         axis_name: str = "model",
+        context_axis: str | None = None,
+        context_layout: AttentionLayout = "contiguous",
+        context_backend: str | None = None,
         use_bias: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -89,23 +89,12 @@ class ParallelSelfAttention(nnx.Module):
     ):
         kv_heads = kv_heads or heads
         check_divides("ParallelSelfAttention", axis_name, heads=heads, kv_heads=kv_heads)
-        if heads % kv_heads:
-            raise ValueError(
-                f"ParallelSelfAttention: heads must be a multiple of kv_heads: got heads={heads}, kv_heads={kv_heads}"
-            )
-        if head_dim is None and features % heads:
-            raise ValueError(
-                f"ParallelSelfAttention: features must be divisible by heads: got features={features}, heads={heads}; "
-                "or give head_dim"
-            )
-        head_dim = head_dim or features // heads
-        if rope_theta is not None and head_dim % 2:
-            raise ValueError(
-                f"ParallelSelfAttention: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
-                "use an even head_dim, or rope_theta=None"
-            )
+        head_dim = check_heads("ParallelSelfAttention", features, heads, kv_heads, head_dim, rope_theta)
+        context = None
+        if context_axis is not None:
+            context = make_context("ParallelSelfAttention", context_axis, context_layout, context_backend)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.causal, self.rope_theta = causal, rope_theta
+        self.attention = HeadAttention(head_dim, causal, window, rope_theta, context)
         options: dict[str, Any] = {
             "axis_name": axis_name,
             "use_bias": use_bias,
@@ -123,41 +112,72 @@ class ParallelSelfAttention(nnx.Module):
         self.value = ColumnParallelLinear(features, kv_heads * head_dim, **options)
         self.out = RowParallelLinear(heads * head_dim, features, **options)
 
-    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    def __call__(self, x: Float[Array, "b s d"], segment_ids: Int[Array, "b s"] | None = None) -> Float[Array, "b s d"]:
         """Applies the layer.
 
+        Args:
+          x: the input.
+          segment_ids: a position attends only to positions of the same id.
+
         Raises:
-          ValueError: no mesh is set, it lacks the axis, or x has other features or dimensions.
+          ValueError: no mesh is set, it lacks an axis, x has other features or dimensions, or has rows that are not on
+            the axes where they belong, or cannot be shared out.
         """
-        query = self.query
-        placement = place("ParallelSelfAttention", x, query.axis_name, query.in_spec, sharded="rows")
+        query, context = self.query, self.attention.context
+        in_spec = query.in_spec if context is None else self._in_spec(x, context.axis_name)
+        placement = place("ParallelSelfAttention", x, query.axis_name, in_spec, sharded="rows")
         check_input("ParallelSelfAttention", x, query.in_features, placement)
+        check_segments("ParallelSelfAttention", x, segment_ids)
         if x.ndim != 3:
             raise ValueError(f"ParallelSelfAttention needs an input [batch, rows, features]: got {list(x.shape)}")
-        if placement.rows:
+        if context is not None:
+            self._check_context(x, placement, context)
+        elif placement.rows:
             raise ValueError(
                 f"ParallelSelfAttention needs all rows of a sequence on {placement.axis_name!r}: its input's rows are "
-                f"sharded over {', '.join(map(repr, placement.rows))}, too; reshard it with jax.reshard"
+                f"sharded over {', '.join(map(repr, placement.rows))}, too; reshard it with jax.reshard, or name that "
+                "axis with context_axis"
             )
         layout: Layout = "sequence" if placement.rows_sharded else "replicated"
         options = query.options(x)
         projections = (query, self.key, self.value)
 
-        def apply(x: Array, linears: tuple[shards.Linear, ...], out: shards.Linear) -> Array:
-            columns = shards.column(x, linears, options, rows_sharded=placement.rows_sharded)
-            return shards.row(self.attend(*columns), out, options, layout=layout)
+        def apply(x: Array, linears: tuple[shards.Linear, ...], out: shards.Linear, ids: Array | None) -> Array:
+            q, k, v = shards.column(x, linears, options, rows_sharded=placement.rows_sharded)
+            return shards.row(self.attention.attend(q, k, v, ids), out, options, layout=layout)
 
+        ids_spec = None if segment_ids is None else placement.token_spec()
         return placement.run(
             apply,
-            (x, tuple(linear.parameters() for linear in projections), self.out.parameters()),
-            (placement.in_spec, tuple(linear.specs() for linear in projections), self.out.specs()),
+            (x, tuple(linear.parameters() for linear in projections), self.out.parameters(), segment_ids),
+            (placement.in_spec, tuple(linear.specs() for linear in projections), self.out.specs(), ids_spec),
             placement.in_spec,
         )
 
-    def attend(self, query: Array, key: Array, value: Array) -> Array:
-        """Attention of this device's heads: [b, s, h * d] each, heads folded into the features."""
-        q, k, v = (x.reshape(*x.shape[:-1], -1, self.head_dim) for x in (query, key, value))
-        if self.rope_theta is not None:
-            q, k = rotary_embedding(q, theta=self.rope_theta), rotary_embedding(k, theta=self.rope_theta)
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=self.causal)
-        return out.reshape(*out.shape[:-2], -1)
+    def _in_spec(self, x: Array, context_axis: str) -> P | None:
+        """How the input is sharded under Auto axes: the batch over the other axes, where they divide it, and the rows.
+
+        Under Explicit axes the type says it, and inside shard_map there is nothing to say.
+        """
+        mesh, axis_name = jax.sharding.get_abstract_mesh(), self.query.axis_name
+        auto = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
+        if self.query.in_spec is not None or not {context_axis, axis_name} <= set(auto):
+            return self.query.in_spec
+        others = tuple(name for name in auto if name not in (context_axis, axis_name))
+        fits = x.shape[0] % math.prod(mesh.shape[name] for name in others) == 0
+        return P(others if others and fits else None, (context_axis, axis_name), None)
+
+    def _check_context(self, x: Array, placement: Placement, context: Context) -> None:
+        size = axis_size("ParallelSelfAttention", context.axis_name)
+        if placement.manual:
+            varies = context.axis_name in jax.typeof(x).mat.varying
+            rows: tuple[str, ...] = (context.axis_name,) if varies else ()
+        else:
+            rows = placement.rows
+            check_rows("ParallelSelfAttention", context.layout, x.shape[1], size)
+        if size > 1 and rows != (context.axis_name,):
+            raise ValueError(
+                f"ParallelSelfAttention with context_axis={context.axis_name!r} needs its input's rows sharded over "
+                f"{(context.axis_name, placement.axis_name)}, or over {context.axis_name!r} alone: got "
+                f"{placement.in_spec}; reshard it with jax.reshard"
+            )

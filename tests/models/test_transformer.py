@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import flaxasync as fa
 from models.transformer import Transformer, TransformerConfig, check_fits
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -140,3 +141,28 @@ def test_a_sequence_that_does_not_fit_is_named():
     check_fits(CONFIG, sequence_length=8, mesh_shape={"data": 2, "model": 4})
     with pytest.raises(ValueError, match="sequence_length=10 on 4 devices; use 12"):
         check_fits(CONFIG, sequence_length=10, mesh_shape={"data": 2, "model": 4})
+
+
+def test_a_sequence_that_does_not_fit_a_context_axis_is_named():
+    shape = {"data": 1, "context": 4, "model": 4}
+    check_fits(CONFIG, sequence_length=32, mesh_shape=shape)
+    with pytest.raises(
+        ValueError, match=r"divisible by 16, for a 'context' axis of 4 devices in 'zigzag' layout .* use 48"
+    ):
+        check_fits(CONFIG, sequence_length=40, mesh_shape=shape)
+    with pytest.raises(ValueError, match=r"divisible by 8, .* use 16"):
+        check_fits(CONFIG, sequence_length=12, mesh_shape=shape | {"model": 1})
+    check_fits(CONFIG, sequence_length=12, mesh_shape=shape | {"model": 1}, context_layout="contiguous")
+
+
+def test_with_a_context_axis_loss_and_gradients_are_the_same():
+    mesh = jax.make_mesh((2, 2, 2), ("data", "context", "model"), (AxisType.Explicit,) * 3)
+    order = fa.sequence_order("zigzag", TOKENS.shape[1], 2)
+    with jax.set_mesh(mesh):
+        graph, params = nnx.split(nnx.jit(lambda: Transformer(CONFIG, context_axis="context", rngs=nnx.Rngs(0)))())
+        fn = jax.jit(jax.value_and_grad(lambda params, *batch: nnx.merge(graph, params).loss(*batch)))
+        batch = (jax.device_put(t[:, order], P("data", "context")) for t in (TOKENS, TARGETS))
+        loss, grads = fn(params, *batch)
+    want, want_grads, _ = loss_and_gradients(CONFIG, make_mesh())
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert_gradients_close(jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), want_grads)

@@ -101,6 +101,18 @@ def test_no_position_sees_a_later_one(mesh_of):
     assert (seen[4:] == 0).all()
 
 
+def test_no_pair_of_rows_is_saved(mesh_of):
+    """Scores, weights and masks are rows x rows a head; the backward pass computes them again."""
+    rows = 16
+    with jax.set_mesh(mesh_of(1, 2)):
+        attention = fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(attention)
+        x = jax.device_put(jnp.ones((1, rows, 8)), P("data", "model", None))
+        _, vjp = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+    saved = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(vjp)]
+    assert max(leaf.size for leaf in saved) == rows * 8 // 2  # q, k, v or the output: rows x this device's features
+
+
 def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():
     rng = np.random.default_rng(0)
     q, k = (jnp.broadcast_to(jnp.asarray(rng.standard_normal(8), jnp.float32), (1, 16, 1, 8)) for _ in range(2))
@@ -118,6 +130,8 @@ def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():
         ({"heads": 12, "kv_heads": 8}, "heads must be a multiple of kv_heads: got heads=12, kv_heads=8"),
         ({"heads": 12, "kv_heads": 12}, "features must be divisible by heads: got features=16, heads=12"),
         ({"heads": 16}, "head_dim must be even: got 1"),
+        ({"heads": 4, "context_axis": "context"}, "works on the mesh axis 'context', and the mesh has 'data', 'model'"),
+        ({"heads": 4, "context_axis": "data", "context_layout": "striped"}, "layout='striped': it must be one of"),
     ],
 )
 def test_heads_that_do_not_fit(mesh_of, options, message):
@@ -132,3 +146,5 @@ def test_inputs_that_do_not_fit(mesh_of):
             layer(jax.device_put(jnp.ones((8, 8)), P("model", None)))
         with pytest.raises(ValueError, match="rows are sharded over 'data', too"):
             layer(jax.device_put(jnp.ones((1, 8, 8)), P(None, ("data", "model"), None)))
+        with pytest.raises(ValueError, match=r"one segment id a row, \[2, 8\]: got \[2, 4\]"):
+            layer(jax.device_put(jnp.ones((2, 8, 8)), ROWS), jnp.ones((2, 4), jnp.int32))

@@ -6,6 +6,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests import test_collective_matmul as ops
+from tests import test_ring_attention as ring_attention
 from tests.nn import conftest as layers
 from tests.nn import test_attention as attention
 from tests.nn import test_embed as embed
@@ -78,3 +79,25 @@ def test_embedding():
     layers.check_parity(
         make, plain, (2, 8, 8), size=4, y_spec=P("data", None, "model"), apply=lambda layer, x: layer.attend(x)
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "form"),
+    [
+        (1, {}),
+        (2, {"layout": "zigzag"}),
+        (3, {"segments": True}),
+        (4, {"layout": "zigzag", "directions": 2, "segments": True, "heads": 4}),
+        (4, {"window": 6}),
+        (4, {"layout": "zigzag", "backend": "stateful"}),
+    ],
+    ids=str,
+)
+def test_ring_attention(size, form):
+    ring_attention.parity(size, **({"backend": "pallas", "kernel": "reference"} | form))
+
+
+@both_ways_of_simulating
+def test_ring_attention_in_bfloat16():
+    form = {"layout": "zigzag", "rows": 16, "head_dim": 16, "directions": 2}
+    ring_attention.parity(4, backend="pallas", kernel="reference", dtype="bfloat16", **form)

@@ -1,0 +1,275 @@
+"""Attention of one block of queries with one block of keys: the product under ring attention, and its gradient.
+
+Softmax is exact over any number of blocks, in any order: a carry holds the sum of values so far, weighted by
+exp(score - maximum), the maximum, and the sum of the weights, in float32. Scores are kept in units of log 2, since the
+hardware's exponential is exp2.
+
+```
+q        [b, n, g, s, d]     queries of n groups of g heads
+kv       [2, b, n, t, d]     keys and values; every head of a group shares them, none is repeated
+acc      [b, n, g, s, d]     float32: sum of 2**(score - maximum) * v
+stats    [b, n, g, 2, s]     float32: maximum; sum of 2**(score - maximum)
+rows     [b, n, g, 2, s]     float32, for the gradient: log2 of the sum of 2**score; sum of o * do
+segments [b, s], [b, t]      int32; rows of different segments do not attend to each other
+```
+
+A `BlockKernel` does this; `Reference` is in JAX and runs on every device, `flaxasync.flash_kernel` is for TPUs.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from flaxasync import transport
+from flaxasync.attention_layout import Mask, Product
+
+LOG2_E = 1.4426950408889634
+LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that is never the maximum; differences of two are finite
+
+type Carry = tuple[Array, Array]  # acc, stats
+type Gradients = tuple[Array, Array]  # dq as acc, dkv as kv; float32, without the scale
+type Segments = tuple[Array, Array] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What turns a product of a query and a key into a score: hashable, a static argument.
+
+    Attributes:
+      mask: which rows attend to which, by position.
+      scale: of the products.
+      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32.
+    """
+
+    mask: Mask
+    scale: float
+    precision: Any = None
+
+
+@runtime_checkable
+class BlockKernel(Protocol):
+    """One implementation of the product and its gradient. Hashable."""
+
+    @property
+    def name(self) -> str: ...
+
+    def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
+        """Adds the rows of kv that `product` names to the carry of the rows of q that it names."""
+        ...
+
+    def backward(
+        self,
+        scores: Scores,
+        q: Array,
+        kv: Array,
+        segments: Segments,
+        do: Array,
+        rows: Array,
+        product: Product,
+        gradients: Gradients,
+    ) -> Gradients:
+        """Adds what the product contributes to the gradients of q and of kv; `do` is as q."""
+        ...
+
+
+def initial_carry(q: Array) -> Carry:
+    """The carry before the first product."""
+    *heads, s, d = q.shape
+    lowest, zeros = jnp.full((*heads, 1, s), LOWEST, jnp.float32), jnp.zeros((*heads, 1, s), jnp.float32)
+    axes = jax.typeof(q).mat.varying
+    acc = jnp.zeros((*heads, s, d), jnp.float32)
+    return transport.vary(acc, axes), transport.vary(lax.concatenate([lowest, zeros], len(heads)), axes)
+
+
+def finish(carry: Carry, dtype: Any) -> tuple[Array, Array]:
+    """The output [b, n, g, s, d], and log2 of the sum of 2**score [b, n, g, s], once every product is in the carry."""
+    acc, stats = carry
+    highest, total = stats[..., 0, :], stats[..., 1, :]
+    return (acc / total[..., None]).astype(dtype), highest + jnp.log2(total)
+
+
+def where_needed[T](product: Product, compute: Callable[[T], T], value: T) -> T:
+    """`compute(value)`, or `value` where no row of the product attends to another: then nothing is computed."""
+    return compute(value) if product.needed is None else lax.cond(product.needed, compute, lambda value: value, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The product in JAX, a tile of scores at a time: memory does not grow with the square of the rows.
+
+    Attributes:
+      tile: rows of q and of kv in a tile, at most; fewer where that divides the rows better.
+    """
+
+    tile: int = 512
+    name: str = "reference"
+
+    def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
+        tiles = _Tiles(self.tile, product)
+
+        def of_queries(i: Any, carry: Carry) -> Carry:
+            acc, stats = carry
+            q_tile = tiles.q(q, i, axis=-2)
+
+            def with_keys(j: Any, carry: Carry) -> Carry:
+                def add(carry: Carry) -> Carry:
+                    return _add_tile(scores, tiles, i, j, q_tile, kv, segments, carry)
+
+                return tiles.where_reached(scores.mask, i, j, add, carry)
+
+            local = (tiles.q(acc, i, axis=-2), tiles.q(stats, i, axis=-1))
+            local = _loop(tiles.k_count, with_keys, local)
+            return tiles.put_q(acc, local[0], i, axis=-2), tiles.put_q(stats, local[1], i, axis=-1)
+
+        return _loop(tiles.q_count, of_queries, carry)
+
+    def backward(
+        self,
+        scores: Scores,
+        q: Array,
+        kv: Array,
+        segments: Segments,
+        do: Array,
+        rows: Array,
+        product: Product,
+        gradients: Gradients,
+    ) -> Gradients:
+        tiles = _Tiles(self.tile, product)
+
+        def of_keys(j: Any, gradients: Gradients) -> Gradients:
+            dq, dkv = gradients
+
+            def with_queries(i: Any, gradients: Gradients) -> Gradients:
+                def add(gradients: Gradients) -> Gradients:
+                    return _add_gradient_tile(scores, tiles, i, j, q, kv, segments, do, rows, gradients)
+
+                return tiles.where_reached(scores.mask, i, j, add, gradients)
+
+            dq, dkv_tile = _loop(tiles.q_count, with_queries, (dq, tiles.k(dkv, j, axis=-2)))
+            return dq, tiles.put_k(dkv, dkv_tile, j, axis=-2)
+
+        return _loop(tiles.k_count, of_keys, gradients)
+
+
+def tile_rows(rows: int, limit: int) -> int:
+    """The largest divisor of `rows` up to `limit`; all of them where no divisor is near it."""
+    divisor = next(tile for tile in range(min(rows, limit), 0, -1) if rows % tile == 0)
+    return divisor if divisor * 8 > min(rows, limit) else rows
+
+
+class _Tiles:
+    """The tiles of a product: where each lies among the rows, and at which positions."""
+
+    def __init__(self, limit: int, product: Product):
+        self._product = product
+        self._q_rows, self._k_rows = tile_rows(product.q_rows, limit), tile_rows(product.k_rows, limit)
+        self.q_count, self.k_count = product.q_rows // self._q_rows, product.k_rows // self._k_rows
+
+    def q(self, x: Array, i: Any, *, axis: int) -> Array:
+        """Rows of tile i."""
+        return _slice(x, self._product.q_block * self.q_count + i, self._q_rows, axis)
+
+    def k(self, x: Array, j: Any, *, axis: int) -> Array:
+        return _slice(x, self._product.k_block * self.k_count + j, self._k_rows, axis)
+
+    def put_q(self, x: Array, tile: Array, i: Any, *, axis: int) -> Array:
+        return _put(x, tile, self._product.q_block * self.q_count + i, self._q_rows, axis)
+
+    def put_k(self, x: Array, tile: Array, j: Any, *, axis: int) -> Array:
+        return _put(x, tile, self._product.k_block * self.k_count + j, self._k_rows, axis)
+
+    def starts(self, i: Any, j: Any) -> tuple[Any, Any]:
+        """Positions of the first rows."""
+        return self._product.q_start + i * self._q_rows, self._product.k_start + j * self._k_rows
+
+    def where_reached[T](self, mask: Mask, i: Any, j: Any, compute: Callable[[T], T], value: T) -> T:
+        """`compute(value)`, but for tiles of a masked product that no row needs."""
+        if not self._product.masked or self.q_count == self.k_count == 1:
+            return compute(value)
+        q, k = self.starts(i, j)
+        return lax.cond(mask.reaches(q, self._q_rows, k, self._k_rows), compute, lambda value: value, value)
+
+    def allowed(self, mask: Mask, segments: Segments, i: Any, j: Any) -> Array | None:
+        """[b or 1, 1, 1, t, s]: which rows attend to which; None where all do."""
+        allowed = None
+        if self._product.masked:
+            q, k = self.starts(i, j)
+            q_row, k_row = jnp.arange(self._q_rows), jnp.arange(self._k_rows)[:, None]
+            allowed = mask.allows(q + q_row, k + k_row)[None, None, None]
+        if segments is not None:
+            q_ids, k_ids = self.q(segments[0], i, axis=-1), self.k(segments[1], j, axis=-1)
+            same = (k_ids[:, :, None] == q_ids[:, None, :])[:, None, None]
+            allowed = same if allowed is None else allowed & same
+        return allowed
+
+
+def _add_tile(
+    scores: Scores, tiles: _Tiles, i: Any, j: Any, q: Array, kv: Array, segments: Segments, carry: Carry
+) -> Carry:
+    acc, stats = carry
+    k, v = tiles.k(kv, j, axis=-2)
+    allowed = tiles.allowed(scores.mask, segments, i, j)
+    s = _einsum("bntd,bngsd->bngts", k, q, scores) * (scores.scale * LOG2_E)
+    if allowed is not None:
+        s = jnp.where(allowed, s, LOWEST)
+    before, total = stats[..., 0, :], stats[..., 1, :]
+    highest = jnp.maximum(before, jnp.max(s, axis=-2))
+    p = jnp.exp2(s - highest[..., None, :])
+    if allowed is not None:  # where a whole row is masked, LOWEST is the maximum
+        p = jnp.where(allowed, p, 0.0)
+    shrink = jnp.exp2(before - highest)
+    total = shrink * total + jnp.sum(p, axis=-2)
+    acc = shrink[..., None] * acc + _einsum("bngts,bntd->bngsd", p.astype(v.dtype), v, scores)
+    return acc, jnp.stack([highest, total], axis=-2)
+
+
+def _add_gradient_tile(
+    scores: Scores,
+    tiles: _Tiles,
+    i: Any,
+    j: Any,
+    q: Array,
+    kv: Array,
+    segments: Segments,
+    do: Array,
+    rows: Array,
+    gradients: Gradients,
+) -> Gradients:
+    dq, dkv = gradients
+    k, v = tiles.k(kv, j, axis=-2)
+    q_tile, do_tile, rows_tile = tiles.q(q, i, axis=-2), tiles.q(do, i, axis=-2), tiles.q(rows, i, axis=-1)
+    allowed = tiles.allowed(scores.mask, segments, i, j)
+    s = _einsum("bntd,bngsd->bngts", k, q_tile, scores) * (scores.scale * LOG2_E)
+    p = jnp.exp2(s - rows_tile[..., 0:1, :])
+    if allowed is not None:
+        p = jnp.where(allowed, p, 0.0)
+    dv = _einsum("bngts,bngsd->bntd", p.astype(do.dtype), do_tile, scores)
+    dp = _einsum("bntd,bngsd->bngts", v, do_tile, scores)
+    ds = (p * (dp - rows_tile[..., 1:2, :])).astype(q.dtype)
+    dk = _einsum("bngts,bngsd->bntd", ds, q_tile, scores)
+    dq_tile = tiles.q(dq, i, axis=-2) + _einsum("bngts,bntd->bngsd", ds, k, scores)
+    return tiles.put_q(dq, dq_tile, i, axis=-2), dkv + jnp.stack([dk, dv])
+
+
+def _einsum(form: str, x: Array, y: Array, scores: Scores) -> Array:
+    return jnp.einsum(form, x, y, precision=scores.precision, preferred_element_type=jnp.float32)
+
+
+def _loop[T](count: int, body: Callable[[Any, T], T], value: T) -> T:
+    return body(0, value) if count == 1 else lax.fori_loop(0, count, body, value)
+
+
+def _slice(x: Array, index: Any, count: int, axis: int) -> Array:
+    if x.shape[axis] == count:
+        return x
+    return lax.dynamic_slice_in_dim(x, index * count, count, axis=axis)
+
+
+def _put(x: Array, tile: Array, index: Any, count: int, axis: int) -> Array:
+    if x.shape[axis] == count:
+        return tile
+    return lax.dynamic_update_slice_in_dim(x, tile, index * count, axis=axis)

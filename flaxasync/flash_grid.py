@@ -1,0 +1,105 @@
+"""The grid of the flash kernels: what every step sees of each array."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from flaxasync.attention_layout import Product
+
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The steps of a call: batch, group, head of the group, tile of q, tile of kv; and the blocks that each one sees.
+
+    The scalars are the indices of the run of q and of the run of kv in their arrays, and the positions of their first
+    rows.
+    """
+
+    batch: int
+    groups: int
+    heads: int
+    head_size: int
+    q_rows: int
+    q_tile: int
+    k_rows: int
+    k_tile: int
+    part: int
+
+    @classmethod
+    def of(cls, q: Array, kv: Array, product: Product, q_tile: int, kv_tile: int, part: int) -> "Grid":
+        b, n, g, _, d = q.shape
+        q_rows = product.q_rows
+        k_tile = largest_tile(product.k_rows, kv_tile)
+        part = largest_tile(k_tile, part)
+        return cls(b, n, g, d, q_rows, largest_tile(q_rows, q_tile), product.k_rows, k_tile, part)
+
+    def parts(self) -> list[Any]:
+        """The rows of a tile of kv that are multiplied at once."""
+        return [pl.ds(start, self.part) for start in range(0, self.k_tile, self.part)]
+
+    @property
+    def q_tiles(self) -> int:
+        return self.q_rows // self.q_tile
+
+    @property
+    def k_tiles(self) -> int:
+        return self.k_rows // self.k_tile
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.batch, self.groups, self.heads, self.q_tiles, self.k_tiles
+
+    def scalars(self, product: Product) -> Array:
+        values = (product.q_block, product.k_block, product.q_start, product.k_start)
+        return jnp.stack([jnp.asarray(value, jnp.int32) for value in values])
+
+    def queries(self) -> pl.BlockSpec:
+        """[q_tile, d] of [b, n, g, s, d]."""
+        shape = (None, None, None, self.q_tile, self.head_size)
+        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, n, g, s[0] * self.q_tiles + i, 0))
+
+    def keys(self, which: int) -> pl.BlockSpec:
+        """[k_tile, d] of [2, b, n, t, d]: of keys (0) or of values (1)."""
+        shape = (None, None, None, self.k_tile, self.head_size)
+        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (which, b, n, s[1] * self.k_tiles + j, 0))
+
+    def sums(self) -> pl.BlockSpec:
+        """[q_tile, d] of [b, n, g, s, d]."""
+        return self.queries()
+
+    def statistics(self) -> pl.BlockSpec:
+        """[2, q_tile] of [b, n, g, 2, s]."""
+        shape = (None, None, None, 2, self.q_tile)
+        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, n, g, 0, s[0] * self.q_tiles + i))
+
+    def key_gradients(self) -> pl.BlockSpec:
+        """[2, k_rows, d] of [2, b, n, t, d]: in VMEM for all heads of a group."""
+        shape = (2, None, None, self.k_rows, self.head_size)
+        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (0, b, n, s[1], 0))
+
+    def ids_of_queries(self) -> pl.BlockSpec:
+        """[1, q_tile] of [b, 1, s]."""
+        return pl.BlockSpec((None, 1, self.q_tile), lambda b, n, g, i, j, s: (b, 0, s[0] * self.q_tiles + i))
+
+    def ids_of_keys(self) -> pl.BlockSpec:
+        """[1, k_tile] of [b, 1, t]."""
+        return pl.BlockSpec((None, 1, self.k_tile), lambda b, n, g, i, j, s: (b, 0, s[1] * self.k_tiles + j))
+
+    def cost(self, *, matmuls: int, q: Array, bytes_per_row: int) -> pl.CostEstimate:
+        heads = self.batch * self.groups * self.heads
+        scores = heads * self.q_rows * self.k_rows
+        kv_bytes = 2 * heads * self.q_tiles * self.k_rows * self.head_size * q.dtype.itemsize
+        q_bytes = heads * self.q_rows * self.head_size * (q.dtype.itemsize + bytes_per_row)
+        return pl.CostEstimate(
+            flops=2 * matmuls * scores * self.head_size, transcendentals=scores, bytes_accessed=kv_bytes + q_bytes
+        )
+
+
+def largest_tile(rows: int, limit: int) -> int:
+    """The largest divisor of `rows` up to `limit` that is a multiple of the lanes; `rows` are one themselves."""
+    return next(tile for tile in range(min(rows, limit), 0, -LANES) if rows % tile == 0)

@@ -1,0 +1,140 @@
+"""Attention of the heads that a device holds: rotary positions, and the rows of other devices where they are split.
+
+Inside shard_map, on local shards; the modules are in `attention` and `ring_attention`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from flaxasync.attention_layout import AttentionLayout, check_layout, positions
+from flaxasync.nn.placement import axis_size
+from flaxasync.ring_attention import ring_attention
+
+
+def rotary_embedding(
+    x: Float[Array, "*batch s h d"], *, theta: float = 10_000.0, positions: Int[Array, "*s"] | None = None
+) -> Float[Array, "*batch s h d"]:
+    """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), computed in float32.
+
+    Args:
+      x: rows of heads.
+      theta: base of the frequencies.
+      positions: of the rows; 0 .. s - 1 by default.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), in the half-split layout
+    of the public Llama checkpoints.
+    """
+    rows, dim = x.shape[-3], x.shape[-1]
+    frequency = theta ** (-jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
+    position = jnp.arange(rows) if positions is None else positions
+    angle = position.astype(jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """How a sequence is split over a mesh axis.
+
+    Attributes:
+      axis_name: the mesh axis.
+      layout: which rows a device holds; see `flaxasync.ring_attention`.
+      backend: see `flaxasync.ring_attention`.
+    """
+
+    axis_name: str
+    layout: AttentionLayout
+    backend: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadAttention:
+    """What the heads of a layer have in common.
+
+    Attributes:
+      head_dim: features of a head.
+      causal: whether a position attends only to itself and earlier ones.
+      window: a position attends only to those fewer than so many away; None for any distance.
+      rope_theta: base of the rotary position embedding; None for none.
+      context: how the sequence is split; None where a device has all rows.
+    """
+
+    head_dim: int
+    causal: bool
+    window: int | None
+    rope_theta: float | None
+    context: Context | None
+
+    def attend(self, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
+        """Attention of this device's heads: [b, s, h * d] each, heads folded into the features."""
+        q, k, v = (x.reshape(*x.shape[:-1], -1, self.head_dim) for x in (query, key, value))
+        if self.rope_theta is not None:
+            q, k = (rotary_embedding(x, theta=self.rope_theta, positions=self._positions(x)) for x in (q, k))
+        out = self._whole(q, k, v, segment_ids) if self.context is None else self._split(q, k, v, segment_ids)
+        return out.reshape(*out.shape[:-2], -1)
+
+    def _positions(self, x: Array) -> Array | None:
+        return None if self.context is None else positions(self.context.layout, x.shape[-3], self.context.axis_name)
+
+    def _whole(self, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+        mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+        after = 0 if self.causal else (self.window or 1) - 1
+        window = None if self.window is None else (self.window - 1, after)
+
+        @jax.checkpoint  # or scores, weights and mask of all pairs of rows would be saved for the backward pass
+        def attention(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=self.causal, local_window_size=window)
+
+        return attention(q, k, v, mask)
+
+    def _split(self, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+        assert self.context is not None
+        axis_name, layout, backend = self.context.axis_name, self.context.layout, self.context.backend
+        return ring_attention(
+            q, k, v, axis_name, causal=self.causal, layout=layout, segment_ids=segment_ids, window=self.window,
+            backend=backend,
+        )  # fmt: skip
+
+
+def check_heads(
+    layer: str, features: int, heads: int, kv_heads: int, head_dim: int | None, rope_theta: float | None
+) -> int:
+    """Returns the features of a head.
+
+    Raises:
+      ValueError: heads that do not divide, or cannot be rotated. The message begins with `layer`.
+    """
+    if heads % kv_heads:
+        raise ValueError(f"{layer}: heads must be a multiple of kv_heads: got heads={heads}, kv_heads={kv_heads}")
+    if head_dim is None and features % heads:
+        raise ValueError(
+            f"{layer}: features must be divisible by heads: got features={features}, heads={heads}; or give head_dim"
+        )
+    head_dim = head_dim or features // heads
+    if rope_theta is not None and head_dim % 2:
+        raise ValueError(
+            f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
+            "use an even head_dim, or rope_theta=None"
+        )
+    return head_dim
+
+
+def make_context(layer: str, axis_name: str, layout: AttentionLayout, backend: str | None) -> Context:
+    """Checks that the mesh has the axis, and the layout.
+
+    Raises:
+      ValueError: no mesh, no such axis, no such layout. The message begins with `layer`.
+    """
+    axis_size(layer, axis_name)
+    check_layout(layer, layout)
+    return Context(axis_name, layout, backend)
+
+
+def check_segments(layer: str, x: Array, segment_ids: Array | None) -> None:
+    """Raises ValueError for segment ids that are not one a row."""
+    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
+        raise ValueError(f"{layer} needs one segment id a row, {list(x.shape[:2])}: got {list(segment_ids.shape)}")

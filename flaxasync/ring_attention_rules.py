@@ -1,0 +1,73 @@
+"""The rules of ring attention, forward and backward. They assume valid input, cast to vary over the same axes.
+
+```
+q   [b, n, g, s, d]     this device's rows of n groups of g heads            (R devices on the ring)
+kv  [2, b, n, s, d]     this device's keys and values
+o   as q
+
+forward   o  = softmax(q k.T) v                 kv travels; every product is added to the running softmax
+          dq = ds k                             kv travels again
+          dk = ds.T q,  dv = p.T do             sums that travel one hop behind their kv, and home at the end
+```
+
+Saved are q, kv, o and the log-sum-exp of this device's rows, as they are: nothing gathered. p is computed again. The
+passes themselves are in `attention_passes`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flaxasync import attention_passes as passes
+from flaxasync import transport
+from flaxasync.attention_passes import Op
+from flaxasync.block_attention import finish
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ring_attention(op: Op, q: Array, kv: Array, ids: Array | None) -> Array:
+    return _forward(op, q, kv, ids)[0]
+
+
+def _ring_attention_fwd(op: Op, q: Array, kv: Array, ids: Array | None) -> tuple[Array, tuple]:
+    q, kv = _differentiated_once(q, kv)
+    out, log_sum = _forward(op, q, kv, ids)
+    return out, (q, kv, ids, out, log_sum)
+
+
+def _ring_attention_bwd(op: Op, saved: tuple, do: Array) -> tuple[Array, Array, None]:
+    q, kv, ids, out, log_sum = saved
+    do, out = _differentiated_once(do, out)
+    # Else XLA sees that kv takes the way it took in the forward pass, and keeps what came instead of sending it again.
+    kv, do = transport.tie(kv, do)
+    with jax.named_scope("ring_attention_backward"):
+        overlap = jnp.sum(out.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
+        rows = jnp.stack([log_sum, overlap], axis=-2)
+        dq, dkv = passes.differentiate(op, q, kv, ids, do.astype(q.dtype), rows)
+        dq = (dq * op.scores.scale).astype(q.dtype)
+        scale = jnp.array([op.scores.scale, 1.0], jnp.float32).reshape(2, 1, 1, 1, 1)
+        return dq, (dkv * scale).astype(kv.dtype), None
+
+
+ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd)
+
+
+@jax.custom_jvp
+def _differentiated_once(*arrays: Array) -> tuple[Array, ...]:
+    return arrays
+
+
+@_differentiated_once.defjvp
+def _refuse_second_order(primals: tuple, tangents: tuple) -> Any:
+    raise NotImplementedError(
+        "ring_attention has a first derivative only: its gradient is a ring of its own, which has no gradient. For a "
+        "Hessian or a gradient penalty use jax.nn.dot_product_attention on gathered keys and values"
+    )
+
+
+def _forward(op: Op, q: Array, kv: Array, ids: Array | None) -> tuple[Array, Array]:
+    with jax.named_scope("ring_attention"):
+        return finish(passes.attend(op, q, kv, ids), q.dtype)

@@ -1,0 +1,161 @@
+"""Attention over a split sequence as a layer: the numbers of plain nnx on one device, on any mesh, in any layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from tests.nn.conftest import assert_close, load
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+FEATURES, HEADS, KV_HEADS, ROWS = 16, 4, 2, 24
+TENSOR, ALONE = P("data", ("context", "model"), None), P("data", "context", None)
+
+
+class PlainAttention(nnx.Module):
+    """Four nnx.Linear and all scores at once; `ids` and `window` as the layers take them."""
+
+    def __init__(self, *, window, use_bias):
+        options = {"use_bias": use_bias, "bias_init": nnx.initializers.normal(), "rngs": nnx.Rngs(1)}
+        self.query = nnx.Linear(FEATURES, FEATURES, **options)
+        self.key = nnx.Linear(FEATURES, FEATURES // 2, **options)
+        self.value = nnx.Linear(FEATURES, FEATURES // 2, **options)
+        self.out = nnx.Linear(FEATURES, FEATURES, **options)
+        self.window = window
+
+    def __call__(self, x, ids=None):
+        rows, size = x.shape[1], FEATURES // HEADS
+        q, k, v = (p(x).reshape(*x.shape[:2], -1, size) for p in (self.query, self.key, self.value))
+        q, k = fa.nn.rotary_embedding(q), fa.nn.rotary_embedding(k)
+        k, v = (jnp.repeat(t, HEADS // KV_HEADS, axis=2) for t in (k, v))
+        distance = np.arange(rows)[:, None] - np.arange(rows)[None]
+        allowed = (distance >= 0) & (distance < (self.window or rows))
+        if ids is not None:
+            allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :])
+        scores = jnp.where(allowed, jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(size, dtype=np.float32), -jnp.inf)
+        return self.out(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape))
+
+
+def make_mesh(data, context, model, axis_type=AxisType.Explicit):
+    devices = jax.devices()[: data * context * model]
+    return jax.make_mesh((data, context, model), ("data", "context", "model"), (axis_type,) * 3, devices=devices)
+
+
+def check(make, mesh, x_spec, *, layout, window=None, segments=False, use_bias=False):
+    """Compares y, dx and every parameter's gradient for a random dy."""
+    plain = PlainAttention(window=window, use_bias=use_bias)
+    rng = np.random.default_rng(0)
+    x, dy = (jnp.asarray(rng.standard_normal((2, ROWS, FEATURES)), jnp.float32) for _ in range(2))
+    ids = np.sort(rng.integers(0, 3, (2, ROWS)), axis=1).astype(np.int32) if segments else None
+
+    def loss(layer, x, dy, *ids):
+        y = layer(x, *ids)
+        return jnp.sum(y * dy), y
+
+    grad = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))
+    (want_params, want_dx), want_y = grad(plain, x, dy, *([] if ids is None else [ids]))
+    order = fa.sequence_order(layout, ROWS, mesh.shape["context"])
+    with jax.set_mesh(mesh):
+        layer = make()
+        load(layer, plain)
+        more = [] if ids is None else [jax.device_put(ids[:, order], P("data", "context"))]
+        (params, dx), y = grad(layer, *(jax.device_put(v[:, order], x_spec) for v in (x, dy)), *more)
+    assert_close(y, want_y[:, order], "float32", "y")
+    assert_close(dx, want_dx[:, order], "float32", "dx")
+    got, want = (dict(nnx.to_flat_state(grads)) for grads in (params, want_params))
+    assert got.keys() == want.keys()
+    for path in want:
+        assert_close(got[path][...], want[path][...], "float32", ".".join(map(str, path)))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_ring_alone(layout, axis_type):
+    form = {"layout": layout, "use_bias": True}
+    in_spec = ALONE if axis_type == AxisType.Auto else None
+    check(
+        lambda: fa.nn.RingSelfAttention(
+            FEATURES, HEADS, kv_heads=KV_HEADS, in_spec=in_spec, rngs=nnx.Rngs(0), **form
+        ),
+        make_mesh(2, 4, 1, axis_type), ALONE, **form,
+    )  # fmt: skip
+
+
+def test_ring_alone_with_a_window_and_segments():
+    check(
+        lambda: fa.nn.RingSelfAttention(FEATURES, HEADS, kv_heads=KV_HEADS, window=7, rngs=nnx.Rngs(0)),
+        make_mesh(1, 3, 1), ALONE, layout="contiguous", window=7, segments=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "form"),
+    [
+        ((2, 2, 2), {"layout": "zigzag"}),
+        ((1, 4, 2), {"layout": "zigzag", "segments": True, "window": 9}),
+        ((1, 3, 2), {"layout": "contiguous", "use_bias": True}),
+        ((2, 1, 2), {"layout": "zigzag"}),
+    ],
+)
+def test_context_and_tensor_axis(sizes, form):
+    options = {"context_axis": "context", "context_layout": form["layout"], "window": form.get("window")}
+    check(
+        lambda: fa.nn.ParallelSelfAttention(
+            FEATURES, HEADS, kv_heads=KV_HEADS, use_bias=form.get("use_bias", False), rngs=nnx.Rngs(0), **options
+        ),
+        make_mesh(*sizes), TENSOR, **form,
+    )  # fmt: skip
+
+
+def test_context_and_tensor_axis_under_auto_axes():
+    options = {"context_axis": "context", "context_layout": "zigzag"}
+    check(
+        lambda: fa.nn.ParallelSelfAttention(FEATURES, HEADS, kv_heads=KV_HEADS, rngs=nnx.Rngs(0), **options),
+        make_mesh(2, 2, 2, AxisType.Auto), TENSOR, layout="zigzag",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [{"window": 5}, {"segments": True}])
+def test_a_whole_sequence_with_the_same_options(form):
+    """Without a context axis a window and segments mean the same."""
+    check(
+        lambda: fa.nn.ParallelSelfAttention(
+            FEATURES, HEADS, kv_heads=KV_HEADS, window=form.get("window"), rngs=nnx.Rngs(0)
+        ),
+        make_mesh(2, 1, 2), P("data", "model", None), layout="contiguous", **form,
+    )  # fmt: skip
+
+
+def test_the_layout_is_not_decoration():
+    """The twin: rows in another order than the layer was told give other numbers."""
+    with pytest.raises(AssertionError, match="relative error"):
+        check(
+            lambda: fa.nn.RingSelfAttention(FEATURES, HEADS, kv_heads=KV_HEADS, rngs=nnx.Rngs(0)),
+            make_mesh(1, 4, 1), ALONE, layout="zigzag",
+        )  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused():
+    x = jnp.ones((2, 24, FEATURES))
+    with jax.set_mesh(make_mesh(2, 4, 1)):
+        ring = fa.nn.RingSelfAttention(FEATURES, HEADS, rngs=nnx.Rngs(0), layout="zigzag")
+        with pytest.raises(ValueError, match="needs its input's rows sharded over 'context' alone"):
+            ring(jax.device_put(x, P("data", None, None)))
+        with pytest.raises(ValueError, match="got 20 rows, needed a multiple of 8; pad the sequence to 24"):
+            ring(jax.device_put(x[:, :20], ALONE))
+        with pytest.raises(ValueError, match=r"one segment id a row, \[2, 24\]: got \[24\]"):
+            ring(jax.device_put(x, ALONE), jnp.ones(24, jnp.int32))
+        with pytest.raises(ValueError, match=r"needs an input \[batch, rows, features\]: got \[24, 16\]"):
+            ring(jax.device_put(x[0], P("context", None)))
+        both = fa.nn.ParallelSelfAttention(FEATURES, HEADS, context_axis="context", rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"with context_axis='context' needs its input's rows sharded over"):
+            both(jax.device_put(x, P("data", "model", None)))
+        with pytest.raises(ValueError, match="works on the mesh axis 'seq', and the mesh has 'data', 'context'"):
+            fa.nn.RingSelfAttention(FEATURES, HEADS, axis_name="seq", rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match="RingSelfAttention: heads must be a multiple of kv_heads"):
+            fa.nn.RingSelfAttention(FEATURES, 4, kv_heads=3, rngs=nnx.Rngs(0))

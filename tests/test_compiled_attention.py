@@ -1,0 +1,74 @@
+"""Ring attention in the program that the TPU compiler makes: every transfer has work inside, nothing grows with R."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+
+
+@functools.cache
+def program(topology, size, rows, backend, *, kernel=None, backward=True, layout="zigzag", head_dim=128):
+    """`rows` rows a device of 8 heads, 2 key-value heads."""
+    mesh = fa.check.topology_mesh(topology, (size,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = P(None, "x")
+
+    def struct(heads):
+        shape = (1, rows * size, heads, head_dim)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    attention = functools.partial(fa.ring_attention, axis_name="x", layout=layout, backend=backend, kernel=kernel)
+
+    def both(q, k, v, do):
+        o, vjp = jax.vjp(jax.shard_map(attention, in_specs=spec, out_specs=spec), q, k, v)
+        return (o, vjp(do)) if backward else o
+
+    with jax.set_mesh(mesh):
+        return fa.check.compile_for(topology, jax.jit(both), struct(8), struct(2), struct(2), struct(8))
+
+
+@pytest.mark.parametrize(("backend", "topology", "size"), [("xla", "v5e:2x2", 4), ("pallas", "v5e:2x4", 8)])
+def test_every_transfer_has_work_inside_and_none_is_touched(backend, topology, size):
+    made = program(topology, size, 4096, backend)
+    report = fa.check.audit(made)
+    assert report.ok, str(report)
+    transfers = [pair for pair in report.pairs if pair.communicates]
+    # Both ways: the hops of kv, forward and backward; of its gradients one fewer, and those go home. Fewer would
+    # say that XLA kept what came in the forward pass.
+    assert sum(pair.runs for pair in transfers) == 2 * 3 * (size - 1)
+    assert all(pair.overlapped for pair in transfers), str(report)
+    assert "flash_attention_backward" in made.text  # the kernel that None chooses
+
+
+def test_gathered_nothing_has_work_inside():
+    """The twin."""
+    report = fa.check.audit(program("v5e:2x4", 8, 16_384, "gather", backward=False))
+    assert "synchronous-collective" in report.codes()
+    assert not [pair for pair in report.pairs if pair.communicates and pair.overlapped]
+
+
+def test_memory_grows_with_the_rows_of_a_device_alone():
+    def temporaries(size, backend):
+        made = program({4: "v5e:2x2", 8: "v5e:2x4"}[size], size, 16_384, backend, backward=False)
+        return made.bytes_by_kind["temporaries"]
+
+    assert 0 < temporaries(8, "xla") <= 1.1 * temporaries(4, "xla")
+    # The twin: gathered, the rows of all devices stand there.
+    assert temporaries(8, "gather") > 1.5 * temporaries(8, "xla")
+
+
+def test_a_kernel_that_cannot_serve_is_refused():
+    with pytest.raises(
+        NotImplementedError, match=r"kernel='flash' takes head sizes .*: got 80; use kernel='reference'"
+    ):
+        program("v5e:2x2", 4, 2048, "xla", kernel="flash", head_dim=80)
+    with pytest.raises(NotImplementedError, match="chunks of a multiple of 128 rows: got 100"):
+        program("v5e:2x2", 4, 200, "xla", kernel="flash")
+
+
+def test_the_plan_chooses_where_nothing_is_named():
+    assert "collective-permute-start" in program("v5e:2x2", 4, 2048, None, backward=False).text

@@ -1,0 +1,73 @@
+"""The Pallas kernels beside the reference, in JAX's TPU interpreter on a CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync import flash_kernel
+from flaxasync.attention_layout import Mask, Product
+from flaxasync.block_attention import Reference, Scores, finish, initial_carry
+from flaxasync.flash_kernel import Flash, unsupported
+
+ROWS, HEAD = 256, 64
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    monkeypatch.setattr(flash_kernel, "KV_ROWS", 128)  # two parts
+    with pltpu.force_tpu_interpret_mode():
+        yield
+
+
+def blocks(form, *, kernel):
+    """Carry and gradients of one product by one kernel."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    q, do, kv = draw(1, 1, 2, ROWS, HEAD), draw(1, 1, 2, ROWS, HEAD), draw(2, 1, 1, ROWS, HEAD)
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (1, ROWS)), axis=1), jnp.int32)
+    segments = (ids, ids) if form["segments"] else None
+    mask = Mask(form["causal"], form["window"])
+    scores = Scores(mask, HEAD**-0.5, jax.lax.Precision.HIGHEST)
+    q_rows = form["q_rows"]
+    # The second run of q where it is a half: rows before it stay as they are.
+    product = Product(ROWS // q_rows - 1, q_rows, ROWS - q_rows, 0, ROWS, 0, mask.by_position, None)
+    carry = kernel.forward(scores, q, kv, segments, product, initial_carry(q))
+    log_sum = jnp.nan_to_num(finish(carry, jnp.float32)[1], neginf=0.0, posinf=0.0)
+    rows = jnp.stack([log_sum, draw(1, 1, 2, ROWS)], axis=-2)
+    zeros = initial_carry(q)[0], jnp.zeros(kv.shape, jnp.float32)
+    return *carry, *kernel.backward(scores, q, kv, segments, do, rows, product, zeros)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"causal": True, "window": None, "segments": False, "q_rows": 256},
+        {"causal": True, "window": 100, "segments": True, "q_rows": 128},
+    ],
+    ids=str,
+)
+def test_they_give_what_the_reference_gives(form):
+    kernel = Flash(q_tile=128, kv_tile=256, part=128)
+    for name, got, want in zip(
+        ("acc", "stats", "dq", "dkv"), blocks(form, kernel=kernel), blocks(form, kernel=Reference()), strict=True
+    ):
+        if name == "stats":  # a maximum that no row has reached differs between tiles, and weighs nothing
+            got, want = got[..., 1, -form["q_rows"] :], want[..., 1, -form["q_rows"] :]
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lacking"),
+    [
+        ((128, 256, 128), None),
+        ((80, 256, 256), "head sizes 64, 128, 192 and 256: got 80"),
+        ((128, 200, 128), "chunks of a multiple of 128 rows: got 200"),
+    ],
+)
+def test_what_they_cannot_take_is_said(sizes, lacking):
+    assert unsupported(*sizes) == lacking

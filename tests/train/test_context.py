@@ -1,0 +1,87 @@
+"""Sequences split over devices: the same losses, the same text and the same checkpoints as on any other mesh."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from train.config import InputError, MeshConfig
+from train.corpus import open_corpus
+from train.data import TrainingBatches, split
+from train.mesh import fill_in, make_mesh, sequence_order
+from train.run import main
+from train.sample import generate
+from train.step import Trainer
+
+
+def on(config, **mesh):
+    return dataclasses.replace(config, mesh=MeshConfig(**mesh))
+
+
+def losses(config, steps=20):
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        training, _ = split(open_corpus(config.data, vocab_size=128), config)
+        batches, trainer = TrainingBatches(training, config, mesh), Trainer(config, mesh)
+        state, history = trainer.init(), []
+        for _ in range(steps):
+            state, metrics = trainer.train_step(state, *next(batches))
+            history.append(float(metrics["loss"]))
+    return history
+
+
+@pytest.mark.parametrize(("layout", "backend"), [("zigzag", "auto"), ("contiguous", "none")])
+def test_losses_are_those_of_whole_sequences(config, replace, layout, backend):
+    config = dataclasses.replace(replace(config, data={"sequence_length": 64}), backend=backend)
+    split_up = losses(on(config, data=1, context=4, model=2, context_layout=layout))
+    np.testing.assert_allclose(split_up, losses(on(config, data=4, model=2)), atol=1e-4)
+    assert split_up[-1] < split_up[0]
+
+
+def test_a_batch_lies_in_the_order_of_the_mesh(config):
+    config = on(config, data=2, context=4)
+    mesh = make_mesh(config.mesh)
+    assert dict(mesh.shape) == {"data": 2, "context": 4, "model": 1}
+    training, _ = split(open_corpus(config.data, vocab_size=128), config)
+    tokens, targets = next(TrainingBatches(training, config, mesh))
+    assert tokens.sharding.spec == jax.P("data", "context")
+    back = np.argsort(sequence_order(mesh, config.mesh, 16))
+    np.testing.assert_array_equal(np.asarray(tokens)[:, back][:, 1:], np.asarray(targets)[:, back][:, :-1])
+    assert not np.array_equal(back, np.arange(16))
+
+
+def test_the_text_is_the_same(config, replace):
+    texts = []
+    for mesh in ({"data": 2, "context": 2, "model": 2}, {"data": 4, "model": 2}):
+        now = replace(on(config, **mesh), eval={"temperature": 1e-6})
+        with jax.set_mesh(make_mesh(now.mesh)):
+            trainer = Trainer(now, jax.sharding.get_mesh())
+            texts.append(generate(trainer, trainer.init(), np.arange(17), now))
+    assert texts[0] == texts[1]
+
+
+def test_a_run_goes_on_with_sequences_split_and_back(preset, tmp_path):
+    def run(workdir, steps, *options):
+        command = [str(preset("auto")), "--workdir", str(tmp_path / workdir), "--steps", str(steps)]
+        assert main([*command, "--eval.sample_tokens", "0", "--eval.every", "0", *options]) == 0
+        lines = (tmp_path / workdir / "metrics.jsonl").read_text().splitlines()
+        return [float(line.split('"loss": ')[1].split(",")[0]) for line in lines]
+
+    straight = run("one", 9, "--mesh.data", "4")
+    run("two", 3, "--mesh.data", "4")
+    run("two", 6, "--mesh.data", "1", "--mesh.context", "4")
+    np.testing.assert_allclose(run("two", 9, "--mesh.data", "4"), straight, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"data": 2, "context": 3}, "mesh.data=2 x mesh.context=3 x mesh.model=1 must multiply to the number of"),
+        ({"context": 0}, "mesh.context must be at least 1: got 0"),
+    ],
+)
+def test_a_grid_that_does_not_fit_is_named(mesh, message):
+    with pytest.raises(InputError, match=message):
+        make_mesh(MeshConfig(**mesh))
+    assert fill_in(-1, 2, 8, context=2) == (2, 2)
