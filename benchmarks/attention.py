@@ -27,9 +27,9 @@ from jax.sharding import PartitionSpec as P
 from table import print_table, write_between_markers
 
 import flaxasync as fa
-from flaxasync.attention_layout import Mask, Product
-from flaxasync.block_attention import Scores
-from flaxasync.flash_kernel import Flash
+from flaxasync.attention.blocks import Scores
+from flaxasync.attention.flash_kernel import Flash
+from flaxasync.attention.layout import Mask, Product
 from flaxasync.hardware import chip
 
 R, HEAD_DIM = 8, 128

@@ -1,12 +1,12 @@
 """The chips that estimates are made for: what one device of each can do.
 
-A device is what JAX shows as one: a v5e, v6e or v5p chip, and half a tpu7x chip. Sources: peak rates, HBM and chip ICI
-bandwidths are Google Cloud's TPU pages ("TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"; tpu7x halved per core). A link carries
-one direction of one port: the chip's bidirectional ICI bandwidth over its ports and both directions gives 50 and 100
-GB/s, of which nine tenths arrive: 45 and 90 GB/s in the table of "How to Scale Your Model" (Austin et al., 2025, chapter
-2), and the 2x2 v5e study in docs/check.md agrees for v5e. Clocks are the cycles_per_microsecond that libtpu 0.0.51 writes
-into its schedules; HBM sizes are those that it leaves to programs. Sizes of vector memory are those of
-`jax.experimental.pallas.tpu.get_tpu_info`.
+A device is what JAX shows as one: a v5e, v6e or v5p chip, and half a tpu7x chip. Sources: peak rates, HBM and chip
+ICI bandwidths are Google Cloud's TPU pages ("TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"; tpu7x halved per core). A link
+carries one direction of one port: the chip's bidirectional ICI bandwidth over its ports and both directions gives 50
+and 100 GB/s, of which nine tenths arrive: 45 and 90 GB/s in the table of "How to Scale Your Model" (Austin et al.,
+2025, chapter 2), and the 2x2 v5e study in docs/check.md agrees for v5e. Clocks are the cycles_per_microsecond that
+libtpu 0.0.51 writes into its schedules; HBM sizes are those that it leaves to programs. Sizes of vector memory are
+those of `jax.experimental.pallas.tpu.get_tpu_info`.
 """
 
 import dataclasses
@@ -42,9 +42,26 @@ CHIPS = {
 }
 
 
+_KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+    "TPU v7x": "tpu7x",
+}
+
+
 def chip(name: str) -> Chip:
     """Returns a chip by name ("v5e") or by the name of one of its topologies ("v5e:2x4")."""
     found = CHIPS.get(str(name).partition(":")[0])
     if found is None:
         raise ValueError(f"chip must be one of {', '.join(CHIPS)}: got {name!r}")
     return found
+
+
+def chip_of_device(kind: str | None) -> Chip | None:
+    """Returns the chip of a JAX device kind ("TPU v5 lite"); None for one that the table lacks."""
+    return CHIPS.get(_KINDS.get(kind or "", ""))

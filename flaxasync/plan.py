@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flaxasync.hardware import CHIPS, Chip
+from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 
 KERNEL_EFFICIENCY = 0.9
@@ -107,23 +107,6 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int, **opti
     fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes} or costs
     first, *others = sorted(fitting, key=lambda backend: fitting[backend].seconds)
     return Plan(name, first, _reason(first, others, costs, fitting, ring, spec), costs)
-
-
-def chip_of_device(kind: str | None) -> Chip | None:
-    """The chip of a JAX device kind ("TPU v5 lite"); None for one that the table lacks."""
-    return CHIPS.get(_KINDS.get(kind or "", ""))
-
-
-_KINDS = {
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-    "TPU v7x": "tpu7x",
-}
 
 
 def _reason(

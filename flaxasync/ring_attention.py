@@ -1,8 +1,7 @@
 """Attention over a sequence that is split over a mesh axis: the public op, its checks, its backend and its kernel.
 
-For use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the modules. The rules, forward and backward, are in
-`ring_attention_rules` and `attention_passes`, the product of two blocks in `block_attention`, layouts in
-`attention_layout`.
+For use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the modules. What it is made of is in
+`flaxasync.attention`: layouts, the product of two blocks, the passes and their rules.
 """
 
 import math
@@ -12,14 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flaxasync import ring_attention_rules as rules
 from flaxasync import transport
-from flaxasync.attention_layout import AttentionLayout, Mask, Sequence, check_layout
-from flaxasync.attention_passes import Op
-from flaxasync.block_attention import BlockKernel, Reference, Scores
-from flaxasync.flash_grid import LANES
-from flaxasync.flash_kernel import Flash, unsupported
-from flaxasync.plan import chip_of_device, plan
+from flaxasync.attention import rules
+from flaxasync.attention.blocks import BlockKernel, Reference, Scores
+from flaxasync.attention.flash_grid import LANES
+from flaxasync.attention.flash_kernel import Flash, unsupported
+from flaxasync.attention.layout import AttentionLayout, Mask, Sequence, check_layout
+from flaxasync.attention.passes import Op
+from flaxasync.hardware import chip_of_device
+from flaxasync.plan import plan
 from flaxasync.ring import Ring
 
 BACKENDS = ("xla", "pallas", "stateful", "gather")
@@ -75,7 +75,7 @@ def ring_attention(
       backend: "xla" (a ring of `lax.ppermute`), "pallas" or "stateful" (the same ring on Pallas DMAs, with futures or
         with Refs; TPU), "gather" (all-gather k and v once), or None: what `flaxasync.plan` predicts to be fastest.
       kernel: what multiplies two blocks: "flash" (a Pallas kernel; TPU), "reference" (JAX, on every device), an object
-        of your own (`flaxasync.block_attention.BlockKernel`), or None: "flash" where it can serve, else "reference".
+        of your own (`flaxasync.attention.blocks.BlockKernel`), or None: "flash" where it can serve, else "reference".
       directions: 1, or 2 to send half of every block each way; by default 2 on rings of three or more TPUs.
       unroll: ring steps in one loop body.
       precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32.

@@ -12,6 +12,7 @@ FLOORS = {
     "flaxasync.hardware": 0,
     "flaxasync.ring": 0,
     "flaxasync.transport": 1,
+    "flaxasync.kernels": 1,
     "flaxasync": 2,
     "flaxasync.nn": 3,
     "models": 4,

@@ -3,8 +3,7 @@
 import pytest
 
 import flaxasync as fa
-from flaxasync.hardware import chip
-from flaxasync.plan import chip_of_device
+from flaxasync.hardware import chip, chip_of_device
 
 LLAMA = (1, 4096, 32, 128), (1, 4096, 8, 128)
 

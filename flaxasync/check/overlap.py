@@ -18,7 +18,7 @@ from flaxasync.check.hazards import kernel_hazards, sent_operands
 from flaxasync.check.hlo import Computation, HloModule, Instruction
 from flaxasync.check.hlo_reader import parse
 from flaxasync.check.value_flow import Span
-from flaxasync.hardware import Chip
+from flaxasync.hardware import Chip, chip_of_device
 from flaxasync.hardware import chip as chip_named
 
 LARGE = 1 << 20  # bytes; smaller collectives are bound by latency and only noted
@@ -27,9 +27,6 @@ WORK = 1e-7  # s; shorter instructions are bookkeeping
 DEFAULT_CHIP = "v5e"
 
 _DUMP = "dump it with XLA_FLAGS=--xla_dump_to=DIR and audit the text of its last pass, *after_optimizations.txt"
-
-_KIND_TO_CHIP = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v6 lite": "v6e", "TPU v6e": "v6e"}
-_KIND_TO_CHIP |= {"TPU v5": "v5p", "TPU v5p": "v5p", "TPU7x": "tpu7x", "TPU v7x": "tpu7x"}
 
 
 def audit(
@@ -111,7 +108,8 @@ def chip_of(compiled: Any) -> str | None:
         return found
     for sharding in _shardings(compiled):
         for device in getattr(sharding, "device_set", ()):
-            return _KIND_TO_CHIP.get(device.device_kind)
+            found = chip_of_device(device.device_kind)
+            return None if found is None else found.name
     return None
 
 

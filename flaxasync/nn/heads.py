@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flaxasync.attention_layout import AttentionLayout, check_layout, positions
+from flaxasync.attention.layout import AttentionLayout, check_layout, positions
 from flaxasync.nn.placement import axis_size
 from flaxasync.ring_attention import ring_attention
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flaxasync.attention_layout import AttentionLayout, check_rows
+from flaxasync.attention.layout import AttentionLayout, check_rows
 from flaxasync.nn import shards
 from flaxasync.nn.heads import HeadAttention, check_heads, check_segments, make_context
 from flaxasync.nn.linear import default_bias_init, default_kernel_init

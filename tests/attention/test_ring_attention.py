@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.block_attention import Reference
+from flaxasync.attention.blocks import Reference
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync import flash_kernel
-from flaxasync.attention_layout import Mask, Product
-from flaxasync.block_attention import Reference, Scores, finish, initial_carry
-from flaxasync.flash_kernel import Flash, unsupported
+from flaxasync.attention import flash_kernel
+from flaxasync.attention.blocks import Reference, Scores, finish, initial_carry
+from flaxasync.attention.flash_kernel import Flash, unsupported
+from flaxasync.attention.layout import Mask, Product
 
 ROWS, HEAD = 256, 64
 

@@ -13,7 +13,7 @@ rows     [b, n, g, 2, s]     float32, for the gradient: log2 of the sum of 2**sc
 segments [b, s], [b, t]      int32; rows of different segments do not attend to each other
 ```
 
-A `BlockKernel` does this; `Reference` is in JAX and runs on every device, `flaxasync.flash_kernel` is for TPUs.
+A `BlockKernel` does this; `Reference` is in JAX and runs on every device, `flash_kernel` is for TPUs.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync import transport
-from flaxasync.attention_layout import Mask, Product
+from flaxasync.attention.layout import Mask, Product
 
 LOG2_E = 1.4426950408889634
 LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that is never the maximum; differences of two are finite

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync import transport
-from flaxasync.attention_layout import Product, Sequence
-from flaxasync.block_attention import BlockKernel, Carry, Gradients, Scores, initial_carry, where_needed
+from flaxasync.attention.blocks import BlockKernel, Carry, Gradients, Scores, initial_carry, where_needed
+from flaxasync.attention.layout import Product, Sequence
 from flaxasync.ring import Ring, gathered_owner, shifts, split_rows, staggered_loop
 
 type Block = dict[str, Array]  # what travels: "kv", "ids" where there are segments, "dkv" in the backward pass

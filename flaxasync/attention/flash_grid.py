@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from flaxasync.attention_layout import Product
+from flaxasync.attention.layout import Product
 
 LANES = 128
 

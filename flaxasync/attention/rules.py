@@ -11,7 +11,7 @@ forward   o  = softmax(q k.T) v                 kv travels; every product is add
 ```
 
 Saved are q, kv, o and the log-sum-exp of this device's rows, as they are: nothing gathered. p is computed again. The
-passes themselves are in `attention_passes`.
+passes themselves are in `passes`.
 """
 
 import functools
@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from flaxasync import attention_passes as passes
 from flaxasync import transport
-from flaxasync.attention_passes import Op
-from flaxasync.block_attention import finish
+from flaxasync.attention import passes
+from flaxasync.attention.blocks import finish
+from flaxasync.attention.passes import Op
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
