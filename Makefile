@@ -22,6 +22,10 @@ help:  ## list the targets
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ .venv/.train
 
+.venv/.bench: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	@touch $@ .venv/.dev .venv/.train
+
 setup: .venv/.dev  ## make .venv with everything a developer needs
 
 train: .venv/.train  ## train configs/tiny.py tensor-parallel on 8 simulated CPU devices; ARGS='--steps 100' adds options
@@ -39,15 +43,20 @@ format: .venv/.dev  ## format and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/.dev  ## measure the tables that the documents quote, and draw their pictures
+bench: .venv/.bench  ## measure the tables that the documents quote, and draw their pictures
 	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md
 	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
 	$(CPU) $(BIN)/python benchmarks/async_table.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img
+	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --write docs/kernels.md
+	$(CPU) $(BIN)/python benchmarks/player_layers.py --write docs/player.md
 	$(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md
+	$(CPU) $(BIN)/python benchmarks/attention.py --write docs/ring.md
 
 pictures: .venv/.dev  ## draw the pictures in docs/img
 	$(BIN)/python docs/loop_picture.py
+	$(CPU) $(BIN)/python docs/player_picture.py
+	$(BIN)/python docs/ring_pictures.py
 
 clean:  ## remove .venv, runs and caches
 	rm -rf .venv runs build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,7 @@
 """The 2x2 study's programs: LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] in four published variants and an overlapped one.
 
-They exist to be played: their published times are what the player is compared with. Each variant is a function of
+They exist to be played: their published times are what the player is compared with. The all-gather and the all-reduce
+are as published, one step after the other; the matmuls are the library's. Each variant is a function of
 local shards for a ("x", "y") mesh of 2 x 2 devices; `program` makes the jitted function and its arguments for any m,
 k, n.
 
@@ -21,34 +22,26 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flaxasync.kernels import tiles as kernels
+from flaxasync.kernels.fused import gather_gemm
+from flaxasync.kernels.gemm import gemm
+from flaxasync.kernels.overlapped import overlapped
+
 STUDY = (16384, 16384, 8192)  # m, k, n of the published figures, bf16
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sides of one step of a kernel, side of an all-reduce step, column chunks of the overlapped kernel."""
+    """Sides of one step of a matmul (the overlapped one takes twice the rows), side of an all-reduce step."""
 
     m: int = 512
     k: int = 1024
     n: int = 1024
     reduce: int = 1024
-    chunks: int = 8
 
-
-def gemm(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    """x @ w as one kernel: tiles stream from HBM, the accumulator stays."""
-    (m, k), n = x.shape, w.shape[1]
-    bm, bk, bn = min(tiles.m, m), min(tiles.k, k), min(tiles.n, n)
-    return pl.pallas_call(
-        _accumulate,
-        out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
-        grid=(m // bm, n // bn, k // bk),
-        in_specs=[pl.BlockSpec((bm, bk), lambda i, j, t: (i, t)), pl.BlockSpec((bk, bn), lambda i, j, t: (t, j))],
-        out_specs=pl.BlockSpec((bm, bn), lambda i, j, t: (i, j)),
-        scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
-        name="gemm",
-    )(x, w)
+    def matmul(self, rows: int = 1) -> kernels.Tiles:
+        return kernels.Tiles(rows * self.m, self.k, self.n)
 
 
 def all_gather(w: jax.Array) -> jax.Array:
@@ -101,129 +94,20 @@ def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
     )(x)
 
 
-def fused(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    """All-gather and matmul in one kernel: devices that hold the half they need multiply while it travels."""
-
-    def body(x_ref, w_ref, o_ref, arrived, send_sem, recv_sem):
-        on_diagonal = lax.axis_index("x") == lax.axis_index("y")
-        send = pltpu.make_async_remote_copy(w_ref, arrived, send_sem, recv_sem, device_id=_other("x"))
-        send.start()
-
-        @pl.when(on_diagonal)
-        def _():
-            _pipelined(x_ref, w_ref, o_ref, None, tiles, store_first=False)
-
-        send.wait()
-
-        @pl.when(jnp.logical_not(on_diagonal))
-        def _():
-            _pipelined(x_ref, arrived, o_ref, None, tiles, store_first=False)
-
-    return pl.pallas_call(
-        body,
-        out_shape=[jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype), jax.ShapeDtypeStruct(w.shape, w.dtype)],
-        in_specs=[ANYWHERE] * 2,
-        out_specs=[ANYWHERE] * 2,
-        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
-        name="fused",
-    )(x, w)[0]
-
-
-def overlapped(x: jax.Array, w: jax.Array, tiles: Tiles, *, collective_id: int = 3) -> jax.Array:
-    """All three in one kernel, column chunk by column chunk.
-
-    First the rows that the neighbour on y owns, as chunks of w arrive, each partial sum leaving at once; then the own
-    rows, with the neighbour's partial sum added as each tile is stored, each finished chunk leaving at once.
-    """
-    half, count = x.shape[0] // 2, tiles.chunks
-    width = w.shape[1] // count
-
-    def body(x_ref, w_ref, o_ref, w_in, part_in, w_send, w_recv, part_send, part_recv, o_send, o_recv):
-        diagonal = lax.axis_index("x") == lax.axis_index("y")
-        barrier = pltpu.get_barrier_semaphore()  # nobody writes into a device that has not entered
-        for axis in ("x", "y"):
-            pl.semaphore_signal(barrier, device_id=_other(axis))
-        pl.semaphore_wait(barrier, 2)
-        mine = pl.ds(pl.multiple_of(lax.axis_index("y") * half, half), half)
-        theirs = pl.ds(pl.multiple_of((1 - lax.axis_index("y")) * half, half), half)
-
-        def columns(j):
-            return pl.ds(pl.multiple_of(j * width, width), width)
-
-        def weights(j):
-            return pltpu.make_async_remote_copy(
-                w_ref.at[:, columns(j)], w_in.at[:, columns(j)], w_send, w_recv.at[j], device_id=_other("x")
-            )
-
-        def partial(j):
-            return pltpu.make_async_remote_copy(
-                o_ref.at[theirs, columns(j)],
-                part_in.at[:, columns(j)],
-                part_send,
-                part_recv.at[j],
-                device_id=_other("y"),
-            )
-
-        def final(j):
-            chunk = o_ref.at[mine, columns(j)]
-            return pltpu.make_async_remote_copy(chunk, chunk, o_send, o_recv, device_id=_other("y"))
-
-        def multiply(rows, j, add):
-            @pl.when(diagonal)
-            def _():
-                chunk = o_ref.at[rows, columns(j)]
-                _pipelined(x_ref.at[rows, :], w_ref.at[:, columns(j)], chunk, add, tiles, store_first=True)
-
-            @pl.when(jnp.logical_not(diagonal))
-            def _():
-                chunk = o_ref.at[rows, columns(j)]
-                _pipelined(x_ref.at[rows, :], w_in.at[:, columns(j)], chunk, add, tiles, store_first=True)
-
-        @pl.when(diagonal)
-        def _():
-            pl.loop(0, count)(lambda j: weights(j).start())
-
-        @pl.loop(0, count)
-        def _(j):
-            pl.when(jnp.logical_not(diagonal))(lambda: weights(j).wait_recv())
-            multiply(theirs, j, None)
-            partial(j).start()
-
-        @pl.loop(0, count)
-        def _(j):
-            partial(j).wait_recv()
-            multiply(mine, j, part_in.at[:, columns(j)])
-            final(j).start()
-
-        @pl.loop(0, count)
-        def _(j):
-            partial(j).wait_send()
-            final(j).wait()
-            pl.when(diagonal)(lambda: weights(j).wait_send())
-
-    shapes = [(x.shape[0], w.shape[1]), w.shape, (half, w.shape[1])]
-    one, many = pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA((count,))
-    return pl.pallas_call(
-        body,
-        out_shape=[jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes],
-        in_specs=[ANYWHERE] * 2,
-        out_specs=[ANYWHERE] * 3,
-        scratch_shapes=[one, many, one, many, one, one],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id, vmem_limit_bytes=32 << 20),
-        name="overlapped",
-    )(x, w)[0]
-
-
 def collectives_and_gemm(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    return lax.psum(gemm(x, _needed(lax.all_gather(w, "x", axis=0, tiled=True)), tiles), "y")
+    return lax.psum(gemm(x, _needed(lax.all_gather(w, "x", axis=0, tiled=True)), tiles=tiles.matmul()), "y")
 
 
 def series(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    return all_reduce(gemm(x, _needed(all_gather(w)), tiles), tiles)
+    return all_reduce(gemm(x, _needed(all_gather(w)), tiles=tiles.matmul()), tiles)
 
 
 def fused_then_reduce(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    return all_reduce(fused(x, w, tiles), tiles)
+    return all_reduce(gather_gemm(x, w, tiles=tiles.matmul()), tiles)
+
+
+def all_overlapped(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
+    return overlapped(x, w, tiles=tiles.matmul(rows=2))
 
 
 VARIANTS: dict[str, Callable | None] = {
@@ -231,7 +115,7 @@ VARIANTS: dict[str, Callable | None] = {
     "collectives_and_gemm": collectives_and_gemm,
     "series": series,
     "fused": fused_then_reduce,
-    "overlapped": overlapped,
+    "overlapped": all_overlapped,
 }
 
 
@@ -261,58 +145,3 @@ def _needed(w: jax.Array) -> jax.Array:
     """The half of the gathered rows that this mesh column multiplies."""
     rows = w.shape[0] // 2
     return lax.dynamic_slice(w, (lax.axis_index("y") * rows, 0), (rows, w.shape[1]))
-
-
-def _accumulate(a_ref, b_ref, o_ref, accumulator):
-    step = pl.program_id(2)
-
-    @pl.when(step == 0)
-    def _():
-        accumulator[...] = jnp.zeros_like(accumulator)
-
-    accumulator[...] += jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32)
-
-    @pl.when(step == pl.num_programs(2) - 1)
-    def _():
-        o_ref[...] = accumulator[...].astype(o_ref.dtype)
-
-
-def _pipelined(x_ref, w_ref, o_ref, add_ref, tiles: Tiles, *, store_first: bool) -> None:
-    """o = x @ w (+ add), its tiles streamed from and to HBM within a kernel.
-
-    The published kernels clear the accumulator before the first product (store_first=False); storing it instead saves
-    a pass.
-    """
-    (m, k), n = x_ref.shape, w_ref.shape[1]
-    bm, bk, bn = min(tiles.m, m), min(tiles.k, k), min(tiles.n, n)
-
-    def run(accumulator):
-        def step(a_ref, b_ref, *rest):
-            added, o_tile = rest if add_ref is not None else (None, rest[0])
-            if not store_first:
-                _accumulate(a_ref, b_ref, o_tile, accumulator)
-                return
-            t = pl.program_id(2)
-
-            @pl.when(t == 0)
-            def _():
-                accumulator[...] = jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32)
-
-            @pl.when(t > 0)
-            def _():
-                accumulator[...] += jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32)
-
-            @pl.when(t == pl.num_programs(2) - 1)
-            def _():
-                total = accumulator[...] if added is None else accumulator[...] + added[...].astype(jnp.float32)
-                o_tile[...] = total.astype(o_tile.dtype)
-
-        out = pl.BlockSpec((bm, bn), lambda i, j, t: (i, j))
-        ins = [pl.BlockSpec((bm, bk), lambda i, j, t: (i, t)), pl.BlockSpec((bk, bn), lambda i, j, t: (t, j))]
-        extra = [] if add_ref is None else [out]
-        operands = [] if add_ref is None else [add_ref]
-        pltpu.emit_pipeline(step, grid=(m // bm, n // bn, k // bk), in_specs=ins + extra, out_specs=[out])(
-            x_ref, w_ref, *operands, o_ref
-        )
-
-    pl.run_scoped(run, pltpu.VMEM((bm, bn), jnp.float32))

@@ -1,0 +1,108 @@
+"""`fa.mesh_matmul` by backend on the published 2 x 2 study: predicted without a TPU, measured on one.
+
+    python benchmarks/mesh_matmul.py                            plays every backend (half a minute; no TPU)
+    python benchmarks/mesh_matmul.py --write docs/kernels.md    also puts the table between the markers there
+    python benchmarks/mesh_matmul.py --small                    1/8 a side: seconds, and nothing to compare with
+
+LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] with m, k, n = 16384, 16384, 8192 in bf16 on four v5e chips. "Predicted" are
+totals of the final instructions of all devices, executed by `flaxasync.check.player`; "published" is what the study
+measured for its own kernel of that name. Where four TPUs are attached the same command runs the backends there and
+prints both.
+"""
+
+import argparse
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.table import print_table, write_between_markers
+from flaxasync.check.player import Result, play
+from flaxasync.kernels.tiles import Tiles
+
+STUDY, SMALL = (16384, 16384, 8192), (2048, 2048, 1024)  # m, k, n
+TOPOLOGY = "v5e:2x2"
+PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  # ms
+PEAK_MS = 5.58  # the matmul alone at the data sheet's peak
+RUNS = 10
+
+
+def program(backend: str, mesh: Mesh, shape: tuple[int, int, int], tiles: Tiles | None = None) -> tuple:
+    """The jitted function of a backend, and its arguments without values."""
+    m, k, n = shape
+    arguments = tuple(
+        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for s, spec in (((m, k), P("x", "y")), ((k, n), P("x", None)))
+    )
+    local = functools.partial(fa.mesh_matmul, backend=backend, tiles=tiles)
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(P("x", "y"), P("x", None)), out_specs=P("x", None))
+    ), *arguments
+
+
+def exit_copy_ms(result: Result) -> float:
+    """The copy of a kernel's result that XLA adds where the kernel ends the program."""
+    return sum(p.seconds for p in result.slowest.phases if p.name.startswith("copy")) * 1e3
+
+
+def measured_ms(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) -> float | None:
+    """The fastest of some runs on four attached TPUs; None where there are none."""
+    if jax.default_backend() != "tpu" or jax.device_count() != 4:
+        return None
+    fn, *arguments = program(backend, jax.make_mesh((2, 2), ("x", "y")), shape, tiles)
+    values = [jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in arguments]
+    fn(*values).block_until_ready()
+    spent = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        fn(*values).block_until_ready()
+        spent.append(time.perf_counter() - begin)
+    return min(spent) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="small sizes: seconds, and nothing to compare with")
+    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
+    chosen = parser.parse_args()
+    shape, tiles = (SMALL, Tiles(256, 256, 256)) if chosen.small else (STUDY, None)
+    mesh = fa.check.topology_mesh(TOPOLOGY, (2, 2), ("x", "y"))
+    rows = []
+    for backend in ("none", "xla_gemm", "serial", "fused", "overlapped"):
+        fn, *arguments = program(backend, mesh, shape, tiles)
+        result = play(fn, *arguments, topology=TOPOLOGY)
+        total, copy = result.seconds * 1e3, exit_copy_ms(result)
+        known = None if chosen.small else PUBLISHED.get(backend)
+        here = measured_ms(backend, shape, tiles)
+        rows.append(
+            (
+                backend,
+                "-" if known is None else f"{known:g}",
+                f"{total:.3f}",
+                "-" if known is None else f"{total / known - 1:+.1%}",
+                f"{total - copy:.3f}",
+                f"{result.exposed * 1e3:.3f}",
+                f"{result.slowest.share_of_peak:.0%}",
+                *([] if here is None else [f"{here:.3f}"]),
+            )
+        )
+    header = (
+        "backend",
+        "published ms",
+        "predicted ms",
+        "difference",
+        "without exit copy",
+        "waits for others",
+        "of peak",
+    )
+    table = print_table((*header, "measured here")[: len(rows[0])], rows)
+    if chosen.write:
+        write_between_markers(chosen.write, "mesh matmul", table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A mesh of simulated TPUs: CPU devices, JAX's TPU interpret mode with race detection, the memory sizes of a v5e."""
+
+import contextlib
+import functools
+import io
+import zlib
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from jax._src import config, dispatch
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, Mesh
+
+V5E = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
+
+
+@contextlib.contextmanager
+def simulated(shape, names, mode="on_wait"):
+    """The ambient mesh is one of simulated TPUs. A race raises; so does a semaphore that is left over."""
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    mesh = Mesh(devices, names)
+    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, on_race="raise")
+    jax.clear_caches()
+    pltpu.reset_tpu_interpret_mode_state()
+    dispatch.runtime_tokens.clear()  # of a program that failed
+    original = stock.interpret_pallas_call
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,  # what is left over is printed, not raised
+        mock.patch.object(stock, "interpret_pallas_call", functools.partial(_with_barrier, original)),
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=V5E)),
+        pltpu.force_tpu_interpret_mode(params),
+        _unoptimised(),
+    ):
+        yield mesh
+        jax.effects_barrier()
+        assert "non-zero count" not in printed.getvalue(), printed.getvalue()
+    pltpu.reset_tpu_interpret_mode_state()
+    jax.clear_caches()
+
+
+@contextlib.contextmanager
+def _unoptimised():
+    """The programs here are callbacks: optimising what stands between them takes longer than running it."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+def _with_barrier(original, *args, jaxpr, compiler_params, name=None, **rest):
+    """The interpreter does not know barriers by tag, nor the types of manual axes within its own loops."""
+    compiler_params = compiler_params or pltpu.CompilerParams()
+    if compiler_params.collective_id is None and "get_barrier_semaphore" in str(jaxpr):
+        compiler_params = compiler_params.replace(
+            collective_id=zlib.crc32(str(jaxpr.debug_info.func_name).encode()) % 97
+        )
+    with config._check_vma(False):
+        return original(*args, jaxpr=jaxpr, compiler_params=compiler_params, name=name, **rest)
+
+
+@pytest.fixture(params=["on_wait", "eager"])
+def mode(request):
+    return request.param

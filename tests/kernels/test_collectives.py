@@ -1,0 +1,84 @@
+"""all_gather, reduce_scatter and all_reduce alone, in the race-detecting simulator; what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flaxasync.kernels import reduce
+from flaxasync.kernels.all_gather import all_gather
+from flaxasync.kernels.reduce import all_reduce, reduce_scatter
+from flaxasync.kernels.tiles import Tiles
+from tests.kernels.conftest import simulated
+
+KERNELS = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+TILES = Tiles(16, 1, 256)
+
+
+def run(name, size, *, mode="on_wait", directions=1, dtype="float32", columns=512, data=1):
+    """Runs a kernel on an axis of `size` devices; returns what it gave and what it should have."""
+    rows = size * 32  # of one device: two tiles or more
+    x = np.random.default_rng(size).standard_normal((data, size, rows, columns))
+    x = np.asarray(jnp.asarray(x, dtype))
+    tiles = {} if name == "all_gather" else {"tiles": Tiles(size * 16, 1, 256) if name == "all_reduce" else TILES}
+    local = functools.partial(KERNELS[name], axis_name="ring", directions=directions, **tiles)
+    out = P("data", None) if name == "all_reduce" else P(("data", "ring"), None)
+    with simulated((data, size), ("data", "ring"), mode) as mesh:
+        fn = jax.jit(jax.shard_map(local, in_specs=P(("data", "ring"), None), out_specs=out))
+        placed = jax.device_put(x.reshape(-1, columns), NamedSharding(mesh, P(("data", "ring"), None)))
+        o = np.asarray(fn(placed), np.float32)
+    whole = x.astype(np.float32)
+    if name == "all_gather":
+        return o, np.tile(whole.reshape(data, 1, -1, columns), (1, size, 1, 1)).reshape(-1, columns)
+    return o, whole.sum(1).reshape(-1, columns)
+
+
+@pytest.mark.parametrize(("size", "directions", "mode"), [
+    (2, 1, "eager"), (3, 2, "on_wait"), (4, 2, "eager"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", KERNELS)
+def test_values(name, size, directions, mode):
+    o, want = run(name, size, mode=mode, directions=directions)
+    np.testing.assert_allclose(o, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_bfloat16_on_one_of_two_axes(name):
+    o, want = run(name, 2, dtype="bfloat16", columns=256, data=2)
+    np.testing.assert_allclose(o, want, rtol=2e-2, atol=2e-2)  # one sum, rounded
+
+
+def test_places_that_are_used_again_at_once_are_seen(monkeypatch):
+    """The twin: with one set of places a device overwrites what its neighbour has not read."""
+    monkeypatch.setattr(reduce, "_turn", lambda: 0)
+    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)):
+        np.testing.assert_allclose(*run("reduce_scatter", 3, mode="eager"), rtol=1e-5, atol=1e-5)
+
+
+def traced(name, shape, size, **options):
+    with simulated((size,), ("ring",)):
+        fn = jax.shard_map(
+            functools.partial(KERNELS[name], axis_name="ring", **options),
+            in_specs=P("ring", None), out_specs=P("ring", None), check_vma=False,
+        )  # fmt: skip
+        jax.eval_shape(fn, jax.ShapeDtypeStruct((size * shape[0], shape[1]), options.pop("dtype", jnp.float32)))
+
+
+@pytest.mark.parametrize(("name", "shape", "size", "options", "message"), [
+    ("all_gather", (32, 128), 1, {}, "needs two devices or more on 'ring': got an axis of size 1"),
+    ("all_reduce", (32, 128), 1, {}, "needs two devices or more on 'ring': got an axis of size 1"),
+    ("all_gather", (30, 128), 2, {}, r"multiple of 8, multiple of 128\] for float32: got \[30, 128\]"),
+    ("all_gather", (24, 128), 2, {"directions": 2}, "half of the rows of x each way: got 24, needed a multiple of 16"),
+    ("all_gather", (32, 128), 2, {"directions": 3}, "directions to be 1 or 2: got 3"),
+    ("reduce_scatter", (24, 128), 2, {}, "got 24 rows of float32, needed a multiple of 16"),
+    ("all_reduce", (24, 128), 2, {}, "got 24 rows of float32, needed a multiple of 16"),
+    ("all_reduce", (32, 128), 2, {"directions": 2}, "half of the columns of a tile each way: got 128"),
+    ("all_reduce", (8192, 8192), 2, {"tiles": Tiles(8192, 1, 8192)}, "a v5e has 120 MiB to give; the largest of this"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_with_its_numbers(name, shape, size, options, message):
+    with pytest.raises(ValueError, match=message):
+        traced(name, shape, size, **options)
