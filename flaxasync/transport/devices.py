@@ -1,6 +1,9 @@
-"""Which devices a program is for: those of the ambient mesh, whether or not they are present."""
+"""Which devices a program is for: those of the ambient mesh, present or not; and who is next to whom."""
+
+from typing import Any
 
 import jax
+from jax import lax
 
 
 def platform() -> str | None:
@@ -19,3 +22,14 @@ def check_tpu(caller: str, instead: str) -> None:
         raise NotImplementedError(
             f"{caller} is made of TPU kernels, and this mesh is of {found} devices; use {instead}"
         )
+
+
+def at(axis_name: str, shift: int) -> dict[str, Any]:
+    """The id of the device `shift` places onward on an axis; its other coordinates are this device's.
+
+    All axes are named: one that is left out is filled in while the kernel is lowered, with a type that then does not
+    lower (jax 0.12, meshes of two axes under `check_vma`).
+    """
+    here = {name: lax.axis_index(name) for name in jax.sharding.get_abstract_mesh().manual_axes}
+    size = lax.axis_size(axis_name)
+    return here | {axis_name: lax.rem(here[axis_name] + shift % size, size)}

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.transport import schedule
+from flaxasync.transport import devices, schedule
 from flaxasync.transport.pair import Future, Pair
 
 
@@ -90,18 +90,16 @@ def enter(axis_name: str, shift: int, collective_id: int | None = None) -> None:
     left one for it.
     """
     tag = None if collective_id is not None else f"flaxasync.ppermute {axis_name} {shift}"
-    size, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
     barrier = pltpu.get_barrier_semaphore(tag)
     with jax.named_scope("enter"):
-        pl.semaphore_signal(barrier, device_id={axis_name: lax.rem(index + (size - shift), size)})
+        pl.semaphore_signal(barrier, device_id=devices.at(axis_name, -shift))
         pl.semaphore_wait(barrier, 1)
 
 
 def send(x_ref: Any, y_ref: Any, send_sem: Any, recv_sem: Any, axis_name: str, shift: int) -> None:
     """Starts, inside a kernel, the DMA from x_ref here to y_ref on the device `shift` places onward."""
-    target = lax.rem(lax.axis_index(axis_name) + shift, lax.axis_size(axis_name))
     with jax.named_scope("send"):
-        pltpu.make_async_remote_copy(x_ref, y_ref, send_sem, recv_sem, device_id={axis_name: target}).start()
+        pltpu.make_async_remote_copy(x_ref, y_ref, send_sem, recv_sem, device_id=devices.at(axis_name, shift)).start()
 
 
 def wait_sent_and_received(x_ref: Any, y_ref: Any, send_sem: Any, recv_sem: Any) -> None:

@@ -31,9 +31,10 @@ def program(topology, size, rows, backend, *, kernel=None, backward=True, layout
         return fa.check.compile_for(topology, jax.jit(both), struct(8), struct(2), struct(2), struct(8))
 
 
-@pytest.mark.parametrize(("backend", "topology", "size"), [("xla", "v5e:2x2", 4), ("pallas", "v5e:2x4", 8)])
-def test_every_transfer_has_work_inside_and_none_is_touched(backend, topology, size):
-    made = program(topology, size, 4096, backend)
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_every_transfer_has_work_inside_and_none_is_touched(backend, size=4):
+    """benchmarks/attention.py counts the same for eight devices, and for 32K and 256K tokens."""
+    made = program("v5e:2x2", size, 4096, backend)
     report = fa.check.audit(made)
     assert report.ok, str(report)
     transfers = [pair for pair in report.pairs if pair.communicates]
@@ -46,14 +47,14 @@ def test_every_transfer_has_work_inside_and_none_is_touched(backend, topology, s
 
 def test_gathered_nothing_has_work_inside():
     """The twin."""
-    report = fa.check.audit(program("v5e:2x4", 8, 16_384, "gather", backward=False))
+    report = fa.check.audit(program("v5e:2x4", 8, 8192, "gather", backward=False))
     assert "synchronous-collective" in report.codes()
     assert not [pair for pair in report.pairs if pair.communicates and pair.overlapped]
 
 
 def test_memory_grows_with_the_rows_of_a_device_alone():
     def temporaries(size, backend):
-        made = program({4: "v5e:2x2", 8: "v5e:2x4"}[size], size, 16_384, backend, backward=False)
+        made = program({4: "v5e:2x2", 8: "v5e:2x4"}[size], size, 8192, backend, backward=False)
         return made.bytes_by_kind["temporaries"]
 
     assert 0 < temporaries(8, "xla") <= 1.1 * temporaries(4, "xla")

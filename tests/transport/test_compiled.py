@@ -1,12 +1,15 @@
 """Every form as the TPU compiler leaves it; and broken forms, which the same checks notice."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync import check, ring, transport
@@ -35,6 +38,21 @@ def test_an_even_number_of_hops(name):
 def test_under_auto_axes():
     program = compile_form(lambda x: tuple(FORMS["staggered"].run(x, HOPS)), axis_type=AxisType.Auto)
     assert faults(program, pairs=3) == set()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("backend", ["pallas", "stateful"])
+def test_on_one_axis_of_two(backend, axis_type):
+    """Data-parallel and tensor-parallel at once: neighbours are found on a mesh of two axes, too."""
+    mesh = check.topology_mesh("v5e:2x4", (2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    rows, columns = P("data", "model", None), P(None, "model")
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((4, 4096, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, rows))
+        w = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, columns))
+        multiply = functools.partial(fa.all_gather_matmul, axis_name="model", backend=backend)
+        mapped = jax.shard_map(multiply, in_specs=(rows, columns), out_specs=P("data", None, "model"))
+        program = check.compile_for("v5e:2x4", jax.jit(mapped), x, w)
+    assert faults(program, pairs=2 * 3) == set()  # two directions, three hops
 
 
 def test_a_dot_in_the_window_writes_straight_into_its_rows():
