@@ -4,7 +4,7 @@ BIN := .venv/bin
 CPU := JAX_PLATFORMS=cpu
 ARGS ?=
 
-.PHONY: help setup train test check format bench pictures clean
+.PHONY: help setup train test test-all check format bench pictures clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -42,6 +42,9 @@ check: .venv/.dev  ## format check, lint, types
 format: .venv/.dev  ## format and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+test-all: .venv/.dev  ## run the slow tests, too
+	FLAXASYNC_BENCH=1 $(MAKE) test
 
 bench: .venv/.bench  ## measure the tables that the documents quote, and draw their pictures
 	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md

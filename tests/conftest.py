@@ -26,6 +26,15 @@ hypothesis.settings.register_profile("flaxasync", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("flaxasync")
 
 
+def pytest_collection_modifyitems(items):
+    """Leaves slow tests to `make test-all`."""
+    if os.environ.get("FLAXASYNC_BENCH"):
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow, and others of its kind run: FLAXASYNC_BENCH=1 runs it"))
+
+
 @pytest.fixture(autouse=True)
 def watchdog():
     """Ends the process with every thread's stack when one test hangs."""

@@ -83,7 +83,7 @@ def parity(
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3)), 4, 8])
 def test_every_ring(size, layout):
     parity(size, layout=layout, directions=2 if size in (3, 8) else 1)
 

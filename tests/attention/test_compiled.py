@@ -32,8 +32,9 @@ def program(topology, size, rows, backend, *, kernel=None, backward=True, layout
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
-def test_every_transfer_has_work_inside_and_none_is_touched(backend, size=4):
+def test_every_transfer_has_work_inside_and_none_is_touched(backend):
     """benchmarks/attention.py counts the same for eight devices, and for 32K and 256K tokens."""
+    size = 4
     made = program("v5e:2x2", size, 4096, backend)
     report = fa.check.audit(made)
     assert report.ok, str(report)
@@ -45,6 +46,7 @@ def test_every_transfer_has_work_inside_and_none_is_touched(backend, size=4):
     assert "flash_attention_backward" in made.text  # the kernel that None chooses
 
 
+@pytest.mark.slow
 def test_gathered_nothing_has_work_inside():
     """The twin."""
     report = fa.check.audit(program("v5e:2x4", 8, 8192, "gather", backward=False))
@@ -52,6 +54,7 @@ def test_gathered_nothing_has_work_inside():
     assert not [pair for pair in report.pairs if pair.communicates and pair.overlapped]
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_rows_of_a_device_alone():
     def temporaries(size, backend):
         made = program({4: "v5e:2x2", 8: "v5e:2x4"}[size], size, 8192, backend, backward=False)

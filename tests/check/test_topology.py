@@ -152,7 +152,9 @@ def test_options_reach_the_compiler(mesh):
         compile_for("v5e:2x2", *matmul(mesh), compiler_options={"no_such_option": "1"})
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "chip", [name if name == "v5e" else pytest.param(name, marks=pytest.mark.slow) for name in CHIPS]
+)
 def test_a_program_that_does_not_fit_is_refused_with_the_compilers_numbers(chip):
     topology = f"{chip}:1x1" if chip in ("v5e", "v6e") else f"{chip}:1x1x1"
     with pytest.raises(HbmError, match=r"refused.*HBM") as refused:

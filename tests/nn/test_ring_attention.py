@@ -73,8 +73,7 @@ def check(make, mesh, x_spec, *, layout, window=None, segments=False, use_bias=F
         assert_close(got[path][...], want[path][...], "float32", ".".join(map(str, path)))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("layout", "axis_type"), [("contiguous", AxisType.Explicit), ("zigzag", AxisType.Auto)])
 def test_ring_alone(layout, axis_type):
     form = {"layout": layout, "use_bias": True}
     in_spec = ALONE if axis_type == AxisType.Auto else None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 
@@ -103,7 +102,7 @@ def test_the_step_of_the_8b_preset_for_cpu_devices_is_read_as_jaxlib_reads_it():
     assert counts_of_jaxlib([text]) == [counts(check.parse(text))]
 
 
-@pytest.mark.skipif(not os.environ.get("FLAXASYNC_BENCH"), reason="compiles for two minutes: FLAXASYNC_BENCH=1 runs it")
+@pytest.mark.slow
 def test_the_step_of_the_8b_preset_is_read_as_jaxlib_reads_it(tmp_path):
     """For v5e: on the programs for v5p, which gather on the SparseCore, jaxlib's parser aborts."""
     options = f"--workdir {tmp_path} --data.batch_size 2 --model.param_dtype bfloat16 --dry-run --topology v5e:4x4"

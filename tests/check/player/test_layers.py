@@ -28,7 +28,7 @@ def linear(backend):
 
 
 @pytest.mark.parametrize("topology", DEVICES)
-@pytest.mark.parametrize("backend", ["none", "xla", "pallas"])
+@pytest.mark.parametrize("backend", [pytest.param("none", marks=pytest.mark.slow), "xla", "pallas"])
 def test_an_mlp_plays_to_the_end(topology, backend):
     result, _ = play_layer(topology, mlp(backend), (BATCH, ROWS, FEATURES))
     for device in result.devices:
@@ -41,6 +41,7 @@ def test_an_mlp_plays_to_the_end(topology, backend):
     assert all(any(name in note for note in result.notes) for name in analytic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["none", "pallas"])
 def test_the_gradient_of_a_linear_layer_plays_to_the_end(backend):
     result, _ = play_layer("v5e:2x2", linear(backend), (BATCH, ROWS, FEATURES), backward=True)
