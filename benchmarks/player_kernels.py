@@ -90,6 +90,7 @@ def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
         in_specs=[pl.BlockSpec((bm, bn), lambda i, j: (i, j))],
         out_specs=pl.BlockSpec((bm, bn), lambda i, j: (i, j)),
         scratch_shapes=[pltpu.SemaphoreType.DMA] * 3 + [pltpu.VMEM((bm, bn), x.dtype)] * 2,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 * kernels.MIB),
         name="all_reduce",
     )(x)
 

@@ -16,7 +16,7 @@ from flaxasync.check.hlo_reader import parse
 from flaxasync.check.player.bundle_text import Program, read_program
 from flaxasync.check.player.errors import DumpError
 
-TESTED_LIBTPU = ("0.0.51",)
+TESTED_LIBTPU = ("0.0.51", "0.0.52")
 TOP = "TLP"  # the top level program: what the entry computation became
 NOTE = "player.json"
 SYNCHRONOUS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-broadcast")

@@ -264,10 +264,10 @@ class Mesh:
             remote = target is not machine
             latency = self.chip.cycles(self.chip.remote_latency if remote else self.chip.local_latency)
             if transfer.sent >= 0:
-                self._raise(machine, transfer.sent, transfer.granules, now, "send" if remote else "memory", None)
+                self._raise(machine, transfer.sent, transfer.raised, now, "send" if remote else "memory", None)
             cause = "receive" if remote else "memory"
             self._at(
-                now + latency, lambda now: self._raise(target, transfer.received, transfer.granules, now, cause, told)
+                now + latency, lambda now: self._raise(target, transfer.received, transfer.raised, now, cause, told)
             )
 
         self.network.start(machine.now, size, tuple(uses.items()), done)

@@ -5,9 +5,13 @@
 | dma.A_to_B | source, granules, destination, destination semaphore [, source stride, destination stride, step] |
 | dma.general | source, granules, destination, destination semaphore, source semaphore, strides, override, semaphore |
 
-The override of dma.general names the chip of the destination; its comment names the memory spaces. Two checks stand
-here because the program cannot make them itself: a transfer may not leave its buffer, and while it is under way nobody
-else may move bytes into its destination or source. They see transfers, not the loads and stores of the vector unit.
+The override of dma.general names the chip of the destination; its comment names the memory spaces. A transfer raises its
+semaphores by its granules, or by one where a bit of the source semaphore's number says so: libtpu 0.0.52 sets it in XLA's
+permutes, and waits for one, where 0.0.51 waited for the granules.
+
+Two checks stand here because the program cannot make them itself: a transfer may not leave its buffer, and while it is
+under way nobody else may move bytes into its destination or source. They see transfers, not the loads and stores of the
+vector unit.
 """
 
 import dataclasses
@@ -21,6 +25,7 @@ REMOTE = 0x4000
 FLAG_MASK = 0x1FFF
 CHIP_SHIFT = 17
 CORE_OF_TRANSFER, CORE_OF_SIGNAL = 13, 14  # bits of the semaphore number that name the core of a chip
+COUNTED_ONCE = 0x10000  # of the source semaphore's number: both ends are raised by one
 CHIP_MASK = 0x3FFF
 _PAIR = re.compile(r"(hbm|vmem|smem)[-_]to[-_](hbm|vmem|smem)")
 
@@ -39,6 +44,7 @@ class Transfer:
     chip: int  # of the destination, or -1 for the same chip
     core: int  # of that chip
     strided: bool
+    raised: int  # what each semaphore is raised by
     name: str
     place: str
 
@@ -68,7 +74,7 @@ def read_transfer(operation: Operation, values: tuple, place: str, kernel: str) 
     if not general:
         strided = len(values) > 4
         return Transfer(
-            source, target, *addresses, granules, received & FLAG_MASK, -1, -1, 0, strided, operation.name, place
+            source, target, *addresses, granules, received & FLAG_MASK, -1, -1, 0, strided, granules, operation.name, place
         )
     override = values[6]
     chip = override & CHIP_MASK if override & REMOTE else -1
@@ -85,6 +91,7 @@ def read_transfer(operation: Operation, values: tuple, place: str, kernel: str) 
         chip,
         core,
         values[5] > 0,
+        1 if values[4] & COUNTED_ONCE else granules,
         operation.name,
         place,
     )
