@@ -14,6 +14,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, Mesh
 
+from tests.simulator.unoptimised import unoptimised
+
 V5E = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
 
 
@@ -32,24 +34,13 @@ def simulated(shape, names, mode="on_wait"):
         mock.patch.object(stock, "interpret_pallas_call", functools.partial(_with_barrier, original)),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=V5E)),
         pltpu.force_tpu_interpret_mode(params),
-        _unoptimised(),
+        unoptimised(),
     ):
         yield mesh
         jax.effects_barrier()
         assert "non-zero count" not in printed.getvalue(), printed.getvalue()
     pltpu.reset_tpu_interpret_mode_state()
     jax.clear_caches()
-
-
-@contextlib.contextmanager
-def _unoptimised():
-    """The programs here are callbacks: optimising what stands between them takes longer than running it."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _with_barrier(original, *args, jaxpr, compiler_params, name=None, **rest):

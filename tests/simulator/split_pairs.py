@@ -32,6 +32,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync import transport
+from tests.simulator.unoptimised import unoptimised
 
 if jax.__version_info__[:2] != (0, 12):
     raise ImportError(f"the simulator of pairs knows the interpret mode of jax 0.12: this is {jax.__version__}")
@@ -90,7 +91,7 @@ def session(*, mode, on_race="warn", delayed=None):
     try:
         with (
             pltpu.force_tpu_interpret_mode(params),
-            _unoptimised(),
+            unoptimised(),
             mock.patch.object(transport.devices, "platform", return_value="tpu"),
         ):
             yield report
@@ -110,17 +111,6 @@ def session(*, mode, on_race="warn", delayed=None):
         _session = None
         stock.reset_tpu_interpret_mode_state()
         jax.clear_caches()
-
-
-@contextlib.contextmanager
-def _unoptimised():
-    """The programs here are callbacks: optimising what stands between them takes longer than running it."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def _pending(memory) -> set[int]:
