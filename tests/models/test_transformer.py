@@ -25,9 +25,10 @@ def make_mesh(data=2, model=4, axis_type=AxisType.Explicit):
     return jax.make_mesh((data, model), ("data", "model"), (axis_type,) * 2, devices=jax.devices()[: data * model])
 
 
-def loss_and_gradients(config, mesh, **options):
-    with jax.set_mesh(mesh):
-        graph, params = nnx.split(nnx.jit(lambda: Transformer(config, **options, rngs=nnx.Rngs(0)))())
+@functools.cache  # compiling takes all of the time, and most tests compare with CONFIG's
+def loss_and_gradients(config, axis_type=AxisType.Explicit):
+    with jax.set_mesh(make_mesh(axis_type=axis_type)):
+        graph, params = nnx.split(nnx.jit(lambda: Transformer(config, backend="xla", rngs=nnx.Rngs(0)))())
         fn = jax.jit(jax.value_and_grad(lambda params, *batch: nnx.merge(graph, params).loss(*batch)))
         loss, grads = fn(params, *(jax.device_put(t, P("data", None)) for t in (TOKENS, TARGETS)))
     return float(loss), jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), nnx.to_pure_dict(params)
@@ -69,11 +70,10 @@ def assert_gradients_close(got, want):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-5 * max(np.abs(w).max(), 1e-2)), got, want)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("tie_embeddings", [False, True])
+@pytest.mark.parametrize(("axis_type", "tie_embeddings"), [(AxisType.Explicit, False), (AxisType.Auto, True)])
 def test_loss_and_gradients_are_those_of_the_plain_decoder(axis_type, tie_embeddings):
     config = dataclasses.replace(CONFIG, tie_embeddings=tie_embeddings)
-    loss, grads, params = loss_and_gradients(config, make_mesh(axis_type=axis_type), backend="xla")
+    loss, grads, params = loss_and_gradients(config, axis_type)
     params = jax.tree.map(np.asarray, params)
     fn = jax.jit(jax.value_and_grad(functools.partial(plain_loss, config=config, tokens=TOKENS, targets=TARGETS)))
     want, want_grads = fn(params)
@@ -83,8 +83,8 @@ def test_loss_and_gradients_are_those_of_the_plain_decoder(axis_type, tie_embedd
 
 @pytest.mark.parametrize("remat", ["dots", "layer"])
 def test_remat_changes_nothing_but_memory(remat):
-    loss, grads, _ = loss_and_gradients(dataclasses.replace(CONFIG, remat=remat), make_mesh())
-    want, want_grads, _ = loss_and_gradients(CONFIG, make_mesh())
+    loss, grads, _ = loss_and_gradients(dataclasses.replace(CONFIG, remat=remat))
+    want, want_grads, _ = loss_and_gradients(CONFIG)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     assert_gradients_close(grads, want_grads)
 
@@ -113,8 +113,8 @@ def test_logits_stay_split_over_the_vocabulary():
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention promotes bfloat16 to float32
-        loss, _, params = loss_and_gradients(config, make_mesh())
-    want, _, _ = loss_and_gradients(CONFIG, make_mesh())
+        loss, _, params = loss_and_gradients(config)
+    want, _, _ = loss_and_gradients(CONFIG)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     assert loss != want
     np.testing.assert_allclose(loss, want, rtol=2e-2)
@@ -163,6 +163,6 @@ def test_with_a_context_axis_loss_and_gradients_are_the_same():
         fn = jax.jit(jax.value_and_grad(lambda params, *batch: nnx.merge(graph, params).loss(*batch)))
         batch = (jax.device_put(t[:, order], P("data", "context")) for t in (TOKENS, TARGETS))
         loss, grads = fn(params, *batch)
-    want, want_grads, _ = loss_and_gradients(CONFIG, make_mesh())
+    want, want_grads, _ = loss_and_gradients(CONFIG)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     assert_gradients_close(jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), want_grads)

@@ -45,8 +45,7 @@ def check_lookup(mesh, make, plain, load_from, *, rows, batch=2, dtype="float32"
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("backend", ["xla", "none"])
+@pytest.mark.parametrize(("size", "backend"), [(1, "none"), (2, "xla"), (3, "none"), (5, "xla"), (8, "xla")])
 def test_lookup_on_every_ring(mesh_of, load_from, size, backend):
     make, plain = embed_pair(size, backend=backend)
     check_lookup(mesh_of(1, size), make, plain, load_from, rows=3 * size, batch=3)
@@ -112,8 +111,10 @@ def test_attend_is_that_of_nnx_embed(parity, spec, axis_type):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(("size", "axis_type"), [
+    (1, AxisType.Auto), (2, AxisType.Explicit), (3, AxisType.Auto), (5, AxisType.Explicit), (8, AxisType.Explicit),
+    (8, AxisType.Auto),
+])  # fmt: skip
 def test_cross_entropy_and_its_gradient(mesh_of, size, axis_type):
     rng = np.random.default_rng(size)
     logits = jnp.asarray(10 * rng.standard_normal((2, 6, 4 * size)), jnp.float32)

@@ -49,8 +49,7 @@ def test_parity_on_every_ring(parity, form, size):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("backend", ["xla", "none"])
+@pytest.mark.parametrize(("axis_type", "backend"), [(AxisType.Explicit, "none"), (AxisType.Auto, "xla")])
 def test_parity_on_a_sub_axis(parity, form, axis_type, backend):
     make, options, x_spec, y_spec = FORMS[form]
     if form == "column, rows the same" and axis_type == AxisType.Auto:
