@@ -23,12 +23,15 @@ def simulator(request):
     assert report.problems() == set()
 
 
-both_ways_of_simulating = pytest.mark.parametrize("simulator", ["on_wait", "eager"], indirect=True)
+repeats = pytest.mark.slow  # of what the others show for one op, one mode or one size each
 
 
 @pytest.mark.parametrize("op", ops.OPS)
-@pytest.mark.parametrize(("backend", "directions"), [("pallas", 1), ("pallas", 2), ("stateful", 2)])
-@both_ways_of_simulating
+@pytest.mark.parametrize(("simulator", "backend", "directions"), [
+    ("on_wait", "pallas", 2), ("eager", "pallas", 1), ("eager", "stateful", 2),
+    pytest.param("on_wait", "pallas", 1, marks=repeats), pytest.param("eager", "pallas", 2, marks=repeats),
+    pytest.param("on_wait", "stateful", 2, marks=repeats),
+], indirect=["simulator"])  # fmt: skip
 def test_ops(op, backend, directions):
     ops.parity(op, 4, rows=3, batch=2, backend=backend, directions=directions)
 
@@ -38,13 +41,27 @@ def test_ops_in_bfloat16(op):
     ops.parity(op, 4, rows=4, batch=1, dtype="bfloat16", backend="pallas")
 
 
-@pytest.mark.parametrize(("op", "size"), [(op, size) for op in ops.OPS for size in (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("op", "size"),
+    [
+        pytest.param(op, size, marks=[] if (i + size) % 3 == 0 else repeats)
+        for i, op in enumerate(ops.OPS)
+        for size in (1, 2, 3)
+    ],
+)
 def test_ops_on_smaller_rings(op, size):
     ops.parity(op, size, rows=2, backend="pallas")
 
 
-@pytest.mark.parametrize("options", [{"axis_type": AxisType.Auto}, {"check_vma": False}], ids=["auto", "no_vma"])
-@pytest.mark.parametrize("op", ops.OPS)
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        pytest.param(op, options, marks=[] if i % 2 == j else repeats)
+        for i, op in enumerate(ops.OPS)
+        for j, options in enumerate([{"axis_type": AxisType.Auto}, {"check_vma": False}])
+    ],
+    ids=str,
+)
 def test_ops_on_a_sub_axis(op, options):
     ops.parity(op, 2, rows=2, data=2, backend="pallas", **options)
 
