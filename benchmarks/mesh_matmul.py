@@ -3,6 +3,7 @@
     python benchmarks/mesh_matmul.py                            plays every backend (half a minute; no TPU)
     python benchmarks/mesh_matmul.py --write docs/kernels.md    also puts the table between the markers there
     python benchmarks/mesh_matmul.py --small                    1/8 a side: seconds, and nothing to compare with
+    python benchmarks/mesh_matmul.py --meshes [--write FILE]    the same on other meshes of four and eight v5e
 
 LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] with m, k, n = 16384, 16384, 8192 in bf16 on four v5e chips. "Predicted" are
 totals of the final instructions of all devices, executed by `flaxasync.check.player`; "published" is what the study
@@ -29,16 +30,20 @@ TOPOLOGY = "v5e:2x2"
 PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  # ms
 PEAK_MS = 5.58  # the matmul alone at the data sheet's peak
 RUNS = 10
+MESHES = (("v5e:2x2", (4, 1)), ("v5e:2x2", (1, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)))
+FORMS = (("none", None), ("overlapped", 1), ("overlapped", 2))
 
 
-def program(backend: str, mesh: Mesh, shape: tuple[int, int, int], tiles: Tiles | None = None) -> tuple:
+def program(
+    backend: str, mesh: Mesh, shape: tuple[int, int, int], tiles: Tiles | None = None, directions: int | None = None
+) -> tuple:
     """The jitted function of a backend, and its arguments without values."""
     m, k, n = shape
     arguments = tuple(
         jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for s, spec in (((m, k), P("x", "y")), ((k, n), P("x", None)))
     )
-    local = functools.partial(fa.mesh_matmul, backend=backend, tiles=tiles)
+    local = functools.partial(fa.mesh_matmul, backend=backend, tiles=tiles, directions=directions)
     return jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=(P("x", "y"), P("x", None)), out_specs=P("x", None))
     ), *arguments
@@ -64,11 +69,43 @@ def measured_ms(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) 
     return min(spent) * 1e3
 
 
+def play_meshes() -> str:
+    """The table of other meshes."""
+    rows = []
+    for topology, mesh_shape in MESHES:
+        mesh = fa.check.topology_mesh(topology, mesh_shape, ("x", "y"))
+        for backend, directions in FORMS:
+            if directions == 2 and max(mesh_shape) == 2:
+                continue
+            fn, *arguments = program(backend, mesh, STUDY, directions=directions)
+            result = play(fn, *arguments, topology=topology)
+            total, copy = result.seconds * 1e3, exit_copy_ms(result)
+            rows.append(
+                (
+                    topology,
+                    "x".join(map(str, mesh_shape)),
+                    backend,
+                    str(directions or "-"),
+                    f"{total - copy:.2f}",
+                    f"{result.exposed * 1e3:.2f}",
+                    f"{result.slowest.matrix_busy / (total - copy) * 1e3:.0%}",
+                )
+            )
+    header = ("topology", "mesh", "backend", "directions", "predicted ms", "waits for others", "of peak")
+    return print_table(header, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="small sizes: seconds, and nothing to compare with")
     parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
+    parser.add_argument("--meshes", action="store_true", help="other meshes than the study's")
     chosen = parser.parse_args()
+    if chosen.meshes:
+        table = play_meshes()
+        if chosen.write:
+            write_between_markers(chosen.write, "mesh matmul meshes", table)
+        return
     shape, tiles = (SMALL, Tiles(256, 256, 256)) if chosen.small else (STUDY, None)
     mesh = fa.check.topology_mesh(TOPOLOGY, (2, 2), ("x", "y"))
     rows = []

@@ -11,7 +11,7 @@ of these programs.
 import argparse
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -83,7 +83,7 @@ def play_layer(
         def forward(state: nnx.State, x: jax.Array) -> jax.Array:
             return nnx.merge(graph, state)(x)
 
-        return _play(topology, jax.jit(jax.grad(loss, argnums=(0, 1)) if backward else forward), state, x)
+        return play_program(topology, jax.jit(jax.grad(loss, argnums=(0, 1)) if backward else forward), state, x)
 
 
 def play_automatic(topology: str) -> tuple[Result, CompiledProgram]:
@@ -93,7 +93,7 @@ def play_automatic(topology: str) -> tuple[Result, CompiledProgram]:
               (HIDDEN, MODEL): P("model", None)}  # fmt: skip
     arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, p)) for s, p in shapes.items()]
     rows = NamedSharding(mesh, P(None, "model", None))
-    return _play(topology, jax.jit(lambda x, up, down: jax.nn.silu(x @ up) @ down, out_shardings=rows), *arrays)
+    return play_program(topology, jax.jit(lambda x, up, down: jax.nn.silu(x @ up) @ down, out_shardings=rows), *arrays)
 
 
 def estimated(result: Result, program: CompiledProgram) -> list[Estimated]:
@@ -108,9 +108,12 @@ def estimated(result: Result, program: CompiledProgram) -> list[Estimated]:
     return [Estimated(p, p.runs * cycles[p.name] / clock) for p in result.slowest.phases if p.name in cycles]
 
 
-def _play(topology: str, fn: Callable, *arguments: Any) -> tuple[Result, CompiledProgram]:
+def play_program(
+    topology: str, fn: Callable, *arguments: Any, compiler_options: Mapping[str, Any] | None = None
+) -> tuple[Result, CompiledProgram]:
+    """Plays a jitted function; returns its program, too."""
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
-        program = compile_for(topology, fn, *arguments, keep_dumps=folder)
+        program = compile_for(topology, fn, *arguments, keep_dumps=folder, compiler_options=compiler_options)
         return play_dump(folder, topology=topology, coords=program.coords), program
 
 

@@ -1,9 +1,11 @@
 """Overlapped collective matmuls: the public ops, their checks and the choice of backend.
 
 For use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the modules. The rules, forward and backward, are in
-`collective_rules`.
+`collective_rules`, those of backend "fused" in `fused_rules`.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -11,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flaxasync import collective_rules as rules
-from flaxasync import transport
+from flaxasync import collective_rules, fused_rules, transport
+from flaxasync.plan import plan
 from flaxasync.ring import Ring
 
 BACKENDS = ("xla", "pallas", "stateful", "fused", "none")
@@ -49,11 +51,13 @@ def all_gather_matmul(
       w: this device's columns; or a tuple of such arrays, which share one trip of x: gate and up, say.
       axis_name: the mesh axis along which x is sharded by rows and w by columns.
       backend: "xla" (a ring of `lax.ppermute`), "pallas" or "stateful" (the same ring on Pallas DMAs, with futures or
-        with Refs; TPU), "none" (gather, then multiply), or None, which is "xla".
+        with Refs; TPU), "fused" (one Pallas kernel forward, and one for each transfer backward; TPU, float32 and
+        bfloat16), "none" (gather, then multiply), or None: what `flaxasync.plan` predicts to be fastest on the chips of
+        the mesh, and "xla" on other devices.
       directions: 1, or 2 to send half of each block each way; by default 2 on rings of three or more TPUs.
-      unroll: ring steps in one loop body.
-      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32.
-      reduce_dtype: of the partial sums of dx while they travel; by default x's dtype.
+      unroll: ring steps in one loop body; "fused" has no such loop and takes no other than 2.
+      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32. "fused" has the default alone.
+      reduce_dtype: of the partial sums of dx while they travel; by default x's dtype, the only one of "fused".
 
     Returns:
       y, of x's dtype; a tuple where w is one.
@@ -63,7 +67,9 @@ def all_gather_matmul(
       NotImplementedError: the backend cannot run this.
     """
     ws, one = _as_tuple(w)
-    op, axes = _prepare("all_gather_matmul", axis_name, backend, directions, unroll, precision, reduce_dtype, (x,), ws)
+    rules, op, axes = _prepare(
+        "all_gather_matmul", axis_name, backend, directions, unroll, precision, reduce_dtype, (x,), ws
+    )
     for i, w_shard in enumerate(ws):
         _check_contraction("all_gather_matmul", x, w_shard, i)
     ys = rules.all_gather_matmul(op, transport.vary(x, axes), tuple(transport.vary(w_shard, axes) for w_shard in ws))
@@ -98,11 +104,13 @@ def matmul_reduce_scatter(
       w: this device's rows; a tuple where x is one.
       axis_name: the mesh axis along which k is split and y is to be sharded by rows.
       backend: "xla" (a ring of `lax.ppermute`), "pallas" or "stateful" (the same ring on Pallas DMAs, with futures or
-        with Refs; TPU), "none" (multiply, then reduce-scatter), or None, which is "xla".
+        with Refs; TPU), "fused" (one Pallas kernel forward, and one for each transfer backward; TPU, float32 and
+        bfloat16), "none" (multiply, then reduce-scatter), or None: what `flaxasync.plan` predicts to be fastest on the
+        chips of the mesh, and "xla" on other devices.
       directions: 1, or 2 to send half of each block each way; by default 2 on rings of three or more TPUs.
-      unroll: ring steps in one loop body.
-      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32.
-      reduce_dtype: of the partial sums while they travel; by default x's dtype.
+      unroll: ring steps in one loop body; "fused" has no such loop and takes no other than 2.
+      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32. "fused" has the default alone.
+      reduce_dtype: of the partial sums while they travel; by default x's dtype, the only one of "fused".
 
     Returns:
       y, of x's dtype.
@@ -114,7 +122,7 @@ def matmul_reduce_scatter(
     """
     xs, _ = _as_tuple(x)
     ws, _ = _as_tuple(w)
-    op, axes = _prepare(
+    rules, op, axes = _prepare(
         "matmul_reduce_scatter", axis_name, backend, directions, unroll, precision, reduce_dtype, xs, ws
     )
     _check_pairs("matmul_reduce_scatter", xs, ws)
@@ -160,11 +168,13 @@ def matmul_all_reduce(
       w: this device's rows; a tuple where x is one.
       axis_name: the mesh axis along which k is split.
       backend: "xla" (a ring of `lax.ppermute`, then a gather), "pallas" or "stateful" (the same on Pallas DMAs, with
-        futures or with Refs; TPU), "none" (multiply, then all-reduce), or None, which is "xla".
+        futures or with Refs; TPU), "fused" (one Pallas kernel, then a gather; TPU, float32 and bfloat16), "none"
+        (multiply, then all-reduce), or None: what `flaxasync.plan` predicts to be fastest on the chips of the mesh, and
+        "xla" on other devices.
       directions: 1, or 2 to send half of each block each way; by default 2 on rings of three or more TPUs.
-      unroll: ring steps in one loop body.
-      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32.
-      reduce_dtype: of the partial sums while they travel; by default x's dtype.
+      unroll: ring steps in one loop body; "fused" has no such loop and takes no other than 2.
+      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32. "fused" has the default alone.
+      reduce_dtype: of the partial sums while they travel; by default x's dtype, the only one of "fused".
 
     Returns:
       y, of x's dtype. Its type says that it does not vary over `axis_name`.
@@ -175,7 +185,9 @@ def matmul_all_reduce(
     """
     xs, _ = _as_tuple(x)
     ws, _ = _as_tuple(w)
-    op, axes = _prepare("matmul_all_reduce", axis_name, backend, directions, unroll, precision, reduce_dtype, xs, ws)
+    rules, op, axes = _prepare(
+        "matmul_all_reduce", axis_name, backend, directions, unroll, precision, reduce_dtype, xs, ws
+    )
     _check_pairs("matmul_all_reduce", xs, ws)
     return rules.matmul_all_reduce(
         op, tuple(transport.vary(v, axes) for v in xs), tuple(transport.vary(v, axes) for v in ws)
@@ -196,8 +208,12 @@ def _prepare(
     reduce_dtype: Any,
     xs: tuple[Array, ...],
     ws: tuple[Array, ...],
-) -> tuple[rules.Op, frozenset[str]]:
-    """Checks what all ops share; returns the static half of a call and the axes that its operands must vary over."""
+) -> tuple[Any, Any, frozenset[str]]:
+    """Checks what all ops share.
+
+    Returns:
+      The rules' module, the static half of the call for it, and the axes that all operands must vary over.
+    """
     size = transport.axis_size(caller, axis_name)
     if not ws or not xs:
         raise ValueError(f"{caller} needs at least one x and one w: got {len(xs)} and {len(ws)}")
@@ -223,9 +239,33 @@ def _prepare(
         raise ValueError(f"{caller} needs directions to be 1, 2 or None: got {directions!r}")
     if unroll < 1:
         raise ValueError(f"{caller} needs unroll to be 1 or more: got {unroll}")
-    ring = choose_ring(caller, axis_name, size, backend, directions=directions, unroll=unroll)
     axes = frozenset({axis_name}).union(*(jax.typeof(operand).mat.varying for operand in (*xs, *ws)))
-    return rules.Op(ring, precision, reduce_dtype), axes
+    options = {"directions": directions, "unroll": unroll, "precision": precision, "reduce_dtype": reduce_dtype}
+    fused = functools.partial(fused_rules.fused_op, caller, axis_name, size, dtype=xs[0].dtype, **options)
+    backend = backend or _planned(caller, size, xs, ws, fused)
+    if backend == "fused":
+        return fused_rules, fused(), axes
+    ring = choose_ring(caller, axis_name, size, backend, directions=directions, unroll=unroll)
+    return collective_rules, collective_rules.Op(ring, precision, reduce_dtype), axes
+
+
+def _planned(
+    caller: str, size: int, xs: tuple[Array, ...], ws: tuple[Array, ...], fused: Callable[[], fused_rules.FusedOp]
+) -> str:
+    """What `plan` chooses for the chip of the ambient mesh; "xla" where that is none of its chips."""
+    chip = transport.devices.chip()
+    if chip is None:
+        return "xla"
+    try:
+        kernels = bool(fused())
+    except NotImplementedError:
+        kernels = False
+    if caller == "all_gather_matmul":
+        shapes = [xs[0].shape, *(w.shape for w in ws)]
+    else:  # pairs are one product of a longer contraction
+        k = sum(w.shape[0] for w in ws)
+        shapes = [(*xs[0].shape[:-1], k), (k, ws[0].shape[1])]
+    return plan(caller, *shapes, chip=chip, ring=size, itemsize=xs[0].dtype.itemsize, kernels=kernels).backend
 
 
 def choose_ring(
@@ -252,7 +292,7 @@ def _choose_transport(caller: str, backend: str | None) -> Any:
     if backend == "none":
         return None
     if backend == "fused":
-        raise NotImplementedError(f"{caller} has no 'fused' kernel yet; use backend='xla', which runs on every device")
+        raise NotImplementedError(f"{caller} has no 'fused' kernel; use backend='xla', which runs on every device")
     return transport.get(backend or "xla", caller)
 
 

@@ -25,6 +25,8 @@ A dw is summed over the blocks in one of two ways. all_gather_matmul adds each p
 travels: nothing else is there to hide that trip behind. matmul_reduce_scatter has dx for that; it keeps the blocks of
 dy to the end of the rule and multiplies once, since each addition reads and writes a float32 dw (docs/async.md).
 
+`fused_rules` has the same rules as single TPU kernels.
+
 The algebra follows Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
 Learning Models" (ASPLOS 2023).
 """
@@ -57,7 +59,7 @@ def all_gather_matmul(op: Op, x: Array, ws: tuple[Array, ...]) -> tuple[Array, .
     ys = tuple(_like(_unwritten(shape, x), *ws) for shape in shapes)
 
     def write(block: Array, row: Any, ys: tuple[Array, ...]) -> tuple[Array, ...]:
-        products = [_dot(block, w, op.precision).astype(y.dtype) for w, y in zip(ws, ys, strict=True)]
+        products = [dot(block, w, op.precision).astype(y.dtype) for w, y in zip(ws, ys, strict=True)]
         return tuple(
             lax.dynamic_update_slice_in_dim(y, product, row, axis=-2) for y, product in zip(ys, products, strict=True)
         )
@@ -77,7 +79,7 @@ def _all_gather_matmul_bwd(op: Op, saved: tuple, dys: tuple[Array, ...]) -> tupl
 
     def add(block: Array, row: Any, dws: tuple[Array, ...]) -> tuple[Array, ...]:
         count = block.shape[-2]
-        return tuple(dw + _outer(block, _rows(dy, row, count), op) for dw, dy in zip(dws, dys, strict=True))
+        return tuple(dw + outer(block, _rows(dy, row, count), op.precision) for dw, dy in zip(dws, dys, strict=True))
 
     with jax.named_scope("all_gather_matmul_dw"):
         dws = gather_pass(op.ring, x, tuple(_sum_like(w, x, *dys) for w in ws), add)
@@ -104,14 +106,14 @@ def _matmul_reduce_scatter_bwd(op: Op, saved: tuple, dy: Array) -> tuple[tuple[A
 
     def use(block: Array, row: Any, carry: tuple) -> tuple:
         dxs, gathered = carry
-        products = [_dot(block, w, op.precision, transposed=True).astype(x.dtype) for x, w in zip(xs, ws, strict=True)]
+        products = [dot(block, w, op.precision, transposed=True).astype(x.dtype) for x, w in zip(xs, ws, strict=True)]
         dxs = tuple(lax.dynamic_update_slice_in_dim(dx, p, row, axis=-2) for dx, p in zip(dxs, products, strict=True))
         return dxs, lax.dynamic_update_slice_in_dim(gathered, block, row, axis=-2)
 
     with jax.named_scope("matmul_reduce_scatter_dx"):
         dxs, gathered = gather_pass(op.ring, dy, (dxs, gathered), use)
     with jax.named_scope("matmul_reduce_scatter_dw"):
-        return dxs, tuple(_outer(x, gathered, op).astype(w.dtype) for x, w in zip(xs, ws, strict=True))
+        return dxs, tuple(outer(x, gathered, op.precision).astype(w.dtype) for x, w in zip(xs, ws, strict=True))
 
 
 matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_fwd, _matmul_reduce_scatter_bwd)
@@ -140,8 +142,8 @@ def _matmul_all_reduce_bwd(op: Op, saved: tuple, dy: Array) -> tuple[tuple[Array
     if op.ring.axis_name not in jax.typeof(xs[0]).mat.varying:
         # check_vma=False: no type says that y is the same everywhere, and shard_map hands each device its share of dy.
         dy = lax.psum(dy, op.ring.axis_name)
-    dxs = tuple(_dot(dy, w, op.precision, transposed=True).astype(x.dtype) for x, w in zip(xs, ws, strict=True))
-    return dxs, tuple(_outer(x, dy, op).astype(w.dtype) for x, w in zip(xs, ws, strict=True))
+    dxs = tuple(dot(dy, w, op.precision, transposed=True).astype(x.dtype) for x, w in zip(xs, ws, strict=True))
+    return dxs, tuple(outer(x, dy, op.precision).astype(w.dtype) for x, w in zip(xs, ws, strict=True))
 
 
 matmul_all_reduce.defvjp(_matmul_all_reduce_fwd, _matmul_all_reduce_bwd)
@@ -157,22 +159,20 @@ def _reduce_products(op: Op, xs: tuple, ws: tuple, *, rows: int, transposed: boo
 
 
 def _sum_of_products(xs: tuple, ws: tuple, op: Op, *, transposed: bool = False) -> Array:
-    products = [_dot(x, w, op.precision, transposed=transposed) for x, w in zip(xs, ws, strict=True)]
+    products = [dot(x, w, op.precision, transposed=transposed) for x, w in zip(xs, ws, strict=True)]
     return functools.reduce(jnp.add, products)
 
 
-def _dot(x: Array, w: Array, precision: Any, *, transposed: bool = False) -> Array:
+def dot(x: Array, w: Array, precision: Any = None, *, transposed: bool = False) -> Array:
     """x @ w, or x @ w.T, accumulated in float32."""
     contracting = ((x.ndim - 1,), (1 if transposed else 0,))
     return lax.dot_general(x, w, (contracting, ((), ())), precision=precision, preferred_element_type=_sum_dtype(x))
 
 
-def _outer(x: Array, dy: Array, op: Op) -> Array:
+def outer(x: Array, dy: Array, precision: Any = None) -> Array:
     """x.T @ dy over all rows of all batches, accumulated in float32."""
     rows = tuple(range(x.ndim - 1))
-    return lax.dot_general(
-        x, dy, ((rows, rows), ((), ())), precision=op.precision, preferred_element_type=_sum_dtype(x)
-    )
+    return lax.dot_general(x, dy, ((rows, rows), ((), ())), precision=precision, preferred_element_type=_sum_dtype(x))
 
 
 def _rows(x: Array, row: Any, count: int) -> Array:

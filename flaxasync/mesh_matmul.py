@@ -4,6 +4,7 @@ For use inside `jax.shard_map`, on local shards. The kernels are in `flaxasync.k
 schedules and predicted times.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,13 +17,12 @@ from flaxasync import transport
 from flaxasync.kernels.all_gather import all_gather
 from flaxasync.kernels.fused import gather_gemm
 from flaxasync.kernels.gemm import TILES, gemm
-from flaxasync.kernels.overlapped import TILES as OVERLAPPED_TILES
-from flaxasync.kernels.overlapped import overlapped
+from flaxasync.kernels.overlapped import check_overlapped, overlapped
 from flaxasync.kernels.reduce import all_reduce
 from flaxasync.kernels.tiles import Tiles, check_operand, sublanes
+from flaxasync.plan import plan
 
 BACKENDS = ("none", "xla_gemm", "serial", "fused", "overlapped")
-TWO_BY_TWO = ("fused", "overlapped")  # backends whose kernels know that mesh alone
 
 
 def mesh_matmul(
@@ -32,6 +32,7 @@ def mesh_matmul(
     *,
     backend: str | None = None,
     tiles: Tiles | None = None,
+    directions: int | None = None,
 ) -> Float[Array, "m n"]:
     """LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] on a mesh of X x Y devices.
 
@@ -53,10 +54,15 @@ def mesh_matmul(
       rhs: this device's block of the right-hand side.
       axis_names: (x, y), the mesh axes of rows and of columns.
       backend: "none" (what XLA makes of it; any device), "xla_gemm" (XLA's collectives around a Pallas matmul),
-        "serial" (Pallas all-gather, matmul, all-reduce), "fused" (gather and matmul in one kernel, then an all-reduce;
-        2 x 2) or "overlapped" (all in one kernel, every transfer behind a product; 2 x 2). The last four are TPU
-        kernels for float32 and bfloat16, in whole hardware tiles. None is "none".
+        "serial" (Pallas all-gather, matmul, all-reduce), "fused" (gather and matmul in one kernel, then an all-reduce)
+        or "overlapped" (all in one kernel, every transfer behind a product). The last four are TPU kernels for float32
+        and bfloat16, in whole hardware tiles. None is what `flaxasync.plan` predicts to be fastest on the chips of the
+        mesh, and "none" on other devices.
       tiles: of the kernels' matmul, at most.
+      directions: of the last three's transfers: 1, or 2 to send half each way around an axis of more than two devices.
+        None is 2 where one axis has all devices, whose order can be a closed ring of chips, and the shapes can be
+        halved. It is 1 where both axes have more than one: chips in a line are no ring, and two directions get into
+        each other's way (docs/kernels.md).
 
     Returns:
       o, of lhs's dtype. Its type says that it does not vary over y.
@@ -74,6 +80,8 @@ def mesh_matmul(
         raise ValueError(
             f"{caller} got backend={backend!r}: it must be one of {', '.join(BACKENDS)}, or None to choose"
         )
+    if directions not in (1, 2, None):
+        raise ValueError(f"{caller} needs directions to be 1, 2 or None: got {directions!r}")
     if lhs.ndim != 2 or rhs.ndim != 2:
         raise ValueError(f"{caller} needs lhs [m, k] and rhs [k', n]: got {list(lhs.shape)} and {list(rhs.shape)}")
     if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
@@ -83,21 +91,35 @@ def mesh_matmul(
             f"{caller} contracts lhs [m, K/{y}] with rhs [K/{x}, n] on a mesh of {x} x {y}: got {list(lhs.shape)} and "
             f"{list(rhs.shape)}, so K={lhs.shape[1] * y} on the left and K={rhs.shape[0] * x} on the right"
         )
-    backend = backend or "none"
+    backend = backend or _planned(lhs, rhs, axis_names, directions)
     if backend != "none":
-        _check_kernels(f"{caller} with backend={backend!r}", backend, lhs, rhs, x, y)
+        _check_kernels(f"{caller} with backend={backend!r}", backend, lhs, rhs, y)
     axes = jax.typeof(lhs).mat.varying | set(axis_names)
     lhs = transport.vary(lhs, axes)
-    return _op(backend, tuple(axis_names), tiles, lhs, transport.vary(rhs, axes - {axis_names[1]}))
+    rhs = transport.vary(rhs, axes - {axis_names[1]})
+    if directions is None and min(x, y) > 1:
+        directions = 1
+    return _op(backend, _Options((axis_names[0], axis_names[1]), tiles, directions), lhs, rhs)
 
 
-def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, x: int, y: int) -> None:
+def _planned(lhs: Array, rhs: Array, axis_names: tuple[str, str], directions: int | None) -> str:
+    """What `plan` chooses for the chip of the ambient mesh; "none" where that is none of its chips."""
+    chip = transport.devices.chip()
+    if chip is None:
+        return "none"
+    x, y = (lax.axis_size(name) for name in axis_names)
+    try:
+        _check_kernels("mesh_matmul", "overlapped", lhs, rhs, y)
+        kernels = (x, y) == (1, 1) or check_overlapped(lhs, rhs, axis_names, directions=directions)
+    except (NotImplementedError, ValueError):
+        kernels = False
+    options = {"itemsize": lhs.dtype.itemsize, "kernels": kernels}
+    return plan("mesh_matmul", lhs.shape, rhs.shape, chip=chip, ring=(x, y), **options).backend
+
+
+def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, y: int) -> None:
     """Raises where the kernels of a backend cannot serve."""
     transport.devices.check_tpu(caller, "backend='none', which runs on every device")
-    if backend in TWO_BY_TWO and (x, y) != (2, 2):
-        raise NotImplementedError(
-            f"{caller} has kernels for a mesh of 2 x 2 devices: got {x} x {y}; use backend='serial' or 'none'"
-        )
     check_operand(caller, "lhs", lhs.shape, lhs.dtype)
     check_operand(caller, "rhs", rhs.shape, rhs.dtype)
     unit = y * sublanes(lhs.dtype)
@@ -108,59 +130,68 @@ def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, x: int, y:
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _op(backend: str, axis_names: tuple[str, str], tiles: Tiles | None, lhs: Array, rhs: Array) -> Array:
-    return _FORMS[backend](axis_names, tiles, lhs, rhs)
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    axis_names: tuple[str, str]
+    tiles: Tiles | None = None
+    directions: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(lax.axis_size(name) for name in self.axis_names)
 
 
-def _op_fwd(
-    backend: str, axis_names: tuple[str, str], tiles: Tiles | None, lhs: Array, rhs: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _op(backend, axis_names, tiles, lhs, rhs), (lhs, rhs)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _op(backend: str, options: _Options, lhs: Array, rhs: Array) -> Array:
+    return _FORMS[backend](options, lhs, rhs)
 
 
-def _op_bwd(
-    backend: str, axis_names: tuple[str, str], tiles: Tiles | None, saved: tuple[Array, Array], do: Array
-) -> tuple[Array, Array]:
-    _, pull = jax.vjp(functools.partial(_none, axis_names, None), *saved)
+def _op_fwd(backend: str, options: _Options, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _op(backend, options, lhs, rhs), (lhs, rhs)
+
+
+def _op_bwd(backend: str, options: _Options, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
+    _, pull = jax.vjp(functools.partial(_none, options), *saved)
     return pull(do)
 
 
 _op.defvjp(_op_fwd, _op_bwd)
 
 
-def _none(axis_names: tuple[str, str], tiles: Tiles | None, lhs: Array, rhs: Array) -> Array:
+def _none(options: _Options, lhs: Array, rhs: Array) -> Array:
     """On a square mesh the block that column y needs lies in row y: one permute, the mesh transposed."""
-    x, y = (lax.axis_size(name) for name in axis_names)
+    x, y = options.sizes
     if x == y:
-        needed = lax.ppermute(
-            rhs, axis_names, [(row * x + column, column * x + row) for row in range(x) for column in range(x)]
-        )
+        pairs = [(row * x + column, column * x + row) for row in range(x) for column in range(x)]
+        needed = lax.ppermute(rhs, options.axis_names, pairs)
     else:
-        needed = _rows_of_column(axis_names, lax.all_gather(rhs, axis_names[0], axis=0, tiled=True), lhs.shape[1])
+        needed = _needed(options, lax.all_gather(rhs, options.axis_names[0], axis=0, tiled=True), lhs)
     product = jnp.dot(lhs, needed, preferred_element_type=jnp.float32).astype(lhs.dtype)
-    return lax.psum(product, axis_names[1])
+    return lax.psum(product, options.axis_names[1])
 
 
-def _xla_gemm(axis_names: tuple[str, str], tiles: Tiles | None, lhs: Array, rhs: Array) -> Array:
-    gathered = lax.all_gather(rhs, axis_names[0], axis=0, tiled=True)
-    product = gemm(lhs, _rows_of_column(axis_names, gathered, lhs.shape[1]), tiles=tiles or TILES)
-    return lax.psum(product, axis_names[1])
+def _xla_gemm(options: _Options, lhs: Array, rhs: Array) -> Array:
+    gathered = lax.all_gather(rhs, options.axis_names[0], axis=0, tiled=True)
+    return lax.psum(_gemm(options, lhs, gathered), options.axis_names[1])
 
 
-def _serial(axis_names: tuple[str, str], tiles: Tiles | None, lhs: Array, rhs: Array) -> Array:
-    x, y = (lax.axis_size(name) for name in axis_names)
-    gathered = rhs if x == 1 else all_gather(rhs, axis_names[0])
-    product = gemm(lhs, _rows_of_column(axis_names, gathered, lhs.shape[1]), tiles=tiles or TILES)
-    return lax.psum(product, axis_names[1]) if y == 1 else all_reduce(product, axis_names[1])
+def _serial(options: _Options, lhs: Array, rhs: Array) -> Array:
+    x, _ = options.sizes
+    gathered = rhs if x == 1 else all_gather(rhs, options.axis_names[0], directions=options.directions)
+    return _reduced(options, _gemm(options, lhs, gathered))
 
 
-def _fused(axis_names: tuple[str, str], tiles: Tiles | None, lhs: Array, rhs: Array) -> Array:
-    return all_reduce(gather_gemm(lhs, rhs, axis_names, tiles=tiles or TILES), axis_names[1])
+def _fused(options: _Options, lhs: Array, rhs: Array) -> Array:
+    if options.sizes[0] == 1:
+        return _reduced(options, _gemm(options, lhs, rhs))
+    tiles, directions = options.tiles or TILES, options.directions
+    return _reduced(options, gather_gemm(lhs, rhs, options.axis_names, tiles=tiles, directions=directions))
 
 
-def _overlapped(axis_names: tuple[str, str], tiles: Tiles | None, lhs: Array, rhs: Array) -> Array:
-    return overlapped(lhs, rhs, axis_names, tiles=tiles or OVERLAPPED_TILES)
+def _overlapped(options: _Options, lhs: Array, rhs: Array) -> Array:
+    if options.sizes == (1, 1):
+        return _reduced(options, _gemm(options, lhs, rhs))
+    return overlapped(lhs, rhs, options.axis_names, tiles=options.tiles, directions=options.directions)
 
 
 _FORMS: dict[str, Any] = {
@@ -172,6 +203,19 @@ _FORMS: dict[str, Any] = {
 }
 
 
-def _rows_of_column(axis_names: tuple[str, str], gathered: Array, rows: int) -> Array:
+def _gemm(options: _Options, lhs: Array, gathered: Array) -> Array:
+    return gemm(lhs, _needed(options, gathered, lhs), tiles=options.tiles or TILES)
+
+
+def _needed(options: _Options, gathered: Array, lhs: Array) -> Array:
     """The rows of the whole RHS that this mesh column contracts with."""
-    return lax.dynamic_slice_in_dim(gathered, lax.axis_index(axis_names[1]) * rows, rows, axis=0)
+    rows = lhs.shape[1]
+    return lax.dynamic_slice_in_dim(gathered, lax.axis_index(options.axis_names[1]) * rows, rows, axis=0)
+
+
+def _reduced(options: _Options, product: Array) -> Array:
+    """The sum over mesh columns."""
+    name = options.axis_names[1]
+    return (
+        lax.psum(product, name) if options.sizes[1] == 1 else all_reduce(product, name, directions=options.directions)
+    )

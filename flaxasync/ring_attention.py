@@ -18,7 +18,6 @@ from flaxasync.attention.flash_grid import LANES
 from flaxasync.attention.flash_kernel import Flash, unsupported
 from flaxasync.attention.layout import AttentionLayout, Mask, Sequence, check_layout
 from flaxasync.attention.passes import Op
-from flaxasync.hardware import chip_of_device
 from flaxasync.plan import plan
 from flaxasync.ring import Ring
 
@@ -137,8 +136,7 @@ def _choose_transport(backend: str | None, q: Array, k: Array, sequence: Sequenc
 
 def _planned(q: Array, k: Array, sequence: Sequence) -> str:
     """What `plan` chooses for the chip of the ambient mesh; "xla" where that is none of its chips."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    chip = chip_of_device(None if device is None else device.device_kind)
+    chip = transport.devices.chip()
     if chip is None:
         return "xla"
     options = {"causal": sequence.mask.causal, "window": sequence.mask.window, "itemsize": q.dtype.itemsize}

@@ -79,7 +79,7 @@ class DecoderLayer(nnx.Module):
             axis_name=axis_name,
             context_axis=context_axis,
             context_layout=context_layout,
-            context_backend="gather" if backend == "none" else backend,
+            context_backend={"none": "gather", "fused": None}.get(backend or "", backend),
             dtype=dtype,
             param_dtype=param_dtype,
             backend=backend,
@@ -121,7 +121,8 @@ class Transformer(nnx.Module):
       context_axis: the mesh axis that splits sequences; None for none.
       context_layout: the order of positions on it. Tokens and targets are given in the order of
         `flaxasync.sequence_order`.
-      backend: of all rings; see `flaxasync.all_gather_matmul`. With "none" keys and values are gathered, too.
+      backend: of all rings; see `flaxasync.all_gather_matmul`. With "none" keys and values are gathered, too. With
+        "fused" embeddings and attention, which have no such kernel, choose for themselves.
       rngs: the random streams; draws from `params`.
 
     Raises:
@@ -148,7 +149,7 @@ class Transformer(nnx.Module):
             dtype=dtype,
             param_dtype=param_dtype,
             embedding_init=nnx.initializers.normal(0.02),
-            backend=backend,
+            backend=None if backend == "fused" else backend,
             rngs=rngs,
         )
 

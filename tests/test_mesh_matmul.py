@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.mesh_matmul import STUDY, program
 from flaxasync.check.player.errors import RaceError
-from flaxasync.kernels import overlapped, walk
+from flaxasync.kernels import overlapped, walk, weights
 from flaxasync.kernels.tiles import Tiles
+from flaxasync.mesh_matmul import BACKENDS
 from tests.kernels.conftest import simulated
 
 SPECS = P("x", "y"), P("x", None)
@@ -41,8 +42,8 @@ def close(got, want, dtype="float32"):
     np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
-def parity(shape, mode="on_wait", dtype="float32", **options):
-    lhs, rhs, _ = operands(dtype)
+def parity(shape, mode="on_wait", dtype="float32", m=128, k=512, **options):
+    lhs, rhs, _ = operands(dtype, m, k)
     with simulated(shape, ("x", "y"), mode) as mesh:
         got = jax.jit(sharded(**options))(*on_mesh(mesh, lhs, rhs))
         close(got, lhs.astype(jnp.float32) @ rhs.astype(jnp.float32), dtype)
@@ -53,14 +54,32 @@ def test_kernels(backend):
     parity((2, 2), "eager", backend=backend)
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-def test_the_overlapped_kernel_in_bfloat16(mode):
-    parity((2, 2), mode, "bfloat16", backend="overlapped", tiles=Tiles(16, 256, 128))
+@pytest.mark.parametrize(("backend", "shape", "mode", "options"), [
+    ("xla_gemm", (4, 1), "on_wait", {}),
+    ("serial", (1, 4), "on_wait", {"dtype": "bfloat16"}),
+    ("serial", (4, 1), "eager", {"directions": 1, "tiles": Tiles(48, 384, 128)}),  # partial tiles
+    ("fused", (4, 1), "eager", {"dtype": "bfloat16", "k": 1024, "tiles": Tiles(48, 128, 128)}),  # also these
+    ("overlapped", (1, 4), "eager", {"dtype": "bfloat16"}),
+    ("overlapped", (4, 1), "eager", {"k": 1024}),
+    ("overlapped", (2, 2), "on_wait", {"dtype": "bfloat16", "tiles": Tiles(16, 256, 128)}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("fused", (1, 4), "on_wait", {}),
+        ("fused", (4, 1), "on_wait", {"directions": 1}),
+        ("overlapped", (1, 4), "on_wait", {"directions": 1, "k": 1024}),
+        ("overlapped", (4, 1), "on_wait", {"directions": 1, "dtype": "bfloat16"}),
+        ("overlapped", (3, 1), "on_wait", {"k": 768, "m": 96}),
+        ("overlapped", (1, 1), "on_wait", {}),
+    ]),
+])  # fmt: skip
+def test_kernels_on_any_mesh(backend, shape, mode, options):
+    parity(shape, mode, backend=backend, **options)
 
 
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
-def test_serial_on_other_meshes(shape):
-    parity(shape, backend="serial")
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("backend", ["fused", "overlapped"])
+def test_kernels_on_more_devices(backend, shape):
+    parity(shape, "eager", backend=backend, m=192, k=1536 if 3 in shape else 1024)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (1, 4), (4, 1), (2, 4)])
@@ -76,9 +95,10 @@ def test_values_and_gradients_on_any_device(shape):
     close(drhs, lhs.T @ do)
 
 
-def test_gradients_of_a_kernel():
+@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 4), (4, 1)])])
+def test_gradients_of_a_kernel(shape):
     lhs, rhs, do = operands()
-    with simulated((2, 2), ("x", "y")) as mesh:
+    with simulated(shape, ("x", "y")) as mesh:
         fn = sharded(backend="overlapped")
         grads = jax.jit(jax.grad(lambda a, b: (fn(a, b) * do).sum(), (0, 1)))(*on_mesh(mesh, lhs, rhs))
         close(grads[0], do @ rhs.T)
@@ -94,6 +114,19 @@ def test_a_wrong_slot_of_w_is_seen(monkeypatch):
         parity((2, 2), "eager", backend="overlapped")
 
 
+def test_a_piece_that_is_sent_on_before_it_came_is_seen(monkeypatch):
+    """The twin of the waits: what goes on is read while it arrives."""
+
+    def early(self, chunk, t):
+        hop = self._hop(chunk, t)
+        weights.pl.when(self.pieces.goes_on(t))(hop.start)
+        hop.wait_recv()
+
+    monkeypatch.setattr(weights.Weights, "_receive", early)
+    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)):
+        parity((4, 1), "eager", backend="overlapped")
+
+
 def refused(error, message, *, shape=(2, 2), lhs=(256, 512), rhs=(512, 512), dtype=jnp.float32, **options):
     with simulated(shape, ("x", "y")), pytest.raises(error, match=message):
         jax.eval_shape(sharded(**options), jax.ShapeDtypeStruct(lhs, dtype), jax.ShapeDtypeStruct(rhs, dtype))
@@ -105,11 +138,14 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
     refused(ValueError, "names of two mesh axes", axis_names=("x", "x"))
     refused(ValueError, "one floating dtype: got int32 and int32", dtype=jnp.int32)
     refused(NotImplementedError, "float32 and bfloat16: got lhs of float16", dtype=jnp.float16, backend="serial")
-    refused(NotImplementedError, "for a mesh of 2 x 2 devices: got 1 x 4; use backend='serial'", shape=(1, 4),
-            backend="overlapped")  # fmt: skip
+    refused(ValueError, r"for a mesh of 4 x 1, in whole hardware tiles: got K=256 in pieces of 64", shape=(4, 1),
+            lhs=(256, 256), rhs=(256, 512), backend="overlapped")  # fmt: skip
+    refused(ValueError, r"half of the rows each way around 'y': got 32 rows of float32, needed a multiple of 64",
+            shape=(1, 4), lhs=(32, 512), backend="overlapped", directions=2)  # fmt: skip
+    refused(ValueError, "directions to be 1, 2 or None: got 3", directions=3)
     refused(ValueError, r"\[multiple of 8, multiple of 128\] for float32: got \[128, 64\]", lhs=(256, 128),
             rhs=(128, 512), backend="fused")  # fmt: skip
-    refused(NotImplementedError, r"has 448 for them.* are 1[0-9]{3} pieces; use larger tiles", lhs=(16384, 65536),
+    refused(NotImplementedError, r"has 400 for them.* are 1[0-9]{3} pieces; use larger tiles", lhs=(16384, 65536),
             rhs=(65536, 32768), backend="overlapped", tiles=None)  # fmt: skip
     refused(ValueError, "got 24 rows of float32, needed a multiple of 16", lhs=(48, 512), backend="overlapped")
     refused(ValueError, r"take \d{3}\.\d MiB with all buffers, and a v5e has 120 MiB to give; the largest",
@@ -136,16 +172,35 @@ def test_the_study_compiles_at_full_size():
     assert opcodes.count("copy") == 1
 
 
+@pytest.mark.parametrize(("topology", "shape", "backends"), [
+    ("tpu7x:2x2x1", (2, 4), ["overlapped"]),  # of 64 MiB of vector memory
+    *(pytest.param(*mesh, BACKENDS, marks=pytest.mark.slow) for mesh in [
+        ("tpu7x:2x2x1", (2, 4)), ("v5p:2x2x2", (2, 4)), ("v6e:2x4", (2, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)),
+        ("v5e:4x4", (4, 4)),
+    ]),
+])  # fmt: skip
+def test_other_meshes_compile_at_full_size(topology, shape, backends):
+    mesh = fa.check.topology_mesh(topology, shape, ("x", "y"))
+    fns = [program(backend, mesh, STUDY) for backend in backends]
+    together = jax.jit(lambda *arguments: [fn(*arguments) for fn, *_ in fns])
+    fa.check.compile_for(topology, together, *fns[0][1:])
+
+
+def test_eight_devices_play_without_a_finding():
+    """The final instructions for two rows of four; the player raises for whatever breaks a rule."""
+    mesh = fa.check.topology_mesh("v5e:2x4", (2, 4), ("x", "y"))
+    tiles, forms = Tiles(64, 128, 256), [("serial", 1), ("fused", 2), ("overlapped", 2)]
+    fns = [program(name, mesh, (1024, 1024, 512), tiles, directions) for name, directions in forms]
+    together = jax.jit(lambda *arguments: sum(fn(*arguments).astype(jnp.float32) for fn, *_ in fns))
+    assert not fa.check.play(together, *fns[0][1:], topology="v5e:2x4").notes
+
+
 def test_a_barrier_with_one_neighbour_alone_is_seen(monkeypatch):
     """The player follows who has heard of whom: a write into a device that may not have entered is a race."""
     mesh = fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
-    fn, *arguments = program("overlapped", mesh, (1024, 1024, 512), Tiles(128, 256, 256))
-    result = fa.check.play(fn, *arguments, topology="v5e:2x2")
-    assert not result.notes
-    enter = overlapped.enter
-    jax.clear_caches()  # the kernel's trace, too
-    monkeypatch.setattr(overlapped, "enter", lambda name, neighbours, barrier: enter(name, neighbours[:1], barrier))
+    enter = overlapped.enter_column
+    monkeypatch.setattr(overlapped, "enter_column", lambda name, pieces, barrier, _: enter(name, pieces, barrier))
     fn, *arguments = program("overlapped", mesh, (1024, 1024, 512), Tiles(128, 256, 256))
     with pytest.raises(RaceError, match="a barrier with the receiver is missing"):
         fa.check.play(fn, *arguments, topology="v5e:2x2")
-    jax.clear_caches()
+    jax.clear_caches()  # the kernel's trace, too

@@ -128,8 +128,8 @@ class Config:
     """Optimizer updates in the whole run (steps)."""
     seed: int = 0
     """Seeds the parameters, the order of the data and the sample (whole number, 0 to 2**31 - 1)."""
-    backend: Literal["auto", "xla", "pallas", "stateful", "none"] = "auto"
-    """How the layers move their blocks: xla anywhere, pallas and stateful on TPUs, none gathers first; auto is xla."""
+    backend: Literal["auto", "xla", "pallas", "stateful", "fused", "none"] = "auto"
+    """How layers move blocks: xla anywhere; pallas, stateful, fused on TPUs; none gathers first; auto: by fa.plan."""
     mesh: MeshConfig = MeshConfig()
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     data: DataConfig = DataConfig()

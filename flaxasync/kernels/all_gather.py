@@ -12,18 +12,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.neighbours import HBM, check_ring, enter, halves
+from flaxasync.kernels.neighbours import HBM, check_ring, enter, halves, ways
 from flaxasync.kernels.tiles import check_operand, sublanes
 from flaxasync.transport.devices import at
 
 
-def all_gather(x: jax.Array, axis_name: str, *, directions: int = 1, collective_id: int | None = None) -> jax.Array:
+def all_gather(
+    x: jax.Array, axis_name: str, *, directions: int | None = 1, collective_id: int | None = None
+) -> jax.Array:
     """Returns the rows of all R devices on an axis: [R*m, n], the same on each. Inside `jax.shard_map`.
 
     Args:
       x: [m, n], this device's rows, float32 or bfloat16, in whole hardware tiles.
       axis_name: the mesh axis.
-      directions: 1, or 2 to send half of each block each way.
+      directions: 1, or 2 to send half of each block each way; None is 2 where that is faster and m can be halved.
       collective_id: of the entry barrier; by default one that no other kernel of the program has.
 
     Raises:
@@ -31,8 +33,9 @@ def all_gather(x: jax.Array, axis_name: str, *, directions: int = 1, collective_
       NotImplementedError: another dtype.
     """
     check_operand("all_gather", "x", x.shape, x.dtype)
-    size = check_ring("all_gather", axis_name, directions)
+    size = check_ring("all_gather", axis_name, directions or 1)
     m, n = x.shape
+    directions = ways(size, m, sublanes(x.dtype), directions)
     parts = halves("all_gather", "rows of x", m, sublanes(x.dtype), directions)
 
     def body(x_ref: Any, o_ref: Any, copy_sem: Any, send_sem: Any, recv_sem: Any) -> None:

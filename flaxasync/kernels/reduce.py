@@ -25,23 +25,38 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.neighbours import check_ring, enter, halves, type_over
-from flaxasync.kernels.tiles import LANES, Tiles, check_operand, check_vmem, largest_side, sublanes, vmem_limit
+from flaxasync.kernels.neighbours import check_ring, enter, halves, type_over, ways
+from flaxasync.kernels.tiles import (
+    LANES,
+    Tiles,
+    check_operand,
+    check_vmem,
+    fitting,
+    largest_side,
+    sublanes,
+    vmem_limit,
+)
 from flaxasync.transport.devices import at
 
 TILES = Tiles(1024, 1, 1024)  # of the result; there is no k
 
 
 def reduce_scatter(
-    x: jax.Array, axis_name: str, *, tiles: Tiles = TILES, directions: int = 1, collective_id: int | None = None
+    x: jax.Array,
+    axis_name: str,
+    *,
+    tiles: Tiles | None = None,
+    directions: int | None = 1,
+    collective_id: int | None = None,
 ) -> jax.Array:
     """Sums over the R devices on an axis; each gets its block of rows: [R*m, n] -> [m, n]. Inside `jax.shard_map`.
 
     Args:
       x: [R*m, n], float32 or bfloat16; m and n in whole hardware tiles.
       axis_name: the mesh axis.
-      tiles: m and n of a tile of the result, at most; those used divide it. R tiles of x lie in vector memory.
-      directions: 1, or 2 to send half of the columns each way.
+      tiles: m and n of a tile of the result, at most; those used divide it. R tiles of x lie in vector memory. None is
+        `TILES`, or what the chip's vector memory has room for.
+      directions: 1, or 2 to send half of the columns each way; None is 2 where that is faster and n can be halved.
       collective_id: of the entry barrier; by default one that no other kernel of the program has.
 
     Raises:
@@ -49,7 +64,7 @@ def reduce_scatter(
         of size one.
       NotImplementedError: another dtype.
     """
-    size = check_ring("reduce_scatter", axis_name, directions)
+    size = check_ring("reduce_scatter", axis_name, directions or 1)
     check_operand("reduce_scatter", "x", x.shape, x.dtype)
     rows, n = x.shape
     if rows % (size * sublanes(x.dtype)):
@@ -57,9 +72,17 @@ def reduce_scatter(
             f"reduce_scatter gives each of the {size} devices on {axis_name!r} whole hardware tiles of rows: got "
             f"{rows} rows of {x.dtype}, needed a multiple of {size * sublanes(x.dtype)}; pad x"
         )
-    m = rows // size
-    tile = Tiles(largest_side(m, tiles.m, sublanes(x.dtype)), 1, largest_side(n, tiles.n, LANES))
-    ring = _Ring("reduce_scatter", axis_name, size, tile.m, tile.n, directions, collective_id, x.dtype)
+    m, directions = rows // size, ways(size, n, LANES, directions)
+    lanes = LANES * directions if n % (LANES * directions) == 0 else LANES  # a tile, too, is halved
+
+    def cut(most: Tiles) -> Tiles:
+        return Tiles(largest_side(m, most.m, sublanes(x.dtype)), 1, largest_side(n, most.n, lanes))
+
+    def form(tile: Tiles) -> _Ring:
+        return _Ring("reduce_scatter", axis_name, size, tile.m, tile.n, directions, collective_id, x.dtype)
+
+    tile = fitting(tiles, TILES, cut, lambda t: form(t).need(t, 2 * size + 2))
+    ring = form(tile)
 
     def body(x_tile: Any, o_tile: Any, *scratch: Any) -> None:
         ring.enter()
@@ -85,14 +108,19 @@ def reduce_scatter(
 
 
 def all_reduce(
-    x: jax.Array, axis_name: str, *, tiles: Tiles = TILES, directions: int = 1, collective_id: int | None = None
+    x: jax.Array,
+    axis_name: str,
+    *,
+    tiles: Tiles | None = None,
+    directions: int | None = 1,
+    collective_id: int | None = None,
 ) -> jax.Array:
     """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. Inside `jax.shard_map`.
 
     The result's type says that it does not vary over the axis. Arguments and errors as `reduce_scatter`; m is R times a
     number of whole hardware tiles.
     """
-    size = check_ring("all_reduce", axis_name, directions)
+    size = check_ring("all_reduce", axis_name, directions or 1)
     check_operand("all_reduce", "x", x.shape, x.dtype)
     m, n = x.shape
     unit = size * sublanes(x.dtype)
@@ -101,9 +129,17 @@ def all_reduce(
             f"all_reduce cuts rows into parts for the {size} devices on {axis_name!r}: got {m} rows of {x.dtype}, "
             f"needed a multiple of {unit}; pad x"
         )
-    tile = Tiles(largest_side(m, max(tiles.m, unit), unit), 1, largest_side(n, tiles.n, LANES))
-    part = tile.m // size
-    ring = _Ring("all_reduce", axis_name, size, part, tile.n, directions, collective_id, x.dtype)
+    directions = ways(size, n, LANES, directions)
+    lanes = LANES * directions if n % (LANES * directions) == 0 else LANES  # a tile, too, is halved
+
+    def cut(most: Tiles) -> Tiles:
+        return Tiles(largest_side(m, max(most.m, unit), unit), 1, largest_side(n, most.n, lanes))
+
+    def form(tile: Tiles) -> _Ring:
+        return _Ring("all_reduce", axis_name, size, tile.m // size, tile.n, directions, collective_id, x.dtype)
+
+    tile = fitting(tiles, TILES, cut, lambda t: form(t).need(t, 5))
+    part, ring = tile.m // size, form(tile)
 
     def body(x_tile: Any, o_tile: Any, *scratch: Any) -> None:
         *reduction, whole, again_send, again_recv = scratch
@@ -130,7 +166,7 @@ def all_reduce(
         for block in range(size):
             o_tile[block * part : (block + 1) * part, :] = whole[block]
 
-    dma, ways, moved = pltpu.SemaphoreType.DMA, directions, x.size * x.dtype.itemsize
+    dma, moved = pltpu.SemaphoreType.DMA, x.size * x.dtype.itemsize
     return pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((m, n), x.dtype, manual_axis_type=type_over(x, axis_name)),
@@ -140,8 +176,8 @@ def all_reduce(
         scratch_shapes=[
             *ring.scratch(),
             pltpu.VMEM((size, part, tile.n), x.dtype),
-            dma((ways,)),
-            dma((ways, size - 1)),
+            dma((directions,)),
+            dma((directions, size - 1)),
         ],
         compiler_params=ring.compiler_params(tile, 5),
         cost_estimate=pl.CostEstimate(
@@ -181,12 +217,16 @@ class _Ring:
             dma((2, ways, hops)),
         ]
 
-    def compiler_params(self, tile: Tiles, tiles_held: int) -> Any:
-        """With the vector memory of a kernel that holds a number of tiles beside the scratch."""
-        size = jnp.dtype(self.dtype).itemsize
+    def need(self, tile: Tiles, tiles_held: int, of: Tiles | None = None) -> int:
+        """Bytes of vector memory of a kernel that holds a number of tiles beside the scratch; or of other tiles."""
+        size, of = jnp.dtype(self.dtype).itemsize, of or tile
         scale = self.m * self.n / (tile.m * tile.n)
         held = tiles_held + (2 * self.size - 1) * scale
-        need = check_vmem(self.caller, tile, lambda t: int(held * t.m * t.n * size + 8 * t.m * t.n))
+        return int(held * of.m * of.n * size + 8 * of.m * of.n)
+
+    def compiler_params(self, tile: Tiles, tiles_held: int) -> Any:
+        """With the vector memory of such a kernel."""
+        need = check_vmem(self.caller, tile, lambda t: self.need(tile, tiles_held, t))
         return pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             collective_id=self.collective_id,

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from flaxasync import hardware
+from flaxasync.transport import devices
 
 LANES = 128  # columns of a register; rows are 8, times the elements that share 32 bits
 MIB = 2**20
@@ -74,9 +74,7 @@ def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
 
 def chip_in_use() -> hardware.Chip:
     """The chip of the devices that are traced for; `FALLBACK` where they are no TPU of the table."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    found = hardware.chip_of_device(device.device_kind if device is not None else None)
-    return found or hardware.chip(FALLBACK)
+    return devices.chip() or hardware.chip(FALLBACK)
 
 
 def sublanes(dtype: Any) -> int:
@@ -107,6 +105,21 @@ def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: Any) ->
 def largest_side(size: int, most: int, unit: int) -> int:
     """The largest divisor of `size` that is a multiple of `unit` and at most `most`; `unit` divides `size`."""
     return next(side for side in range(max(unit, min(size, most) // unit * unit), 0, -unit) if size % side == 0)
+
+
+def fitting(tiles: Tiles | None, default: Tiles, cut: Callable[[Tiles], Tiles], need: Callable[[Tiles], int]) -> Tiles:
+    """Returns the tiles to use: those asked for, or where none were, the default ones halved until the chip has room.
+
+    Args:
+      tiles: asked for, at most; None for the default.
+      default: likewise.
+      cut: the largest tiles that divide the operands, and are at most those given.
+      need: bytes of vector memory of such tiles.
+    """
+    most = tiles or default
+    while tiles is None and need(cut(most)) > chip_in_use().vmem_bytes - RESERVED and max(most.m, most.k, most.n) > 1:
+        most = most.halved()
+    return cut(most)
 
 
 def vmem_limit(need: int) -> int:

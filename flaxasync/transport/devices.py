@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from flaxasync import hardware
+
 
 def platform() -> str | None:
     """What the enclosing mesh is made of, "tpu" say; None where it does not tell.
@@ -13,6 +15,12 @@ def platform() -> str | None:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else None
+
+
+def chip() -> hardware.Chip | None:
+    """The chip that the enclosing mesh is made of; None where that is none of the table, or it does not tell."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return hardware.chip_of_device(device.device_kind if device is not None else None)
 
 
 def check_tpu(caller: str, instead: str) -> None:

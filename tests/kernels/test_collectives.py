@@ -9,8 +9,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import flaxasync as fa
 from flaxasync.kernels import reduce
 from flaxasync.kernels.all_gather import all_gather
+from flaxasync.kernels.gemm import gemm
 from flaxasync.kernels.reduce import all_reduce, reduce_scatter
 from flaxasync.kernels.tiles import Tiles
 from tests.kernels.conftest import simulated
@@ -82,3 +84,23 @@ def traced(name, shape, size, **options):
 def test_what_does_not_fit_is_refused_with_its_numbers(name, shape, size, options, message):
     with pytest.raises(ValueError, match=message):
         traced(name, shape, size, **options)
+
+
+def test_eight_devices_play_without_a_finding():
+    """The final instructions of a v5e:2x4, gemm among them; the player raises for whatever breaks a rule."""
+    mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("ring",))
+
+    def local(x, w):
+        for directions in (1, 2):
+            ring = {"axis_name": "ring", "directions": directions}
+            x = reduce_scatter(all_reduce(all_gather(x, **ring), **ring), **ring)
+        return gemm(x, w)
+
+    specs = P("ring", None), P(None, "ring")
+    fn = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("ring", None), check_vma=False)
+    shapes = zip(((8 * 128, 256), (256, 8 * 256)), specs, strict=True)
+    arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for s, spec in shapes]
+    result = fa.check.play(jax.jit(fn), *arguments, topology="v5e:2x4")
+    assert not result.notes
+    names = [phase.name.partition(".")[0] for phase in result.slowest.phases]
+    assert sorted(names.count(name) for name in (*KERNELS, "gemm")) == [1, 2, 2, 2]

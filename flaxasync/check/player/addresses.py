@@ -2,7 +2,9 @@
 
 The dump leaves most addresses to the linker. Any will do for playing, as long as they are distinct, the same on every
 device (the devices run one program), and buffers have their true size, so that the program's own bounds checks mean
-something.
+something. No two values share a place, so a program needs more of each space here than on a chip: of vmem, half a GiB
+for two layers. A transfer whose text names no spaces is told by its addresses, so each space ends before the next
+begins, and a program that needs more is refused.
 
 | space | unit of an address |
 |---|---|
@@ -19,10 +21,11 @@ import math
 import re
 
 from flaxasync.check.player.bundle_text import Declaration, Program
-from flaxasync.check.player.errors import DumpError
+from flaxasync.check.player.errors import DumpError, PlayerError
 
 GRANULE = 32  # bytes
-_FIRST = {"smem": 0x1000, "sflag": 0x400, "vmem": 0x200000, "hbm": 0x20000000}  # bytes
+_FIRST = {"smem": 0x1000, "sflag": 0x400, "vmem": 0x200000, "hbm": 8 << 30}  # bytes
+_END = {"smem": 0x100000, "sflag": 4 << 13, "vmem": _FIRST["hbm"], "hbm": GRANULE << 32}  # bytes; operands have 32 bits
 FIRST_HBM_GRANULE = _FIRST["hbm"] // GRANULE
 _GAP = {"smem": 0, "sflag": 0, "vmem": 4096, "hbm": 32768}  # bytes between buffers: one past the end is in none
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
@@ -80,9 +83,18 @@ class Addresses:
         self._by_program[program.name] = places
 
     def new(self, space: str, size: int, label: str) -> Buffer:
-        """Places a buffer of `size` bytes that no program declares."""
+        """Places a buffer of `size` bytes that no program declares.
+
+        Raises:
+          PlayerError: all buffers of the space together are larger than its range of addresses.
+        """
         units = max(1, -(-size // self._unit[space]))
         buffer = Buffer(space, self._next[space], units, label)
+        if (end := (buffer.address + units) * self._unit[space]) > _END[space]:
+            raise PlayerError(
+                f"the program's buffers in {space} need addresses up to {end:#x}, and the player has them up to "
+                f"{_END[space]:#x}, as no two buffers share any: play its parts as programs of their own ({label})"
+            )
         self._next[space] += units + _GAP[space] // self._unit[space]
         starts, buffers = self._ordered[space]
         starts.append(buffer.address)

@@ -5,9 +5,9 @@
 | dma.A_to_B | source, granules, destination, destination semaphore [, source stride, destination stride, step] |
 | dma.general | source, granules, destination, destination semaphore, source semaphore, strides, override, semaphore |
 
-The override of dma.general names the chip of the destination; its comment names the memory spaces. A transfer raises its
-semaphores by its granules, or by one where a bit of the source semaphore's number says so: libtpu 0.0.52 sets it in XLA's
-permutes, and waits for one, where 0.0.51 waited for the granules.
+The override of dma.general names the chip of the destination; its comment names the memory spaces. A transfer raises
+its semaphores by its granules, or by one where a bit of the source semaphore's number says so: libtpu 0.0.52 sets it in
+XLA's permutes, and waits for one, where 0.0.51 waited for the granules.
 
 Two checks stand here because the program cannot make them itself: a transfer may not leave its buffer, and while it is
 under way nobody else may move bytes into its destination or source. They see transfers, not the loads and stores of the
@@ -73,9 +73,8 @@ def read_transfer(operation: Operation, values: tuple, place: str, kernel: str) 
     addresses = values[0], values[2]
     if not general:
         strided = len(values) > 4
-        return Transfer(
-            source, target, *addresses, granules, received & FLAG_MASK, -1, -1, 0, strided, granules, operation.name, place
-        )
+        flags = received & FLAG_MASK, -1, -1, 0
+        return Transfer(source, target, *addresses, granules, *flags, strided, granules, operation.name, place)
     override = values[6]
     chip = override & CHIP_MASK if override & REMOTE else -1
     sent = values[4] & FLAG_MASK if chip >= 0 else -1

@@ -1,0 +1,144 @@
+"""`all_gather_matmul` as one kernel against XLA: predicted without a TPU, measured on one.
+
+    python benchmarks/all_gather_matmul.py                            plays both (minutes; no TPU)
+    python benchmarks/all_gather_matmul.py --write docs/kernels.md    also puts the table between the markers there
+    python benchmarks/all_gather_matmul.py --small                    small sizes: seconds, and nothing to compare with
+
+The products are those that a public all-gather-matmul kernel was compared with XLA on (v6e), the up projection of a
+tensor-parallel MLP (v5e), and the product of its backward pass, dy @ w.T, which keeps the gathered dy. All are in bf16
+on a ring of 8. "Played" are totals of the final instructions of all devices, executed by `flaxasync.check.player`;
+"public kernel" and "its XLA" are the same totals of that kernel and of XLA's program beside it, as they were played
+before. XLA's program is compiled as it is by default; where the player refuses that one (it does not know all of
+XLA's asynchronous all-gathers), without fusions around asynchronous collectives, which a star marks. A dash is a
+program that it refuses both ways; the reason is printed above the table. Where eight TPUs are attached the same command
+runs both there and prints the times.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.table import print_table, write_between_markers
+from flaxasync import hardware
+from flaxasync.check import topology_mesh, topology_size
+from flaxasync.check.player import Result, play
+from flaxasync.check.player.errors import PlayerError
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul
+
+Shape = tuple[int, int, int, int, bool]  # batches, rows of a device, k, columns of a device, y = x @ w.T
+SHAPES: list[Shape] = [
+    (1, 256, 5120, 6400, False), (1, 256, 8192, 7168, False), (1, 512, 5120, 6400, False),
+    (8, 256, 8192, 3584, False), (8, 512, 8192, 3584, False), (8, 256, 4096, 3584, False), (8, 256, 8192, 3584, True),
+]  # fmt: skip
+TOPOLOGIES = ["v6e:2x4"] * 3 + ["v5e:2x4"] * 4
+KNOWN = ["0.225, 0.399", "0.417, 0.464", "0.437, 0.467"]  # ms: the public kernel, XLA
+SMALL: Shape = (2, 64, 512, 512, False)
+RUNS = 10
+PLAIN = {"xla_tpu_enable_async_collective_fusion": "false"}
+
+
+def program(backend: str, topology: str, shape: Shape, mesh: Any = None, directions: int = 2) -> tuple:
+    """The jitted function of a backend ("xla" or "fused") on all devices, and its arguments without values."""
+    batch, m, k, n, transposed = shape
+    size = topology_size(topology) if mesh is None else mesh.size
+    mesh = topology_mesh(topology, (size,), ("model",)) if mesh is None else mesh
+    rows, columns = P(None, "model", None), P("model", None) if transposed else P(None, "model")
+    out = P(None, None, "model")
+
+    def arranged(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    x = arranged((batch, size * m, k), rows)
+    w = arranged((size * n, k) if transposed else (k, size * n), columns)
+    if backend == "xla":
+        product = lambda x, w: x @ (w.T if transposed else w)  # noqa: E731
+        return jax.jit(product, out_shardings=NamedSharding(mesh, out)), x, w
+
+    def local(x: jax.Array, w: jax.Array) -> Any:
+        (y,), gathered = all_gather_matmul(
+            x, (w,), "model", transposed=transposed, keep_gathered=transposed, directions=directions
+        )
+        return (y, gathered) if transposed else y
+
+    specs = (out, rows) if transposed else out
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, columns), out_specs=specs)), x, w
+
+
+def measured_ms(backend: str, shape: Shape) -> float | None:
+    """The fastest of some runs on eight attached TPUs; None where there are none."""
+    if jax.default_backend() != "tpu" or jax.device_count() != 8:
+        return None
+    fn, *arguments = program(backend, "", shape, jax.make_mesh((8,), ("model",)))
+    values = [jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in arguments]
+    jax.block_until_ready(fn(*values))
+    spent = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        jax.block_until_ready(fn(*values))
+        spent.append(time.perf_counter() - begin)
+    return min(spent) * 1e3
+
+
+def played(backend: str, topology: str, shape: Shape, options: dict[str, str] | None = None) -> Result | None:
+    """The program of a backend, played; None, with the reason printed, where that cannot be done."""
+    fn, *arguments = program(backend, topology, shape)
+    try:
+        return play(fn, *arguments, topology=topology, compiler_options=options)
+    except (PlayerError, RuntimeError) as error:
+        print(f"{backend}, {topology}, {shape}, {options or 'as by default'}: {str(error).splitlines()[0][:300]}\n")
+        return None
+
+
+def row(topology: str, shape: Shape, known: str) -> tuple[str, ...]:
+    batch, m, k, n, transposed = shape
+    size = topology_size(topology)
+    fused, xla, star = played("fused", topology, shape), played("xla", topology, shape), ""
+    if xla is None:
+        xla, star = played("xla", topology, shape, PLAIN), " *"
+    ours = ["-"] * 4
+    if fused:
+        kernel = fused.slowest.phase("all_gather_matmul")
+        peak = 2 * batch * size * m * k * n / hardware.chip(topology).flops
+        ours = [
+            _ms(fused.seconds),
+            _ms(kernel.seconds),
+            _ms(sum(kernel.waits.values())),
+            f"{peak / kernel.seconds:.1%}",
+        ]
+    here = [measured_ms(backend, shape) for backend in ("xla", "fused")]
+    return (
+        topology,
+        f"{batch} x {size * m}, {k}, {size * n}" + (", w.T" if transposed else ""),
+        known,
+        f"{_ms(xla.seconds)}{star}" if xla else "-",
+        *ours,
+        *([] if here[0] is None else [f"{one:.3f}" for one in here]),
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="small sizes: seconds, and nothing to compare with")
+    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
+    chosen = parser.parse_args()
+    cases = [("v5e:2x4", SMALL)] if chosen.small else list(zip(TOPOLOGIES, SHAPES, strict=True))
+    known = [] if chosen.small else KNOWN
+    rows = [row(*case, known[i] if i < len(known) else "-") for i, case in enumerate(cases)]
+    header = ("topology", "m, k, n", "public kernel, its XLA: ms", "XLA played ms", "fused played ms",
+              "kernel alone", "of it waits", "of peak", "XLA measured", "fused measured")  # fmt: skip
+    table = print_table(header[: len(rows[0])], rows)
+    if chosen.write:
+        write_between_markers(chosen.write, "all gather matmul", table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Does `fa.plan` choose well? It chooses for a grid of shapes, chips and rings; a sample of it is compiled and played.
+
+    python benchmarks/plan.py                           plays the sample with every backend: an hour; no TPU
+    python benchmarks/plan.py --count 5                 a smaller sample
+    python benchmarks/plan.py --results plays.jsonl     keeps each play there, and plays nothing twice
+    python benchmarks/plan.py --write docs/plan.md      also puts the table between the markers there
+
+Each case is one op, alone or with its gradients, as a jitted program; its time is what the program plays at, without
+the copy that XLA adds where a kernel ends a program (docs/kernels.md). "behind the best" is how much longer the chosen
+backend plays than the fastest of all. XLA's own collectives are compiled synchronous: the asynchronous all-gather of
+more than two devices is cut into pieces within matmuls, which read tables that the player lacks. Nothing here ran on a
+TPU, and v5e alone is calibrated (docs/player.md).
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import random
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.player_layers import play_program
+from benchmarks.table import print_table, write_between_markers
+from flaxasync.plan import Plan
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+MESHES = {  # topology and shape of ("data", "model"); the ring is the second
+    "v5e:2x2 ring 4": ("v5e:2x2", (1, 4)),
+    "v5e:2x2 ring 2": ("v5e:2x2", (2, 2)),
+    "v5e:2x4 ring 8": ("v5e:2x4", (1, 8)),
+    "v5e:2x4 ring 4": ("v5e:2x4", (2, 4)),
+    "v6e:2x2 ring 4": ("v6e:2x2", (1, 4)),
+    "v6e:2x4 ring 8": ("v6e:2x4", (1, 8)),
+}
+ROWS = (128, 512, 2048)
+SIDES = ((1024, 512), (2048, 2048), (4096, 1024), (8192, 3584), (4096, 4096))  # features outside, inside the pair
+BACKENDS = ("none", "xla", "pallas", "fused")
+OPTIONS = {"xla_tpu_enable_async_collective_fusion": "false"}
+COUNT, SEED = 30, 0
+ALLOWED = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One op at one shape: rows and features of one device.
+
+    Attributes:
+      op: "all_gather_matmul": [rows, features] @ [features, hidden]; "matmul_reduce_scatter": [ring * rows, hidden] @
+        [hidden, features].
+      mesh: a key of MESHES.
+      backward: with both gradients.
+    """
+
+    op: str
+    mesh: str
+    rows: int
+    features: int
+    hidden: int
+    backward: bool
+
+    @property
+    def ring(self) -> int:
+        return MESHES[self.mesh][1][1]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of x and w on one device."""
+        if self.op == "all_gather_matmul":
+            return (self.rows, self.features), (self.features, self.hidden)
+        return (self.ring * self.rows, self.hidden), (self.hidden, self.features)
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """Shape of y on one device."""
+        if self.op == "all_gather_matmul":
+            return self.ring * self.rows, self.hidden
+        return self.rows, self.features
+
+    def plan(self) -> Plan:
+        return fa.plan(self.op, *self.shapes, chip=MESHES[self.mesh][0], ring=self.ring, backward=self.backward)
+
+
+def grid() -> list[Case]:
+    """All cases that `fa.plan` is asked for."""
+    return [Case(op, mesh, rows, *sides, backward) for op, mesh, rows, sides, backward in
+            itertools.product(OPS, MESHES, ROWS, SIDES, (False, True))]  # fmt: skip
+
+
+def played_seconds(case: Case, backend: str) -> float:
+    """What the case's program plays at, without the copies of its results at its exit."""
+    topology, (data, ring) = MESHES[case.mesh]
+    mesh = fa.check.topology_mesh(topology, (data, ring), ("data", "model"))
+    rows, columns = P(("data", "model"), None), P("data", "model")
+    specs = {"all_gather_matmul": (rows, P(None, "model"), columns),
+             "matmul_reduce_scatter": (columns, P("model", None), rows)}[case.op]  # fmt: skip
+
+    def whole(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
+        counts = ({None: 1, "data": data, "model": ring}.get(axis, data * ring) for axis in spec)
+        sides = tuple(side * count for side, count in zip(shape, counts, strict=True))
+        return jax.ShapeDtypeStruct(sides, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    op = functools.partial(getattr(fa, case.op), axis_name="model", backend=backend)
+    local = jax.shard_map(op, mesh=mesh, in_specs=specs[:2], out_specs=specs[2])
+
+    def with_gradients(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(local, x, w)
+        return y, *pull(dy)
+
+    arguments = [whole(shape, spec) for shape, spec in zip(case.shapes, specs, strict=False)]
+    if case.backward:
+        arguments.append(whole(case.result, specs[2]))
+    fn = jax.jit(with_gradients if case.backward else local)
+    result, program = play_program(topology, fn, *arguments, compiler_options=OPTIONS)
+    copies = exit_copies(fa.check.parse(program.text))
+    return result.seconds - sum(p.seconds for p in result.slowest.phases if p.name in copies)
+
+
+def exit_copies(module: fa.check.HloModule) -> set[str]:
+    """Names of the copies that hand a kernel's results to the caller."""
+    by_name = {i.name: i for i in module.entry.instructions}
+    root = module.entry.root
+    assert root is not None
+    results = root.operands if root.opcode == "tuple" else (root.name,)
+    return {name for name in results if name in by_name and by_name[name].opcode == "copy"}
+
+
+def read_results(path: str | None) -> dict[tuple[Case, str], float]:
+    """Seconds by case and backend, of plays that a file holds."""
+    if path is None or not pathlib.Path(path).exists():
+        return {}
+    lines = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+    return {(Case(**line["case"]), line["backend"]): line["seconds"] for line in lines}
+
+
+def play_sample(sample: list[Case], backends: Sequence[str], path: str | None) -> dict[tuple[Case, str], float]:
+    """Plays what the results at `path` lack, and adds it there."""
+    results = read_results(path)
+    wanted = [(case, backend) for case in sample for backend in backends]
+    begin = time.perf_counter()
+    for number, (case, backend) in enumerate(wanted, 1):
+        if (case, backend) in results:
+            continue
+        results[case, backend] = seconds = played_seconds(case, backend)
+        spent = time.perf_counter() - begin
+        print(f"{number}/{len(wanted)} {case} {backend}: {seconds * 1e3:.4f} ms ({spent:.0f} s)", flush=True)
+        if path is not None:
+            with open(path, "a") as file:
+                file.write(
+                    json.dumps({"case": dataclasses.asdict(case), "backend": backend, "seconds": seconds}) + "\n"
+                )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
+    parser.add_argument("--results", metavar="FILE", help="keep each play in this file, and play nothing twice")
+    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
+    chosen = parser.parse_args()
+    cases = grid()
+    sample = random.Random(SEED).sample(cases, chosen.count)
+    results = play_sample(sample, chosen.backends, chosen.results)
+    rows, behind = [], []
+    for case in sorted(sample, key=lambda c: (c.op, c.mesh, c.backward, c.rows)):
+        played = {backend: results[case, backend] for backend in chosen.backends}
+        plan = case.plan()
+        choice = min(played, key=lambda backend: plan.seconds[backend])
+        behind.append(played[choice] / min(played.values()) - 1)
+        rows.append(
+            (case.op, case.mesh, f"{case.rows} x {case.features} x {case.hidden}", "yes" if case.backward else "no",
+             *(f"{played[b] * 1e3:.3f} ({plan.seconds[b] * 1e3:.3f})" for b in chosen.backends), choice,
+             f"{behind[-1]:.1%}")
+        )  # fmt: skip
+    table = print_table(
+        ("op", "mesh", "rows x features x hidden", "gradients", *(f"{b}: played (planned) ms" for b in chosen.backends),
+         "chosen", "behind the best"), rows,
+    )  # fmt: skip
+    choices = collections.Counter(case.plan().backend for case in cases)
+    text = (
+        f"Of {len(cases)} cases `plan` chooses {', '.join(f'{b} for {n}' for b, n in choices.most_common())}. Of the "
+        f"{len(sample)} that were played, {sum(b <= ALLOWED for b in behind)} are within {ALLOWED:.0%} of the best; "
+        f"the furthest is {max(behind):.1%} behind."
+    )
+    print(text)
+    if chosen.write:
+        write_between_markers(chosen.write, "plan", f"{table}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""A tensor-parallel MLP, forward and with all gradients, by backend: predicted without a TPU, measured on TPUs.
+
+    python benchmarks/tp_mlp.py                            plays every backend on v5e:2x4 (half an hour on two cores)
+    python benchmarks/tp_mlp.py --write docs/kernels.md    also puts the table between the markers there
+    python benchmarks/tp_mlp.py --quick                    the first shape alone, which all backends have
+
+y = silu(x @ up) @ down in bf16, activations sharded over the sequence before and after, hidden features over the same
+eight devices. "automatic" is the same in jnp, left to XLA with its default options. "gradients" is the value and the
+gradients of sum(y^2) by x, up and down: both passes in one program. "Predicted" are totals of the final instructions
+of all devices, executed by `flaxasync.check.player`. Where eight TPUs are attached the same command runs the programs
+there and prints both.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.table import print_table, write_between_markers
+from flaxasync import hardware
+from flaxasync.check import topology_mesh, topology_size
+from flaxasync.check.player import Result, play
+from flaxasync.check.player.errors import PlayerError
+
+TOPOLOGY = "v5e:2x4"
+VARIANTS = ("automatic", "none", "xla", "pallas", "fused")
+RUNS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of the MLP: x [batch, sequence, model], up [model, hidden], down [hidden, model]."""
+
+    batch: int = 8
+    sequence: int = 2048
+    model: int = 8192
+    hidden: int = 28672
+
+    def __str__(self) -> str:
+        return f"B{self.batch} S{self.sequence} D{self.model} F{self.hidden}"
+
+    def ideal_ms(self, topology: str, *, backward: bool) -> float:
+        """All products at the data sheet's peak, and nothing else: two forward, four backward."""
+        flops = 2 * self.batch * self.sequence * self.model * self.hidden * (6 if backward else 2)
+        return flops / topology_size(topology) / hardware.chip(topology).flops * 1e3
+
+
+ROWS = [(Shape(), variant) for variant in VARIANTS]
+MORE_ROWS = [
+    (shape, variant) for shape in (Shape(sequence=4096), Shape(model=4096)) for variant in ("automatic", "fused")
+]
+
+
+def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[Callable, Sequence[Any]]:
+    """The jitted function of a variant, and its arguments without values: parameters, x. Call it under the mesh."""
+    x_shape = jax.ShapeDtypeStruct((shape.batch, shape.sequence, shape.model), jnp.bfloat16)
+    rows = P(None, "model", None)
+
+    def abstract(value: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(value.shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    if variant == "automatic":
+        sides = (shape.model, shape.hidden), (shape.hidden, shape.model)
+        specs = P(None, "model"), P("model", None)
+        state: Any = [
+            abstract(jax.ShapeDtypeStruct(s, jnp.bfloat16), spec) for s, spec in zip(sides, specs, strict=True)
+        ]
+
+        def forward(state: Any, x: jax.Array) -> jax.Array:
+            up, down = state
+            return jax.lax.with_sharding_constraint(jax.nn.silu(x @ up) @ down, NamedSharding(mesh, rows))
+
+    else:
+
+        def make() -> nnx.Module:
+            return fa.nn.ParallelMLP(shape.model, shape.hidden, gated=False, backend=variant, rngs=nnx.Rngs(0))
+
+        graph, state = nnx.split(nnx.eval_shape(make))
+        state = jax.tree.map(abstract, state, nnx.get_partition_spec(state))
+
+        def forward(state: Any, x: jax.Array) -> jax.Array:
+            return nnx.merge(graph, state)(x)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        return jnp.square(forward(state, x).astype(jnp.float32)).sum()
+
+    x = abstract(x_shape, rows)
+    shardings = jax.tree.map(lambda v: v.sharding, (state, x))
+    if backward:
+        out = NamedSharding(mesh, P()), shardings
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), out_shardings=out), (state, x)
+    return jax.jit(forward, out_shardings=shardings[1]), (state, x)
+
+
+def ring(topology: str, variant: str) -> Mesh:
+    """All devices of a topology, neighbours beside each other; axis types as the variant needs them."""
+    kind = AxisType.Auto if variant == "automatic" else AxisType.Explicit
+    return topology_mesh(topology, (topology_size(topology),), ("model",), axis_types=(kind,))
+
+
+def predicted(variant: str, shape: Shape, *, backward: bool, topology: str = TOPOLOGY) -> Result:
+    mesh = ring(topology, variant)
+    with jax.set_mesh(mesh):
+        fn, arguments = program(variant, shape, mesh, backward=backward)
+        return play(fn, *arguments, topology=topology)
+
+
+def measured_ms(variant: str, shape: Shape, *, backward: bool) -> float | None:
+    """The fastest of some runs on attached TPUs; None where there are not as many."""
+    if jax.default_backend() != "tpu" or jax.device_count() != topology_size(TOPOLOGY):
+        return None
+    kind = AxisType.Auto if variant == "automatic" else AxisType.Explicit
+    mesh = jax.make_mesh((jax.device_count(),), ("model",), (kind,))
+    with jax.set_mesh(mesh):
+        fn, arguments = program(variant, shape, mesh, backward=backward)
+        values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype, device=a.sharding), arguments)
+        jax.block_until_ready(fn(*values))
+        spent = []
+        for _ in range(RUNS):
+            begin = time.perf_counter()
+            jax.block_until_ready(fn(*values))
+            spent.append(time.perf_counter() - begin)
+    return min(spent) * 1e3
+
+
+def longest_wait(result: Result) -> float:
+    """The longest wait of the slowest device for others, in one instruction; as a share of its time."""
+    return max((p.exposed for p in result.slowest.phases), default=0.0) / result.seconds
+
+
+def row(variant: str, shape: Shape) -> tuple[str, ...]:
+    """A row of the table: of both programs the total, what it is above the ideal, and the longest wait."""
+    cells: list[str] = []
+    for backward in (False, True):
+        try:
+            result = predicted(variant, shape, backward=backward)
+        except PlayerError as error:
+            print(f"{shape}, {variant}, {'gradients' if backward else 'forward'}: not played: {error}")
+            cells += ["-", "-", "-"]
+        else:
+            total, ideal = result.seconds * 1e3, shape.ideal_ms(TOPOLOGY, backward=backward)
+            cells += [f"{total:.2f}", f"{total / ideal - 1:+.0%}", f"{longest_wait(result):.1%}"]
+        here = measured_ms(variant, shape, backward=backward)
+        cells += [] if here is None else [f"{here:.2f}"]
+    return (str(shape), variant, *cells)
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    measured = len(rows[0]) > 8
+    header = [
+        f"{which}{what}"
+        for which in ("forward ", "gradients ")
+        for what in ("ms", "above ideal", "longest wait", "measured ms")[: 4 if measured else 3]
+    ]
+    return print_table(("MLP", "backend", *header), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first shape alone")
+    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
+    chosen = parser.parse_args()
+    text = table([row(variant, shape) for shape, variant in (ROWS if chosen.quick else ROWS + MORE_ROWS)])
+    if chosen.write:
+        write_between_markers(chosen.write, "tp mlp", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""all_gather_matmul alone: values in the race-detecting simulator, the order of work, what is refused, the program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.all_gather_matmul import SHAPES, program
+from flaxasync.check.player.errors import RaceError
+from flaxasync.kernels import hops, resident_plan
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul
+from flaxasync.kernels.staircase import Rates, staircase
+from flaxasync.kernels.tiles import Tiles
+from tests.kernels.conftest import simulated
+
+
+def case(**options):
+    return options
+
+
+def run(size, batch, m, k, widths, *, mode="on_wait", dtype="float32", **options):
+    """Compares y and the gathered x with an unsharded product; m and widths are those of one device."""
+    transposed, keep = options.get("transposed", False), options.get("keep_gathered", False)
+    draw = np.random.default_rng(size).standard_normal
+    x = jnp.asarray(draw((batch, size * m, k)), dtype)
+    ws = [jnp.asarray(draw((n * size, k) if transposed else (k, n * size)), dtype) for n in widths]
+    xs, wspec = P(None, "ring", None), P("ring", None) if transposed else P(None, "ring")
+    local = functools.partial(all_gather_matmul, axis_name="ring", **options)
+    with simulated((size,), ("ring",), mode) as mesh:
+        fn = jax.jit(jax.shard_map(
+            lambda x, *ws: local(x, ws), in_specs=(xs, *[wspec] * len(ws)),
+            out_specs=(tuple(P(None, None, "ring") for _ in ws), P(None, "ring", None) if keep else None),
+        ))  # fmt: skip
+        place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+        ys, gathered = fn(place(x, xs), *(place(w, wspec) for w in ws))
+        ys = [np.asarray(y, np.float32) for y in ys]
+        gathered = np.asarray(gathered, np.float32) if keep else None
+    tolerance = 1e-5 if dtype == "float32" else 2e-2  # order of additions; the result, rounded
+    for y, w in zip(ys, ws, strict=True):
+        want = np.asarray(x, np.float32) @ np.asarray(w.T if transposed else w, np.float32)
+        np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+    if keep:
+        np.testing.assert_array_equal(gathered, np.tile(np.asarray(x, np.float32), (1, size, 1)))
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    monkeypatch.setattr(resident_plan, "plan", lambda *args: None)
+
+
+@pytest.mark.parametrize("options", [
+    pytest.param(case(size=2, batch=1, m=16, k=256, widths=[384], directions=1, tiles=Tiles(8, 128, 256)),
+                 marks=pytest.mark.slow),
+    case(size=3, batch=2, m=16, k=256, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
+    case(size=2, batch=4, m=16, k=256, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
+         tiles=Tiles(32, 128, 256), mode="eager"),
+])  # fmt: skip
+def test_values_where_x_streams(stream, options):
+    run(**options)
+
+
+@pytest.mark.parametrize("options", [
+    case(size=2, batch=1, m=16, k=128, widths=[1024], directions=1, tiles=Tiles(64, 128, 512)),  # in pieces
+    pytest.param(case(size=3, batch=2, m=16, k=256, widths=[384, 128], mode="eager"), marks=pytest.mark.slow),
+    case(size=2, batch=4, m=16, k=256, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
+         tiles=Tiles(32, 128, 128), mode="eager"),  # several products of a group
+    pytest.param(case(size=4, batch=1, m=256, k=128, widths=[512], keep_gathered=True, tiles=Tiles(512, 128, 256),
+                      mode="eager"), marks=pytest.mark.slow),  # chunks of blocks, items of several groups
+])  # fmt: skip
+def test_values_where_x_stays_in_vector_memory(options):
+    run(**options)
+
+
+def test_a_product_in_several_steps(monkeypatch):
+    monkeypatch.setattr(resident_plan, "CYCLES", 1)  # as where k is long: the contraction is cut
+    run(size=2, batch=1, m=16, k=384, widths=[256], directions=1)
+
+
+def test_a_group_that_is_not_waited_for_is_seen(monkeypatch, stream):
+    """The twin: rows that are used before they have arrived are a race, or wrong values."""
+    monkeypatch.setattr(hops.Hops, "receive", lambda self, group: None)
+    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)):
+        run(2, 1, 16, 256, [256], directions=1)
+    jax.clear_caches()
+
+
+times = st.floats(1e-7, 1e-4)
+
+
+@given(
+    st.integers(2, 9), st.integers(1, 2), st.integers(1, 9), st.integers(2, 5), st.integers(1, 5),
+    st.sampled_from([(1,), (1, 2), (1, 2, 4)]), st.tuples(*[times] * 9),
+)  # fmt: skip
+def test_the_order_has_every_item_once_whatever_the_rates(size, own, columns, slots, pieces, spans, rates):
+    """Also: tiles and groups are there, or on their way, when they are used, and a tile in use is not overwritten."""
+    groups = size * own
+    order = staircase(groups, own, columns, slots, pieces, spans, Rates(*rates))
+    held, received, done = dict(enumerate(order.loads)), 0, set()
+    fetched, awaited = [*order.loads], dict.fromkeys(range(slots), 0)
+    for item in order.items:
+        if item.receives:
+            assert item.receives == received + 1
+            received = item.receives
+        if item.fetches >= 0:
+            assert item.into not in held or awaited[item.into] == pieces  # nothing is still on its way there
+            held[item.into], awaited[item.into] = item.fetches, 0
+            fetched.append(item.fetches)
+        assert held[item.slot] == item.column
+        assert item.group + item.span - 1 <= received
+        assert item.awaited == max(item.begin, awaited[item.slot])
+        assert item.begin <= awaited[item.slot]
+        awaited[item.slot] = max(awaited[item.slot], item.end)
+        new = {(item.column, group, piece) for group in range(item.group, item.group + item.span)
+               for piece in range(item.begin, item.end)}  # fmt: skip
+        assert not new & done
+        done |= new
+    assert len(done) == groups * columns * pieces
+    assert received == groups - 1
+    assert all(awaited[slot] == pieces for slot in held)  # no copy is left under way
+
+
+def traced(shape, widths, size=2, dtype=jnp.float32, k=None, **options):
+    with simulated((size,), ("ring",)):
+        local = functools.partial(all_gather_matmul, axis_name="ring", **options)
+        fn = jax.shard_map(
+            lambda x, *ws: local(x, ws)[0], in_specs=(P(None, "ring"), *[P(None, "ring")] * len(widths)),
+            out_specs=P(None, None, "ring"), check_vma=False,
+        )  # fmt: skip
+        ws = [jax.ShapeDtypeStruct((k or shape[2], n * size), dtype) for n in widths]
+        jax.eval_shape(fn, jax.ShapeDtypeStruct((shape[0], shape[1] * size, shape[2]), dtype), *ws)
+
+
+@pytest.mark.parametrize(("error", "message", "options"), [
+    (ValueError, "or more on 'ring': got an axis of size 1", case(shape=(1, 32, 128), widths=[128], size=1)),
+    (ValueError, r"multiple of 128\] for float32: got \[30, 128\]", case(shape=(1, 30, 128), widths=[128])),
+    (ValueError, r"multiple of 128\] for float32: got \[128, 64\]", case(shape=(1, 32, 128), widths=[64])),
+    (ValueError, "3 batches need rows in multiples of 16 for that: got 24", case(shape=(3, 24, 128), widths=[128])),
+    (ValueError, "directions to be 1 or 2: got 3", case(shape=(1, 32, 128), widths=[128], directions=3)),
+    (ValueError, r"contracts x \[B, m, k\] with w \[k, n\].*32,128.*256,128",
+     case(shape=(1, 32, 128), widths=[128], k=256)),
+    (ValueError, "one or more w", case(shape=(1, 32, 128), widths=[])),
+    (NotImplementedError, "float32 and bfloat16: got a batch of x of float16",
+     case(shape=(1, 32, 128), widths=[128], dtype=jnp.float16)),
+    (ValueError, "a v5e has 120 MiB to give; the largest of this form are m=",
+     case(shape=(8, 4096, 8192), widths=[8192], tiles=Tiles(8192, 8192, 8192))),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_with_its_numbers(error, message, options):
+    with pytest.raises(error, match=message):
+        traced(**options)
+
+
+@pytest.mark.parametrize("topology", [
+    "v6e:2x4", *[pytest.param(t, marks=pytest.mark.slow) for t in ("v5e:2x4", "v5p:2x2x2", "tpu7x:2x2x1")],
+])  # fmt: skip
+def test_it_compiles_at_full_size(topology):
+    """Nothing but the kernel, and the copy that XLA adds where a kernel that communicates ends a program."""
+    for shape in SHAPES[:1] if topology == "v6e:2x4" else SHAPES:
+        fn, *arguments = program("fused", topology, shape)
+        text = fa.check.compile_for(topology, fn, *arguments).as_text()
+        opcodes = [i.opcode for i in fa.check.parse(text).entry.instructions]
+        assert opcodes.count("custom-call") == 1
+        assert not {"fusion", "slice", "concatenate", "pad"} & set(opcodes)
+
+
+def test_a_barrier_that_tells_the_wrong_neighbour_is_seen(monkeypatch):
+    """The player follows who has heard of whom; without the fault nothing is wrong, on eight devices."""
+    small = (2, 64, 512, 512, False)
+    fn, *arguments = program("fused", "v5e:2x4", small, directions=1)
+    result = fa.check.play(fn, *arguments, topology="v5e:2x4")
+    assert not result.notes
+    enter = hops.enter
+    jax.clear_caches()  # the kernel's trace, too
+    monkeypatch.setattr(hops, "enter", lambda tag, near, barrier: enter(tag, [hops.at("model", 1)], barrier))
+    fn, *arguments = program("fused", "v5e:2x4", small, directions=1)
+    with pytest.raises(RaceError, match="a barrier with the receiver is missing"):
+        fa.check.play(fn, *arguments, topology="v5e:2x4")
+    jax.clear_caches()
