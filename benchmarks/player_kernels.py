@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.kernels import tiles as kernels
-from flaxasync.kernels.fused import gather_gemm
 from flaxasync.kernels.gemm import gemm
-from flaxasync.kernels.overlapped import overlapped
+from flaxasync.kernels.mesh.fused import gather_gemm
+from flaxasync.kernels.mesh.overlapped import overlapped
 
 STUDY = (16384, 16384, 8192)  # m, k, n of the published figures, bf16
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)

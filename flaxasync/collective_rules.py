@@ -23,7 +23,7 @@ the TPU compiler then writes every product straight into its rows of y.
 
 A dw is summed over the blocks in one of two ways. all_gather_matmul adds each product to dw while the next block of x
 travels: nothing else is there to hide that trip behind. matmul_reduce_scatter has dx for that; it keeps the blocks of
-dy to the end of the rule and multiplies once, since each addition reads and writes a float32 dw (docs/async.md).
+dy to the end of the rule and multiplies once, since each addition reads and writes a float32 dw (docs/design.md).
 
 `fused_rules` has the same rules as single TPU kernels.
 

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float
 
 from flaxasync import transport
 from flaxasync.kernels.all_gather import all_gather
-from flaxasync.kernels.fused import gather_gemm
 from flaxasync.kernels.gemm import TILES, gemm
-from flaxasync.kernels.overlapped import check_overlapped, overlapped
+from flaxasync.kernels.mesh.fused import gather_gemm
+from flaxasync.kernels.mesh.overlapped import check_overlapped, overlapped
 from flaxasync.kernels.reduce import all_reduce
 from flaxasync.kernels.tiles import Tiles, check_operand, sublanes
 from flaxasync.plan import plan

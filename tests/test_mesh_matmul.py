@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.mesh_matmul import STUDY, program
 from flaxasync.check.player.errors import RaceError
-from flaxasync.kernels import overlapped, walk, weights
+from flaxasync.kernels.mesh import overlapped, walk, weights
 from flaxasync.kernels.tiles import Tiles
 from flaxasync.mesh_matmul import BACKENDS
 from tests.kernels.conftest import simulated

@@ -27,6 +27,8 @@ STEP_SECONDS = {"none": 1e-6, "xla": 3e-6, "pallas": 4e-6, "fused": 0.4e-6}
 ENTRY_SECONDS = {"none": 0.0, "xla": 0.0, "pallas": 0.0, "fused": 3e-6}
 """What a pass costs once: the barrier of a kernel, its first fetch and last store; likewise."""
 
+READ_AGAIN = {"xla": 0.5, "pallas": 0.5, "fused": 1.0}
+"""Share of w that each block of a ring reads from HBM: XLA keeps about half in vector memory; likewise."""
 LARGEST_BLOCK = 200 * 2**20
 """Elements of a block of sums that the fused kernel has semaphores for: 200 of its tiles."""
 
@@ -101,13 +103,17 @@ def _cost(chip: Chip, ring: int, passes: list[Pass], itemsize: int, backend: str
         hop = hop_seconds(chip, one.sent, directions)
         if backend == "none" or one.kind == "local":
             compute += _product(chip, one, blocks, itemsize, backend)
-            exposed += (blocks - 1) * hop
+            exposed += 0.0 if one.added else (blocks - 1) * hop  # dw: XLA sees that x was gathered before
             if one.kind == "reduce" and ring > 1:  # XLA's own reads two blocks and writes one, every hop
                 exposed += 1.5 * ring * one.sent / (chip.hbm_bandwidth * chip.hbm_efficiency)
             held = max(held, blocks * one.sent)
             steps += 1
         else:
-            block = _product(chip, one, 1, itemsize, backend)
+            block = _product(chip, one, 1, itemsize, backend, weights=READ_AGAIN[backend])
+            if backend == "fused" and one.kind == "gather" and ring * one.sent <= chip.vmem_bytes / 2:
+                # x stays in vector memory, and so does w, where it fits; if not it comes twice
+                fits = ring * one.sent + one.k * one.n * itemsize <= 0.75 * chip.vmem_bytes
+                block = _product(chip, one, ring, itemsize, backend, weights=1 if fits else 2) / ring
             compute += ring * block
             if one.kind == "reduce" and backend != "fused":  # what came is added in a pass of its own, after the hop
                 compute += (ring - 1) * 3 * one.sent / (chip.hbm_bandwidth * chip.hbm_efficiency)
@@ -117,14 +123,14 @@ def _cost(chip: Chip, ring: int, passes: list[Pass], itemsize: int, backend: str
     return Cost(compute, exposed, steps, held, STEP_SECONDS[backend], {"directions": directions})
 
 
-def _product(chip: Chip, one: Pass, blocks: int, itemsize: int, backend: str) -> float:
-    """Seconds of the product of so many blocks at once."""
+def _product(chip: Chip, one: Pass, blocks: int, itemsize: int, backend: str, weights: float = 1.0) -> float:
+    """Seconds of the product of so many blocks at once; w is read so many times."""
     m, k, n = one.m, one.k, one.n
     if one.added:  # x.T @ dy: blocks follow each other along the contraction
         k *= blocks
     else:
         m *= blocks
-    moved = (m * k + k * n + m * n) * itemsize
+    moved = (m * k + weights * k * n + m * n) * itemsize
     if one.added and backend in ("xla", "pallas"):
         moved += 2 * one.added
     flops = 2 * m * k * n / (chip.flops * EFFICIENCY[backend])

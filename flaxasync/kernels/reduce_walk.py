@@ -26,8 +26,8 @@ from flaxasync.kernels.tiles import (
 )
 
 TILES = Tiles(1024, 4096, 1024)  # at most; smaller ones of the contraction where vector memory is short
-SMALLER = Tiles(512, 4096, 512)  # where a block would have fewer than FEW of these
 FEW = 8  # a tile waits for what the next one needs: with one tile each way, the two ways would take turns on the links
+SMALLEST = 256 * 256  # elements of a tile of the result that is cut to have more of them
 LEAVING = (8, 3)  # finished tiles that may be leaving at once: at most, where there is room, and at least
 SEMAPHORES = 400  # that may be used for what arrives: a kernel has 512, of which libtpu 0.0.52 leaves 436 to 440
 
@@ -148,8 +148,7 @@ def plan_reduce(
     caller: str, batch: int, m: int, ks: list[int], n: int, tiles: Tiles | None, size: int, directions: int, dtype: Any
 ) -> tuple[ReduceWalk, int, int, int]:
     """The walk, k and n of a tile, and the bytes of vector memory. Two tiles of a block or more, where sides allow."""
-    few = batch * m * n < FEW * TILES.m * TILES.n
-    asked, unit, k = tiles or (SMALLER if few else TILES), sublanes(dtype), math.gcd(*ks)
+    asked, unit, k = tiles or _several(batch * m, n), sublanes(dtype), math.gcd(*ks)
     rows = RowTiles.of(batch, m, asked.m, unit)
     side_k, side_n = largest_side(k, asked.k, LANES), largest_side(n, asked.n, LANES)
     if rows.count == 1 and side_n == n and n > LANES:
@@ -175,6 +174,15 @@ def plan_reduce(
             "tiles, a loop over columns of w, or backend='xla'"
         )
     return walk, used.k, used.n, check_vmem(caller, used, functools.partial(need, leaving))
+
+
+def _several(m: int, n: int) -> Tiles:
+    """Tiles for a block [m, n] of sums: `TILES`, or smaller ones where a block would have fewer than `FEW`."""
+    used = TILES.within(m, TILES.k, n)
+    while m * n < FEW * used.m * used.n and used.m * used.n > SMALLEST:
+        longer = "n" if used.n >= used.m else "m"
+        used = dataclasses.replace(used, **{longer: getattr(used, longer) // 2})
+    return used
 
 
 def check_reduce(caller: str, xs: tuple, ws: tuple, transposed: bool, size: int) -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flaxasync.kernels.pieces import Pieces
-from flaxasync.kernels.walk import Place, Walk
-from flaxasync.kernels.weights import window
+from flaxasync.kernels.mesh.pieces import Pieces
+from flaxasync.kernels.mesh.walk import Place, Walk
+from flaxasync.kernels.mesh.weights import window
 
 SIDE = st.integers(1, 3)
 

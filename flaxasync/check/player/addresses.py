@@ -25,7 +25,7 @@ from flaxasync.check.player.errors import DumpError, PlayerError
 
 GRANULE = 32  # bytes
 _FIRST = {"smem": 0x1000, "sflag": 0x400, "vmem": 0x200000, "hbm": 8 << 30}  # bytes
-_END = {"smem": 0x100000, "sflag": 4 << 13, "vmem": _FIRST["hbm"], "hbm": GRANULE << 32}  # bytes; operands have 32 bits
+_END = {"smem": 0x600000, "sflag": 4 << 13, "vmem": _FIRST["hbm"], "hbm": GRANULE << 32}  # 13 and 32 bits of operands
 FIRST_HBM_GRANULE = _FIRST["hbm"] // GRANULE
 _GAP = {"smem": 0, "sflag": 0, "vmem": 4096, "hbm": 32768}  # bytes between buffers: one past the end is in none
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")

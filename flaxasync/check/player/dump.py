@@ -76,6 +76,15 @@ class Dump:
                     return i
         return None
 
+    def is_half(self, name: str) -> bool:
+        """Says whether an instruction is a fusion that only starts a collective, or only ends one."""
+        found = self.instructions.get(name)
+        return found is not None and any(
+            i.custom_call_target.startswith("AsyncCollective")
+            for computation in found.called_computations
+            for i in self.module.computations[computation].instructions
+        )
+
     @functools.cache  # noqa: B019  one dump a run
     def fingerprint(self, name: str) -> tuple:
         """Returns what two instructions must share for libtpu to have dumped only one of them."""

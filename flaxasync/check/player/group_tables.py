@@ -7,7 +7,8 @@
 
 The other one is named by its partition where the code looks chips up in the device assignment, and by its chip where
 it does not. Larger groups have tables of other forms: a collective that reads one is timed by a ring model
-(analytic.py). Collectives without a table, whose partners the code computes, are played.
+(analytic.py), and refused where it is asynchronous, as the model does not know what runs beside it. Collectives
+without a table, whose partners the code computes, are played.
 """
 
 from flaxasync.check.collectives import permute_pairs, replica_groups
@@ -15,6 +16,7 @@ from flaxasync.check.hlo import Instruction
 from flaxasync.check.player.bundle_text import Program
 
 NONE = 0xFFFFFFFF
+SYNCHRONOUS_OPTIONS = 'compiler_options={"xla_tpu_enable_async_collective_fusion": "false"}'
 _PAIRED = ("all-gather", "all-reduce", "reduce-scatter")
 
 
@@ -54,6 +56,16 @@ def contents(instruction: Instruction | None, program: Program, chips: list[int]
         named = other if looked_up else chips[other]
         table += [place, named, named, 0]
     return table
+
+
+def refusal(instruction: Instruction | None, name: str, place: str) -> str:
+    """Says why an asynchronous collective whose table is not known cannot be played, and what to do."""
+    what = f"an asynchronous {instruction.opcode}" if instruction else "an asynchronous collective"
+    return (
+        f"{name}: the start of {what} of XLA reads a table that the dump lacks, and the player knows those of pairs "
+        f"of devices only; at {place}. Compile with {SYNCHRONOUS_OPTIONS}, which makes the collective synchronous: "
+        "it is then played, or timed by a ring model"
+    )
 
 
 def _in_pairs(instruction: Instruction, devices: int) -> bool:

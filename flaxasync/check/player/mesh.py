@@ -286,7 +286,11 @@ class Mesh:
             )
 
     def _fill_scalars(self, machine: Machine, transfer: Transfer) -> None:
-        """Writes what a transfer brings into scalar memory: the few tables whose contents can be told."""
+        """Writes what a transfer brings into scalar memory: the few tables whose contents can be told.
+
+        Raises:
+          UnknownOperationError: an asynchronous collective reads its table, which the dump lacks.
+        """
         buffer = self.addresses.at_granule("hbm", transfer.source_address)
         words = transfer.granules * self.chip.granule // 4
         first = (transfer.source_address - self.addresses.granules(buffer)[0]) * self.chip.granule // 4 if buffer else 0
@@ -294,6 +298,8 @@ class Mesh:
         if contents is None and buffer is not None and "constant" in buffer.label:
             name = self.recorder.phase(machine.device)
             contents = group_tables.contents(self.dump.collective(name), machine.code.program, self.launch.chips)
+            if contents is None and self.dump.is_half(name):
+                raise UnknownOperationError(group_tables.refusal(self.dump.collective(name), name, transfer.place))
         if contents is None:
             what = buffer.label if buffer else "an unknown place"
             self.notes[f"{self.recorder.phase(machine.device)}: scalars read from {what} are taken as 0"] += 1

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.player import ROWS, STEP, misses, step_ms, value_ms
 from benchmarks.player_kernels import STUDY, Tiles, program
 from flaxasync.check import topology_mesh
-from flaxasync.check.player import play, play_dump, played_chip
+from flaxasync.check.player import UnknownOperationError, play, play_dump, played_chip
 
 SHAPE, TILES = (2048, 2048, 1024), Tiles(256, 256, 256, 256)
 
@@ -35,7 +35,7 @@ def dumped(variant):
     return folder, play(fn, *arguments, topology="v5e:2x2", keep_dumps=folder)
 
 
-def sharded(topology, names, shape, local, in_specs, out_specs, *shapes, dtype=jnp.bfloat16):
+def sharded(topology, names, shape, local, in_specs, out_specs, *shapes, dtype=jnp.bfloat16, options=None):
     """Plays a function of local shards on a mesh."""
     mesh = topology_mesh(topology, shape, names)
     arguments = [
@@ -43,7 +43,7 @@ def sharded(topology, names, shape, local, in_specs, out_specs, *shapes, dtype=j
         for s, spec in zip(shapes, in_specs, strict=True)
     ]
     fn = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
-    return play(fn, *arguments, topology=topology)
+    return play(fn, *arguments, topology=topology, compiler_options=options)
 
 
 def sent(result):
@@ -203,6 +203,31 @@ def test_collectives_without_tables_are_played_and_others_are_marked():
     assert any("ring model" in note and "psum" in note for note in result.notes)
     ring = 2 * 3 / 4 * 256 * 512 * 2 / (2 * played_chip("v5e").link)
     assert ring < result.slowest.phase("psum").waits["collective"] < 3 * ring  # hops and additions come on top
+
+
+def gather_beside_a_matmul(options):
+    def local(x, w, v):
+        return v @ w, lax.all_gather(x, "model", tiled=True) @ w
+
+    return sharded(
+        "v5e:2x2", ("model",), (4,), local, (P("model"), P(None, "model"), P("model")), (P("model"), P(None, "model")),
+        (1024, 512), (512, 4096), (1024, 512), options=options,
+    )  # fmt: skip
+
+
+SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}
+
+
+def test_an_asynchronous_collective_is_refused_with_the_option_that_makes_it_synchronous():
+    with pytest.raises(UnknownOperationError, match="asynchronous all-gather of XLA reads a table") as refused:
+        gather_beside_a_matmul(None)
+    assert f"compiler_options={json.dumps(SYNCHRONOUS)}" in str(refused.value)
+
+
+@pytest.mark.slow
+def test_the_option_makes_it_synchronous():
+    result = gather_beside_a_matmul(SYNCHRONOUS)
+    assert [p.analytic for p in result.slowest.phases if "all" in p.name] == [True]
 
 
 def test_xla_s_windowed_einsum_on_v6e():

@@ -1,5 +1,6 @@
 """The lowest floors: bundle text, addresses, scalar operations, the matrix unit, the network. Nothing is compiled."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,9 +12,10 @@ from flaxasync.check.player import scalar_operations as scalar
 from flaxasync.check.player.addresses import Addresses, shape_bytes
 from flaxasync.check.player.bundle_text import HEADER, parse_operation, read_program
 from flaxasync.check.player.chips import PLAYED_CHIPS, played_chip
-from flaxasync.check.player.errors import DumpError, MeshMismatchError, PlayerError
+from flaxasync.check.player.errors import DumpError, MeshMismatchError, OutOfBoundsError, PlayerError
 from flaxasync.check.player.network import Network
 from flaxasync.check.player.topology import place_devices, topology
+from flaxasync.check.player.transfers import Spans, read_transfer
 
 WORDS = st.integers(0, 2**32 - 1)
 
@@ -138,6 +140,38 @@ def test_addresses_do_not_meet():
     assert addresses.at("hbm", first.address + 1) is first
     assert addresses.at("hbm", first.address + first.size) is None
     assert addresses.at_granule("hbm", second.address * 16 + 15) is second
+
+
+GENERAL = parse_operation("%1 = dma.general %s1_s0, 4, %s2_s1, [#allocation3], [#allocation4], [#allocation5], 0")
+
+
+def transfer_from(source, target):
+    """A transfer whose text does not name the memory spaces, between two buffers."""
+    return read_transfer(GENERAL, (source.address * 16, 4, target.address * 16, 1, 0, 1, 0), "here", "kernel")
+
+
+@pytest.mark.parametrize("before", [0, 600 << 20])  # a program's values in vmem, of which no two share a place
+def test_the_space_of_an_address_is_told_however_much_lies_before_it(before):
+    addresses = Addresses(512)
+    addresses.new("vmem", before, "other values")
+    in_vmem, in_hbm = addresses.new("vmem", 4096, "window"), addresses.new("hbm", 4096, "array")
+    transfer = transfer_from(in_hbm, in_vmem)
+    assert (transfer.source, transfer.target) == ("hbm", "vmem")
+    assert [s.space for s in Spans(addresses).claim(dataclasses.replace(transfer, strided=False), 0, 0, "")] == [
+        "hbm",
+        "vmem",
+    ]
+    past = dataclasses.replace(transfer, strided=False, target_address=transfer.target_address + 4096 // 32)
+    with pytest.raises(OutOfBoundsError, match="writes outside every buffer"):
+        Spans(addresses).claim(past, 0, 0, "")
+
+
+@pytest.mark.parametrize(
+    ("space", "size"), [("vmem", 8 << 30), ("sflag", 4 << 13), ("smem", 8 << 20), ("hbm", 1 << 37)]
+)
+def test_a_space_ends_before_the_next_begins(space, size):
+    with pytest.raises(PlayerError, match=f"buffers in {space} need addresses up to"):
+        Addresses(512).new(space, size, "too large")
 
 
 def matrix(text, chip="v5e"):

@@ -21,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.pieces import Pieces
-from flaxasync.kernels.scratch import Scratch
+from flaxasync.kernels.mesh.pieces import Pieces
+from flaxasync.kernels.mesh.scratch import Scratch
+from flaxasync.kernels.mesh.walk import Place, Walk
 from flaxasync.kernels.tiles import Tiles
-from flaxasync.kernels.walk import Place, Walk
 
 AHEAD = 2  # chunks of w that are on their way before they are used
 NONE = -1  # in `due`: no piece

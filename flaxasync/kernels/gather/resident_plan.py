@@ -10,9 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from flaxasync.kernels.columns import Columns
-from flaxasync.kernels.hops import Parts
-from flaxasync.kernels.staircase import Order, Rates, staircase
+from flaxasync.kernels.gather.columns import Columns
+from flaxasync.kernels.gather.hops import Parts
+from flaxasync.kernels.gather.staircase import Order, Rates, staircase
 from flaxasync.kernels.tiles import LANES, RESERVED, Tiles, chip_in_use, largest_side, sublanes
 
 TILES = Tiles(512, 0x7FFFFFFF, 1280)
@@ -23,7 +23,7 @@ PER_PRODUCT = 600  # cycles that an item takes beside its multiplications at pea
 NEAR_BEST = 1.005  # fewer tiles of w in vector memory, where that costs no more
 ENTRY, LATENCY = 1.5e-6, 0.5e-6  # s: the barrier; a transfer from HBM
 CHUNKS = (1, 2)  # that a block may be cut into
-CHUNK = 256  # rows of a group that chunks keep: products of fewer do not hide how tiles of w enter the matrix unit
+CHUNK = 256  # rows of a group that chunks keep: with 128, plans were slower as played on v6e than the rates say
 SPANS = (1, 2, 4)
 PIECE = 2 * LANES  # columns of w that can be waited for alone
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from flaxasync.kernels.columns import Columns
-from flaxasync.kernels.hops import Parts
+from flaxasync.kernels.gather.columns import Columns
+from flaxasync.kernels.gather.hops import Parts
 from flaxasync.kernels.tiles import LANES, Tiles, check_vmem, largest_side, sublanes
 
 TILES = Tiles(1024, 1024, 2048)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.pieces import Pieces
+from flaxasync.kernels.mesh.pieces import Pieces
+from flaxasync.kernels.mesh.walk import Walk
 from flaxasync.kernels.tiles import Tiles
-from flaxasync.kernels.walk import Walk
 
 KEPT = 2  # finished tiles of the own rows that may be leaving at once
 

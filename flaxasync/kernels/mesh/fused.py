@@ -25,8 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.gemm import TILES, cost, grid, specs, step, stream
+from flaxasync.kernels.mesh.pieces import Pieces, check_unit, enter_column
 from flaxasync.kernels.neighbours import HBM
-from flaxasync.kernels.pieces import Pieces, check_unit, enter_column
 from flaxasync.kernels.tiles import LANES, Tiles, check_vmem, largest_side, sublanes, vmem_limit
 
 CUTS = 8  # of a piece that goes on, about

@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.hops import Hops
-from flaxasync.kernels.resident_plan import OUT, PIECE, Plan
-from flaxasync.kernels.staircase import Item
+from flaxasync.kernels.gather.hops import Hops
+from flaxasync.kernels.gather.resident_plan import OUT, PIECE, Plan
+from flaxasync.kernels.gather.staircase import Item
 from flaxasync.kernels.tiles import LANES
 
 _FIELDS = len(dataclasses.fields(Item))  # in the table

@@ -33,10 +33,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.gemm import cost
+from flaxasync.kernels.mesh.pieces import Pieces, check_unit, enter_column
+from flaxasync.kernels.mesh.scratch import Scratch, arrivals, scratch_bytes
+from flaxasync.kernels.mesh.sums import Sums
+from flaxasync.kernels.mesh.walk import Place, Walk
+from flaxasync.kernels.mesh.weights import Weights, events
 from flaxasync.kernels.neighbours import HBM, toward, type_over
-from flaxasync.kernels.pieces import Pieces, check_unit, enter_column
-from flaxasync.kernels.scratch import Scratch, arrivals, scratch_bytes
-from flaxasync.kernels.sums import Sums
 from flaxasync.kernels.tiles import (
     LANES,
     RESERVED,
@@ -48,8 +50,6 @@ from flaxasync.kernels.tiles import (
     sublanes,
     vmem_limit,
 )
-from flaxasync.kernels.walk import Place, Walk
-from flaxasync.kernels.weights import Weights, events
 
 TILES = Tiles()
 GROUP = 4096  # rows whose sums stay in vector memory, at most

@@ -22,10 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.mesh.scratch import KEPT, Scratch
+from flaxasync.kernels.mesh.walk import Place, Walk
 from flaxasync.kernels.neighbours import toward
-from flaxasync.kernels.scratch import KEPT, Scratch
 from flaxasync.kernels.tiles import Tiles
-from flaxasync.kernels.walk import Place, Walk
 
 
 class Sums:
