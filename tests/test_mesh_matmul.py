@@ -61,8 +61,8 @@ def test_kernels(backend):
     ("fused", (4, 1), "eager", {"dtype": "bfloat16", "k": 1024, "tiles": Tiles(48, 128, 128)}),  # also these
     ("overlapped", (1, 4), "eager", {"dtype": "bfloat16"}),
     ("overlapped", (4, 1), "eager", {"k": 1024}),
-    ("overlapped", (2, 2), "on_wait", {"dtype": "bfloat16", "tiles": Tiles(16, 256, 128)}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("overlapped", (2, 2), "on_wait", {"dtype": "bfloat16", "tiles": Tiles(16, 256, 128)}),
         ("fused", (1, 4), "on_wait", {}),
         ("fused", (4, 1), "on_wait", {"directions": 1}),
         ("overlapped", (1, 4), "on_wait", {"directions": 1, "k": 1024}),

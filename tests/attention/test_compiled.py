@@ -31,7 +31,7 @@ def program(topology, size, rows, backend, *, kernel=None, backward=True, layout
         return fa.check.compile_for(topology, jax.jit(both), struct(8), struct(2), struct(2), struct(8))
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "pallas"])
 def test_every_transfer_has_work_inside_and_none_is_touched(backend):
     """benchmarks/attention.py counts the same for eight devices, and for 32K and 256K tokens."""
     size = 4

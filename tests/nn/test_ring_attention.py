@@ -97,8 +97,8 @@ def test_ring_alone_with_a_window_and_segments():
     [
         ((2, 2, 2), {"layout": "zigzag"}),
         ((1, 4, 2), {"layout": "zigzag", "segments": True, "window": 9}),
-        ((1, 3, 2), {"layout": "contiguous", "use_bias": True}),
-        ((2, 1, 2), {"layout": "zigzag"}),
+        pytest.param((1, 3, 2), {"layout": "contiguous", "use_bias": True}, marks=pytest.mark.slow),
+        pytest.param((2, 1, 2), {"layout": "zigzag"}, marks=pytest.mark.slow),
     ],
 )
 def test_context_and_tensor_axis(sizes, form):
@@ -119,7 +119,7 @@ def test_context_and_tensor_axis_under_auto_axes():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [{"window": 5}, {"segments": True}])
+@pytest.mark.parametrize("form", [{"window": 5}, pytest.param({"segments": True}, marks=pytest.mark.slow)])
 def test_a_whole_sequence_with_the_same_options(form):
     """Without a context axis a window and segments mean the same."""
     check(

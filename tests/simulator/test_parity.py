@@ -36,7 +36,7 @@ def test_ops(op, backend, directions):
     ops.parity(op, 4, rows=3, batch=2, backend=backend, directions=directions)
 
 
-@pytest.mark.parametrize("op", ops.OPS)
+@pytest.mark.parametrize("op", [ops.OPS[0], *(pytest.param(op, marks=repeats) for op in ops.OPS[1:])])
 def test_ops_in_bfloat16(op):
     ops.parity(op, 4, rows=4, batch=1, dtype="bfloat16", backend="pallas")
 
@@ -66,14 +66,14 @@ def test_ops_on_a_sub_axis(op, options):
     ops.parity(op, 2, rows=2, data=2, backend="pallas", **options)
 
 
-@pytest.mark.parametrize("backend", ["pallas", "stateful"])
+@pytest.mark.parametrize("backend", ["pallas", pytest.param("stateful", marks=repeats)])
 def test_a_gated_mlp_under_checkpoint(backend):
     got, want = ops.mlp_gradients(jax.checkpoint, backend=backend), ops.reference_gradients()
     for name, g, w in zip(["loss", "dx", "dgate", "dup", "ddown"], *map(jax.tree.leaves, (got, want)), strict=True):
         ops.assert_close(g, w, "float32", name)
 
 
-@pytest.mark.parametrize("form", linear.FORMS)
+@pytest.mark.parametrize("form", [pytest.param(f, marks=repeats if "the same" in f else []) for f in linear.FORMS])
 def test_linear(form):
     make, options, x_spec, y_spec = linear.FORMS[form]
     layer = make(4, backend="pallas", **options)
