@@ -69,7 +69,7 @@ W, O = SHAPE[1] // 2 * SHAPE[2] * 2, SHAPE[0] // 2 * SHAPE[2] * 2  # noqa: E741 
     [
         ("collectives_and_gemm", None, ("all-gather", "gemm", "psum")),
         ("series", [W + O] * 4, ("all_gather", "gemm", "all_reduce")),
-        ("fused", [W + O] * 4, ("fused", "all_reduce")),
+        ("fused", [W + O, O, O, W + O], ("fused", "all_reduce")),  # two devices have what the others need
         ("overlapped", [W + O, O, O, W + O], ("overlapped",)),
     ],
 )
