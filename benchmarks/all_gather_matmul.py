@@ -15,7 +15,6 @@ runs both there and prints the times.
 """
 
 import argparse
-import time
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.measure import fastest_ms
 from benchmarks.table import print_table, write_between_markers
 from flaxasync import hardware
 from flaxasync.check import topology_mesh, topology_size
@@ -38,7 +38,6 @@ SHAPES: list[Shape] = [
 TOPOLOGIES = ["v6e:2x4"] * 3 + ["v5e:2x4"] * 4
 KNOWN = ["0.225, 0.399", "0.417, 0.464", "0.437, 0.467"]  # ms: the public kernel, XLA
 SMALL: Shape = (2, 64, 512, 512, False)
-RUNS = 10
 PLAIN = {"xla_tpu_enable_async_collective_fusion": "false"}
 
 
@@ -75,13 +74,7 @@ def measured_ms(backend: str, shape: Shape) -> float | None:
         return None
     fn, *arguments = program(backend, "", shape, jax.make_mesh((8,), ("model",)))
     values = [jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in arguments]
-    jax.block_until_ready(fn(*values))
-    spent = []
-    for _ in range(RUNS):
-        begin = time.perf_counter()
-        jax.block_until_ready(fn(*values))
-        spent.append(time.perf_counter() - begin)
-    return min(spent) * 1e3
+    return fastest_ms(fn, *values)
 
 
 def played(backend: str, topology: str, shape: Shape, options: dict[str, str] | None = None) -> Result | None:

@@ -13,7 +13,6 @@ prints both.
 
 import argparse
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from benchmarks.measure import fastest_ms
 from benchmarks.table import print_table, write_between_markers
 from flaxasync.check.player import Result, play
 from flaxasync.kernels.tiles import Tiles
@@ -29,7 +29,6 @@ STUDY, SMALL = (16384, 16384, 8192), (2048, 2048, 1024)  # m, k, n
 TOPOLOGY = "v5e:2x2"
 PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  # ms
 PEAK_MS = 5.58  # the matmul alone at the data sheet's peak
-RUNS = 10
 MESHES = (("v5e:2x2", (4, 1)), ("v5e:2x2", (1, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)))
 FORMS = (("none", None), ("overlapped", 1), ("overlapped", 2))
 
@@ -60,13 +59,7 @@ def measured_ms(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) 
         return None
     fn, *arguments = program(backend, jax.make_mesh((2, 2), ("x", "y")), shape, tiles)
     values = [jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in arguments]
-    fn(*values).block_until_ready()
-    spent = []
-    for _ in range(RUNS):
-        begin = time.perf_counter()
-        fn(*values).block_until_ready()
-        spent.append(time.perf_counter() - begin)
-    return min(spent) * 1e3
+    return fastest_ms(fn, *values)
 
 
 def play_meshes() -> str:

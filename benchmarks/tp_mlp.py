@@ -15,7 +15,6 @@ prints both.
 
 import argparse
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from benchmarks.measure import fastest_ms
 from benchmarks.table import print_table, write_between_markers
 from flaxasync import hardware
 from flaxasync.check import topology_mesh, topology_size
@@ -36,7 +36,6 @@ TOPOLOGY = "v5e:2x4"
 VARIANTS = ("automatic", "none", "xla", "pallas", "fused")
 XLA_GATHERS = ("automatic", "none")  # whose collectives are XLA's choice
 SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # collectives that the player can time
-RUNS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +131,7 @@ def measured_ms(variant: str, shape: Shape, *, backward: bool) -> float | None:
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, shape, mesh, backward=backward)
         values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype, device=a.sharding), arguments)
-        jax.block_until_ready(fn(*values))
-        spent = []
-        for _ in range(RUNS):
-            begin = time.perf_counter()
-            jax.block_until_ready(fn(*values))
-            spent.append(time.perf_counter() - begin)
-    return min(spent) * 1e3
+        return fastest_ms(fn, *values)
 
 
 def longest_wait(result: Result) -> float:

@@ -110,6 +110,8 @@ def _reason(
     if ring in (1, (1, 1)):
         return "one device has every row: there is nothing to transfer"
     too_large = [backend for backend in costs if backend not in fitting]
+    if not others and not too_large:
+        return "no other backend can serve this call"
     if any(costs[backend].seconds < costs[first].seconds for backend in too_large) or not others:
         held = costs[too_large[0]].held / 2**30
         return f"{too_large[0]} would hold {held:.1f} GiB beside its operands, more than a {chip.name} has"

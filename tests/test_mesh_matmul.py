@@ -152,6 +152,13 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
             lhs=(16384, 16384), rhs=(16384, 8192), backend="overlapped", tiles=Tiles(4096, 1024, 2048))  # fmt: skip
 
 
+def test_a_call_that_names_no_backend_does_what_is_planned():
+    mesh = fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+    for shape, planned in ((STUDY, True), ((4096, 4096, 130), False)):  # the kernels take no 130 columns
+        fn, *arguments = program(None, mesh, shape)
+        assert ("pallas_call" in str(fn.trace(*arguments).jaxpr)) == planned
+
+
 def test_kernels_need_tpus():
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
     with (

@@ -102,6 +102,11 @@ def test_the_mesh_matmul_has_the_order_of_the_study():
         assert plan.seconds[backend] == pytest.approx(seconds, rel=0.05)
 
 
+def test_one_backend_alone_needs_no_comparison():
+    plan = fa.plan(fa.mesh_matmul, (8192, 8192), (8192, 100), chip="v5e", ring=(2, 2), kernels=False)
+    assert (plan.backend, plan.reason) == ("none", "no other backend can serve this call")
+
+
 def test_a_tuple_of_weights_is_one_product_of_their_columns():
     one, two = (fa.plan("all_gather_matmul", (256, 4096), *ws, chip="v6e", ring=8) for ws in (
         [(4096, 2048)], [(4096, 1024), (4096, 1024)],

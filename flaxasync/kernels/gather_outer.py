@@ -33,8 +33,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.neighbours import HBM, check_ring, enter
 from flaxasync.kernels.outer_walk import SETS, OuterPlace, OuterWalk, Scratch, plan_outer
-from flaxasync.kernels.row_tiles import PART, landed, split
-from flaxasync.kernels.tiles import LANES, Tiles, check_operand, largest_side, vmem_limit
+from flaxasync.kernels.row_tiles import PART, landed
+from flaxasync.kernels.tiles import LANES, Tiles, check_operand, largest_side, split, vmem_limit
 from flaxasync.transport.devices import at
 
 

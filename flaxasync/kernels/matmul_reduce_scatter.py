@@ -32,8 +32,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.neighbours import HBM, check_ring, enter
 from flaxasync.kernels.reduce_walk import Place, ReduceWalk, Scratch, check_reduce, plan_reduce
-from flaxasync.kernels.row_tiles import landed, split
-from flaxasync.kernels.tiles import LANES, Tiles, vmem_limit
+from flaxasync.kernels.row_tiles import landed
+from flaxasync.kernels.tiles import LANES, Tiles, split, vmem_limit
 from flaxasync.transport.devices import at
 
 

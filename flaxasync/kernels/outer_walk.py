@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.row_tiles import RowTiles, split
-from flaxasync.kernels.tiles import LANES, Tiles, check_vmem, largest_side, sublanes
+from flaxasync.kernels.row_tiles import RowTiles
+from flaxasync.kernels.tiles import LANES, Tiles, check_vmem, largest_side, split, sublanes
 
 TILES = Tiles(1024, 1024, 2048)  # columns of x, rows, columns of dy
 SUMS = 32 * 2**20  # bytes of float32 sums, at most, where no tiles are given

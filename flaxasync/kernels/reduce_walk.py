@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.row_tiles import RowTiles, split
+from flaxasync.kernels.row_tiles import RowTiles
 from flaxasync.kernels.tiles import (
     LANES,
     RESERVED,
@@ -22,6 +22,7 @@ from flaxasync.kernels.tiles import (
     check_vmem,
     chip_in_use,
     largest_side,
+    split,
     sublanes,
 )
 

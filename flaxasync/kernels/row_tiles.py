@@ -4,12 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.tiles import largest_side
+from flaxasync.kernels.tiles import largest_side, split
 
 PART = 512  # rows of one product in the code of a step: tiles of more rows loop over it, which makes programs smaller
 
@@ -61,12 +59,6 @@ class RowTiles:
             pl.loop(0, self.rows // held)(
                 lambda g: use((slice(0, 1), pl.ds(pl.multiple_of(g * held, self.unit), held)), held)
             )
-
-
-def split(value: Any, by: int) -> tuple[Any, Any]:
-    """Quotient and remainder of a number that is not negative."""
-    value, divisor = jnp.int32(value), jnp.int32(by)
-    return lax.div(value, divisor), lax.rem(value, divisor)
 
 
 def landed(tile: Any, sem: Any) -> None:

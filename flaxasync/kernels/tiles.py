@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from flaxasync import hardware
 from flaxasync.transport import devices
@@ -125,3 +126,9 @@ def fitting(tiles: Tiles | None, default: Tiles, cut: Callable[[Tiles], Tiles], 
 def vmem_limit(need: int) -> int:
     """What a kernel asks the compiler for: what its tiles take, and room for what the compiler adds."""
     return min(2 * need + RESERVED, chip_in_use().vmem_bytes)
+
+
+def split(value: Any, by: int) -> tuple[Any, Any]:
+    """Quotient and remainder of a number that is not negative."""
+    value, divisor = jnp.int32(value), jnp.int32(by)
+    return lax.div(value, divisor), lax.rem(value, divisor)

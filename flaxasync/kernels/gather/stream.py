@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.gather.hops import Hops
-from flaxasync.kernels.gather.stream_walk import Place, Walk, split
+from flaxasync.kernels.gather.stream_walk import Place, Walk
 from flaxasync.kernels.gemm import ROWS
-from flaxasync.kernels.tiles import largest_side, sublanes
+from flaxasync.kernels.tiles import largest_side, split, sublanes
 
 
 @jax.tree_util.register_dataclass

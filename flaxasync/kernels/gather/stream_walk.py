@@ -12,7 +12,7 @@ from jax import lax
 
 from flaxasync.kernels.gather.columns import Columns
 from flaxasync.kernels.gather.hops import Parts
-from flaxasync.kernels.tiles import LANES, Tiles, check_vmem, largest_side, sublanes
+from flaxasync.kernels.tiles import LANES, Tiles, check_vmem, largest_side, split, sublanes
 
 TILES = Tiles(1024, 1024, 2048)
 SUMS = 32 * 2**20  # bytes of sums that stay in vector memory, at most
@@ -90,11 +90,6 @@ class Walk:
         outer, column = split(round_, self.columns.count)
         group, cut = split(outer, self.cuts)
         return Place(group, cut * self.tiles, column, t, i, round_, w_slot)
-
-
-def split(value: Any, by: int) -> tuple[Any, Any]:
-    value, divisor = jnp.int32(value), jnp.int32(by)
-    return lax.div(value, divisor), lax.rem(value, divisor)
 
 
 def plan(caller: str, parts: Parts, size: int, k: int, widths: Sequence[int], tiles: Tiles, dtype: Any) -> Walk:

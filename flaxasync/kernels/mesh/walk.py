@@ -21,7 +21,8 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+
+from flaxasync.kernels.tiles import split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +74,14 @@ class Walk:
 
     def at(self, step: Any) -> Place:
         """Returns the place of a step."""
-        round_, within = _split(step, self.phases * self.area)
-        chunk, group = _split(round_, self.groups)
-        phase, position = _split(within, self.area)
+        round_, within = split(step, self.phases * self.area)
+        chunk, group = split(round_, self.groups)
+        phase, position = split(within, self.area)
         outer = jnp.logical_or(phase < self.phases - 1, self.phases == 1)
-        t_outer, i_inner = _split(position, self.rows)
-        i_outer, t_inner = _split(position, self.depth)
+        t_outer, i_inner = split(position, self.rows)
+        i_outer, t_inner = split(position, self.depth)
         i, t = jnp.where(outer, i_inner, i_outer), jnp.where(outer, t_outer, t_inner)
         in_round = self.depth if self.phases == 1 else (self.phases - 1) * self.depth + self.area  # tiles of w
         before = round_ * in_round + phase * self.depth + jnp.where(outer, t_outer, position)
         new = jnp.logical_or(jnp.logical_not(outer), i == 0)
-        return Place(round_, phase, position, chunk, group, i, t, outer, _split(before, 2)[1], new)
-
-
-def _split(value: Any, by: int) -> tuple[Any, Any]:
-    """Quotient and remainder of a number that is not negative."""
-    value, divisor = jnp.int32(value), jnp.int32(by)
-    return lax.div(value, divisor), lax.rem(value, divisor)
+        return Place(round_, phase, position, chunk, group, i, t, outer, split(before, 2)[1], new)
