@@ -24,7 +24,7 @@ KERNELS = ("xla_gemm", "serial", "fused", "overlapped")
 
 def operands(dtype="float32", m=128, k=512, n=256):
     shapes = [(m, k), (k, n), (m, n)]
-    return [jnp.asarray(np.random.default_rng(i).standard_normal(s), dtype) for i, s in enumerate(shapes)]
+    return [np.asarray(np.random.default_rng(i).standard_normal(s), jnp.dtype(dtype)) for i, s in enumerate(shapes)]
 
 
 def sharded(**options):
@@ -46,7 +46,7 @@ def parity(shape, mode="on_wait", dtype="float32", m=128, k=512, **options):
     lhs, rhs, _ = operands(dtype, m, k)
     with simulated(shape, ("x", "y"), mode) as mesh:
         got = jax.jit(sharded(**options))(*on_mesh(mesh, lhs, rhs))
-        close(got, lhs.astype(jnp.float32) @ rhs.astype(jnp.float32), dtype)
+        close(got, lhs.astype(np.float32) @ rhs.astype(np.float32), dtype)
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-def reference(q, k, v, *, causal, window, ids):
-    """Attention with all scores at once, key-value heads repeated."""
-    rows, groups = q.shape[1], q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1], dtype=np.float32)
+def reference(q, k, v, do, *, causal, window, ids):
+    """Attention with all scores at once, key-value heads repeated: o, dq, dk, dv in numpy, which compiles nothing."""
+    q, k, v, do = (np.asarray(x, np.float32) for x in (q, k, v, do))
+    rows, groups, scale = q.shape[1], q.shape[2] // k.shape[2], 1 / np.sqrt(q.shape[-1], dtype=np.float32)
+    wide_k, wide_v = (np.repeat(x, groups, axis=2) for x in (k, v))
     distance = np.arange(rows)[:, None] - np.arange(rows)[None]
     allowed = np.ones((1, 1, rows, rows), bool)
     if causal:
@@ -34,7 +34,21 @@ def reference(q, k, v, *, causal, window, ids):
         allowed = allowed & (np.abs(distance) < window)
     if ids is not None:
         allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :])
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf)), v)
+    scores = np.where(allowed, np.einsum("bqhd,bkhd->bhqk", q, wide_k) * scale, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = np.einsum("bqhd,bkhd->bhqk", do, wide_v)
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
+
+    def narrow(x):
+        return x.reshape(*k.shape[:3], groups, -1).sum(3)
+
+    return (
+        np.einsum("bhqk,bkhd->bqhd", p, wide_v),
+        np.einsum("bhqk,bkhd->bqhd", ds, wide_k),
+        narrow(np.einsum("bhqk,bqhd->bkhd", ds, q)),
+        narrow(np.einsum("bhqk,bqhd->bkhd", p, do)),
+    )
 
 
 def make_mesh(size, data=1, axis_type=AxisType.Explicit):
@@ -50,15 +64,11 @@ def parity(
     batch, total = data, size * rows
 
     def draw(heads):
-        return jnp.asarray(rng.standard_normal((batch, total, heads, head_dim)), dtype)
+        return np.asarray(rng.standard_normal((batch, total, heads, head_dim)), jnp.dtype(dtype))
 
     q, k, v, do = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
     ids = np.sort(rng.integers(0, 3, (batch, total)), axis=1).astype(np.int32) if segments else None
-    want, vjp = jax.vjp(
-        lambda *qkv: reference(*qkv, causal=causal, window=window, ids=ids),
-        *(x.astype(jnp.float32) for x in (q, k, v)),
-    )
-    wants = (want, *vjp(do.astype(jnp.float32)))
+    wants = reference(q, k, v, do, causal=causal, window=window, ids=ids)
     order, spec = fa.sequence_order(layout, total, size), P("data", "seq")
 
     def shards(q, k, v, *ids):
@@ -77,7 +87,7 @@ def parity(
         gots = both(*laid_out)
     for name, got, want in zip(("o", "dq", "dk", "dv"), gots, wants, strict=True):
         assert got.dtype == jnp.dtype(dtype), name
-        got, want = np.asarray(got, np.float32), np.asarray(want)[:, order]
+        got, want = np.asarray(got, np.float32), want[:, order]
         error = np.abs(got - want).max() / np.abs(want).max()
         assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
 
@@ -99,7 +109,7 @@ def test_every_ring(size, layout):
         {"segments": True, "window": 6, "causal": False},
         {"heads": 8, "kv_heads": 1, "layout": "zigzag"},
         {"rows": 512, "layout": "zigzag", "size": 2, "kernel": Reference(tile=64)},
-        {"rows": 256, "size": 2, "kernel": Reference(tile=64)},
+        pytest.param({"rows": 256, "size": 2, "kernel": Reference(tile=64)}, marks=pytest.mark.slow),
         {"data": 2, "axis_type": AxisType.Auto, "layout": "zigzag"},
         {"data": 2, "check_vma": False},
     ],
@@ -109,7 +119,11 @@ def test_every_form(form):
     parity(**({"size": 4} | form))
 
 
-@pytest.mark.parametrize("form", [{}, {"layout": "zigzag", "segments": True, "window": 6}, {"causal": False}], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param({}, marks=pytest.mark.slow), {"layout": "zigzag", "segments": True, "window": 6}, {"causal": False}],
+    ids=str,
+)
 def test_gathered(form):
     parity(4, backend="gather", **form)
 
@@ -248,7 +262,7 @@ def test_a_second_derivative_is_refused(backend):
         def norm_of_gradient(x):
             return jnp.sum(jax.grad(lambda x: jnp.sum(mapped(x)))(x) ** 2)
 
-        assert jax.jit(norm_of_gradient)(x).shape == ()
+        assert jax.eval_shape(norm_of_gradient, x).shape == ()
         with pytest.raises(NotImplementedError, match="ring_attention has a first derivative only"):
             jax.grad(norm_of_gradient)(x)
         with pytest.raises(NotImplementedError, match="ring_attention has a first derivative only"):

@@ -33,9 +33,9 @@ def program(topology, size, rows, backend, *, kernel=None, backward=True, layout
 
 @pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "pallas"])
 def test_every_transfer_has_work_inside_and_none_is_touched(backend):
-    """benchmarks/attention.py counts the same for eight devices, and for 32K and 256K tokens."""
+    """benchmarks/attention.py counts the same for eight devices, and for 32K and 256K tokens, which compile longer."""
     size = 4
-    made = program("v5e:2x2", size, 4096, backend)
+    made = program("v5e:2x2", size, 1024, backend)
     report = fa.check.audit(made)
     assert report.ok, str(report)
     transfers = [pair for pair in report.pairs if pair.communicates]

@@ -11,6 +11,8 @@ from flaxasync.attention.blocks import Reference, Scores, finish, initial_carry
 from flaxasync.attention.flash_kernel import Flash, unsupported
 from flaxasync.attention.layout import Mask, Product
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ROWS, HEAD = 256, 64
 
 
@@ -26,21 +28,26 @@ def blocks(form, *, kernel):
     rng = np.random.default_rng(0)
 
     def draw(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return rng.standard_normal(shape).astype(np.float32)
 
     q, do, kv = draw(1, 1, 2, ROWS, HEAD), draw(1, 1, 2, ROWS, HEAD), draw(2, 1, 1, ROWS, HEAD)
-    ids = jnp.asarray(np.sort(rng.integers(0, 3, (1, ROWS)), axis=1), jnp.int32)
-    segments = (ids, ids) if form["segments"] else None
+    ids = np.sort(rng.integers(0, 3, (1, ROWS)), axis=1).astype(np.int32)
     mask = Mask(form["causal"], form["window"])
     scores = Scores(mask, HEAD**-0.5, jax.lax.Precision.HIGHEST)
     q_rows = form["q_rows"]
     # The second run of q where it is a half: rows before it stay as they are.
     product = Product(ROWS // q_rows - 1, q_rows, ROWS - q_rows, 0, ROWS, 0, mask.by_position, None)
-    carry = kernel.forward(scores, q, kv, segments, product, initial_carry(q))
-    log_sum = jnp.nan_to_num(finish(carry, jnp.float32)[1], neginf=0.0, posinf=0.0)
-    rows = jnp.stack([log_sum, draw(1, 1, 2, ROWS)], axis=-2)
-    zeros = initial_carry(q)[0], jnp.zeros(kv.shape, jnp.float32)
-    return *carry, *kernel.backward(scores, q, kv, segments, do, rows, product, zeros)
+
+    @jax.jit
+    def both(q, kv, ids, do, sums):
+        segments = (ids, ids) if form["segments"] else None
+        carry = kernel.forward(scores, q, kv, segments, product, initial_carry(q))
+        log_sum = jnp.nan_to_num(finish(carry, jnp.float32)[1], neginf=0.0, posinf=0.0)
+        rows = jnp.stack([log_sum, sums], axis=-2)
+        zeros = initial_carry(q)[0], jnp.zeros(kv.shape, jnp.float32)
+        return *carry, *kernel.backward(scores, q, kv, segments, do, rows, product, zeros)
+
+    return [np.asarray(x) for x in both(q, kv, ids, do, draw(1, 1, 2, ROWS))]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from models.transformer import Transformer, TransformerConfig, check_fits
+from tests.nn.conftest import drawn
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -25,13 +26,22 @@ def make_mesh(data=2, model=4, axis_type=AxisType.Explicit):
     return jax.make_mesh((data, model), ("data", "model"), (axis_type,) * 2, devices=jax.devices()[: data * model])
 
 
+def split(config, **options):
+    """A model's parameters, and its loss as a function of them and of a batch."""
+    graph, params = nnx.split(drawn(lambda: Transformer(config, **options, rngs=nnx.Rngs(0))))
+    return params, lambda params, *batch: nnx.merge(graph, params).loss(*batch)
+
+
+def place(spec, order=slice(None)):
+    return [jax.device_put(t[:, order], spec) for t in (TOKENS, TARGETS)]
+
+
 @functools.cache  # compiling takes all of the time, and most tests compare with CONFIG's
 def loss_and_gradients(config, axis_type=AxisType.Explicit):
     with jax.set_mesh(make_mesh(axis_type=axis_type)):
-        graph, params = nnx.split(nnx.jit(lambda: Transformer(config, backend="xla", rngs=nnx.Rngs(0)))())
-        fn = jax.jit(jax.value_and_grad(lambda params, *batch: nnx.merge(graph, params).loss(*batch)))
-        loss, grads = fn(params, *(jax.device_put(t, P("data", None)) for t in (TOKENS, TARGETS)))
-    return float(loss), jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), nnx.to_pure_dict(params)
+        params, loss = split(config, backend="xla")
+        value, grads = jax.jit(jax.value_and_grad(loss))(params, *place(P("data", None)))
+    return float(value), jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), nnx.to_pure_dict(params)
 
 
 def plain_loss(params, config, tokens, targets):
@@ -92,7 +102,7 @@ def test_remat_changes_nothing_but_memory(remat):
 def test_no_position_sees_a_later_token():
     """Changing token 5 changes the logits from position 5 on and none before."""
     with jax.set_mesh(make_mesh()):
-        model = nnx.jit(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)))()
+        model = drawn(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)))
         logits = nnx.jit(lambda model, tokens: model(tokens))
         changed = TOKENS.copy()
         changed[:, 5] = (changed[:, 5] + 1) % 32
@@ -111,13 +121,15 @@ def test_logits_stay_split_over_the_vocabulary():
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
-    config = dataclasses.replace(CONFIG, dtype="bfloat16")
-    with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention promotes bfloat16 to float32
-        loss, _, params = loss_and_gradients(config)
+    # jax.nn.dot_product_attention promotes bfloat16 to float32
+    with jax.set_mesh(make_mesh()), jax.numpy_dtype_promotion("standard"):
+        params, loss = split(dataclasses.replace(CONFIG, dtype="bfloat16"), backend="xla")
+        batch = place(P("data", None))
+        value, grads = float(jax.jit(loss)(params, *batch)), jax.eval_shape(jax.grad(loss), params, *batch)
     want, _, _ = loss_and_gradients(CONFIG)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    assert loss != want
-    np.testing.assert_allclose(loss, want, rtol=2e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {jnp.dtype("float32")}
+    assert value != want
+    np.testing.assert_allclose(value, want, rtol=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -159,10 +171,8 @@ def test_with_a_context_axis_loss_and_gradients_are_the_same():
     mesh = jax.make_mesh((2, 2, 2), ("data", "context", "model"), (AxisType.Explicit,) * 3)
     order = fa.sequence_order("zigzag", TOKENS.shape[1], 2)
     with jax.set_mesh(mesh):
-        graph, params = nnx.split(nnx.jit(lambda: Transformer(CONFIG, context_axis="context", rngs=nnx.Rngs(0)))())
-        fn = jax.jit(jax.value_and_grad(lambda params, *batch: nnx.merge(graph, params).loss(*batch)))
-        batch = (jax.device_put(t[:, order], P("data", "context")) for t in (TOKENS, TARGETS))
-        loss, grads = fn(params, *batch)
+        params, loss = split(CONFIG, context_axis="context")
+        value, grads = jax.jit(jax.value_and_grad(loss))(params, *place(P("data", "context"), order))
     want, want_grads, _ = loss_and_gradients(CONFIG)
-    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
     assert_gradients_close(jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), want_grads)

@@ -1,5 +1,7 @@
 """One parity check for every layer: the same parameters in plain nnx, unsharded and in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,14 +24,39 @@ def parameters(module):
     return {path: variable[...] for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
 
 
+def drawn(make, seed=0):
+    """The module that `make` returns, with parameters of numpy's: each shape's initialiser would be compiled."""
+    module, rng = nnx.eval_shape(make), np.random.default_rng(seed)
+
+    def draw(leaf):
+        fan_in = leaf.shape[-2] if len(leaf.shape) > 1 else 1
+        return put(rng.standard_normal(leaf.shape).astype(leaf.dtype) / np.sqrt(fan_in, dtype=leaf.dtype), leaf)
+
+    nnx.update(module, jax.tree.map(draw, nnx.state(module)))
+    return module
+
+
+def put(value, like):
+    """`value` where an array, or one that is still abstract, lies on the ambient mesh."""
+    return jax.device_put(value, getattr(like.sharding, "spec", like.sharding))
+
+
 def load(layer, reference):
     """Puts the reference's parameters, name by name and in their global shapes, where the layer's lie."""
     state, plain = nnx.state(layer, nnx.Param), nnx.to_pure_dict(nnx.state(reference, nnx.Param))
-    placed = jax.tree.map(
-        lambda ours, theirs: jax.device_put(np.asarray(theirs), ours.sharding), nnx.to_pure_dict(state), plain
-    )
+    placed = jax.tree.map(lambda ours, theirs: put(np.asarray(theirs), ours), nnx.to_pure_dict(state), plain)
     nnx.replace_by_pure_dict(state, placed)
     nnx.update(layer, state)
+
+
+def round_parameters(module, dtype):
+    """Leaves what the dtype holds exactly: the comparison measures the layer, not the rounding of its input."""
+    rounded = jax.tree.map(lambda p: np.asarray(p).astype(dtype).astype(np.float32), nnx.state(module, nnx.Param))
+    nnx.update(module, rounded)
+
+
+def ones(shape, spec, dtype=np.float32):
+    return jax.device_put(np.ones(shape, dtype), spec)
 
 
 def assert_close(got, want, dtype, name):
@@ -37,6 +64,22 @@ def assert_close(got, want, dtype, name):
     assert got.shape == want.shape, name
     error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-6)
     assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
+
+
+def call(layer, x, ids=None):
+    return layer(x) if ids is None else layer(x, ids)
+
+
+@functools.partial(nnx.jit, static_argnames="apply")  # one function: a reference's program serves every test of it
+def gradients(layer, x, dy, *ids, apply=call):
+    """Gradients of the parameters and of x, and y."""
+
+    def loss(layer, x):
+        y = apply(layer, x, *ids)
+        return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)), y
+
+    (params, dx), y = nnx.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+    return params, dx, y
 
 
 def check_parity(
@@ -50,33 +93,30 @@ def check_parity(
     dtype="float32",
     x_spec=ROWS,
     y_spec=ROWS,
-    apply=lambda layer, x: layer(x),
+    apply=call,
 ):
     """Compares y, dx and every parameter's gradient; the cotangent is random, so sums over a wrong axis show."""
-    rng = np.random.default_rng(sum(x_shape) + size)
-    x = jnp.asarray(rng.standard_normal(x_shape), dtype)
-    # Parameters that the dtype holds exactly: the comparison measures the layer, not the rounding of its input.
-    rounded = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), nnx.state(reference, nnx.Param))
-    nnx.update(reference, rounded)
-    y_shape = nnx.eval_shape(apply, reference, x.astype(jnp.float32)).shape
-    dy = jnp.asarray(rng.standard_normal(y_shape), dtype)
-
-    def loss(layer, x, dy):
-        y = apply(layer, x)
-        return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)), y
-
-    grad = nnx.grad(loss, argnums=(0, 1), has_aux=True)
-    (want_params, want_dx), want_y = nnx.jit(grad)(reference, x.astype(jnp.float32), dy.astype(jnp.float32))
+    rng, held = np.random.default_rng(sum(x_shape) + size), jnp.dtype(dtype)
+    round_parameters(reference, held)
+    x = rng.standard_normal(x_shape).astype(held)
+    y_shape = nnx.eval_shape(apply, reference, x.astype(np.float32)).shape
+    dy = rng.standard_normal(y_shape).astype(held)
+    want_params, want_dx, want_y = gradients(reference, x.astype(np.float32), dy.astype(np.float32), apply=apply)
     with jax.set_mesh(make_mesh(data, size, axis_type)):
-        layer = make_layer(jnp.dtype(dtype))
+        layer = nnx.eval_shape(lambda: make_layer(held))
         load(layer, reference)
-        (params, dx), y = nnx.jit(grad)(layer, jax.device_put(x, x_spec), jax.device_put(dy, y_spec))
+        params, dx, y = gradients(layer, jax.device_put(x, x_spec), jax.device_put(dy, y_spec), apply=apply)
         if axis_type == AxisType.Explicit and size > 1 and data > 1:
             assert jax.typeof(y).sharding.spec == y_spec
-    assert y.dtype == jnp.dtype(dtype)
+    assert y.dtype == held
     assert_close(y, want_y, dtype, "y")
     assert_close(dx, want_dx, dtype, "dx")
-    got, want = (dict(nnx.to_flat_state(grads)) for grads in (params, want_params))
+    assert_parameters_close(params, want_params, dtype)
+
+
+def assert_parameters_close(params, want, dtype):
+    """Compares the gradients of all parameters, name by name."""
+    got, want = (dict(nnx.to_flat_state(grads)) for grads in (params, want))
     assert got.keys() == want.keys()
     for path in want:
         assert_close(got[path][...], want[path][...], dtype, ".".join(map(str, path)))

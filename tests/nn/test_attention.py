@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from tests.nn.conftest import drawn, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -25,7 +26,7 @@ def rotate(x, theta):
 
 class PlainAttention(nnx.Module):
     def __init__(self, features, heads, kv_heads, head_dim, *, causal, rope_theta, use_bias, rngs):
-        options = {"use_bias": use_bias, "bias_init": nnx.initializers.normal(), "rngs": rngs}
+        options = {"use_bias": use_bias, "rngs": rngs}
         self.query = nnx.Linear(features, heads * head_dim, **options)
         self.key = nnx.Linear(features, kv_heads * head_dim, **options)
         self.value = nnx.Linear(features, kv_heads * head_dim, **options)
@@ -47,7 +48,7 @@ class PlainAttention(nnx.Module):
 
 def pair(heads, kv_heads, *, head_dim=4, causal=True, rope_theta=100.0, use_bias=False, **options):
     form = {"causal": causal, "rope_theta": rope_theta, "use_bias": use_bias}
-    plain = PlainAttention(8, heads, kv_heads, head_dim, **form, rngs=nnx.Rngs(1))
+    plain = drawn(lambda: PlainAttention(8, heads, kv_heads, head_dim, **form, rngs=nnx.Rngs(0)))
 
     def make(dtype):
         return fa.nn.ParallelSelfAttention(
@@ -89,11 +90,11 @@ def test_an_input_that_is_the_same_everywhere(parity):
 def test_no_position_sees_a_later_one(mesh_of):
     """The gradient of row 3 with respect to the input is zero from row 4 on."""
     with jax.set_mesh(mesh_of(1, 4)):
-        layer = fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0))
+        layer = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
-        x = jax.device_put(jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 8)), jnp.float32), ROWS)
-        row = jnp.zeros((1, 8, 8)).at[:, 3].set(1.0)
-        dx = jax.jit(jax.grad(lambda x: jnp.sum(nnx.merge(graph, state)(x) * jax.device_put(row, ROWS))))(x)
+        x = np.random.default_rng(0).standard_normal((1, 8, 8)).astype(np.float32)
+        row = (np.arange(8) == 3).astype(np.float32)[:, None]
+        dx = jax.jit(jax.grad(lambda x: jnp.sum(nnx.merge(graph, state)(x) * row)))(jax.device_put(x, ROWS))
     seen = np.abs(np.asarray(dx)).sum(axis=(0, 2))
     assert (seen[:4] > 0).all()
     assert (seen[4:] == 0).all()
@@ -103,19 +104,20 @@ def test_no_pair_of_rows_is_saved(mesh_of):
     """Scores, weights and masks are rows x rows a head; the backward pass computes them again."""
     rows = 16
     with jax.set_mesh(mesh_of(1, 2)):
-        attention = fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0))
+        attention = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(attention)
-        x = jax.device_put(jnp.ones((1, rows, 8)), P("data", "model", None))
+        x = ones((1, rows, 8), P("data", "model", None))
         vjp = jax.eval_shape(lambda state, x: jax.vjp(lambda *a: nnx.merge(graph, a[0])(a[1]), state, x)[1], state, x)
     assert max(leaf.size for leaf in jax.tree.leaves(vjp)) == rows * 8  # q, k, v or the output
 
 
 def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():
     rng = np.random.default_rng(0)
-    q, k = (jnp.broadcast_to(jnp.asarray(rng.standard_normal(8), jnp.float32), (1, 16, 1, 8)) for _ in range(2))
-    q, k = fa.nn.rotary_embedding(q), fa.nn.rotary_embedding(k)
-    np.testing.assert_allclose(jnp.linalg.norm(q, axis=-1), np.linalg.norm(q[0, 0, 0]), rtol=1e-5)
-    scores = jnp.einsum("bqhd,bkhd->qk", q, k)
+    turn = jax.jit(fa.nn.rotary_embedding)
+    same = (np.broadcast_to(rng.standard_normal(8).astype(np.float32), (1, 16, 1, 8)) for _ in range(2))
+    q, k = (np.asarray(turn(x)) for x in same)
+    np.testing.assert_allclose(np.linalg.norm(q, axis=-1), np.linalg.norm(q[0, 0, 0]), rtol=1e-5)
+    scores = np.einsum("bqhd,bkhd->qk", q, k)
     np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-4)
 
 
@@ -138,10 +140,10 @@ def test_heads_that_do_not_fit(mesh_of, options, message):
 
 def test_inputs_that_do_not_fit(mesh_of):
     with jax.set_mesh(mesh_of(2, 4)):
-        layer = fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0))
+        layer = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0)))
         with pytest.raises(ValueError, match=r"needs an input \[batch, rows, features\]: got \[8, 8\]"):
-            layer(jax.device_put(jnp.ones((8, 8)), P("model", None)))
+            layer(ones((8, 8), P("model", None)))
         with pytest.raises(ValueError, match="rows are sharded over 'data', too"):
-            layer(jax.device_put(jnp.ones((1, 8, 8)), P(None, ("data", "model"), None)))
+            layer(ones((1, 8, 8), P(None, ("data", "model"), None)))
         with pytest.raises(ValueError, match=r"one segment id a row, \[2, 8\]: got \[2, 4\]"):
-            layer(jax.device_put(jnp.ones((2, 8, 8)), ROWS), jnp.ones((2, 4), jnp.int32))
+            layer(ones((2, 8, 8), ROWS), np.ones((2, 4), np.int32))

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from tests.nn.conftest import drawn, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -20,8 +21,8 @@ ROWS, COLUMNS, SAME = P("data", "model", None), P("data", None, "model"), P("dat
 
 
 def linear(size, **options):
-    """A plain layer whose features divide by `size`, with a bias that is not zero."""
-    return nnx.Linear(4 * size, 6 * size, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(size), **options)
+    """A plain layer whose features divide by `size`."""
+    return drawn(lambda: nnx.Linear(4 * size, 6 * size, rngs=nnx.Rngs(0), **options))
 
 
 def column(size, **options):
@@ -84,9 +85,9 @@ def test_two_dimensions_are_enough(parity):
 
 def test_rows_may_be_sharded_over_another_axis_too(mesh_of):
     """Rows over (data, model): the ring gathers over model, and rows stay sharded over data."""
-    x = jnp.arange(16 * 8, dtype=jnp.float32).reshape(16, 8)
+    x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
     with jax.set_mesh(mesh_of(2, 4)):
-        layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0))
+        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
         y = nnx.jit(lambda layer, x: layer(x))(layer, jax.device_put(x, P(("data", "model"), None)))
         assert jax.typeof(y).sharding.spec == P("data", "model")
         np.testing.assert_allclose(y, x @ np.asarray(layer.kernel[...]), rtol=1e-5)
@@ -112,24 +113,25 @@ def test_the_same_seed_gives_the_parameters_of_nnx_linear(mesh_of):
 
 
 def test_checkpoints_of_nnx_linear_load_both_ways(mesh_of, load_from):
-    plain = nnx.Linear(8, 12, rngs=nnx.Rngs(1))
+    plain = drawn(lambda: nnx.Linear(8, 12, rngs=nnx.Rngs(0)), seed=1)
     with jax.set_mesh(mesh_of(1, 4)):
-        layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(2))
+        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)), seed=2)
         load_from(layer, plain)
-    back = nnx.Linear(8, 12, rngs=nnx.Rngs(4))
+    back = drawn(lambda: nnx.Linear(8, 12, rngs=nnx.Rngs(0)), seed=4)
     load_from(back, layer)
     np.testing.assert_array_equal(back.kernel[...], plain.kernel[...])
     np.testing.assert_array_equal(back.bias[...], plain.bias[...])
 
 
 def test_parameters_of_nnx_linear_need_not_be_placed_first(mesh_of):
-    plain = nnx.Linear(8, 12, rngs=nnx.Rngs(1))
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 8)), jnp.float32)
+    plain = drawn(lambda: nnx.Linear(8, 12, rngs=nnx.Rngs(0)), seed=1)
+    kernel, bias = np.asarray(plain.kernel[...]), np.asarray(plain.bias[...])
+    x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
     with jax.set_mesh(mesh_of(2, 4)):
-        layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(2))
-        layer.kernel[...], layer.bias[...] = np.asarray(plain.kernel[...]), np.asarray(plain.bias[...])
+        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)), seed=2)
+        layer.kernel[...], layer.bias[...] = kernel, bias
         y = nnx.jit(lambda layer, x: layer(x))(layer, jax.device_put(x, ROWS))
-    np.testing.assert_allclose(y, plain(x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, x @ kernel + bias, rtol=1e-4, atol=1e-5)
 
 
 def test_eval_shape_keeps_sharding(mesh_of):
@@ -163,7 +165,7 @@ def test_scan_over_stacked_layers(mesh_of, remat):
     def run(pair, x):
         return (nnx.remat(one) if remat else one)(pair, x)
 
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 8)), jnp.float32)
+    x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
 
     def looped(state, x):
         for i in range(3):
@@ -172,11 +174,11 @@ def test_scan_over_stacked_layers(mesh_of, remat):
         return jnp.sum(x**2)
 
     with jax.set_mesh(mesh_of(2, 4)):
-        pairs = stack(nnx.Rngs(0))
+        pairs = drawn(lambda: stack(nnx.Rngs(0)))
         loss = nnx.value_and_grad(lambda pairs, x: jnp.sum(run(pairs, x) ** 2))
         value, grads = nnx.jit(loss)(pairs, jax.device_put(x, ROWS))
     plain = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(pairs, nnx.Param)))
-    want, want_grads = jax.value_and_grad(looped)(plain, x)
+    want, want_grads = jax.jit(jax.value_and_grad(looped))(plain, x)
     np.testing.assert_allclose(value, want, rtol=1e-5)
     jax.tree.map(
         lambda g, w: np.testing.assert_allclose(g, w, atol=1e-4 * np.abs(w).max()),
@@ -187,9 +189,9 @@ def test_scan_over_stacked_layers(mesh_of, remat):
 
 def test_inside_a_shard_map_of_the_caller(mesh_of):
     """Where the axis is mapped already, input and parameters are the local shards that they are."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 8)), jnp.float32)
+    x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
     with jax.set_mesh(mesh_of(2, 4)):
-        layer = fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0))
+        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
         fn = jax.shard_map(
             lambda state, x: nnx.merge(graph, state)(x), in_specs=(P(None, "model"), ROWS), out_specs=COLUMNS
@@ -202,10 +204,10 @@ def test_inside_a_shard_map_of_the_caller(mesh_of):
 def test_a_weight_gradient_is_summed_over_data_once(mesh_of):
     """One all-reduce over data for the kernel's gradient, none inside the ring."""
     with jax.set_mesh(mesh_of(2, 4)):
-        layer = fa.nn.ColumnParallelLinear(8, 12, use_bias=False, backend="xla", rngs=nnx.Rngs(0))
+        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, backend="xla", rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
-        x = jax.device_put(jnp.ones((2, 8, 8)), ROWS)
-        dy = jax.device_put(jnp.ones((2, 8, 12)), COLUMNS)
+        x = ones((2, 8, 8), ROWS)
+        dy = ones((2, 8, 12), COLUMNS)
 
         def dkernel(state, x, dy):
             return jax.vjp(lambda state: nnx.merge(graph, state)(x), state)[1](dy)
@@ -225,9 +227,9 @@ class TestErrors:
 
     def test_called_without_a_mesh(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)):
-            layer = fa.nn.RowParallelLinear(12, 8, rngs=nnx.Rngs(0))
+            layer = drawn(lambda: fa.nn.RowParallelLinear(12, 8, rngs=nnx.Rngs(0)))
         with pytest.raises(ValueError, match="RowParallelLinear needs a mesh with the axis 'model'"):
-            layer(jnp.ones((2, 4, 12)))
+            layer(np.ones((2, 4, 12), np.float32))
 
     def test_an_axis_the_mesh_lacks(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="'tensor', and the mesh has 'data', 'model'"):
@@ -246,22 +248,22 @@ class TestErrors:
     @pytest.mark.parametrize("make", [fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear])
     def test_a_wrong_feature_size(self, mesh_of, make):
         with jax.set_mesh(mesh_of(1, 4)):
-            layer = make(8, 12, rngs=nnx.Rngs(0))
+            layer = drawn(lambda: make(8, 12, rngs=nnx.Rngs(0)))
             spec = ROWS if make is fa.nn.ColumnParallelLinear else COLUMNS
             with pytest.raises(ValueError, match=r"built for 8 input features: got \[2, 4, 16\], needed \[..., 8\]"):
-                layer(jax.device_put(jnp.ones((2, 4, 16)), spec))
+                layer(ones((2, 4, 16), spec))
 
     def test_too_few_dimensions(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)):
-            layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0))
+            layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)))
             with pytest.raises(ValueError, match=r"needs an input \[..., rows, features\]: got \[8\]"):
-                layer(jnp.ones(8))
+                layer(np.ones(8, np.float32))
 
     def test_rows_that_cannot_be_shared_out(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)):
-            layer = fa.nn.RowParallelLinear(8, 12, rngs=nnx.Rngs(0))
+            layer = drawn(lambda: fa.nn.RowParallelLinear(8, 12, rngs=nnx.Rngs(0)))
             with pytest.raises(ValueError, match=r"got 6 rows on 4 devices; pad them to 8, or use layout='replicated'"):
-                layer(jax.device_put(jnp.ones((2, 6, 8)), COLUMNS))
+                layer(ones((2, 6, 8), COLUMNS))
 
     @pytest.mark.parametrize(
         ("make", "spec", "message"),
@@ -274,19 +276,19 @@ class TestErrors:
     )
     def test_an_input_sharded_another_way(self, mesh_of, make, spec, message):
         with jax.set_mesh(mesh_of(1, 4)):
-            layer = make(8, 12, rngs=nnx.Rngs(0))
+            layer = drawn(lambda: make(8, 12, rngs=nnx.Rngs(0)))
             with pytest.raises(ValueError, match=message):
-                layer(jax.device_put(jnp.ones((4, 4, 8)), spec))
+                layer(ones((4, 4, 8), spec))
 
     def test_an_in_spec_that_the_input_contradicts(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)):
-            layer = fa.nn.ColumnParallelLinear(8, 12, in_spec=SAME, rngs=nnx.Rngs(0))
+            layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, in_spec=SAME, rngs=nnx.Rngs(0)))
             with pytest.raises(ValueError, match="leave in_spec out under Explicit axes"):
-                layer(jax.device_put(jnp.ones((4, 4, 8)), ROWS))
+                layer(ones((4, 4, 8), ROWS))
 
     def test_inside_a_shard_map_whose_types_do_not_tell(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)):
-            layer = fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0))
+            layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
             graph, state = nnx.split(layer)
             fn = jax.shard_map(
                 lambda state, x: nnx.merge(graph, state)(x),
@@ -295,7 +297,7 @@ class TestErrors:
                 check_vma=False,
             )
             with pytest.raises(ValueError, match="check_vma=False hides it"):
-                jax.eval_shape(fn, state, jax.device_put(jnp.ones((2, 8, 8)), ROWS))
+                jax.eval_shape(fn, state, ones((2, 8, 8), ROWS))
 
     def test_a_layout_that_is_none(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="it must be 'sequence' or 'replicated'"):

@@ -93,9 +93,7 @@ def test_attention():
 def test_embedding():
     make, plain = embed.embed_pair(4, backend="pallas")
     embed.check_lookup(layers.make_mesh(1, 4), make, plain, layers.load, rows=8)
-    layers.check_parity(
-        make, plain, (2, 8, 8), size=4, y_spec=P("data", None, "model"), apply=lambda layer, x: layer.attend(x)
-    )
+    layers.check_parity(make, plain, (2, 8, 8), size=4, y_spec=P("data", None, "model"), apply=embed.attend)
 
 
 @pytest.mark.parametrize(

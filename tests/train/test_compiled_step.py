@@ -10,6 +10,8 @@ import pytest
 from configs.tiny import tiny
 from train.step import Trainer
 
+pytestmark = pytest.mark.optimized
+
 COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(.*?"
     r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}"

@@ -101,21 +101,21 @@ def share_of_dispatch(loop, state, step, start):
 
 
 def test_a_call_of_the_step_holds_the_host_for_less_than_a_tenth_of_it(config, make_loop, replace):
-    """Thirty steps of configs/tiny.py, of a quarter of its batch, then five of a twin that waits within the call.
+    """Fifteen steps of configs/tiny.py, of a quarter of its batch, then three of a twin that waits within the call.
 
     benchmarks/dispatch.py measures the whole batch, where steps are four times as long.
     """
     data = {"path": config.data.path, "batch_size": 4}
     config = replace(tiny(), data=data, eval={"every": 0}, checkpoint={"every": 100})
-    loop = make_loop(dataclasses.replace(config, steps=30), sink := Sink())
+    loop = make_loop(dataclasses.replace(config, steps=15), sink := Sink())
     state, share = share_of_dispatch(loop, jax.block_until_ready(loop.trainer.init()), loop.train_step, 0)
     assert share < 0.1, f"the host was held for {share:.1%}"
     waits = [line["host_wait_share"] for line in sink.lines]
-    assert len(waits) == 30
+    assert len(waits) == 15
     assert waits[0] > 0.5, "the host is ahead: it has nothing to do but wait until the first report can be made"
 
-    loop = dataclasses.replace(loop, config=dataclasses.replace(config, steps=35))
-    _, share = share_of_dispatch(loop, state, lambda *args: jax.block_until_ready(loop.train_step(*args)), 30)
+    loop = dataclasses.replace(loop, config=dataclasses.replace(config, steps=18))
+    _, share = share_of_dispatch(loop, state, lambda *args: jax.block_until_ready(loop.train_step(*args)), 15)
     assert share > 0.5, f"a step that waits held the host for {share:.1%}"
     assert sink.lines[-1]["host_wait_share"] < 0.5, "what held it was not the report"
 
