@@ -16,7 +16,8 @@ from benchmarks.all_gather_matmul import SHAPES, program
 from flaxasync.check.player.errors import RaceError
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul
 from flaxasync.kernels.gather import hops, resident_plan
-from flaxasync.kernels.gather.staircase import Rates, staircase
+from flaxasync.kernels.gather.items import LEAVING, Rates, Sizes
+from flaxasync.kernels.gather.staircase import _Planner, staircase
 from flaxasync.kernels.tiles import Tiles
 from tests.kernels.conftest import simulated
 
@@ -68,14 +69,15 @@ def test_values_where_x_streams(stream, options):
 
 
 @pytest.mark.parametrize("options", [
-    case(size=2, batch=1, m=16, k=128, widths=[1024], directions=1, tiles=Tiles(64, 128, 512)),  # in pieces
+    case(size=2, batch=1, m=256, k=512, widths=[1536], directions=1, tiles=Tiles(512, 128, 512)),  # in pieces, chunks
     pytest.param(case(size=3, batch=2, m=16, k=256, widths=[384, 128], mode="eager"), marks=pytest.mark.slow),
     pytest.param(case(size=2, batch=4, m=16, k=256, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
                       tiles=Tiles(32, 128, 128), mode="eager"), marks=pytest.mark.slow),  # several products of a group
     pytest.param(case(size=3, batch=1, m=512, k=128, widths=[512], keep_gathered=True, tiles=Tiles(512, 128, 256),
                       mode="eager"), marks=pytest.mark.slow),  # chunks of blocks, items of several groups
 ])  # fmt: skip
-def test_values_where_x_stays_in_vector_memory(options):
+def test_values_where_x_stays_in_vector_memory(monkeypatch, options):
+    monkeypatch.setattr(resident_plan, "ROOM", 1)  # results wait for each other's places
     run(**options)
 
 
@@ -94,6 +96,14 @@ def test_a_group_that_is_not_waited_for_is_seen(monkeypatch, stream):
     jax.clear_caches()
 
 
+def test_a_result_that_overwrites_one_that_leaves_is_seen(monkeypatch):
+    """The twin of the places of results: all take the first, and nobody waits."""
+    monkeypatch.setattr(_Planner, "_put", lambda self, span: (self.leaving.clear(), (0, 0, 0))[1])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        run(2, 1, 16, 128, [384], directions=1, tiles=Tiles(64, 128, 128))
+    jax.clear_caches()
+
+
 def test_a_transfer_beyond_an_array_is_seen(monkeypatch):
     """Here, as the resident kernel has no checks of its own: rows of a block that no device has."""
     monkeypatch.setattr(hops.Hops, "block", lambda self, p, group: jnp.int32(self.size))
@@ -107,27 +117,42 @@ times = st.floats(1e-7, 1e-4)
 
 @given(
     st.integers(2, 9), st.integers(1, 2), st.integers(1, 9), st.integers(2, 5), st.integers(1, 5),
-    st.sampled_from([(1,), (1, 2), (1, 2, 4)]), st.tuples(*[times] * 9),
+    st.sampled_from([(1,), (1, 2), (1, 2, 4)]), st.integers(0, 2), st.integers(0, 2), st.integers(4, 9),
+    st.tuples(*[times] * 10),
 )  # fmt: skip
-def test_the_order_has_every_item_once_whatever_the_rates(size, own, columns, slots, pieces, spans, rates):
-    """Also: tiles and groups are there, or on their way, when they are used, and a tile in use is not overwritten."""
-    groups = size * own
-    order = staircase(groups, own, columns, slots, pieces, spans, Rates(*rates))
-    held, received, done = dict(enumerate(order.loads)), 0, set()
-    fetched, awaited = [*order.loads], dict.fromkeys(range(slots), 0)
-    for item in order.items:
+def test_the_order_has_every_item_once_whatever_the_rates(
+    size, own, columns, slots, pieces, spans, together, most, room, rates
+):
+    """Also: tiles, groups and places are there, or on their way, when they are used; nothing in use is overwritten."""
+    groups, most = size * own, spans[min(most, len(spans) - 1)]
+    sizes = Sizes(groups, own, columns, slots, pieces, spans, spans[: together + 1], most, room)
+    order = staircase(sizes, Rates(*rates))
+    held, received, done = dict(enumerate(order.loads)), own - 1, set()
+    awaited, at_once, gone, left = dict.fromkeys(range(slots), 0), dict.fromkeys(range(slots), False), 0, []
+    for number, item in enumerate(order.items):
         if item.receives:
             assert item.receives == received + 1
             received = item.receives
         if item.fetches >= 0:
             assert item.into not in held or awaited[item.into] == pieces  # nothing is still on its way there
-            held[item.into], awaited[item.into] = item.fetches, 0
-            fetched.append(item.fetches)
-        assert held[item.slot] == item.column
+            held[item.into], awaited[item.into], at_once[item.into] = item.fetches, 0, item.at_once
+        assert held[item.slot] == item.column < columns
         assert item.group + item.span - 1 <= received
-        assert item.awaited == max(item.begin, awaited[item.slot])
         assert item.begin <= awaited[item.slot]
+        if at_once[item.slot] and not awaited[item.slot]:
+            assert item.whole
+            assert item.awaited == -1
+        else:
+            assert item.awaited == max(item.begin, awaited[item.slot])
         awaited[item.slot] = max(awaited[item.slot], item.end)
+        assert (item.begin, item.end, item.span in spans) == (0, pieces, True) or not item.whole
+        assert item.whole or item.span in sizes.together
+        assert item.gone - item.goes == gone
+        assert number - item.gone < LEAVING
+        gone, places = item.gone, set(range(item.place, item.place + item.span))
+        assert max(places) < room
+        assert not any(places & others for others in left[gone:])
+        left.append(places)
         new = {(item.column, group, piece) for group in range(item.group, item.group + item.span)
                for piece in range(item.begin, item.end)}  # fmt: skip
         assert not new & done
@@ -135,6 +160,14 @@ def test_the_order_has_every_item_once_whatever_the_rates(size, own, columns, sl
     assert len(done) == groups * columns * pieces
     assert received == groups - 1
     assert all(awaited[slot] == pieces for slot in held)  # no copy is left under way
+
+
+def test_w_is_never_in_vector_memory_as_a_whole():
+    """Unless it is two tiles."""
+    whole = hops.Parts(2, 1, 1, 128, along_rows=True)
+    for n in range(256, 6656, 640):
+        plan = resident_plan.plan(whole, 8, 1024, [n], resident_plan.TILES, jnp.bfloat16)
+        assert plan.slots <= max(2, plan.columns.count - 1)
 
 
 def traced(shape, widths, size=2, dtype=jnp.float32, k=None, **options):

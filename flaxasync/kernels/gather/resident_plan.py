@@ -12,19 +12,21 @@ import jax.numpy as jnp
 
 from flaxasync.kernels.gather.columns import Columns
 from flaxasync.kernels.gather.hops import Parts
-from flaxasync.kernels.gather.staircase import Order, Rates, staircase
+from flaxasync.kernels.gather.items import Order, Rates, Sizes
+from flaxasync.kernels.gather.staircase import staircase
 from flaxasync.kernels.tiles import LANES, RESERVED, Tiles, chip_in_use, largest_side, sublanes
 
 TILES = Tiles(512, 0x7FFFFFFF, 1280)
-OUT = 8  # results that may be leaving at once: in HBM they stand behind tiles of w; a power of two
+ROOM = 3072  # rows whose results may be leaving at once: in HBM they stand behind tiles of w
 ITEMS = 256  # that the table has room for
+ARRIVALS = 384  # that have a semaphore each, of the 512 that a kernel may have
 CYCLES = 13_500  # of one product in the code, about one instruction each
-PER_PRODUCT = 600  # cycles that an item takes beside its multiplications at peak, as played on v6e
+PER_ITEM, PER_PRODUCT = 180, 240  # cycles that each takes beside multiplications at peak, as played on v6e
 NEAR_BEST = 1.005  # fewer tiles of w in vector memory, where that costs no more
 ENTRY, LATENCY = 1.5e-6, 0.5e-6  # s: the barrier; a transfer from HBM
-CHUNKS = (1, 2)  # that a block may be cut into
-CHUNK = 256  # rows of a group that chunks keep: with 128, plans were slower as played on v6e than the rates say
-SPANS = (1, 2, 4)
+CHUNKS = (1, 2, 4)  # that a block may be cut into
+CHUNK = 128  # rows of a group that chunks keep, or more
+SPANS = (1, 2, 4, 8)
 PIECE = 2 * LANES  # columns of w that can be waited for alone
 
 
@@ -43,7 +45,9 @@ class Plan:
       slots: tiles of w in vector memory.
       pieces: of a tile of w, waited for one by one.
       spans: numbers of groups that an item may take.
+      together: of these, those that it may take where it is done in pieces of a tile.
       most: groups that one product takes; items of more loop over it.
+      room: groups whose results have room.
       parts: of a group.
       order: of all items.
       vmem_bytes: that all of this takes.
@@ -60,7 +64,9 @@ class Plan:
     slots: int
     pieces: int
     spans: tuple[int, ...]
+    together: tuple[int, ...]
     most: int
+    room: int
     parts: Parts
     order: Order
     vmem_bytes: int
@@ -80,7 +86,8 @@ class Plan:
 def plan(whole: Parts, size: int, k: int, widths: Sequence[int], tiles: Tiles, dtype: Any) -> Plan | None:
     """Returns the fastest plan by the chip's rates; None if the gathered x has no room.
 
-    Of plans that are about as fast, it is the one with the fewest tiles of w in vector memory.
+    Of plans that are about as fast, it is the one with the fewest tiles of w in vector memory. Never are all tiles of w
+    there, unless it has no more than two: one that has had all groups makes room for one that is still in HBM.
     """
     unit = CHUNK // whole.count if whole.along_rows else CHUNK
     chunks = [c for c in CHUNKS if c == 1 or (whole.rows % (c * unit) == 0)]
@@ -115,29 +122,33 @@ def _plans(parts: Parts, size: int, k: int, widths: Sequence[int], tiles: Tiles,
     one = max(s for s in SPANS if s == 1 or (alone and s * m <= tiles.m and s * (k // depth) <= most))
     spans = tuple(s for s in SPANS if s <= (2 * one if alone else 1))
     pieces = n // PIECE if alone and all(w % n == 0 for w in widths) and n % PIECE == 0 else 1
-    fixed = itemsize * (groups * group * k + OUT * spans[-1] * m * n) + 4 * spans[-1] * m * n * (1 + (depth > 1))
+    together = tuple(s for s in spans if s <= min(parts.chunks, one)) if pieces > 1 else ()
+    room = max(spans[-1], ROOM // group, 2)
+    fixed = itemsize * (groups * group * k + room * group * n) + 4 * spans[-1] * m * n * (1 + (depth > 1))
     tile = itemsize * k * n
-    room = (chip.vmem_bytes - RESERVED - fixed) // tile
-    if groups * columns.count > ITEMS:
+    most_slots = (chip.vmem_bytes - RESERVED - fixed) // tile
+    if groups * columns.count > ITEMS or parts.count * (groups - parts.chunks) > ARRIVALS:
         return []
     hbm = chip.hbm_bandwidth * chip.hbm_efficiency
     rates = Rates(
         multiply=2 * group * k * n / chip.flops,
         product=(group // m) * depth * PER_PRODUCT / chip.clock,
+        item=PER_ITEM / chip.clock,
         load=tile / hbm,
         latency=LATENCY,
         store=group * n * itemsize / hbm,
         trip=group // parts.count * k * itemsize / chip.link_bandwidth,
-        hop_latency=2 * chip.hop_latency,
+        hop_latency=chip.hop_latency,
         entry=ENTRY,
         own=group * k * itemsize / hbm,
     )
 
     def made(slots: int) -> Plan:
-        order = staircase(groups, parts.chunks, columns.count, slots, pieces, spans, rates)
+        sizes = Sizes(groups, parts.chunks, columns.count, slots, pieces, spans, together or spans, one, room)
+        order = staircase(sizes, rates)
         return Plan(
             groups, batches, rows, max(1, parts.rows // rows), group // m, k // depth, depth, columns, slots, pieces,
-            spans, one, parts, order, fixed + slots * tile,
+            spans, together, one, room, parts, order, fixed + slots * tile,
         )  # fmt: skip
 
-    return [made(slots) for slots in range(2, min(room, max(2, columns.count)) + 1)]
+    return [made(slots) for slots in range(2, min(most_slots, max(2, columns.count - 1)) + 1)]

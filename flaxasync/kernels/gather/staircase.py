@@ -11,65 +11,18 @@ group 2  e e e f . .        there. A tile that has had all groups makes room for
 ```
 
 Where room is short, a tile that has had all groups that are here makes room earlier, and is fetched again for the rest.
-While nothing else is there to do, a tile is multiplied in pieces of its columns as they come. Rates only decide the
-order: who uses a piece of a tile, or a group, first waits for it.
+While nothing else is there to do, a tile is multiplied in pieces of its columns as they come; one that is waited for as
+a whole comes in one transfer. Results leave from places in a circle, and an item waits for those whose places it takes.
+Rates only decide the order: who uses a piece of a tile, a group or a place, waits for it first.
 """
 
 import dataclasses
+from collections import deque
 
-AHEAD = 2  # tiles of w that may be on their way
-MARGIN = 0.05  # of the time of a tile: one that has been due for less may not be there
+from flaxasync.kernels.gather.items import LEAVING, Item, Order, Rates, Sizes
 
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """Some columns of one tile of w times some groups of rows, and what is done before."""
-
-    column: int  # which tile
-    group: int
-    span: int  # groups
-    slot: int  # where the tile lies
-    begin: int  # first piece of the tile
-    end: int  # the piece after the last
-    awaited: int  # from this piece on, they are waited for
-    whole: int  # 1: all pieces at once
-    receives: int = 0  # the group that is waited for and sent onward before; 0 is none
-    fetches: int = -1  # the tile that is fetched before; -1 is none
-    into: int = 0  # slot of that tile
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Seconds, predicted.
-
-    Attributes:
-      multiply: of a tile and a group at peak.
-      product: what one product takes beyond that.
-      load: of a tile of w.
-      latency: of a transfer.
-      store: of the result of a tile and a group.
-      trip: of a group over a link.
-      hop_latency: of the same.
-      entry: of the barrier.
-      own: of a group of the own rows, from HBM.
-    """
-
-    multiply: float
-    product: float
-    load: float
-    latency: float
-    store: float
-    trip: float
-    hop_latency: float
-    entry: float
-    own: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    items: tuple[Item, ...]
-    loads: tuple[int, ...]  # tiles that are fetched before the first item, into slots 0, 1, ...
-    seconds: float
+AHEAD = (2, 3)  # tiles of w that may be on their way; what is sooner done is taken
+MARGINS = (0.0, 0.05)  # of the time of a tile: one that has been due for less may not be there; likewise
 
 
 class _Tile:
@@ -85,39 +38,47 @@ class _Tile:
 
 
 class _Planner:
-    def __init__(
-        self, groups: int, own: int, columns: int, slots: int, pieces: int, spans: tuple[int, ...], rates: Rates
-    ) -> None:
-        self.groups, self.own, self.pieces, self.spans, self.rates = groups, own, pieces, spans, rates
-        self.left = {column: dict.fromkeys(range(groups), 0) for column in range(columns)}
+    def __init__(self, sizes: Sizes, rates: Rates, ahead: int, margin: float) -> None:
+        self.sizes, self.rates, self.ahead, self.margin = sizes, rates, ahead, margin
+        self.left = {column: dict.fromkeys(range(sizes.groups), 0) for column in range(sizes.columns)}
         self.tiles: dict[int, _Tile] = {}
-        self.free, self.waiting = list(range(slots)), list(range(columns))
-        self.memory = rates.own  # when HBM has nothing left to do
+        self.free, self.waiting = list(range(sizes.slots)), list(range(sizes.columns))
+        self.leaving: deque[tuple[int, int, float]] = deque()  # results: place, groups, when they have left
+        self.place, self.gone = 0, 0  # of the next result; items whose results have left
+        self.memory = sizes.own * rates.own  # when HBM has nothing left to do
         self.now = 0.0  # time of the core
-        self.received = 0  # the last group that is here
+        self.received = sizes.own - 1  # the last group that is here
         self.link = rates.entry  # when the link has nothing left to do
-        self.arrivals = [rates.own + rates.latency]  # of groups
+        self.arrivals = [(group + 1) * rates.own + rates.latency for group in range(sizes.own)]  # of groups
 
     def order(self) -> Order:
         items = []
-        loads = tuple(self.waiting[: min(AHEAD, len(self.free))])
+        loads = tuple(self.waiting[: min(self.ahead, len(self.free))])
         for column in loads:
             self.load(column)
-            while len(self.arrivals) < self.own:  # the other own rows come after the first tile
-                self.memory += self.rates.own
-                self.arrivals.append(self.memory + self.rates.latency)
-        self.now = max(self.rates.entry, self.arrivals[0])
-        self.send()
+        for group in range(self.sizes.own):
+            self.now = max(self.rates.entry, self.arrivals[group])
+            self.send()
         while any(self.left.values()):
             receives = self.receive()
             fetches, into = self.fetch()
             items.append(dataclasses.replace(self.next(), receives=receives, fetches=fetches, into=into))
-        return Order(tuple(items), loads, self.now + self.rates.store + self.rates.latency)
+        return Order(self.at_once(items), loads, max(time for _, _, time in self.leaving))
+
+    def at_once(self, items: list[Item]) -> tuple[Item, ...]:
+        """Lets tiles come in one transfer whose first item waits for all of them."""
+        for number, item in enumerate(items):
+            if item.fetches >= 0 and self.sizes.pieces > 1:
+                first = next(i for i in range(number, len(items)) if items[i].column == item.fetches)
+                if items[first].whole:
+                    items[number] = dataclasses.replace(items[number], at_once=1)
+                    items[first] = dataclasses.replace(items[first], awaited=-1)
+        return tuple(items)
 
     @property
     def arrival(self) -> float:
         """Of the next group."""
-        last = self.received + 1 == self.groups
+        last = self.received + 1 == self.sizes.groups
         return float("inf") if last else self.arrivals[self.received + 1]
 
     def send(self) -> None:
@@ -142,13 +103,13 @@ class _Planner:
                 return 0
             self.now = self.arrival
         self.received += 1
-        if self.received < self.groups - self.own:
+        if self.received < self.sizes.groups - self.sizes.own:
             self.send()
         return self.received
 
     def fetch(self) -> tuple[int, int]:
         """A tile that is fetched now: the one with the most to do. Makes room where the core will need it."""
-        if not self.waiting or sum(tile.ready > self.now for tile in self.tiles.values()) >= AHEAD:
+        if not self.waiting or sum(tile.ready > self.now for tile in self.tiles.values()) >= self.ahead:
             return -1, 0
         if not self.free:
             self.evict()
@@ -166,49 +127,80 @@ class _Planner:
 
     def next(self) -> Item:
         """The most groups that are ready for one tile, else the next pieces to come."""
+        soon = self.now - self.margin * self.rates.load
         ready = [
             (-self._span(tile)[1], tile.ready, c)
             for c, tile in self.tiles.items()
-            if self._here(tile) and (tile.awaited == self.pieces or tile.ready + MARGIN * self.rates.load <= self.now)
+            if self._whole(tile) and (tile.awaited == self.sizes.pieces or tile.ready <= soon)
         ]
         if ready:
             column = min(ready)[2]
             tile = self.tiles[column]
             group, span = self._span(tile)
-            begin, end = tile.left[group], self.pieces
+            item = Item(column, group, span, tile.slot, 0, self.sizes.pieces, tile.awaited, 1)
         else:
-            column = min((self._able(tile), c) for c, tile in self.tiles.items() if self._here(tile))[1]
-            tile = self.tiles[column]
-            group, span = min(tile.left), 1
-            begin = tile.left[group]
-            end = begin + 1
-            while end < self.pieces and tile.piece_ready(end, self.pieces) <= self.arrival:
-                end += 1
-        whole = end - begin == self.pieces and (bool(ready) or self._whole_is_sooner(tile))
-        item = Item(column, group, span, tile.slot, begin, end, max(begin, tile.awaited), int(whole))
-        self._spend(tile, item)
+            item = self._pieces()
+        place, gone, goes = self._put(item.span)
+        item = dataclasses.replace(item, place=place, gone=gone, goes=goes)
+        self._spend(self.tiles[item.column], item)
         return item
 
-    def _whole_is_sooner(self, tile: _Tile) -> bool:
+    def _pieces(self) -> Item:
+        """The next pieces of one tile, for all groups that have come as far; until something else can be done."""
+        runs = sorted(
+            (max(self.now, tile.piece_ready(begin, self.sizes.pieces)), -span, c, group, begin)
+            for c, tile in self.tiles.items()
+            for group, span, begin in self._runs(tile)
+        )
+        _, negative, column, group, begin = runs[0]
+        tile, span, end, now = self.tiles[column], -negative, begin + 1, runs[0][0]
+        others = min((run[0] for run in runs[1:]), default=float("inf"))
+        while end < self.sizes.pieces:
+            now += span * self.rates.multiply / self.sizes.pieces + self.rates.product
+            come = tile.piece_ready(end, self.sizes.pieces)
+            if come > now and come > min(others, self.arrival):
+                break
+            now = max(now, come)
+            end += 1
+        whole = end - begin == self.sizes.pieces and (self.sizes.pieces == 1 or self._whole_is_sooner(tile, span))
+        return Item(column, group, span, tile.slot, begin, end, max(begin, tile.awaited), int(whole))
+
+    def _whole_is_sooner(self, tile: _Tile, span: int) -> bool:
         """Whether a tile on its way is done sooner in one product, which has to wait longer, than in pieces."""
-        piece, end = self.rates.multiply / self.pieces + self.rates.product, self.now
-        for i in range(self.pieces):
-            end = max(end, tile.piece_ready(i, self.pieces)) + piece
-        return max(self.now, tile.ready) + self.rates.multiply + self.rates.product <= end
+        piece, end = span * self.rates.multiply / self.sizes.pieces + self.rates.product, self.now
+        for i in range(self.sizes.pieces):
+            end = max(end, tile.piece_ready(i, self.sizes.pieces)) + piece
+        return max(self.now, tile.ready) + span * self.rates.multiply + self.rates.product <= end
+
+    def _put(self, span: int) -> tuple[int, int, int]:
+        """The place of a result, around in a circle; waits for results that were there."""
+        first = self.place if self.place + span <= self.sizes.room else 0
+        met = [place < first + span and first < place + groups for place, groups, _ in self.leaving]
+        goes = max(max((i + 1 for i, meets in enumerate(met) if meets), default=0), len(met) + 1 - LEAVING)
+        for _ in range(goes):
+            self.now = max(self.now, self.leaving.popleft()[2])
+        self.place, self.gone = first + span, self.gone + goes
+        return first, self.gone, goes
 
     def _spend(self, tile: _Tile, item: Item) -> None:
         rates = self.rates
+        self.now += rates.item
         if item.whole:
-            self.now = max(self.now, tile.ready) + item.span * rates.multiply + rates.product
+            self.now = max(self.now, tile.ready)
+            groups = min(item.span, self.sizes.most)
+            for _ in range(item.span // groups):
+                self.now += groups * rates.multiply + rates.product
+                self.memory = max(self.memory, self.now) + groups * rates.store
         else:
             for piece in range(item.begin, item.end):
-                self.now = max(self.now, tile.piece_ready(piece, self.pieces))
-                self.now += rates.multiply / self.pieces + rates.product
-        self.memory = max(self.memory, self.now) + item.span * rates.store * (item.end - item.begin) / self.pieces
+                self.now = max(self.now, tile.piece_ready(piece, self.sizes.pieces))
+                self.now += item.span * rates.multiply / self.sizes.pieces + rates.product
+                self.memory = max(self.memory, self.now) + item.span * rates.store / self.sizes.pieces
+        self.leaving.append((item.place, item.span, self.memory + rates.latency))
         tile.awaited = max(tile.awaited, item.end)
         for group in range(item.group, item.group + item.span):
             tile.left[group] = item.end
-            if item.end == self.pieces:
+            if item.end == self.sizes.pieces:
                 del tile.left[group]
         if not tile.left:
             self.free.append(tile.slot)
@@ -217,32 +209,33 @@ class _Planner:
     def _here(self, tile: _Tile) -> list[int]:
         return [group for group in tile.left if group <= self.received]
 
+    def _whole(self, tile: _Tile) -> bool:
+        """Whether a group is here of which no piece has been done."""
+        return any(tile.left[group] == 0 for group in self._here(tile))
+
     def _span(self, tile: _Tile) -> tuple[int, int]:
-        """The longest run of whole groups of which an item can be made: first group, groups. Else the first group."""
+        """The longest run of whole groups of which an item can be made: first group, groups."""
         whole = {group for group in self._here(tile) if tile.left[group] == 0}
-        for span in sorted(self.spans, reverse=True):
-            for group in sorted(whole):
-                if whole.issuperset(range(group, group + span)):
-                    return group, span
-        return min(tile.left), 1
+        return self._longest(whole, self.sizes.spans)
+
+    def _longest(self, groups: set[int], spans: tuple[int, ...]) -> tuple[int, int]:
+        """The longest of some spans that some groups have side by side: first group, groups."""
+        runs = ((g, span) for span in sorted(spans, reverse=True) for g in sorted(groups))
+        return next((g, span) for g, span in runs if groups.issuperset(range(g, g + span)))
+
+    def _runs(self, tile: _Tile) -> list[tuple[int, int, int]]:
+        """Groups that have come as far: for each piece, the longest run of which an item can be made."""
+        far: dict[int, set[int]] = {}
+        for group in self._here(tile):
+            far.setdefault(tile.left[group], set()).add(group)
+        return [(*self._longest(groups, self.sizes.together), begin) for begin, groups in far.items()]
 
     def _able(self, tile: _Tile) -> float:
         """When the next piece of a tile can be multiplied."""
-        return tile.piece_ready(tile.left[min(tile.left)], self.pieces)
+        return min(tile.piece_ready(tile.left[group], self.sizes.pieces) for group in self._here(tile))
 
 
-def staircase(
-    groups: int, own: int, columns: int, slots: int, pieces: int, spans: tuple[int, ...], rates: Rates
-) -> Order:
-    """Returns the order of all items.
-
-    Args:
-      groups: of rows.
-      own: of these, of the device's own rows.
-      columns: tiles of columns.
-      slots: tiles of w that have room, two or more.
-      pieces: of a tile, that arrive one after the other.
-      spans: numbers of groups that an item may have; 1 is one of them.
-      rates: of the chip.
-    """
-    return _Planner(groups, own, columns, slots, pieces, spans, rates).order()
+def staircase(sizes: Sizes, rates: Rates) -> Order:
+    """Returns the order of all items that is soonest done by the chip's rates, of a few."""
+    orders = (_Planner(sizes, rates, ahead, margin).order() for ahead in AHEAD for margin in MARGINS)
+    return min(orders, key=lambda order: order.seconds)
