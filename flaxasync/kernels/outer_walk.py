@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.row_tiles import RowTiles
-from flaxasync.kernels.tiles import LANES, Tiles, check_vmem, largest_side, split, sublanes
+from flaxasync.kernels.cut import Cut
+from flaxasync.kernels.row_tiles import PART, RowTiles, in_parts
+from flaxasync.kernels.tiles import LANES, Tiles, check_vmem, split, sublanes
 
 TILES = Tiles(1024, 1024, 2048)  # columns of x, rows, columns of dy
 SUMS = 32 * 2**20  # bytes of float32 sums, at most, where no tiles are given
 SETS = 2  # of places for what arrives
+ROOMS = 2  # for tiles of the result that leave
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +42,17 @@ class OuterWalk:
     size: int  # of the ring
     rows: RowTiles  # of a block
     ways: int
-    chunks: int
-    columns: tuple[int, ...]  # tiles of columns of each dy
-    chunk: int  # columns of x in a chunk
-    n: int  # columns of a tile of dy
+    chunk: Cut  # columns of x, in chunks
+    held: int  # of a chunk, those of one product in the code
+    columns: Cut  # of all dy
+
+    @property
+    def chunks(self) -> int:
+        return self.chunk.count
 
     @property
     def across(self) -> int:
-        return sum(self.columns)
+        return self.columns.count
 
     @property
     def products(self) -> int:
@@ -58,6 +63,12 @@ class OuterWalk:
         """For each way, the first tile of rows that travels it, and how many do."""
         first = -(-self.rows.count // self.ways)
         return ((0, first), (first, self.rows.count - first))[: self.ways]
+
+    @property
+    def halves(self) -> tuple[tuple[int, int], ...]:
+        """The same in rows."""
+        sizes = self.rows.sizes
+        return tuple((sum(sizes[:first]), sum(sizes[first : first + count])) for first, count in self.runs)
 
     def at(self, product: Any) -> OuterPlace:
         number, j = split(product, self.across)
@@ -75,10 +86,10 @@ class Scratch:
     x: Any  # [2, chunk, rows] VMEM: tiles of the transposed x, this product's and the next one's
     y: Any  # [2, batches, rows, n] VMEM: tiles of dy, likewise
     total: Any  # [tiles of columns, chunk, n] VMEM: float32 sums
-    leaving: Any  # [2, chunk, n] VMEM: rounded sums that leave
+    leaving: Any  # [ROOMS, chunk, n] VMEM: rounded sums that leave
     x_sem: Any  # [2]
     y_sem: Any  # [2]
-    leave_sem: Any  # [2]
+    leave_sem: Any  # [ROOMS]
     send_sem: Any  # [ways]
     recv_sem: Any  # [SETS, ways, R - 1]
 
@@ -86,14 +97,15 @@ class Scratch:
     def shapes(cls, walk: OuterWalk, dtype: Any) -> Any:
         """What to allocate: the same names, with shapes and memory spaces."""
         dma = pltpu.SemaphoreType.DMA
+        chunk, n = walk.chunk.size, walk.columns.size
         return cls(
-            pltpu.VMEM((2, walk.chunk, walk.rows.size), dtype),
-            pltpu.VMEM((2, walk.rows.batches, walk.rows.rows, walk.n), dtype),
-            pltpu.VMEM((walk.across, walk.chunk, walk.n), jnp.float32),
-            pltpu.VMEM((2, walk.chunk, walk.n), dtype),
+            pltpu.VMEM((2, chunk, walk.rows.size), dtype),
+            pltpu.VMEM((2, walk.rows.batches, walk.rows.rows, n), dtype),
+            pltpu.VMEM((walk.across, chunk, n), jnp.float32),
+            pltpu.VMEM((ROOMS, chunk, n), dtype),
             dma((2,)),
             dma((2,)),
-            dma((2,)),
+            dma((ROOMS,)),
             dma((walk.ways,)),
             dma((SETS, walk.ways, walk.size - 1)),
         )
@@ -112,27 +124,31 @@ def plan_outer(
 ) -> tuple[OuterWalk, int]:
     """The walk, and the bytes of vector memory it needs."""
     asked = tiles or TILES
-    n = largest_side(math.gcd(*widths), asked.n, LANES)
+    columns = Cut.of(widths, asked.n)
     most = asked.m if tiles else min(asked.m, max(LANES, SUMS // (4 * sum(widths))))
-    chunk = largest_side(k, most, LANES)
+    chunk, held = in_parts(k, most, PART, LANES)
     rows = _row_tiles(batch, m, asked.k, dtype)
     if directions == 2 and rows.count == 1:
-        rows = _row_tiles(batch, m, batch * m // 2, dtype)
+        rows = _row_tiles(batch, m, _half(batch, m), dtype)
     ways = directions if rows.count > 1 else 1
-    walk = OuterWalk(size, rows, ways, k // chunk, tuple(width // n for width in widths), chunk, n)
-    itemsize, total = jnp.dtype(dtype).itemsize, sum(widths)
-    need = check_vmem(
-        caller,
-        Tiles(chunk, rows.size, n),
-        lambda t: itemsize * (2 * t.m * t.k + 2 * t.k * t.n + 2 * t.m * t.n) + 4 * t.m * (total + t.n),
-    )
-    return walk, need
+    walk = OuterWalk(size, rows, ways, Cut((k,), chunk, LANES), held, columns)
+    itemsize = jnp.dtype(dtype).itemsize
+
+    def need(t: Tiles) -> int:
+        across = sum(-(-width // t.n) for width in widths)
+        return itemsize * (2 * t.m * t.k + 2 * t.k * t.n + 2 * t.m * t.n) + 4 * t.m * t.n * (across + 1)
+
+    return walk, check_vmem(caller, Tiles(chunk, rows.size, columns.size), need)
 
 
 def _row_tiles(batch: int, m: int, most: int, dtype: Any) -> RowTiles:
     """Tiles whose rows, side by side, are whole lanes."""
     if m % LANES == 0:
-        return RowTiles.of(batch, m, most, LANES)
-    fitting = [b for b in range(1, batch + 1) if batch % b == 0 and b * m % LANES == 0]
-    batches = max((b for b in fitting if b * m <= most), default=fitting[0])
-    return RowTiles(batches, m, 1, batch // batches, sublanes(dtype))
+        return RowTiles.of(batch, m, most, LANES, part=most)
+    return RowTiles.of(batch, m, most, sublanes(dtype), LANES // math.gcd(m, LANES), part=most)
+
+
+def _half(batch: int, m: int) -> int:
+    """Rows of the larger half, in whole lanes, and in whole batches where there are several."""
+    several = LANES // math.gcd(m, LANES)
+    return -(-m // (2 * LANES)) * LANES if batch == 1 else -(-batch // (2 * several)) * several * m

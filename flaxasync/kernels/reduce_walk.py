@@ -6,13 +6,13 @@ those that travel the other way; for each tile all of the contraction.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.cut import Cut
 from flaxasync.kernels.row_tiles import RowTiles
 from flaxasync.kernels.tiles import (
     LANES,
@@ -21,7 +21,6 @@ from flaxasync.kernels.tiles import (
     check_operand,
     check_vmem,
     chip_in_use,
-    largest_side,
     split,
     sublanes,
 )
@@ -57,22 +56,27 @@ class ReduceWalk:
       size: of the ring.
       rows: tiles of rows of a block.
       columns: tiles of columns.
-      depth: tiles of the contraction, those of all pairs.
+      contraction: tiles of the contraction of all pairs.
       ways: 1, or 2 where tiles travel both ways.
       leaving: finished tiles that may be leaving at once.
     """
 
     size: int
     rows: RowTiles
-    columns: int
-    depth: int
+    columns: Cut
+    contraction: Cut
     ways: int
     leaving: int
 
     @property
+    def depth(self) -> int:
+        """Products of a tile."""
+        return self.contraction.count
+
+    @property
     def tiles(self) -> int:
         """Tiles of a block."""
-        return self.rows.count * self.columns
+        return self.rows.count * self.columns.count
 
     @property
     def products(self) -> int:
@@ -81,23 +85,27 @@ class ReduceWalk:
     @property
     def _first(self) -> int:
         """Columns of tiles that travel the first way; all of them where it is rows that part ways."""
-        return -(-self.columns // self.ways)
+        return -(-self.columns.count // self.ways)
+
+    def tile_at(self, number: Any) -> tuple[Any, Any]:
+        """Row and column of a tile, of all blocks."""
+        return split(split(number, self.tiles)[1], self.columns.count)
 
     def way_of(self, i: Any, j: Any) -> Any:
         if self.ways == 1:
             return jnp.int32(0)
-        if self.columns > 1:
+        if self.columns.count > 1:
             return jnp.where(j >= self._first, 1, 0)
         return jnp.where(i >= -(-self.rows.count // 2), 1, 0)
 
     def at(self, product: Any) -> Place:
         number, t = split(product, self.depth)
         step, tile = split(number, self.tiles)
-        i, j = split(tile, self.columns)
+        i, j = split(tile, self.columns.count)
         way = self.way_of(i, j)
         x_new, x_slot = jnp.bool_(True), split(product, 2)[1]
         if self.depth == 1:  # all of the contraction at once: a tile of x serves all columns that go one way
-            runs = 2 if self.ways == 2 and self.columns > 1 else 1
+            runs = 2 if self.ways == 2 and self.columns.count > 1 else 1
             x_new = (j == 0) | (j == self._first) if runs == 2 else j == 0
             x_slot = split((step * self.rows.count + i) * runs + (way if runs == 2 else 0), 2)[1]
         return Place(step, i, j, t, way, tile, number, x_new, x_slot, split(product, 2)[1])
@@ -127,9 +135,10 @@ class Scratch:
     read_sem: Any  # [ways], counts: tiles that the neighbour has read
 
     @classmethod
-    def shapes(cls, walk: ReduceWalk, k: int, n: int, transposed: bool, dtype: Any) -> Any:
+    def shapes(cls, walk: ReduceWalk, transposed: bool, dtype: Any) -> Any:
         """What to allocate: the same names, with shapes and memory spaces."""
         dma, rows = pltpu.SemaphoreType.DMA, (walk.rows.batches, walk.rows.rows)
+        k, n = walk.contraction.size, walk.columns.size
         return cls(
             pltpu.VMEM((2, *rows, k), dtype),
             pltpu.VMEM((2, n, k) if transposed else (2, k, n), dtype),
@@ -147,34 +156,37 @@ class Scratch:
 
 def plan_reduce(
     caller: str, batch: int, m: int, ks: list[int], n: int, tiles: Tiles | None, size: int, directions: int, dtype: Any
-) -> tuple[ReduceWalk, int, int, int]:
-    """The walk, k and n of a tile, and the bytes of vector memory. Two tiles of a block or more, where sides allow."""
-    asked, unit, k = tiles or _several(batch * m, n), sublanes(dtype), math.gcd(*ks)
+) -> tuple[ReduceWalk, int]:
+    """The walk, and the bytes of vector memory. Two tiles of a block or more, where sides allow."""
+    asked, unit = tiles or _several(batch * m, n), sublanes(dtype)
     rows = RowTiles.of(batch, m, asked.m, unit)
-    side_k, side_n = largest_side(k, asked.k, LANES), largest_side(n, asked.n, LANES)
-    if rows.count == 1 and side_n == n and n > LANES:
-        side_n = largest_side(n, n // 2, LANES)
-    if rows.count == 1 and side_n == n:
+    contraction, columns = Cut.of(ks, asked.k), Cut.of((n,), asked.n)
+    if rows.count == columns.count == 1 and n > LANES:
+        columns = Cut.of((n,), -(-n // 2 // LANES) * LANES)
+    if rows.count == columns.count == 1:
         rows = RowTiles.of(batch, m, max(unit, batch * m // 2), unit)
+    if tiles is None and 2 * rows.count * columns.count > SEMAPHORES:  # the fewest, though others were faster
+        columns = Cut((n,), min(TILES.n, n), LANES)
     limit = chip_in_use().vmem_bytes - RESERVED
 
     def need(leaving: int, t: Tiles) -> int:
-        return scratch_bytes(t.m, t.k, t.n, sum(ks) // t.k, leaving, dtype)
+        return scratch_bytes(t.m, t.k, t.n, sum(-(-k // t.k) for k in ks), leaving, dtype)
 
-    used, (leaving, fewest) = Tiles(rows.size, side_k, side_n), LEAVING
+    used, (leaving, fewest) = Tiles(rows.size, contraction.size, columns.size), LEAVING
     while leaving > fewest and need(leaving, used) > limit:
         leaving -= 1
     while tiles is None and need(leaving, used) > limit and used.k > LANES:
-        used = Tiles(used.m, largest_side(k, used.k // 2, LANES), used.n)
-    ways = directions if rows.count * (n // side_n) > 1 else 1
-    walk = ReduceWalk(size, rows, n // side_n, sum(ks) // used.k, ways, leaving)
+        contraction = Cut.of(ks, used.k // 2)
+        used = dataclasses.replace(used, k=contraction.size)
+    ways = directions if rows.count * columns.count > 1 else 1
+    walk = ReduceWalk(size, rows, columns, contraction, ways, leaving)
     if 2 * walk.tiles > SEMAPHORES:
         raise NotImplementedError(
             f"{caller} has two semaphores for each tile of a block of rows, and a TPU has {SEMAPHORES} for them: "
             f"{batch * m} rows and n={n} in tiles of m={used.m}, n={used.n} are {walk.tiles} tiles; use larger "
             "tiles, a loop over columns of w, or backend='xla'"
         )
-    return walk, used.k, used.n, check_vmem(caller, used, functools.partial(need, leaving))
+    return walk, check_vmem(caller, used, functools.partial(need, leaving))
 
 
 def _several(m: int, n: int) -> Tiles:

@@ -1,5 +1,6 @@
 """matmul_reduce_scatter in the race-detecting simulator; what is refused."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,8 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.kernels import matmul_reduce_scatter as module
+from flaxasync.kernels import row_tiles
+from flaxasync.kernels.cut import Cut
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from flaxasync.kernels.reduce_body import Body
 from flaxasync.kernels.tiles import Tiles
 from tests.kernels.conftest import simulated
 
@@ -41,7 +44,7 @@ def close(got, want, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(("size", "options"), [
-    (2, {"directions": 1}),  # the neighbour is one and the same
+    pytest.param(2, {"directions": 1}, marks=pytest.mark.slow),  # the neighbour is one and the same; see partial tiles
     (3, {"directions": 2, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"}),
     (4, {"directions": 2, "batch": 4, "m": 8, "n": 384, "tiles": None}),  # all of the contraction at once
     pytest.param(4, {"m": 64, "ks": (384,), "transposed": True, "mode": "eager"}, marks=pytest.mark.slow),
@@ -51,10 +54,40 @@ def test_values(size, options):
     close(*run(size, **options), 2e-2 if options.get("dtype") == "bfloat16" else 1e-5)  # sums travel in x's dtype
 
 
+NARROW = {"ks": (640,), "n": 640, "tiles": Tiles(32, 384, 384)}  # 384 + 256
+
+
+@pytest.mark.parametrize(("size", "part", "options"), [
+    (2, 512, {"directions": 1, "m": 40, "mode": "eager"}),  # rows 24 + 16
+    (3, 512, {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"}),  # batches 2 + 1; two pairs
+    pytest.param(4, 16, {"m": 40, "tiles": Tiles(64, 384, 384), "transposed": True, "mode": "eager"},
+                 marks=pytest.mark.slow),  # rows in three parts of 16, of which the last is half full
+])  # fmt: skip
+def test_partial_tiles(monkeypatch, size, part, options):
+    """The last tile of every side is narrower; what lies beyond it in vector memory is not a number at first."""
+    monkeypatch.setattr(row_tiles, "PART", part)
+    close(*run(size, **NARROW | options), 2e-2 if options.get("dtype") == "bfloat16" else 1e-5)
+
+
+def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
+    """The twin: a last tile of the contraction is multiplied as if it were full."""
+    multiply = Body.multiply
+
+    def whole(self, here):
+        walk, full = self.walk, Cut((2 * self.walk.contraction.size,), self.walk.contraction.size, 128)
+        self.walk = dataclasses.replace(walk, contraction=full)
+        multiply(self, here)
+        self.walk = walk
+
+    monkeypatch.setattr(Body, "multiply", whole)
+    with pytest.raises(AssertionError):
+        close(*run(2, **NARROW | {"directions": 1, "n": 128}))
+
+
 def test_one_set_of_places_is_seen(monkeypatch):
     """The twin: the sum of the next step lands on the one that its receiver has not read."""
-    place = module._Body._place
-    monkeypatch.setattr(module._Body, "_place", lambda self, here, step: place(self, here, 0 * step))
+    place = Body._place
+    monkeypatch.setattr(Body, "_place", lambda self, step, part: place(self, 0 * step, part))
     with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)):
         close(*run(3, directions=1, tiles=None, mode="eager"))
 
