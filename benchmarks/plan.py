@@ -165,12 +165,13 @@ def play_sample(sample: list[Case], backends: Sequence[str], path: str | None) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the sample: the model was fitted to that of 0")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--results", metavar="FILE", help="keep each play in this file, and play nothing twice")
     parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
     chosen = parser.parse_args()
     cases = grid()
-    drawn = random.Random(SEED).sample(cases, 2 * chosen.count)
+    drawn = random.Random(chosen.seed).sample(cases, 2 * chosen.count)
     sample = [case for case in drawn if case.mesh not in LINES][: chosen.count]
     results = play_sample(sample, chosen.backends, chosen.results)
     rows, behind = [], []

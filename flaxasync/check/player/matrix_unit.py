@@ -23,6 +23,9 @@ VECTOR_FAMILIES = frozenset(
     vst vstv vsub vtanh vtrace vtrunc vunpack vweird vxor vxpose
     """.split()  # noqa: SIM905  one a line would fill a page
 )
+MATRIX_FAMILIES = frozenset(
+    ["vmatmul", "vmatpush", "vmatpush1", "vmatpush2", "vmatpush3"]
+)  # pushes: to one of four places
 _UNIT = re.compile(r"mxu(\d)")
 _NARROW = re.compile(r"\.(?:bf16|packed|f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
 
@@ -50,7 +53,7 @@ IDLE: tuple = ()
 
 def is_vector(operation: Operation) -> bool:
     """Says whether an operation of the vector side is known: it costs its slot only, or it is one of a matrix unit."""
-    return operation.unit in VECTOR_FAMILIES or operation.unit in ("vmatmul", "vmatpush", "vmatpush1", "vmatpush2")
+    return operation.unit in VECTOR_FAMILIES or operation.unit in MATRIX_FAMILIES
 
 
 def matrix_operation(operation: Operation, chip: PlayedChip) -> MatrixOperation | None:
