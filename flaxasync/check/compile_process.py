@@ -5,6 +5,7 @@ import contextlib
 import os
 import pathlib
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,14 +25,15 @@ _DUMP_PASSES = "(final_bundles|final_hlo-static-per-bundle|bundle-profile|hlo-de
 
 
 class CompilerProcess:
-    """A child process that compiles; see compile_worker.py."""
+    """A child process that compiles; see compile_worker.py. libtpu learns only once, at its start, where dumps go."""
 
-    def __init__(self, dumps: pathlib.Path | None = None):
+    def __init__(self, *, dumps: bool = False):
         environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
-        if dumps is not None:
-            dumps.mkdir(parents=True, exist_ok=True)
-            flags = f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
-            flags += f" --xla_mosaic_dump_to={dumps} --xla_jf_dump_llo_pass_label_regex={_DUMP_PASSES}"
+        self.dumps = tempfile.TemporaryDirectory(prefix="flaxasync-") if dumps else None
+        if self.dumps is not None:
+            place = self.dumps.name
+            flags = f"--xla_jf_dump_to={place} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
+            flags += f" --xla_mosaic_dump_to={place} --xla_jf_dump_llo_pass_label_regex={_DUMP_PASSES}"
             environment["LIBTPU_INIT_ARGS"] = f"{environment.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
         self.process = subprocess.Popen(
@@ -39,21 +41,31 @@ class CompilerProcess:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=environment,
         )  # fmt: skip
 
-    def compile(self, request: dict, timeout: float) -> dict:
+    def compile(self, request: dict, timeout: float, folder: pathlib.Path | None = None) -> dict:
+        """Compiles one program; what it dumped, if this process dumps, goes to the folder."""
+        try:
+            return self._compile(request, timeout)
+        finally:
+            if self.dumps is not None and folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                for file in pathlib.Path(self.dumps.name).iterdir():
+                    shutil.move(file, folder)
+
+    def _compile(self, request: dict, timeout: float) -> dict:
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
             compile_worker.send(stdin, request)
             if not select.select([stdout], [], [], timeout)[0]:
-                self.close()
+                self.end()
                 raise RuntimeError(
                     f"the TPU compiler did not finish in {timeout} s and was ended; pass a longer timeout"
                 )
             answer = compile_worker.receive(stdout)
         except (EOFError, BrokenPipeError):
             death = f"the TPU compiler {_death(self.process.wait())}; its last lines:\n{self.last_lines()}"
-            self.close()
+            self.end()
             raise RuntimeError(death) from None
         if "error" in answer:
             message = answer["error"]
@@ -68,6 +80,11 @@ class CompilerProcess:
         return "\n".join(line for line in lines if not line.startswith("http"))[-2000:]
 
     def close(self) -> None:
+        self.end()
+        if self.dumps is not None:
+            self.dumps.cleanup()
+
+    def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -82,16 +99,17 @@ def _death(code: int) -> str:
     return f"ended with code {code}"
 
 
-_shared: list[CompilerProcess] = []
+_shared: dict[bool, CompilerProcess] = {}
 
 
-def shared_process() -> CompilerProcess:
-    if _shared and _shared[0].process.poll() is not None:
-        _shared.pop().close()
-    if not _shared:
-        _shared.append(CompilerProcess())
-        atexit.register(_shared[0].close)
-    return _shared[0]
+def shared_process(*, dumps: bool = False) -> CompilerProcess:
+    """Returns the one process that dumps, or the one that does not; starts it where there is none."""
+    if dumps in _shared and _shared[dumps].process.poll() is not None:
+        _shared.pop(dumps).close()
+    if dumps not in _shared:
+        _shared[dumps] = CompilerProcess(dumps=dumps)
+        atexit.register(_shared[dumps].close)
+    return _shared[dumps]
 
 
 def busy_message(error: object) -> str:

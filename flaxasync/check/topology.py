@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from flaxasync.check.compile_process import ENVIRONMENT, CompilerProcess, busy_message, shared_process
+from flaxasync.check.compile_process import ENVIRONMENT, busy_message, shared_process
 from flaxasync.check.mesh_order import ordered_devices
 
 # Topologies that libtpu 0.0.51 describes; chips, not cores (a tpu7x chip is two devices).
@@ -150,12 +150,10 @@ def compile_for(
             f"the function was lowered for {len(request['device_ids'])} devices that are not those of {topology}: "
             f"make its mesh with topology_mesh({topology!r}, ...), or let it use the ambient mesh"
         )
+    folder = None
     if keep_dumps:
         folder = pathlib.Path(tempfile.mkdtemp(prefix="flaxasync-") if keep_dumps is True else keep_dumps).absolute()
-        with contextlib.closing(CompilerProcess(folder)) as worker:
-            answer = worker.compile(request, timeout)
-    else:
-        folder, answer = None, shared_process().compile(request, timeout)
+    answer = shared_process(dumps=folder is not None).compile(request, timeout, folder)
     coords = {d.id: tuple(d.coords) for d in devices}
     return CompiledProgram(
         answer["text"],

@@ -176,9 +176,15 @@ def test_the_size_of_a_topology():
 
 
 def test_dumps(mesh, tmp_path):
-    program = compile_for("v5e:2x2", *matmul(mesh), keep_dumps=tmp_path / "dumps")
-    assert program.dumps == tmp_path / "dumps"
-    assert list(program.dumps.glob("*final_bundles*"))
+    """Of one process that compiles all of them: each program's own, and all of it the second time, too."""
+    fn, *arguments = matmul(mesh)
+    names = []
+    for number, now in enumerate((fn, jax.jit(lambda *a: fn(*a) + 1), fn)):
+        program = compile_for("v5e:2x2", now, *arguments, keep_dumps=tmp_path / str(number))
+        assert program.dumps == tmp_path / str(number)
+        assert len(list(program.dumps.glob("*-TLP-*-final_bundles.txt"))) == 1
+        names.append({path.name.split("-", 1)[1] for path in program.dumps.iterdir()})
+    assert names[0] == names[2] != names[1]
 
 
 @pytest.mark.parametrize("name", ["v9:2x2", "v5e", "v5e:axb", "v5e:0x2", "v5e:3x3", "v5e:9999x9999", "", 5])

@@ -165,10 +165,9 @@ def test_a_real_mistake_in_the_code_keeps_its_traceback(run, monkeypatch):
         run("--steps", 3)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_saves_the_step_in_hand_and_the_run_goes_on_later(number, code, start, tmp_path):
-    work, whole = tmp_path / "run", tmp_path / "whole"
-    process = start("--steps", 100_000, "--checkpoint.every", 100_000, "--eval.every", 0)
+def stop(start, work: Path, number: signal.Signals, code: int) -> int:
+    """Starts a run, stops it after step 20, and returns the step that it saved."""
+    process = start("--workdir", work, "--steps", 100_000, "--checkpoint.every", 100_000, "--eval.every", 0)
     for line in process.stdout:
         if line.startswith("step 20/"):
             process.send_signal(number)
@@ -181,8 +180,16 @@ def test_a_signal_saves_the_step_in_hand_and_the_run_goes_on_later(number, code,
     assert Path(stopped[2]).is_dir()
     assert [line["step"] for line in lines_of(work)] == list(range(1, step + 1))
     assert (work / "loss.png").exists()
+    return step
 
-    end = step + 5
+
+def test_ctrl_c_saves_the_step_in_hand(start, tmp_path):
+    stop(start, tmp_path / "run", signal.SIGINT, 130)
+
+
+def test_a_run_that_was_asked_to_end_goes_on_later(start, tmp_path):
+    work, whole = tmp_path / "run", tmp_path / "whole"
+    end = stop(start, work, signal.SIGTERM, 0) + 5
     for workdir in (work, whole):
         assert start("--workdir", workdir, "--steps", end, "--eval.every", 0).wait() == 0
     assert [line["step"] for line in lines_of(work)] == list(range(1, end + 1))
