@@ -47,7 +47,7 @@ ROWS = (128, 512, 2048)
 SIDES = ((1024, 512), (2048, 2048), (4096, 1024), (8192, 3584), (4096, 4096))  # features outside, inside the pair
 BACKENDS = ("none", "xla", "pallas", "fused")
 OPTIONS = {"xla_tpu_enable_async_collective_fusion": "false"}
-COUNT, SEED = 30, 0
+COUNT, SEED = 30, 2  # the model's constants were fitted to the samples of seeds 0 and 1
 ALLOWED = 0.05
 
 
@@ -165,7 +165,7 @@ def play_sample(sample: list[Case], backends: Sequence[str], path: str | None) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the sample: the model was fitted to that of 0")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--results", metavar="FILE", help="keep each play in this file, and play nothing twice")
     parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")

@@ -119,6 +119,7 @@ def _reason(
     ratio, mesh = other.seconds / chosen.seconds, " x ".join(map(str, ring)) if isinstance(ring, tuple) else ring
     if first in SERIAL:
         steps = f"{other.steps} steps of {other.step_seconds * 1e6:.1f} us" if other.steps > 1 else "a kernel"
+        steps += f", {other.fixed * 1e6:.1f} us to begin and end," if other.fixed else ""
         why = (
             f"overlap loses here: {others[0]} needs {steps} and still waits {_ms(other.exposed)} for transfers, where "
             f"{first} waits {_ms(chosen.exposed)}"

@@ -5,12 +5,14 @@ An op and its gradients are a few passes, each of one kind (R devices, rows m of
 ```
 gather    R - 1 hops of a block [m, k]; each of the R blocks is multiplied as it arrives
 reduce    R - 1 hops of sums [m, n]; each of the R blocks is multiplied before its sums leave
+outer     R - 1 hops of a block as of gather; its rows are contracted: dw = x.T @ dy
 local     a product that waits for nobody
 ```
 
-A pass of a ring takes, for each hop, the longer of the product and the hop; one collective adds the two. What a product
-takes is its FLOPs at the share of the peak that programs of the backend reach, or its bytes, whichever is longer. Sums
-over other mesh axes, of gradients say, are not counted: every backend has them.
+"none" moves first, or last, and multiplies at once. A ring takes, for each hop, the longer of the product and the hop.
+A kernel takes the longer of all products and all hops, and the end of a block that nothing hides. A product takes its
+FLOPs and its bytes, of which the longer hides most of the other. Sums over other mesh axes, of gradients say, are not
+counted: every backend has them.
 """
 
 import dataclasses
@@ -20,16 +22,53 @@ from typing import Literal
 from flaxasync.costs.cost import Cost, Shape, hop_seconds
 from flaxasync.hardware import Chip
 
-EFFICIENCY = {"none": 0.975, "xla": 0.91, "pallas": 0.88, "fused": 0.965}
-"""Share of the peak FLOP/s that large products reach, played on v5e: benchmarks/plan.py."""
-STEP_SECONDS = {"none": 1e-6, "xla": 2e-6, "pallas": 3e-6, "fused": 0.8e-6}
-"""What one more block costs, likewise."""
-ENTRY_SECONDS = {"none": 0.0, "xla": 0.0, "pallas": 0.0, "fused": 5e-6}
-"""What a pass costs once: the barrier of a kernel, its first fetch and last store; likewise."""
 
-READ_AGAIN = {"xla": 0.45, "pallas": 0.45, "fused": 0.6}
-"""Share of reading w that each block of a ring waits for: some of w stays in vector memory or comes during a hop;
-fitted to the plays of benchmarks/plan.py, as are the two above."""
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """What a backend's programs take beyond the data sheet, fitted to the plays of benchmarks/plan.py.
+
+    Attributes:
+      efficiency: share of the peak FLOP/s that large products reach.
+      program: once (s).
+      step: for each block (s).
+    """
+
+    efficiency: float
+    program: float
+    step: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What a pass takes as one kernel, fitted likewise.
+
+    Attributes:
+      entry: once: the barrier, the first fetch, the last store (s).
+      step: for each block (s).
+      tail: of a block's product, what remains when the last transfer is there.
+    """
+
+    entry: float
+    step: float
+    tail: float
+
+
+FITTED = {
+    "none": Fitted(0.92, 0.0, 0.0),
+    "xla": Fitted(0.88, 11.5e-6, 0.7e-6),
+    "pallas": Fitted(0.87, 10.3e-6, 1.2e-6),
+    "fused": Fitted(0.96, 1.2e-6, 0.0),
+}
+KERNELS = {
+    "gather": Kernel(0.2e-6, 0.0, 0.2),
+    "reduce": Kernel(5.9e-6, 1.6e-6, 0.1),
+    "outer": Kernel(3.4e-6, 1.9e-6, 0.7),
+}
+TOGETHER = 2.4  # exponent: 1 would add FLOPs and bytes of a product, a large one takes the longer
+READ_AGAIN = 0.68  # of w, for each block of a ring: some stays in vector memory or comes during a hop
+SUMS_READ = 1.8  # blocks that XLA's own reduce-scatter moves for each block
+ADDED = 3.0  # blocks that a ring's sum of what came moves
+DW_MOVED = 1.1  # float32 sums of dw that a ring moves for each block
 LARGEST_BLOCK = 80 * 2**20
 """Elements of a block of sums that the fused kernel has semaphores for, whatever its sides: of 1500 random shapes the
 smallest block that it refused had 85.7 Mi."""
@@ -42,16 +81,14 @@ class Pass:
     Attributes:
       kind: what travels.
       sent: bytes of a block that travels.
-      m, k, n: sides of the product of one block.
-      added: bytes of sums in memory that each block's product is added to; a ring reads and writes them every time.
+      m, k, n: sides of the product of one block; blocks follow each other along m, of "outer" along k.
     """
 
-    kind: Literal["gather", "reduce", "local"]
+    kind: Literal["gather", "reduce", "outer", "local"]
     sent: int
     m: int
     k: int
     n: int
-    added: int = 0
 
 
 def all_gather_matmul(
@@ -62,7 +99,7 @@ def all_gather_matmul(
     passes = [Pass("gather", rows * k * itemsize, rows, k, n)]
     if backward:
         passes.append(Pass("reduce", rows * k * itemsize, rows, n, k))
-        passes.append(Pass("gather", rows * k * itemsize, k, rows, n, added=4 * k * n))
+        passes.append(Pass("outer", rows * k * itemsize, k, rows, n))
     return _costs(chip, ring, passes, itemsize, kernels)
 
 
@@ -100,45 +137,66 @@ def _costs(chip: Chip, ring: int, passes: list[Pass], itemsize: int, kernels: bo
 
 def _cost(chip: Chip, ring: int, passes: list[Pass], itemsize: int, backend: str) -> Cost:
     compute, exposed, steps, held, directions = 0.0, 0.0, 0, 0, _directions(ring)
+    fitted, hbm = FITTED[backend], chip.hbm_bandwidth * chip.hbm_efficiency
+    fixed = fitted.program
     for one in passes:
-        blocks = 1 if one.kind == "local" else ring
         hop = hop_seconds(chip, one.sent, directions)
-        if backend == "none" or one.kind == "local":
-            compute += _product(chip, one, blocks, itemsize, backend)
-            exposed += 0.0 if one.added else (blocks - 1) * hop  # dw: XLA sees that x was gathered before
-            if one.kind == "reduce" and ring > 1:  # XLA's own reads two blocks and writes one, every hop
-                exposed += 1.5 * ring * one.sent / (chip.hbm_bandwidth * chip.hbm_efficiency)
-            held = max(held, blocks * one.sent)
+        if one.kind == "local" or backend == "none":
+            compute += _product(chip, one, 1 if one.kind == "local" else ring, itemsize, backend)
             steps += 1
-        else:
-            block = _product(chip, one, 1, itemsize, backend, weights=READ_AGAIN[backend])
-            if backend == "fused" and one.kind == "gather" and ring * one.sent <= chip.vmem_bytes / 2:
-                # x stays in vector memory, and so does w, where it fits; if not it comes twice
-                fits = ring * one.sent + one.k * one.n * itemsize <= 0.75 * chip.vmem_bytes
-                block = _product(chip, one, ring, itemsize, backend, weights=1 if fits else 2) / ring
-            compute += ring * block
-            if one.kind == "reduce" and backend != "fused":  # what came is added in a pass of its own, after the hop
-                compute += (ring - 1) * 3 * one.sent / (chip.hbm_bandwidth * chip.hbm_efficiency)
-            if one.added and backend == "xla" and ring == 2:
-                hop = 0.0  # a ring of two is no loop: XLA sees that x made this one hop before
-            exposed += (ring - 1) * max(0.0, hop - block) + ENTRY_SECONDS[backend]
-            held = max(held, ring * one.sent if backend == "fused" else 4 * one.sent)
-            steps += ring
-    return Cost(compute, exposed, steps, held, STEP_SECONDS[backend], {"directions": directions})
+            if one.kind in ("gather", "reduce"):  # of "outer", XLA sees that x was gathered before
+                exposed += (ring - 1) * hop
+                held = max(held, ring * one.sent)
+            if one.kind == "reduce" and ring > 1:
+                exposed += SUMS_READ * ring * one.sent / hbm
+            continue
+        steps += ring
+        if backend == "fused":
+            kernel, whole = KERNELS[one.kind], _kernel_product(chip, one, ring, itemsize)
+            if one.kind == "reduce":  # what came is fetched, added, and sent on
+                hop += kernel.step
+            hops = (ring - 1) * hop + kernel.tail * whole / ring
+            compute += whole
+            exposed += max(0.0, hops - whole)
+            fixed += kernel.entry + ring * kernel.step
+            held = max(held, ring * one.sent)
+            continue
+        block = _product(chip, one, 1, itemsize, backend, weights=READ_AGAIN)
+        if one.kind == "outer" and backend == "xla" and ring == 2:
+            hop = 0.0  # a ring of two is no loop: XLA sees that x made this one hop before
+        compute += ring * block
+        if one.kind == "reduce":  # what came is added in a pass of its own, after the hop
+            compute += (ring - 1) * ADDED * one.sent / hbm
+        exposed += (ring - 1) * max(0.0, hop - block)
+        held = max(held, 4 * one.sent)
+    return Cost(compute, exposed, steps, held, fitted.step, {"directions": directions}, fixed)
+
+
+def _kernel_product(chip: Chip, one: Pass, ring: int, itemsize: int) -> float:
+    """Seconds of all products of a pass as one kernel."""
+    if one.kind == "outer":
+        return _product(chip, one, ring, itemsize, "fused")
+    if one.kind == "reduce":
+        return ring * _product(chip, one, 1, itemsize, "fused", weights=READ_AGAIN)
+    if ring * one.sent > chip.vmem_bytes / 2:  # x streams, and w with each block
+        return _product(chip, one, ring, itemsize, "fused", weights=ring * READ_AGAIN)
+    fits = ring * one.sent + one.k * one.n * itemsize <= 0.75 * chip.vmem_bytes
+    return _product(chip, one, ring, itemsize, "fused", weights=1 if fits else 2)
 
 
 def _product(chip: Chip, one: Pass, blocks: int, itemsize: int, backend: str, weights: float = 1.0) -> float:
     """Seconds of the product of so many blocks at once; w is read so many times."""
     m, k, n = one.m, one.k, one.n
-    if one.added:  # x.T @ dy: blocks follow each other along the contraction
+    if one.kind == "outer":
         k *= blocks
     else:
         m *= blocks
     moved = (m * k + weights * k * n + m * n) * itemsize
-    if one.added and backend in ("xla", "pallas"):
-        moved += 2 * one.added
-    flops = 2 * m * k * n / (chip.flops * EFFICIENCY[backend])
-    return max(flops, moved / (chip.hbm_bandwidth * chip.hbm_efficiency))
+    if one.kind == "outer" and backend in ("xla", "pallas"):
+        moved = (m * k + k * n) * itemsize + DW_MOVED * 4 * m * n
+    flops = 2 * m * k * n / (chip.flops * FITTED[backend].efficiency)
+    bytes_ = moved / (chip.hbm_bandwidth * chip.hbm_efficiency)
+    return (flops**TOGETHER + bytes_**TOGETHER) ** (1 / TOGETHER)
 
 
 def _directions(ring: int) -> int:

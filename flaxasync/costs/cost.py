@@ -23,6 +23,7 @@ class Cost:
       held: bytes that stand in memory for it beside operands and results.
       step_seconds: the overhead of a step.
       settings: what the op would use: directions of the ring, rows that travel at once, tiles.
+      fixed: seconds that it takes once: barriers, first fetches, last stores.
     """
 
     compute: float
@@ -31,10 +32,11 @@ class Cost:
     held: int
     step_seconds: float = STEP_SECONDS
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.exposed + self.steps * self.step_seconds
+        return self.compute + self.exposed + self.steps * self.step_seconds + self.fixed
 
 
 def hop_seconds(chip: Chip, size: float, directions: int) -> float:

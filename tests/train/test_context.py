@@ -61,6 +61,7 @@ def test_the_text_is_the_same(config, replace):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow  # test_run.py goes on with rows and kernels split anew
 def test_a_run_goes_on_with_sequences_split_and_back(preset, tmp_path):
     def run(workdir, steps, *options):
         command = [str(preset("auto")), "--workdir", str(tmp_path / workdir), "--steps", str(steps)]

@@ -91,6 +91,7 @@ def test_the_compiled_step_is_read_as_jaxlib_reads_it(preset, compiled_once, pro
     assert counts_of_jaxlib([text]) == [counts(check.parse(text))]
 
 
+@pytest.mark.slow  # the one above reads a step, too, of two layers
 def test_the_step_of_the_8b_preset_for_cpu_devices_is_read_as_jaxlib_reads_it():
     """All layers at their widths, with one sequence for each of the devices; nothing is allocated."""
     config = load_preset(ROOT / "configs" / "llama_8b.py")
