@@ -12,13 +12,14 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.mesh_matmul import STUDY, program
 from flaxasync.check.player.errors import RaceError
-from flaxasync.kernels.mesh import overlapped, walk, weights
-from flaxasync.kernels.tiles import Tiles
+from flaxasync.kernels.mesh import overlapped, sums, walk, weights
+from flaxasync.kernels.tiles import Tiles, split
 from flaxasync.mesh_matmul import BACKENDS
 from tests.kernels.conftest import simulated
 
 SPECS = P("x", "y"), P("x", None)
 TILES = Tiles(16, 128, 128)
+NARROW = {"m": 64, "n": 640, "tiles": Tiles(16, 128, 256)}  # the last of three chunks of columns is of 128
 KERNELS = ("xla_gemm", "serial", "fused", "overlapped")
 
 
@@ -42,8 +43,8 @@ def close(got, want, dtype="float32"):
     np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
-def parity(shape, mode="on_wait", dtype="float32", m=128, k=512, **options):
-    lhs, rhs, _ = operands(dtype, m, k)
+def parity(shape, mode="on_wait", dtype="float32", m=128, k=512, n=256, **options):
+    lhs, rhs, _ = operands(dtype, m, k, n)
     with simulated(shape, ("x", "y"), mode) as mesh:
         got = jax.jit(sharded(**options))(*on_mesh(mesh, lhs, rhs))
         close(got, lhs.astype(np.float32) @ rhs.astype(np.float32), dtype)
@@ -61,6 +62,9 @@ def test_kernels(backend):
     ("fused", (4, 1), "eager", {"dtype": "bfloat16", "k": 1024, "tiles": Tiles(48, 128, 128)}),  # also these
     ("overlapped", (1, 4), "eager", {"dtype": "bfloat16"}),
     ("overlapped", (4, 1), "eager", {"k": 1024}),
+    ("overlapped", (2, 2), "eager", NARROW),
+    ("overlapped", (1, 4), "on_wait", {"dtype": "bfloat16", **NARROW}),
+    ("overlapped", (4, 1), "eager", NARROW),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("overlapped", (2, 2), "on_wait", {"dtype": "bfloat16", "tiles": Tiles(16, 256, 128)}),
         ("fused", (1, 4), "on_wait", {}),
@@ -79,7 +83,8 @@ def test_kernels_on_any_mesh(backend, shape, mode, options):
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("backend", ["fused", "overlapped"])
 def test_kernels_on_more_devices(backend, shape):
-    parity(shape, "eager", backend=backend, m=192, k=1536 if 3 in shape else 1024)
+    options = NARROW if backend == "overlapped" else {}
+    parity(shape, "eager", backend=backend, **options | {"m": 192, "k": 1536 if 3 in shape else 1024})
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (1, 4), (4, 1), (2, 4)])
@@ -118,13 +123,22 @@ def test_a_piece_that_is_sent_on_before_it_came_is_seen(monkeypatch):
     """The twin of the waits: what goes on is read while it arrives."""
 
     def early(self, chunk, t):
-        hop = self._hop(chunk, t)
-        weights.pl.when(self.pieces.goes_on(t))(hop.start)
-        hop.wait_recv()
+        def receive(hop):
+            weights.pl.when(self.pieces.goes_on(t))(hop.start)
+            hop.wait_recv()
+
+        self._hop(chunk, t, receive)
 
     monkeypatch.setattr(weights.Weights, "_receive", early)
     with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)):
         parity((4, 1), "eager", backend="overlapped")
+
+
+def test_a_wait_for_the_columns_of_another_chunk_is_seen(monkeypatch):
+    """The twin of the narrow chunk: its tile is not as wide as the one that left its place before."""
+    monkeypatch.setattr(sums, "split", lambda number, by: split(number + sums.KEPT, by))
+    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)):
+        parity((2, 2), "eager", backend="overlapped", **NARROW)
 
 
 def refused(error, message, *, shape=(2, 2), lhs=(256, 512), rhs=(512, 512), dtype=jnp.float32, **options):

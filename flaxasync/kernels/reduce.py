@@ -13,10 +13,14 @@ Places for arrivals are not acknowledged. In the reduction every device adds to 
 of one tile, its neighbour has *begun* that tile, and has done with the tile before: two sets of places, used in turn,
 suffice. In the second trip of an all-reduce one set does: it begins when the own sum is there, to which the neighbour
 added its share after it had stored the tile before.
+
+Tiles may hang over the edges of the result. What lies there is whatever memory held; it travels, too, and is added up,
+but only to what lies there on other devices, and it is never stored.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -39,6 +43,8 @@ from flaxasync.kernels.tiles import (
 from flaxasync.transport.devices import at
 
 TILES = Tiles(1024, 1, 1024)  # of the result; there is no k
+EXTRA = 32  # rows, or columns, in whose time the hops of a tile are begun and ended
+NEAR = 1.03  # tiles that divide are taken, where they cost no more than that
 
 
 def reduce_scatter(
@@ -54,8 +60,8 @@ def reduce_scatter(
     Args:
       x: [R*m, n], float32 or bfloat16; m and n in whole hardware tiles.
       axis_name: the mesh axis.
-      tiles: m and n of a tile of the result, at most; those used divide it. R tiles of x lie in vector memory. None is
-        `TILES`, or what the chip's vector memory has room for.
+      tiles: m and n of a tile of the result, at most; those used may hang over its edges. R tiles of x lie in vector
+        memory. None is `TILES`, or what the chip's vector memory has room for.
       directions: 1, or 2 to send half of the columns each way; None is 2 where that is faster and n can be halved.
       collective_id: of the entry barrier; by default one that no other kernel of the program has.
 
@@ -73,16 +79,16 @@ def reduce_scatter(
             f"{rows} rows of {x.dtype}, needed a multiple of {size * sublanes(x.dtype)}; pad x"
         )
     m, directions = rows // size, ways(size, n, LANES, directions)
-    lanes = LANES * directions if n % (LANES * directions) == 0 else LANES  # a tile, too, is halved
+    lanes = LANES * directions if n >= LANES * directions else LANES  # a tile, too, is halved
 
     def cut(most: Tiles) -> Tiles:
-        return Tiles(largest_side(m, most.m, sublanes(x.dtype)), 1, largest_side(n, most.n, lanes))
+        return Tiles(_side(m, most.m, sublanes(x.dtype)), 1, _side(n, most.n, lanes))
 
     def form(tile: Tiles) -> _Ring:
         return _Ring("reduce_scatter", axis_name, size, tile.m, tile.n, directions, collective_id, x.dtype)
 
     tile = fitting(tiles, TILES, cut, lambda t: form(t).need(t, 2 * size + 2))
-    ring = form(tile)
+    ring, grid = form(tile), (pl.cdiv(m, tile.m), pl.cdiv(n, tile.n))
 
     def body(x_tile: Any, o_tile: Any, *scratch: Any) -> None:
         ring.enter()
@@ -92,7 +98,7 @@ def reduce_scatter(
     return pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((m, n), x.dtype, manual_axis_type=jax.typeof(x).mat),
-        grid=(m // tile.m, n // tile.n),
+        grid=grid,
         in_specs=[pl.BlockSpec((size, tile.m, tile.n), lambda i, j: (0, i, j))],
         out_specs=pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j)),
         scratch_shapes=ring.scratch(),
@@ -101,7 +107,7 @@ def reduce_scatter(
             flops=x.size,
             transcendentals=0,
             bytes_accessed=moved + moved // size,
-            remote_bytes_transferred=moved * (size - 1) // size,
+            remote_bytes_transferred=(size - 1) * math.prod(grid) * tile.m * tile.n * x.dtype.itemsize,
         ),
         name="reduce_scatter",
     )(x.reshape(size, m, n))
@@ -130,16 +136,16 @@ def all_reduce(
             f"needed a multiple of {unit}; pad x"
         )
     directions = ways(size, n, LANES, directions)
-    lanes = LANES * directions if n % (LANES * directions) == 0 else LANES  # a tile, too, is halved
+    lanes = LANES * directions if n >= LANES * directions else LANES  # a tile, too, is halved
 
     def cut(most: Tiles) -> Tiles:
-        return Tiles(largest_side(m, max(most.m, unit), unit), 1, largest_side(n, most.n, lanes))
+        return Tiles(_side(m, most.m, unit), 1, _side(n, most.n, lanes))
 
     def form(tile: Tiles) -> _Ring:
         return _Ring("all_reduce", axis_name, size, tile.m // size, tile.n, directions, collective_id, x.dtype)
 
     tile = fitting(tiles, TILES, cut, lambda t: form(t).need(t, 5))
-    part, ring = tile.m // size, form(tile)
+    part, ring, grid = tile.m // size, form(tile), (pl.cdiv(m, tile.m), pl.cdiv(n, tile.n))
 
     def body(x_tile: Any, o_tile: Any, *scratch: Any) -> None:
         *reduction, whole, again_send, again_recv = scratch
@@ -170,7 +176,7 @@ def all_reduce(
     return pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((m, n), x.dtype, manual_axis_type=type_over(x, axis_name)),
-        grid=(m // tile.m, n // tile.n),
+        grid=grid,
         in_specs=[pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j))],
         out_specs=pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j)),
         scratch_shapes=[
@@ -184,7 +190,7 @@ def all_reduce(
             flops=x.size,
             transcendentals=0,
             bytes_accessed=2 * moved,
-            remote_bytes_transferred=2 * moved * (size - 1) // size,
+            remote_bytes_transferred=2 * (size - 1) * math.prod(grid) * part * tile.n * x.dtype.itemsize,
         ),
         name="all_reduce",
     )(x)
@@ -275,6 +281,17 @@ class _Ring:
                     hop(way, s).wait()
         for way in ways:
             o_ref[:, pl.ds(*self.parts[way][1:])] = total(way, self.size - 1).astype(self.dtype)
+
+
+def _side(side: int, most: int, unit: int) -> int:
+    """Of tiles that divide a side, or of those that cover it in the least time, where that is less by far."""
+
+    def cost(tile: int) -> int:
+        return pl.cdiv(side, tile) * (tile + EXTRA)
+
+    covering = min(range(unit, max(unit, min(most, side)) + 1, unit), key=cost)
+    dividing = largest_side(side, most, unit) if side % unit == 0 else covering
+    return dividing if cost(dividing) <= NEAR * cost(covering) else covering
 
 
 def _turn() -> Any:

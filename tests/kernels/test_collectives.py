@@ -21,9 +21,9 @@ KERNELS = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_redu
 TILES = Tiles(16, 1, 256)
 
 
-def run(name, size, *, mode="on_wait", directions=1, dtype="float32", columns=512, data=1):
+def run(name, size, *, mode="on_wait", directions=1, dtype="float32", blocks=4, columns=512, data=1):
     """Runs a kernel on an axis of `size` devices; returns what it gave and what it should have."""
-    rows = size * 32  # of one device: two tiles or more
+    rows = size * blocks * 8  # of one device; tiles have two of its blocks
     x = np.random.default_rng(size).standard_normal((data, size, rows, columns))
     x = np.asarray(jnp.asarray(x, dtype))
     tiles = {} if name == "all_gather" else {"tiles": Tiles(size * 16, 1, 256) if name == "all_reduce" else TILES}
@@ -52,6 +52,22 @@ def test_values(name, size, directions, mode):
 def test_bfloat16_on_one_of_two_axes(name):
     o, want = run(name, 2, dtype="bfloat16", columns=256, data=2)
     np.testing.assert_allclose(o, want, rtol=2e-2, atol=2e-2)  # one sum, rounded
+
+
+@pytest.mark.parametrize(("size", "directions", "mode"), [(2, 1, "on_wait"), (3, 2, "eager")])
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce"])
+def test_partial_tiles(name, size, directions, mode):
+    """Of 16 rows, where there are 40, and of 256 columns, where there are 640: the last ones hang over both edges."""
+    o, want = run(name, size, mode=mode, directions=directions, blocks=5, columns=640)
+    np.testing.assert_allclose(o, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("side", "most", "unit", "tile"), [
+    (4096, 1024, 8, 1024), (2560, 1024, 8, 640), (1536, 1024, 128, 768),  # they divide
+    (5504, 1024, 128, 512), (1072, 1024, 16, 544), (384, 1024, 256, 256), (40, 16, 8, 16),
+])  # fmt: skip
+def test_sides_of_tiles(side, most, unit, tile):
+    assert reduce._side(side, most, unit) == tile
 
 
 def test_places_that_are_used_again_at_once_are_seen(monkeypatch):

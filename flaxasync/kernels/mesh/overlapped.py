@@ -32,6 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.cut import Cut
 from flaxasync.kernels.gemm import cost
 from flaxasync.kernels.mesh.pieces import Pieces, check_unit, enter_column
 from flaxasync.kernels.mesh.scratch import Scratch, arrivals, scratch_bytes
@@ -71,8 +72,8 @@ def overlapped(
       x: [m, k].
       w: [k', n].
       axis_names: of rows and of columns of the mesh.
-      tiles: of a step, at most; those used divide m/Y, n and what divides both k and k'. None is `TILES`, or what the
-        chip's vector memory has room for.
+      tiles: of a step, at most; those used divide m/Y and what divides both k and k'; the last chunk of columns may be
+        narrower. None is `TILES`, or what the chip's vector memory has room for.
       directions: 1, or 2 to send half of everything the other way around axes of more than two devices; None is 2
         where rows can be halved.
       collective_id: of the entry barrier; by default one that no other kernel of the program has.
@@ -107,6 +108,7 @@ class _Plan:
     walk: Walk
     pieces: Pieces
     tiles: Tiles
+    columns: Cut  # in chunks
     ways: int  # around a mesh row
     need: int  # bytes of vector memory
 
@@ -132,7 +134,7 @@ def _plan(
 
     def cut(most: Tiles) -> Tiles:
         return Tiles(
-            largest_side(part, most.m, rows * ways), largest_side(unit, most.k, LANES), largest_side(n, most.n, LANES)
+            largest_side(part, most.m, rows * ways), largest_side(unit, most.k, LANES), Cut.of((n,), most.n).size
         )
 
     def need(used: Tiles, group: int | None = None) -> int:
@@ -142,7 +144,8 @@ def _plan(
     groups = [used.m * g for g in range(max(1, GROUP // used.m), 0, -1) if part % (used.m * g) == 0]
     limit = chip_in_use().vmem_bytes - RESERVED
     group = next((g for g in groups if need(used, g) <= limit), used.m)
-    walk = Walk(n // used.n, part // group, group // used.m, k // used.k, phases)
+    columns = Cut((n,), used.n, LANES)
+    walk = Walk(columns.count, part // group, group // used.m, k // used.k, phases)
     pieces = Pieces(axis_names, size, used.k, walk.depth, held // used.k, 2 if size > 2 and directions != 1 else 1)
     if arrivals(walk, pieces) > SEMAPHORES:
         raise NotImplementedError(
@@ -150,9 +153,8 @@ def _plan(
             f"x {list(x.shape)} and w {list(w.shape)} in tiles of m={used.m}, k={used.k}, n={used.n} are "
             f"{arrivals(walk, pieces)} pieces; use larger tiles, a loop over columns of w, or backend='serial'"
         )
-    return _Plan(
-        axis_names, walk, pieces, used, ways, check_vmem("overlapped", used, lambda t: need(t, group // used.m * t.m))
-    )
+    needed = check_vmem("overlapped", used, lambda t: need(t, group // used.m * t.m))
+    return _Plan(axis_names, walk, pieces, used, columns, ways, needed)
 
 
 def _kernel(
@@ -172,7 +174,7 @@ def _kernel(
     body.fetch(plan.walk.at(0), 0)
     pl.loop(0, plan.walk.steps)(body.step)
     with jax.named_scope("finish"):
-        body.sums.finish(plan.walk.at(0))
+        body.sums.finish()
         body.weights.finish()
 
 
@@ -180,9 +182,9 @@ class _Body:
     """What one device does, step by step."""
 
     def __init__(self, plan: _Plan, x: Any, w: Any, o: Any, w_in: Any, sums_in: Any, scratch: Scratch) -> None:
-        self.walk, self.scratch = plan.walk, scratch
-        self.weights = Weights(plan.walk, plan.pieces, plan.tiles, w, w_in, scratch)
-        self.sums = Sums(plan.axis_names[1], plan.ways, plan.walk, plan.tiles, x, o, sums_in, scratch)
+        self.walk, self.columns, self.scratch = plan.walk, plan.columns, scratch
+        self.weights = Weights(plan.walk, plan.pieces, plan.columns, w, w_in, scratch)
+        self.sums = Sums(plan.axis_names[1], plan.ways, plan.walk, plan.columns, x, o, sums_in, scratch)
 
     def step(self, s: Any) -> None:
         """Fetches for the next step, multiplies, and lets go what is finished."""
@@ -200,21 +202,27 @@ class _Body:
         with jax.named_scope("wait"):
             self.sums.wait_rows(slot)
             self.weights.wait(here)
-        total = jnp.where(here.outer, here.i, 0)
         with jax.named_scope("multiply"):
-            x_tile, w_tile = self.scratch.x.at[slot], self.scratch.w.at[here.w_slot]
-
-            @pl.when(here.t == 0)
-            def _() -> None:
-                self.scratch.total[total] = jnp.dot(x_tile[...], w_tile[...], preferred_element_type=jnp.float32)
-
-            @pl.when(here.t > 0)
-            def _() -> None:
-                self.scratch.total[total] += jnp.dot(x_tile[...], w_tile[...], preferred_element_type=jnp.float32)
-
+            self.columns.sized(here.chunk, functools.partial(self.multiply, here, slot))
         if walk.phases > 1:
             pl.when(last & jnp.logical_not(keeps))(lambda: self.sums.give(here))
         pl.when(last & keeps)(lambda: self.sums.keep(here))
+
+    def multiply(self, here: Place, slot: Any, n: int) -> None:
+        """The product of two tiles, n columns of it, is the sum, or is added to it."""
+        total, columns = jnp.where(here.outer, here.i, 0), slice(0, n)
+        x_tile, w_tile = self.scratch.x.at[slot], self.scratch.w.at[here.w_slot]
+
+        def product() -> jax.Array:
+            return jnp.dot(x_tile[...], w_tile[:, columns], preferred_element_type=jnp.float32)
+
+        @pl.when(here.t == 0)
+        def _() -> None:
+            self.scratch.total[total, :, columns] = product()
+
+        @pl.when(here.t > 0)
+        def _() -> None:
+            self.scratch.total[total, :, columns] += product()
 
     def fetch(self, place: Place, slot: Any) -> None:
         """Starts the copies of a step's tiles; of w where it is another one."""

@@ -9,10 +9,12 @@ since a device that sends on what it is about to use makes the next one late by 
 hops are sent on first, in a window of the walk that is the same on all devices (`due`): what a device waits for there
 was sent on by the one before in an earlier window.
 
-Every piece of every chunk has a place of its own and a semaphore of its own: nothing is acknowledged.
+Every piece of every chunk has a place of its own and a semaphore of its own: nothing is acknowledged. The pieces of
+the last chunk may be narrower.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,10 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.cut import Cut, inside
 from flaxasync.kernels.mesh.pieces import Pieces
 from flaxasync.kernels.mesh.scratch import Scratch
 from flaxasync.kernels.mesh.walk import Place, Walk
-from flaxasync.kernels.tiles import Tiles
 
 AHEAD = 2  # chunks of w that are on their way before they are used
 NONE = -1  # in `due`: no piece
@@ -44,8 +46,8 @@ def events(walk: Walk, pieces: Pieces) -> int:
 class Weights:
     """One device's part."""
 
-    def __init__(self, walk: Walk, pieces: Pieces, tiles: Tiles, w: Any, w_in: Any, scratch: Scratch) -> None:
-        self.walk, self.pieces, self.tiles = walk, pieces, tiles
+    def __init__(self, walk: Walk, pieces: Pieces, columns: Cut, w: Any, w_in: Any, scratch: Scratch) -> None:
+        self.walk, self.pieces, self.columns = walk, pieces, columns
         self.w, self.w_in, self.scratch = w, w_in, scratch
         self.ahead, self.events = AHEAD, events(walk, pieces)
 
@@ -65,7 +67,7 @@ class Weights:
         """Starts the copy of a step's tile, once it is there."""
         t = self.piece(place)
         own = self.pieces.own(t)
-        pl.when(place.w_new & own)(lambda: self._own_copy(place, t).start())
+        pl.when(place.w_new & own)(lambda: self._own_copy(place, t, "start"))
         if self.pieces.size == 1:
             return
 
@@ -75,12 +77,11 @@ class Weights:
             if self.events:  # in later chunks, what goes on was waited for when it was sent on
                 first &= (place.chunk == 0) | jnp.logical_not(self.pieces.goes_on(t))
             pl.when(first)(lambda: self._receive(place.chunk, t))
-            source = self.w_in.at[self.pieces.needed_rows(t), self._columns(place.chunk)]
-            self._copy(source, place).start()
+            self._copy(self.w_in, self.pieces.needed_rows(t), place, "start")
 
     def wait(self, place: Place) -> None:
         """Waits for the tile of a step."""
-        pl.when(place.w_new)(lambda: self._own_copy(place, 0).wait())
+        pl.when(place.w_new)(lambda: self._own_copy(place, 0, "wait"))
 
     def send(self, chunk: Any) -> None:
         """Starts sending the own pieces of a chunk."""
@@ -89,7 +90,7 @@ class Weights:
 
                 @pl.loop(0, self.walk.depth)
                 def _(t: Any) -> None:
-                    pl.when(self.pieces.own(t))(lambda: self._hop(chunk, t, self._own_rows(chunk, t)).start())
+                    pl.when(self.pieces.own(t))(lambda: self._hop(chunk, t, lambda hop: hop.start(), own=True))
 
     def send_on(self, place: Place) -> None:
         """Of the next chunk: what is due in this step."""
@@ -118,7 +119,7 @@ class Weights:
             def _(t: Any) -> None:
                 @pl.when(self.pieces.goes_on(t))
                 def _() -> None:
-                    pl.loop(0, self.walk.chunks)(lambda chunk: self._hop(chunk, t).wait_send())
+                    pl.loop(0, self.walk.chunks)(lambda chunk: self._hop(chunk, t, lambda hop: hop.wait_send()))
 
     def _plan(self) -> None:
         """Fills the table of what is sent on, window by window."""
@@ -140,26 +141,35 @@ class Weights:
 
     def _receive(self, chunk: Any, t: Any) -> None:
         """Waits for a piece, and sends it on if anybody still needs it."""
-        hop = self._hop(chunk, t)
-        hop.wait_recv()
-        if self.pieces.size > 2:
-            pl.when(self.pieces.goes_on(t))(hop.start)
 
-    def _columns(self, chunk: Any) -> Any:
-        return pl.ds(pl.multiple_of(chunk * self.tiles.n, self.tiles.n), self.tiles.n)
+        def receive(hop: Any) -> None:
+            hop.wait_recv()
+            if self.pieces.size > 2:
+                pl.when(self.pieces.goes_on(t))(hop.start)
 
-    def _own_rows(self, chunk: Any, t: Any) -> Any:
-        return self.w.at[self.pieces.held_rows(t), self._columns(chunk)]
+        self._hop(chunk, t, receive)
 
-    def _own_copy(self, place: Place, t: Any) -> Any:
-        return self._copy(self._own_rows(place.chunk, t), place)
+    def _own_copy(self, place: Place, t: Any, action: str) -> None:
+        self._copy(self.w, self.pieces.held_rows(t), place, action)
 
-    def _copy(self, source: Any, place: Place) -> Any:
-        slot = place.w_slot
-        return pltpu.make_async_copy(source, self.scratch.w.at[slot], self.scratch.w_sem.at[slot])
+    def _copy(self, source: Any, rows: Any, place: Place, action: str) -> None:
+        """Starts, or waits for, the copy of a step's tile."""
 
-    def _hop(self, chunk: Any, t: Any, source: Any = None) -> Any:
-        there = self.w_in.at[self.pieces.needed_rows(t), self._columns(chunk)]
-        sems = self.scratch.w_send, self.scratch.w_recv.at[chunk, t]
-        source = there if source is None else source
-        return pltpu.make_async_remote_copy(source, there, *sems, device_id=self.pieces.to(t))
+        def copy(_: int, columns: Any) -> None:
+            slot = place.w_slot
+            tile = self.scratch.w.at[slot, :, inside(columns)]
+            copy = pltpu.make_async_copy(source.at[rows, columns], tile, self.scratch.w_sem.at[slot])
+            copy.start() if action == "start" else copy.wait()
+
+        self.columns.at(place.chunk, copy)
+
+    def _hop(self, chunk: Any, t: Any, do: Callable[[Any], None], *, own: bool = False) -> None:
+        """Calls do(the transfer of a piece to the next device)."""
+
+        def hop(_: int, columns: Any) -> None:
+            there = self.w_in.at[self.pieces.needed_rows(t), columns]
+            source = self.w.at[self.pieces.held_rows(t), columns] if own else there
+            sems = self.scratch.w_send, self.scratch.w_recv.at[chunk, t]
+            do(pltpu.make_async_remote_copy(source, there, *sems, device_id=self.pieces.to(t)))
+
+        self.columns.at(chunk, hop)
