@@ -171,7 +171,9 @@ def main() -> None:
     parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
     chosen = parser.parse_args()
     cases = grid()
-    drawn = random.Random(chosen.seed).sample(cases, 2 * chosen.count)
+    drawn = random.Random(chosen.seed).sample(
+        cases, 2 * max(COUNT, chosen.count)
+    )  # a smaller sample begins a larger one
     sample = [case for case in drawn if case.mesh not in LINES][: chosen.count]
     results = play_sample(sample, chosen.backends, chosen.results)
     rows, behind = [], []

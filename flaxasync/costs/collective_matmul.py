@@ -40,7 +40,7 @@ class Fitted:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a pass takes as one kernel, fitted likewise.
+    """What a pass takes beside its products as one kernel on a v5e, fitted likewise.
 
     Attributes:
       entry: once: the barrier, the first fetch, the last store (s).
@@ -54,19 +54,21 @@ class Kernel:
 
 
 FITTED = {
-    "none": Fitted(0.92, 0.0, 0.0),
-    "xla": Fitted(0.88, 11.5e-6, 0.7e-6),
-    "pallas": Fitted(0.87, 10.3e-6, 1.2e-6),
-    "fused": Fitted(0.96, 1.2e-6, 0.0),
+    "none": Fitted(0.87, 0.0, 0.0),
+    "xla": Fitted(0.85, 12.7e-6, 0.7e-6),
+    "pallas": Fitted(0.85, 11.3e-6, 1.2e-6),
+    "fused": Fitted(0.977, 0.0, 0.0),
 }
 KERNELS = {
-    "gather": Kernel(0.2e-6, 0.0, 0.2),
-    "reduce": Kernel(5.9e-6, 1.6e-6, 0.1),
-    "outer": Kernel(3.4e-6, 1.9e-6, 0.7),
+    "gather": Kernel(1.0e-6, 1.5e-6, 0.26),
+    "reduce": Kernel(5.0e-6, 1.1e-6, 0.35),
+    "outer": Kernel(4.3e-6, 6.0e-6, 1.2),
+    "local": Kernel(22e-6, 0.0, 0.0),  # XLA's, of what a kernel gathered
 }
-TOGETHER = 2.4  # exponent: 1 would add FLOPs and bytes of a product, a large one takes the longer
-READ_AGAIN = 0.68  # of w, for each block of a ring: some stays in vector memory or comes during a hop
-SUMS_READ = 1.8  # blocks that XLA's own reduce-scatter moves for each block
+KERNELS_OF = 819e9  # bytes/s of v5e's HBM: what kernels take beside products goes with it
+TOGETHER = 3.0  # exponent: 1 would add FLOPs and bytes of a product, a large one takes the longer
+READ_AGAIN = 0.65  # of w, for each block of a ring: some stays in vector memory or comes during a hop
+SUMS_READ = 1.9  # blocks that XLA's own reduce-scatter moves for each block
 ADDED = 3.0  # blocks that a ring's sum of what came moves
 DW_MOVED = 1.1  # float32 sums of dw that a ring moves for each block
 LARGEST_BLOCK = 80 * 2**20
@@ -144,6 +146,8 @@ def _cost(chip: Chip, ring: int, passes: list[Pass], itemsize: int, backend: str
         if one.kind == "local" or backend == "none":
             compute += _product(chip, one, 1 if one.kind == "local" else ring, itemsize, backend)
             steps += 1
+            if backend == "fused":
+                fixed += KERNELS["local"].entry * KERNELS_OF / chip.hbm_bandwidth
             if one.kind in ("gather", "reduce"):  # of "outer", XLA sees that x was gathered before
                 exposed += (ring - 1) * hop
                 held = max(held, ring * one.sent)
@@ -153,12 +157,13 @@ def _cost(chip: Chip, ring: int, passes: list[Pass], itemsize: int, backend: str
         steps += ring
         if backend == "fused":
             kernel, whole = KERNELS[one.kind], _kernel_product(chip, one, ring, itemsize)
+            step, entry = (seconds * KERNELS_OF / chip.hbm_bandwidth for seconds in (kernel.step, kernel.entry))
+            busy = whole + ring * step
             if one.kind == "reduce":  # what came is fetched, added, and sent on
-                hop += kernel.step
-            hops = (ring - 1) * hop + kernel.tail * whole / ring
-            compute += whole
-            exposed += max(0.0, hops - whole)
-            fixed += kernel.entry + ring * kernel.step
+                hop += step
+            compute += busy
+            exposed += max(0.0, (ring - 1) * hop + kernel.tail * whole / ring - busy)
+            fixed += entry
             held = max(held, ring * one.sent)
             continue
         block = _product(chip, one, 1, itemsize, backend, weights=READ_AGAIN)
@@ -177,7 +182,7 @@ def _kernel_product(chip: Chip, one: Pass, ring: int, itemsize: int) -> float:
     if one.kind == "outer":
         return _product(chip, one, ring, itemsize, "fused")
     if one.kind == "reduce":
-        return ring * _product(chip, one, 1, itemsize, "fused", weights=READ_AGAIN)
+        return ring * _product(chip, one, 1, itemsize, "fused")
     if ring * one.sent > chip.vmem_bytes / 2:  # x streams, and w with each block
         return _product(chip, one, ring, itemsize, "fused", weights=ring * READ_AGAIN)
     fits = ring * one.sent + one.k * one.n * itemsize <= 0.75 * chip.vmem_bytes
