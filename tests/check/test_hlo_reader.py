@@ -171,7 +171,7 @@ def test_twenty_megabytes_in_ten_seconds():
     lines = [line.format(n=n) for n in range(20_000_000 // len(line))]
     text = "HloModule m\n\nENTRY e {\n  %p = bf16[1024,1024] parameter(0)\n" + "\n".join(lines) + "\n}\n"
     assert len(text) > 18e6
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone: other tests run beside it
     module = parse(text)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert module.instruction_count == len(lines) + 1

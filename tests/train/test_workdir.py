@@ -52,7 +52,7 @@ def test_what_may_change_is_listed(work, config, replace):
         "mesh.data was 2 and is 1",
         "mesh.model was 4 and is 8",
         "model.remat was none and is layer",
-        "optimizer.learning_rate was 0.001 and is 0.5",
+        "optimizer.learning_rate was 300.0 and is 0.5",
     ]
 
 
