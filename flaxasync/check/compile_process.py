@@ -49,7 +49,7 @@ class CompilerProcess:
             if self.dumps is not None and folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 for file in pathlib.Path(self.dumps.name).iterdir():
-                    shutil.move(file, folder)
+                    shutil.move(file, folder / file.name)  # over one that is there, as libtpu would
 
     def _compile(self, request: dict, timeout: float) -> dict:
         stdin, stdout = self.process.stdin, self.process.stdout
