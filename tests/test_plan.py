@@ -94,6 +94,16 @@ def test_a_block_with_more_tiles_than_semaphores_is_no_kernel():
     assert "fused" not in fa.plan("matmul_reduce_scatter", *large, chip="v5p", ring=8).seconds
 
 
+def test_gradients_that_no_kernel_computes_cost_a_kernel_nothing():
+    """Those of matmul_all_reduce are local products; one of matmul_reduce_scatter is of what a kernel gathered."""
+
+    def fixed(op, **options):
+        return fa.plan(op, (2048, 1024), (1024, 1024), chip="v5e", ring=8, **options).costs["fused"].fixed
+
+    assert fixed("matmul_all_reduce") == fixed("matmul_all_reduce", backward=False)
+    assert fixed("matmul_reduce_scatter") > fixed("matmul_reduce_scatter", backward=False)
+
+
 def test_the_mesh_matmul_has_the_order_of_the_study():
     plan = fa.plan(fa.mesh_matmul, (8192, 8192), (8192, 8192), chip="v5e", ring=(2, 2))
     assert plan.backend == "overlapped"

@@ -6,6 +6,7 @@ An op and its gradients are a few passes, each of one kind (R devices, rows m of
 gather    R - 1 hops of a block [m, k]; each of the R blocks is multiplied as it arrives
 reduce    R - 1 hops of sums [m, n]; each of the R blocks is multiplied before its sums leave
 outer     R - 1 hops of a block as of gather; its rows are contracted: dw = x.T @ dy
+gathered  a product of all blocks, which a pass before has gathered
 local     a product that waits for nobody
 ```
 
@@ -63,7 +64,7 @@ KERNELS = {
     "gather": Kernel(1.0e-6, 1.5e-6, 0.26),
     "reduce": Kernel(5.0e-6, 1.1e-6, 0.35),
     "outer": Kernel(4.3e-6, 6.0e-6, 1.2),
-    "local": Kernel(22e-6, 0.0, 0.0),  # XLA's, of what a kernel gathered
+    "gathered": Kernel(22e-6, 0.0, 0.0),  # XLA's product of what a kernel kept
 }
 KERNELS_OF = 819e9  # bytes/s of v5e's HBM: what kernels take beside products goes with it
 TOGETHER = 3.0  # exponent: 1 would add FLOPs and bytes of a product, a large one takes the longer
@@ -86,7 +87,7 @@ class Pass:
       m, k, n: sides of the product of one block; blocks follow each other along m, of "outer" along k.
     """
 
-    kind: Literal["gather", "reduce", "outer", "local"]
+    kind: Literal["gather", "reduce", "outer", "gathered", "local"]
     sent: int
     m: int
     k: int
@@ -113,7 +114,7 @@ def matmul_reduce_scatter(
     passes = [Pass("reduce", rows * n * itemsize, rows, k, n)]
     if backward:
         passes.append(Pass("gather", rows * n * itemsize, rows, n, k))
-        passes.append(Pass("local", 0, k, ring * rows, n))
+        passes.append(Pass("gathered", 0, k, ring * rows, n))
     return _costs(chip, ring, passes, itemsize, kernels)
 
 
@@ -143,11 +144,12 @@ def _cost(chip: Chip, ring: int, passes: list[Pass], itemsize: int, backend: str
     fixed = fitted.program
     for one in passes:
         hop = hop_seconds(chip, one.sent, directions)
-        if one.kind == "local" or backend == "none":
-            compute += _product(chip, one, 1 if one.kind == "local" else ring, itemsize, backend)
+        alone = one.kind in ("gathered", "local")
+        if alone or backend == "none":
+            compute += _product(chip, one, 1 if alone else ring, itemsize, backend)
             steps += 1
-            if backend == "fused":
-                fixed += KERNELS["local"].entry * KERNELS_OF / chip.hbm_bandwidth
+            if one.kind == "gathered" and backend == "fused":
+                fixed += KERNELS["gathered"].entry * KERNELS_OF / chip.hbm_bandwidth
             if one.kind in ("gather", "reduce"):  # of "outer", XLA sees that x was gathered before
                 exposed += (ring - 1) * hop
                 held = max(held, ring * one.sent)
