@@ -2,7 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CPU := JAX_PLATFORMS=cpu
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 ARGS ?=
+
+# pip would compile every module that comes with the packages, in as long as all else that it does takes. Python compiles
+# the few that are imported, once, when it first imports them: an environment that forbids it would have it each time.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help setup train test test-all check format bench pictures clean
 
@@ -15,15 +20,15 @@ help:  ## list the targets
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/.train: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train]'
+	$(PIP) --editable '.[train]'
 	@touch $@
 
 .venv/.dev: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PIP) --editable '.[dev]'
 	@touch $@ .venv/.train
 
 .venv/.bench: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	$(PIP) --editable '.[bench]'
 	@touch $@ .venv/.dev .venv/.train
 
 setup: .venv/.dev  ## make .venv with everything a developer needs
@@ -32,7 +37,7 @@ train: .venv/.train  ## train configs/tiny.py tensor-parallel on 8 simulated CPU
 	$(CPU) $(BIN)/python train/run.py configs/tiny.py $(ARGS)
 
 test: .venv/.dev  ## run the tests; ARGS='tests/test_ring.py -k both' narrows them
-	$(CPU) $(BIN)/python -m pytest $(or $(ARGS),-n 2 tests)
+	$(CPU) $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder tests)
 
 check: .venv/.dev  ## format check, lint, types
 	$(BIN)/ruff format --check .

@@ -58,14 +58,14 @@ def test_kernels(backend):
 @pytest.mark.parametrize(("backend", "shape", "mode", "options"), [
     ("xla_gemm", (4, 1), "on_wait", {}),
     ("serial", (1, 4), "on_wait", {"dtype": "bfloat16"}),
-    ("serial", (4, 1), "eager", {"directions": 1, "tiles": Tiles(48, 384, 128)}),  # partial tiles
     ("fused", (4, 1), "eager", {"dtype": "bfloat16", "k": 1024, "tiles": Tiles(48, 128, 128)}),  # also these
-    ("overlapped", (1, 4), "eager", {"dtype": "bfloat16"}),
-    ("overlapped", (4, 1), "eager", {"k": 1024}),
     ("overlapped", (2, 2), "eager", NARROW),
     ("overlapped", (1, 4), "on_wait", {"dtype": "bfloat16", **NARROW}),
     ("overlapped", (4, 1), "eager", NARROW),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("serial", (4, 1), "eager", {"directions": 1, "tiles": Tiles(48, 384, 128)}),  # partial tiles, too
+        ("overlapped", (1, 4), "eager", {"dtype": "bfloat16"}),
+        ("overlapped", (4, 1), "eager", {"k": 1024}),
         ("overlapped", (2, 2), "on_wait", {"dtype": "bfloat16", "tiles": Tiles(16, 256, 128)}),
         ("fused", (1, 4), "on_wait", {}),
         ("fused", (4, 1), "on_wait", {"directions": 1}),

@@ -24,6 +24,8 @@ from train.fingerprint import fingerprint
 from train.step import TrainState
 from train.workdir import require_same
 
+SHARED_BYTES = 2**20  # Of an array that replicas share the writing of: each shape takes a program that cuts it.
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -49,7 +51,13 @@ class Checkpoints:
             preservation_policy=ocp.checkpoint_managers.preservation_policy.LatestN(keep),
             cleanup_tmp_directories=True,  # what a killed process left half written
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+        handlers = {
+            "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+            "record": ocp.JsonCheckpointHandler(),
+        }
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +98,7 @@ class Checkpoints:
         """
         record = Record(data, architecture, fingerprint(state))
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(_named(state)), record=ocp.args.JsonSave(dataclasses.asdict(record))
+            state=ocp.args.PyTreeSave(_named(state)), record=ocp.args.JsonSave(dataclasses.asdict(record))
         )
         self._manager.save(step, args=args, force=True)
 
@@ -112,7 +120,9 @@ class Checkpoints:
         """
         record = Record(**self._read(step, "record", ocp.args.JsonRestore()))
         require_same(record.architecture, architecture, where=str(self.path(step)), what="another architecture")
-        state = TrainState(**self._read(step, "state", ocp.args.StandardRestore(_named(abstract))))
+        named = _named(abstract)
+        places = ocp.checkpoint_utils.construct_restore_args(named)
+        state = TrainState(**self._read(step, "state", ocp.args.PyTreeRestore(named, restore_args=places)))
         wrong = [name for name, bits in fingerprint(state).items() if record.fingerprint.get(name) != bits]
         if wrong:
             raise InputError(self._damaged(step, f"{wrong[0]} is not what was saved"))

@@ -42,22 +42,23 @@ def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Co
         (rows, length), jax.NamedSharding(mesh, token_spec(mesh)), lambda index: np.tile(window, (rows, 1))[index]
     )
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    continued = _continue(trainer, start, count, config.eval.temperature, order)(state.params, window_BL, key)
+    drawn = np.int32(start), np.int32(count), np.float32(config.eval.temperature)
+    continued = _continue(trainer, order)(state.params, window_BL, key, *drawn)
     tokens = np.asarray(continued)[0, np.argsort(order)[: start + count]].tolist()
     return tokens[:start], tokens[start:]
 
 
-def _continue(
-    trainer: Trainer, start: int, count: int, temperature: float, order: np.ndarray
-) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
-    """Returns the jitted (params, window, key) -> window with positions start .. start + count filled in.
+def _continue(trainer: Trainer, order: np.ndarray) -> Callable[..., jax.Array]:
+    """Returns the jitted (params, window, key, start, count, temperature) -> window with count positions filled in.
 
     `order` has the position of every place of the window.
     """
     place_of = np.argsort(order)
 
     @functools.partial(jax.jit, out_shardings=jax.P(None, None))
-    def run(params: Any, window_BL: jax.Array, key: jax.Array) -> jax.Array:
+    def run(
+        params: Any, window_BL: jax.Array, key: jax.Array, start: jax.Array, count: jax.Array, temperature: jax.Array
+    ) -> jax.Array:
         def fill(position: jax.Array, window_BL: jax.Array) -> jax.Array:
             logits_BLV = jax.sharding.reshard(trainer.model(params)(window_BL), jax.P(None, None, None))
             logits_V = jax.lax.dynamic_index_in_dim(logits_BLV[0], jnp.asarray(place_of)[position - 1], keepdims=False)

@@ -87,6 +87,7 @@ def test_linear(form):
     layers.check_parity(layer, linear.linear(4), (2, 8, 16), size=4, x_spec=x_spec, y_spec=y_spec)
 
 
+@repeats  # of the gated one under a checkpoint
 def test_mlp():
     make, plain = mlp.pair(4, use_bias=True, backend="pallas")
     layers.check_parity(make, plain, (2, 8, 8), size=4)

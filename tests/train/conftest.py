@@ -1,6 +1,7 @@
 """A minuscule run: small enough that a process trains it in seconds, large enough for every axis of a 2 x 4 mesh."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from models.transformer import TransformerConfig
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 from train.mesh import make_mesh
+from train.step import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 # The rate of step s is s * 3e-4 in a run of any length, so that all runs share the few programs that are compiled here.
@@ -26,7 +28,7 @@ def minuscule():
     return Config(
         workdir="{workdir}",
         steps=60,
-        mesh=MeshConfig(data=2, model=2, platform="{platform}", cpu_devices=4),
+        mesh=MeshConfig(data=2, model=4, platform="{platform}"),
         model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=4, kv_heads=4, mlp_width=32),
         data=DataConfig(path="{text}", sequence_length=16, batch_size=4),
         optimizer=OptimizerConfig(learning_rate=300.0, warmup_steps=10**6),
@@ -45,10 +47,7 @@ def compiled_programs(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def compile_little(compiled_programs, request):
-    """Most of the time here would be compiling. `optimized` exempts a test: the optimised program itself is the matter.
-
-    test_resume.py asks for that in the processes it starts.
-    """
+    """Most of the time here would be compiling. `optimized` exempts a test: there the program itself is the matter."""
     if request.node.get_closest_marker("optimized"):
         yield {}
         return
@@ -98,6 +97,28 @@ def mesh(config):
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         yield mesh
+
+
+@pytest.fixture(scope="session")
+def trainer_of():
+    """Makes one trainer for all that the same programs serve: (config, mesh) -> Trainer.
+
+    Tracing takes longer than most tests. The length of a run makes no other program with RISING.
+    """
+
+    @functools.cache
+    def make(config, mesh, _compiled_little):
+        trainer = Trainer(config, mesh)
+        trainer.compile_train_step = functools.cache(trainer.compile_train_step)
+        return trainer
+
+    def trainer_of(config, mesh):
+        used = {name: getattr(config, name) for name in ("mesh", "model", "data", "optimizer", "backend", "seed")}
+        rising = config.optimizer.warmup_steps == RISING.warmup_steps
+        served = Config(workdir="", steps=60 if rising else config.steps, **used)
+        return make(served, mesh, jax.config.read("jax_disable_most_optimizations"))
+
+    return trainer_of
 
 
 @pytest.fixture

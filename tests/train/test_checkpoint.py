@@ -12,7 +12,6 @@ import pytest
 from train.checkpoint import Checkpoints
 from train.config import InputError, MeshConfig
 from train.mesh import make_mesh
-from train.step import Trainer
 from train.workdir import architecture
 
 # Each of its reads that nobody waits for any more says so when it is collected; pytest would make that an error.
@@ -21,8 +20,8 @@ POSITION = {"next_index": 7}
 
 
 @pytest.fixture
-def trainer(config, mesh):
-    return Trainer(config, mesh)
+def trainer(config, mesh, trainer_of):
+    return trainer_of(config, mesh)
 
 
 @pytest.fixture
@@ -51,14 +50,14 @@ def test_a_state_comes_back_to_the_bit(config, trainer, folder):
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (4, 2)])
-def test_it_comes_back_on_another_mesh(shape, config, trainer, folder, replace):
+def test_it_comes_back_on_another_mesh(shape, config, trainer, trainer_of, folder, replace):
     expected = jax.tree.map(np.asarray, trainer.init().params)
     if config.model.heads % shape[1]:
         config = replace(config, model={"heads": 4})
         shape = (2, 4) if shape == (1, 8) else shape
     other = make_mesh(MeshConfig(data=shape[0], model=shape[1]))
     with jax.set_mesh(other), Checkpoints(folder, keep=3) as checkpoints:
-        abstract = Trainer(config, other).abstract_state()
+        abstract = trainer_of(config, other).abstract_state()
         state, _ = checkpoints.restore(10, abstract, architecture=architecture(config))
     assert_equal(state.params, expected)
     for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):

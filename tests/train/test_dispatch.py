@@ -28,7 +28,7 @@ def print_in_the_loss(monkeypatch):
 
 
 def test_a_run_begins_with_the_name_and_the_line_of_a_print(preset, capsys, print_in_the_loss):
-    code = main([str(preset("auto")), "--mesh.model", "4", "--steps", "1", "--eval.sample_tokens", "0"])
+    code = main([str(preset("auto")), "--steps", "1", "--eval.every", "0", "--eval.sample_tokens", "0"])
     assert code == 0
     (line,) = re.findall("^dispatch.*", capsys.readouterr().out, re.MULTILINE)
     assert f"jax.debug.print at {print_in_the_loss} calls Python on the host" in line

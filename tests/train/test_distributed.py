@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from train.run import main
+
 
 @pytest.fixture
 def launch(start):
-    """Starts two processes that join as Open MPI would have them, of two devices each."""
+    """Starts two processes that join as Open MPI would have them, of four devices each."""
 
     def two(*options: object):
         with socket.socket() as probe:
@@ -23,7 +25,7 @@ def launch(start):
             "OMPI_COMM_WORLD_SIZE": "2",
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         }
-        join = ("--mesh.distributed", "True", "--mesh.cpu_devices", 2)
+        join = ("--mesh.distributed", "True", "--mesh.cpu_devices", 4)
         return [
             start(*join, *options, **common, OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_LOCAL_RANK="0")
             for rank in range(2)
@@ -36,11 +38,10 @@ def losses_of(workdir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_train_as_one_and_stop_together(start, launch, tmp_path):
-    common = ("--eval.every", 0, "--eval.sample_tokens", 0)
-    one = start(*common, "--steps", 20, "--workdir", tmp_path / "one")
-    out, err = one.communicate()
-    assert one.returncode == 0, out + err
+def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, monkeypatch, trainer_of):
+    monkeypatch.setattr("train.run.Trainer", trainer_of)
+    common = ("--eval.every", "0", "--eval.sample_tokens", "0")
+    assert main([str(preset("auto")), *common, "--steps", "20", "--workdir", str(tmp_path / "one")]) == 0
 
     both = launch(*common, "--steps", 100_000, "--checkpoint.every", 100_000, "--workdir", tmp_path / "two")
     for line in both[0].stdout:

@@ -60,7 +60,7 @@ def refuse(monkeypatch, count):
 
 
 def test_a_dry_run_says_whether_it_fits_and_how_fast_it_would_be(preset, compiled_once, tmp_path, capsys):
-    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 0
+    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 0
     out = capsys.readouterr().out
     assert "4 devices of v5e:2x2, as data 2 x model 2" in out
     assert re.search(r"memory +fits: .* MiB a device for batch 4 x 16 tokens; 15.75 GiB are there", out)
@@ -86,7 +86,7 @@ def test_a_dry_run_says_whether_it_fits_and_how_fast_it_would_be(preset, compile
 
 
 def test_the_compiled_step_is_read_as_jaxlib_reads_it(preset, compiled_once, program, tmp_path):
-    main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY])
+    main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY])
     text = program["kept"].text
     assert counts_of_jaxlib([text]) == [counts(check.parse(text))]
 
@@ -127,7 +127,7 @@ def test_where_it_does_not_fit_a_smaller_step_is_measured(
     refusals, options, preset, compiled_once, monkeypatch, tmp_path, capsys
 ):
     refuse(monkeypatch, refusals)
-    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 0
+    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 0
     out = capsys.readouterr().out
     assert "memory     does not fit: 40 GiB a device" in out
     assert "fits       with " + " ".join(f"--{name} {value}" for name, value in options.items()) in out
@@ -140,7 +140,7 @@ def test_where_it_does_not_fit_a_smaller_step_is_measured(
 
 def test_a_batch_is_chosen_by_what_a_sequence_needs(preset, replace):
     """Of 40 GiB for 64 sequences a shard, half of 16 GiB holds 12: the power of two below is 8."""
-    config = replace(load_preset(preset("auto")), data={"batch_size": 128})
+    config = replace(load_preset(preset("auto")), mesh={"model": 2}, data={"batch_size": 128})
     mesh = dry_run_module._mesh(config, TOPOLOGY)
     refusal = check.HbmError("no room", 40 * GIB, 16 * GIB)
     with jax.set_mesh(mesh):
@@ -149,7 +149,7 @@ def test_a_batch_is_chosen_by_what_a_sequence_needs(preset, replace):
 
 def test_a_step_of_which_not_one_layer_fits(preset, compiled_once, monkeypatch, capsys):
     refuse(monkeypatch, 99)
-    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 2
+    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 2
     assert "not even one layer fits on v5e:2x2" in capsys.readouterr().err
 
 
@@ -158,7 +158,7 @@ def test_a_compiler_that_dies_is_said_to_have_died(preset, monkeypatch, capsys):
         raise RuntimeError("the TPU compiler died of SIGSEGV")
 
     monkeypatch.setattr(check, "compile_for", die)
-    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 2
+    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 2
     err = capsys.readouterr().err
     assert err.startswith(
         "error: the training step could not be compiled for v5e:2x2: the TPU compiler died of SIGSEGV"
@@ -177,7 +177,7 @@ def test_a_compiler_that_dies_is_said_to_have_died(preset, monkeypatch, capsys):
     ],
 )
 def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, preset, capsys):
-    assert main([str(preset("auto")), *options]) == 2
+    assert main([str(preset("auto")), "--mesh.model", "2", *options]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert message in err
@@ -185,7 +185,7 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, preset, ca
 
 def test_without_libtpu_it_says_what_to_install(preset, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main([str(preset("auto")), "--dry-run", "--topology", TOPOLOGY]) == 2
+    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 2
     assert "'tpu' or 'dev' extra" in capsys.readouterr().err
 
 

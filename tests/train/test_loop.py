@@ -5,6 +5,7 @@ import dataclasses
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from configs.tiny import tiny
@@ -15,16 +16,15 @@ from train.data import TrainingBatches, ValidationBatches, split
 from train.loop import Loop
 from train.metrics import DivergedError, Recorder
 from train.signals import StopRequest
-from train.step import Trainer
 
 
 @pytest.fixture
-def make_loop(mesh, tmp_path):
+def make_loop(mesh, trainer_of, tmp_path):
     with contextlib.ExitStack() as stack:
 
         def make(config, sink=None):
             training, validation = split(open_corpus(config.data, vocab_size=128), config)
-            trainer = Trainer(config, mesh)
+            trainer = trainer_of(config, mesh)
             return Loop(
                 config,
                 trainer,
@@ -144,9 +144,18 @@ def test_a_run_continues_from_a_step(config, make_loop):
 
 
 def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace):
-    config = replace(config, optimizer={"learning_rate": 1e30, "warmup_steps": 0}, checkpoint={"every": 1})
-    loop = make_loop(config, sink := Sink())
+    loop = make_loop(replace(config, checkpoint={"every": 1}), sink := Sink())
+    done = []
+
+    def spoil(state, *batch):
+        """The step, of parameters that are not finite from the fourth on."""
+        done.append(state.step)
+        if len(done) == 4:
+            state = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
+        return loop.train_step(state, *batch)
+
     with pytest.raises(DivergedError) as error:
-        loop.run(loop.trainer.init(), start=0)
-    assert loop.checkpoints.choose(None) == error.value.step - 1
-    assert [line["step"] for line in sink.lines] == list(range(1, error.value.step + 1))
+        dataclasses.replace(loop, train_step=spoil).run(loop.trainer.init(), start=0)
+    assert error.value.step == 4
+    assert loop.checkpoints.choose(None) == 3
+    assert [line["step"] for line in sink.lines] == [1, 2, 3, 4]

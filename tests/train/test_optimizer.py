@@ -55,7 +55,7 @@ def test_the_learning_rate_rises_then_falls_to_the_floor(steps, warmup, percent)
     config = OptimizerConfig(learning_rate=2.0, warmup_steps=warmup, decay_floor=floor)
     with jax.numpy_dtype_promotion("standard"):
         schedule = make_schedule(config, steps=steps)
-        rates = np.asarray([schedule(count) for count in range(steps)])
+        rates = np.asarray(schedule(np.arange(200)))[:steps]  # always 200: operations are compiled for each shape
     peak = min(max(warmup - 1, 0), steps - 1)
     assert np.all(rates > 0) or floor == 0
     assert np.all(np.diff(rates[: peak + 1]) > 0)

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,69 +12,88 @@ import numpy as np
 import pytest
 
 from train.run import main
+from train.workdir import Workdir
 
 
 @pytest.fixture
-def run(preset, capsys):
+def run(preset, capsys, monkeypatch, trainer_of):
     """Runs the script's `main` in this process, on its eight devices; returns (exit code, stdout, stderr)."""
+    monkeypatch.setattr("train.run.Trainer", trainer_of)
 
     def call(*options: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = main([str(preset("auto")), "--mesh.data", "2", "--mesh.model", "4", *map(str, options)])
+        code = main([str(preset("auto")), *map(str, options)])
         return code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kept") / "run"
+
+
+@pytest.fixture
+def finished(run, kept, tmp_path) -> Path:
+    """A run of 12 steps that is over, with checkpoints of steps 7 and 12."""
+    if not kept.exists():
+        code, out, err = run("--steps", 12, "--workdir", kept)
+        assert (code, err) == (0, "")
+        (kept / "printed.txt").write_text(out)
+    return shutil.copytree(kept, tmp_path / "run")
 
 
 def lines_of(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_from_beginning_to_end_and_again(run, tmp_path):
-    work = tmp_path / "run"
-    code, out, err = run("--steps", 12)
-    assert (code, err) == (0, "")
+def losses_of(workdir: Path) -> list[float]:
+    return [line["loss"] for line in lines_of(workdir)]
+
+
+def test_a_run_from_beginning_to_end_and_again(run, finished):
+    out = (finished / "printed.txt").read_text()
+    (finished / "printed.txt").unlink()
     assert "8 cpu, as data 2 x model 4" in out
     assert re.search(r"size +[\d,]+ parameters", out)
     assert "model      vocab_size=128  layers=2" in out
     assert "step 12/12  loss " in out
     assert "step 12: validation loss " in out
-    names = {path.name for path in work.iterdir()}
+    names = {path.name for path in finished.iterdir()}
     assert names == {"config.json", "metrics.jsonl", "tensorboard", "loss.png", "sample.txt", "checkpoints", ".lock"}
-    assert [line["step"] for line in lines_of(work)] == list(range(1, 13))
-    assert json.loads((work / "config.json").read_text())["steps"] == 12
-    assert sorted(path.name for path in (work / "checkpoints").iterdir()) == ["12", "7"]
-    assert any(path.stat().st_size for path in (work / "tensorboard").iterdir())
+    assert [line["step"] for line in lines_of(finished)] == list(range(1, 13))
+    assert json.loads((finished / "config.json").read_text())["steps"] == 12
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["12", "7"]
+    assert any(path.stat().st_size for path in (finished / "tensorboard").iterdir())
 
-    before = {path: path.stat().st_mtime_ns for path in work.rglob("*") if path.name != ".lock"}
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.name != ".lock"}
     code, out, err = run("--steps", 12)
     assert (code, err) == (0, "")
-    assert f"the run is complete: step 12 of 12, in {work / 'checkpoints' / '12'}" in out
-    assert {path: path.stat().st_mtime_ns for path in work.rglob("*") if path.name != ".lock"} == before
+    assert f"the run is complete: step 12 of 12, in {finished / 'checkpoints' / '12'}" in out
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.name != ".lock"} == before
 
     code, out, _ = run("--steps", 14)
     assert code == 0
     assert "changed    steps was 12 and is 14" in out
-    assert f"resumed    {work / 'checkpoints' / '12'}" in out
-    assert [line["step"] for line in lines_of(work)] == list(range(1, 15))
+    assert f"resumed    {finished / 'checkpoints' / '12'}" in out
+    assert [line["step"] for line in lines_of(finished)] == list(range(1, 15))
 
 
-def test_a_run_that_ended_before_its_sample_makes_it_then(run, tmp_path):
-    assert run("--steps", 3)[0] == 0
-    sample = (tmp_path / "run" / "sample.txt").read_text()
-    (tmp_path / "run" / "sample.txt").unlink()
-    assert run("--steps", 3)[0] == 0
-    assert (tmp_path / "run" / "sample.txt").read_text() == sample
+def test_a_run_that_ended_before_its_sample_makes_it_then(run, finished):
+    sample = (finished / "sample.txt").read_text()
+    (finished / "sample.txt").unlink()
+    assert run("--steps", 12)[0] == 0
+    assert (finished / "sample.txt").read_text() == sample
 
 
-def test_a_run_goes_on_with_the_same_losses_on_another_mesh(run, tmp_path):
-    run("--steps", 12, "--workdir", tmp_path / "one")
-    run("--steps", 6, "--workdir", tmp_path / "two")
-    code, out, _ = run("--steps", 12, "--workdir", tmp_path / "two", "--mesh.data", 4, "--mesh.model", 2)
+def test_a_run_goes_on_with_the_same_losses_on_another_mesh(run, finished):
+    expected = losses_of(finished)
+    shutil.rmtree(finished / "checkpoints" / "12")
+    code, out, _ = run("--steps", 12, "--mesh.data", 4, "--mesh.model", 2)
     assert code == 0
+    assert f"resumed    {finished / 'checkpoints' / '7'}" in out
     assert "mesh.model was 4 and is 2" in out
-    losses = [[line["loss"] for line in lines_of(tmp_path / name)] for name in ("one", "two")]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)  # sums in another order
+    np.testing.assert_allclose(losses_of(finished), expected, rtol=1e-4)  # sums in another order
 
 
 BAD_INPUT = [
@@ -106,56 +126,55 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, run, tmp_p
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a run was begun"
 
 
-def test_a_folder_with_another_architecture_is_left_alone(run, tmp_path):
-    run("--steps", 3)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    code, _, err = run("--steps", 5, "--model.layers", 3)
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_another_architecture_is_left_alone(run, finished, tmp_path):
+    before = contents(finished)
+    code, _, err = run("--steps", 15, "--model.layers", 3)
     assert code == 2
     assert "holds a run with another architecture: model.layers is 2 there and 3 here" in err
-    (tmp_path / "run" / "config.json").rename(tmp_path / "config.json")
-    code, _, err = run("--steps", 5, "--model.layers", 3)
+    (finished / "config.json").rename(tmp_path / "config.json")
+    code, _, err = run("--steps", 15, "--model.layers", 3)
     assert code == 2
-    assert "checkpoints/3 holds a run with another architecture: model.layers is 2 there and 3 here" in err
-    (tmp_path / "config.json").rename(tmp_path / "run" / "config.json")
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert "checkpoints/12 holds a run with another architecture: model.layers is 2 there and 3 here" in err
+    (tmp_path / "config.json").rename(finished / "config.json")
+    assert contents(finished) == before
 
 
-def test_a_damaged_newest_checkpoint_offers_the_one_before_it(start, tmp_path):
-    work = tmp_path / "run"
-    assert start("--steps", 10).wait() == 0
-    for file in (work / "checkpoints" / "10" / "state").rglob("d/*"):
+def test_a_damaged_newest_checkpoint_offers_the_one_before_it(run, start, finished):
+    for file in (finished / "checkpoints" / "12" / "state").rglob("d/*"):
         file.write_bytes(file.read_bytes()[:20])
-    before = sorted(work.rglob("*"))
+    before = contents(finished)
 
-    process = start("--steps", 15)
+    process = start("--steps", 15)  # a process of its own: what orbax prints at its end counts, too
     _, err = process.communicate()
     assert process.returncode == 2
     assert re.match(
-        r"error: the checkpoint of step 10, .*/checkpoints/10, is damaged \(.*\)\. Nothing was deleted", err
+        r"error: the checkpoint of step 12, .*/checkpoints/12, is damaged \(.*\)\. Nothing was deleted", err
     )
     assert "run again with --checkpoint.step 7" in err
     assert err.count("\n") == 1
     assert "Traceback" not in err
-    assert sorted(work.rglob("*")) == before
+    assert contents(finished) == before
 
-    process = start("--steps", 15, "--checkpoint.step", 7)
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, "")
-    assert f"moved [10] to {work / 'set_aside'}" in out
-    assert (work / "set_aside" / "10" / "state").is_dir()
-    assert [line["step"] for line in lines_of(work)] == list(range(1, 16))
+    code, out, err = run("--steps", 15, "--checkpoint.step", 7)
+    assert (code, err) == (0, "")
+    assert f"moved [12] to {finished / 'set_aside'}" in out
+    assert (finished / "set_aside" / "12" / "state").is_dir()
+    assert [line["step"] for line in lines_of(finished)] == list(range(1, 16))
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(run, tmp_path):
-    assert run("--steps", 7)[0] == 0
+def test_a_loss_that_is_not_finite_stops_the_run(run, finished):
     code, _, err = run("--steps", 60, "--optimizer.learning_rate", 1e30)
     assert code == 3
     stopped = re.match(r"error: (loss|grad_norm) is (nan|inf) at step (\d+), so the run was stopped", err)
     assert stopped, err
-    newest = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    newest = max(int(path.name) for path in (finished / "checkpoints").iterdir())
     assert newest < int(stopped[3])
-    assert f"the last good checkpoint is {tmp_path / 'run' / 'checkpoints' / str(newest)}, of step {newest}" in err
-    assert lines_of(tmp_path / "run")[-1]["step"] == int(stopped[3])
+    assert f"the last good checkpoint is {finished / 'checkpoints' / str(newest)}, of step {newest}" in err
+    assert lines_of(finished)[-1]["step"] == int(stopped[3])
     assert err.count("\n") == 1
 
 
@@ -165,11 +184,11 @@ def test_a_real_mistake_in_the_code_keeps_its_traceback(run, monkeypatch):
         run("--steps", 3)
 
 
-def stop(start, work: Path, number: signal.Signals, code: int) -> int:
-    """Starts a run, stops it after step 20, and returns the step that it saved."""
+def stop(start, number: signal.Signals, code: int, *, after: int, work: Path) -> int:
+    """Starts a run, or goes on with it, stops it after a step, and returns the step that it saved."""
     process = start("--workdir", work, "--steps", 100_000, "--checkpoint.every", 100_000, "--eval.every", 0)
     for line in process.stdout:
-        if line.startswith("step 20/"):
+        if line.startswith(f"step {after}/"):
             process.send_signal(number)
             break
     out, err = process.communicate(timeout=60)
@@ -183,17 +202,14 @@ def stop(start, work: Path, number: signal.Signals, code: int) -> int:
     return step
 
 
-def test_ctrl_c_saves_the_step_in_hand(start, tmp_path):
-    stop(start, tmp_path / "run", signal.SIGINT, 130)
-
-
-def test_a_run_that_was_asked_to_end_goes_on_later(start, tmp_path):
-    work, whole = tmp_path / "run", tmp_path / "whole"
-    end = stop(start, work, signal.SIGTERM, 0) + 5
-    for workdir in (work, whole):
-        assert start("--workdir", workdir, "--steps", end, "--eval.every", 0).wait() == 0
-    assert [line["step"] for line in lines_of(work)] == list(range(1, end + 1))
-    assert [line["loss"] for line in lines_of(work)] == [line["loss"] for line in lines_of(whole)]
+def test_a_run_that_was_asked_to_end_goes_on_later(start, run, finished, tmp_path):
+    """SIGTERM, then Ctrl-C in the run that goes on; the run that was never stopped has the same losses."""
+    work = tmp_path / "stopped"
+    terminated = stop(start, signal.SIGTERM, 0, after=3, work=work)
+    interrupted = stop(start, signal.SIGINT, 130, after=terminated + 5, work=work)
+    assert interrupted > terminated
+    assert run("--steps", max(interrupted, 14), "--eval.every", 0)[0] == 0
+    assert losses_of(work) == losses_of(finished)[:interrupted]
 
 
 def test_a_signal_while_it_starts_leaves_no_traceback(start):
@@ -205,21 +221,17 @@ def test_a_signal_while_it_starts_leaves_no_traceback(start):
     assert "stopped by SIGTERM" in out
 
 
-def test_two_processes_do_not_train_in_one_folder(start):
-    first = start("--steps", 100_000)
-    for line in first.stdout:
-        if line.startswith("step "):
-            break
-    second = start("--steps", 100_000)
-    _, err = second.communicate(timeout=60)
+def test_two_processes_do_not_train_in_one_folder(start, tmp_path):
+    with Workdir(tmp_path / "run").locked():
+        second = start("--steps", 100_000)
+        _, err = second.communicate(timeout=60)
     assert second.returncode == 2
     assert "is in use by another run" in err
-    assert first.poll() is None
 
 
 def test_a_terminal_shows_one_live_line(preset, start, tmp_path):
     ours, theirs = pty.openpty()
-    process = start("--steps", 12, terminal=theirs, TERM="xterm-256color", COLUMNS="100")
+    process = start("--steps", 12, "--eval.sample_tokens", 0, terminal=theirs, TERM="xterm-256color", COLUMNS="100")
     os.close(theirs)
     shown = b""
     while True:

@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 from train.sample import PROMPT_TOKENS, generate
-from train.step import Trainer
 
 
 @pytest.fixture
-def trainer(config, mesh):
-    return Trainer(config, mesh)
+def trainer(config, mesh, trainer_of):
+    return trainer_of(config, mesh)
 
 
 def test_the_same_state_gives_the_same_text(config, trainer):

@@ -12,8 +12,8 @@ from train.step import Trainer, count_parameters
 
 
 @pytest.fixture
-def trainer(config, mesh):
-    return Trainer(config, mesh)
+def trainer(config, mesh, trainer_of):
+    return trainer_of(config, mesh)
 
 
 @pytest.fixture
