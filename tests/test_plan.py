@@ -82,6 +82,25 @@ def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
     assert fa.plan(op, *shapes, chip="v5e", ring=1).reason == "one device has every row: there is nothing to transfer"
 
 
+@pytest.mark.parametrize(
+    ("op", "x", "w", "chip", "ring", "backward", "backend"),
+    [
+        # A pair: one hop forward; with gradients XLA hides hops behind the products of other passes.
+        ("all_gather_matmul", (2048, 2048), (2048, 2048), "v5e", 2, False, "fused"),
+        ("all_gather_matmul", (512, 2048), (2048, 2048), "v5e", 2, True, "xla"),
+        ("all_gather_matmul", (512, 4096), (4096, 4096), "v5e", 2, True, "xla"),  # 64 MiB of sums stay on the chip
+        # A kernel alone reads w for each block; with gradients XLA fetches it while another kernel runs.
+        ("matmul_reduce_scatter", (512, 4096), (4096, 4096), "v6e", 4, False, "none"),
+        ("matmul_reduce_scatter", (1024, 4096), (4096, 4096), "v5e", 8, True, "fused"),
+        # A kernel contracts a few rows at a time, and wide matrix units wait for more.
+        ("all_gather_matmul", (128, 8192), (8192, 3584), "v6e", 8, True, "none"),
+    ],
+)
+def test_what_plays_fastest_is_chosen(op, x, w, chip, ring, backward, backend):
+    """Cases of benchmarks/plan.py in which all other backends play at 1.08 times as long or more."""
+    assert fa.plan(op, x, w, chip=chip, ring=ring, backward=backward).backend == backend
+
+
 def test_small_matmuls_are_one_collective_where_there_are_no_kernels():
     """Latency rules: eight steps take longer than one gather and one product."""
     plan = fa.plan("all_gather_matmul", (8, 1024), (1024, 256), chip="v5e", ring=8, backward=False, kernels=False)
