@@ -8,6 +8,7 @@ the state. Nothing here deletes a checkpoint other than the oldest ones beyond `
 import contextlib
 import dataclasses
 import logging
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -47,9 +48,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int):
         self.folder = folder.resolve()  # orbax wants it absolute
+        self._remove_half_written()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.preservation_policy.LatestN(keep),
-            cleanup_tmp_directories=True,  # what a killed process left half written
+            preservation_policy=ocp.checkpoint_managers.preservation_policy.LatestN(keep)
         )
         arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
@@ -139,6 +140,12 @@ class Checkpoints:
             multihost_utils.sync_global_devices("checkpoints set aside")
         self._manager.reload()
         return later
+
+    def _remove_half_written(self) -> None:
+        """Removes what a killed process left. orbax would, in a thread that a run that is complete does not await."""
+        if jax.process_index() == 0:
+            for left in self.folder.glob(f"*{ocp.path.step.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(left)
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> dict[str, Any]:
         arguments = ocp.args.Composite(**{item: args})

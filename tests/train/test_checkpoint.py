@@ -91,8 +91,10 @@ def test_only_the_newest_are_kept(config, trainer, tmp_path):
 
 
 def test_what_a_killed_process_left_half_written_is_no_checkpoint(folder):
-    shutil.copytree(folder / "10", folder / "15.orbax-checkpoint-tmp")
+    left = folder / "15.orbax-checkpoint-tmp"
+    shutil.copytree(folder / "10", left)
     with Checkpoints(folder, keep=3) as checkpoints:
+        assert not left.exists()
         assert checkpoints.choose(None) == 10
 
 
