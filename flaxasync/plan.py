@@ -129,7 +129,11 @@ def _reason(
     elif chosen.compute < other.compute:
         why = f"its products take {_ms(chosen.compute)} where those of {others[0]} take {_ms(other.compute)}"
     else:
-        why = f"it takes {chosen.steps} steps where {others[0]} takes {other.steps}"
+        apart, others_apart = (cost.seconds - cost.compute - cost.exposed for cost in (chosen, other))
+        why = (
+            f"{chosen.steps} steps, and to begin and end, take {_ms(apart)} beside products and transfers where "
+            f"{other.steps} of {others[0]} take {_ms(others_apart)}"
+        )
     return f"{why}: {others[0]} is predicted to take {ratio:.2f} times as long on {mesh} {chip.name}"
 
 

@@ -101,6 +101,14 @@ def test_what_plays_fastest_is_chosen(op, x, w, chip, ring, backward, backend):
     assert fa.plan(op, x, w, chip=chip, ring=ring, backward=backward).backend == backend
 
 
+def test_rings_that_multiply_and_wait_alike_are_told_apart_by_what_is_beside():
+    plan = fa.plan("matmul_reduce_scatter", (512, 2048), (2048, 2048), chip="v5e", ring=4, backward=False)
+    beside = [f"{1e3 * (c.seconds - c.compute - c.exposed):.3g} ms" for c in (plan.costs["xla"], plan.costs["pallas"])]
+    assert plan.backend == "xla"
+    assert beside[0] != beside[1]
+    assert f"take {beside[0]} beside products and transfers where 4 of pallas take {beside[1]}" in plan.reason
+
+
 def test_small_matmuls_are_one_collective_where_there_are_no_kernels():
     """Latency rules: eight steps take longer than one gather and one product."""
     plan = fa.plan("all_gather_matmul", (8, 1024), (1024, 256), chip="v5e", ring=8, backward=False, kernels=False)
