@@ -7,6 +7,7 @@ ARGS ?=
 
 # pip would compile every module that comes with the packages, in as long as all else that it does takes. Python compiles
 # the few that are imported, once, when it first imports them: an environment that forbids it would have it each time.
+# The pip that comes with Python can be years old, and takes twice as long as today's to choose among versions.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help setup train test test-all check format bench pictures clean
@@ -17,7 +18,7 @@ help:  ## list the targets
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  { echo "flaxasync needs Python 3.12 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+	@$(PYTHON) -m venv .venv && $(PIP) --upgrade pip || { rm -rf .venv; exit 1; }
 
 .venv/.train: pyproject.toml | .venv/bin/python
 	$(PIP) --editable '.[train]'
