@@ -27,6 +27,7 @@ from flaxasync.check.overlap import audit as audit
 from flaxasync.check.player import play as play
 from flaxasync.check.timeline import Timeline as Timeline
 from flaxasync.check.timeline_estimate import timeline as timeline
+from flaxasync.check.topology import HLO_ONLY as HLO_ONLY
 from flaxasync.check.topology import CompiledProgram as CompiledProgram
 from flaxasync.check.topology import compile_for as compile_for
 from flaxasync.check.topology import topology_mesh as topology_mesh

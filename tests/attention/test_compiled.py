@@ -28,7 +28,8 @@ def program(topology, size, rows, backend, *, kernel=None, backward=True, layout
         return (o, vjp(do)) if backward else o
 
     with jax.set_mesh(mesh):
-        return fa.check.compile_for(topology, jax.jit(both), struct(8), struct(2), struct(2), struct(8))
+        arguments = struct(8), struct(2), struct(2), struct(8)
+        return fa.check.compile_for(topology, jax.jit(both), *arguments, compiler_options=fa.check.HLO_ONLY)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "pallas"])

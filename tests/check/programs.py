@@ -9,7 +9,7 @@ from jax.experimental.compute_on import compute_on
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import CompiledProgram, compile_for, topology_mesh
+from flaxasync.check import HLO_ONLY, CompiledProgram, compile_for, topology_mesh
 from tests.check import async_forms
 
 DEVICES = {"v5e:2x2": 4, "v5e:2x4": 8, "v6e:2x2": 4, "v6e:2x4": 8, "v5p:2x2x1": 4, "v5p:2x2x2": 8, "tpu7x:2x2x1": 8}
@@ -67,7 +67,7 @@ def compiled(fn, topology: str, rows: int = ROWS) -> CompiledProgram:
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
     x = jax.ShapeDtypeStruct((n * rows, rows), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
     w = jax.ShapeDtypeStruct((rows, rows), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-    return compile_for(topology, jax.jit(mapped), x, w)
+    return compile_for(topology, jax.jit(mapped), x, w, compiler_options=HLO_ONLY)
 
 
 @functools.cache
@@ -78,7 +78,8 @@ def async_form(name: str, topology: str = "v5e:2x2", rows: int = 1024, keep_dump
     fn = getattr(async_forms, name)
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     x = jax.ShapeDtypeStruct((n * rows, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
-    return compile_for(topology, jax.jit(mapped), x, keep_dumps=keep_dumps)
+    options = {} if keep_dumps else HLO_ONLY
+    return compile_for(topology, jax.jit(mapped), x, keep_dumps=keep_dumps, compiler_options=options)
 
 
 @functools.cache
@@ -87,7 +88,8 @@ def mesh_matmul() -> CompiledProgram:
     mesh = topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
     lhs = jax.ShapeDtypeStruct((16384, 16384), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", "y")))
     rhs = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", None)))
-    return compile_for("v5e:2x2", jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None))), lhs, rhs)
+    fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None)))
+    return compile_for("v5e:2x2", fn, lhs, rhs, compiler_options=HLO_ONLY)
 
 
 @functools.cache
@@ -97,7 +99,7 @@ def windowed_einsum() -> CompiledProgram:
     x = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("model", None)))
     w = jax.ShapeDtypeStruct((8192, 28672), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "model")))
     fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P(None, "model")))
-    return compile_for("v5e:2x4", fn, x, w)
+    return compile_for("v5e:2x4", fn, x, w, compiler_options=HLO_ONLY)
 
 
 @functools.cache

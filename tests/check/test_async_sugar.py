@@ -3,7 +3,7 @@
 import pytest
 
 from flaxasync.check import async_operations, format_module, parse, to_long_form, to_sugar
-from tests.check import programs, proposal
+from tests.check import proposal
 
 
 def opcodes(module):
@@ -65,12 +65,3 @@ def test_first_class_operations_have_no_sugar():
         wrapped=wrapped, inputs=("f32[4]",),
     ))  # fmt: skip
     assert to_sugar(module) == module
-
-
-@pytest.mark.parametrize("topology", ["v5e:2x4", "tpu7x:2x2x1"])
-def test_real_programs_both_ways(topology):
-    for fn in (programs.psum, programs.host, programs.reduce_scatter):
-        module = parse(programs.compiled(fn, topology).text)
-        long = to_long_form(module)
-        assert len(async_operations(long)) == len(async_operations(module))
-        assert parse(format_module(to_sugar(long))) == to_sugar(long)

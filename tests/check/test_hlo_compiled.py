@@ -1,4 +1,4 @@
-"""The reader on programs that the compilers really print: equal counts with jaxlib's own parser, and round trips.
+"""Programs that the compilers really print: equal counts with jaxlib's own parser, round trips, rules, both spellings.
 
 jaxlib's parser aborts its process on some of these modules, so it is asked in another one.
 """
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from flaxasync.check import async_operations, format_module, parse, to_long_form
+from flaxasync.check import async_operations, check_async_rules, format_module, parse, to_long_form, to_sugar
 from tests.check import programs
 
 JAXLIB = """
@@ -74,6 +74,22 @@ def test_round_trip(fn, topology):
     module = parse(programs.compiled(fn, topology).text)
     assert module.is_scheduled
     assert parse(format_module(module)) == module
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_real_programs_keep_the_rules(topology):
+    """Of the proposal; test_async_rules.py breaks each of them."""
+    for fn in (*programs.COLLECTIVES, programs.host):
+        assert check_async_rules(parse(programs.compiled(fn, topology).text)) == ()
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "tpu7x:2x2x1"])
+def test_long_form_and_sugar_both_ways(topology):
+    for fn in (programs.psum, programs.host, programs.reduce_scatter):
+        module = parse(programs.compiled(fn, topology).text)
+        long = to_long_form(module)
+        assert len(async_operations(long)) == len(async_operations(module))
+        assert parse(format_module(to_sugar(long))) == to_sugar(long)
 
 
 def spellings(fn, topology) -> set[tuple[str, str]]:

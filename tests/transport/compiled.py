@@ -1,4 +1,4 @@
-"""Compiles forms for TPU topologies, with no TPU, and names what is wrong with the program."""
+"""Compiles forms for TPU topologies, with no TPU, and names what is wrong with the HLO."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,22 @@ DEVICES = {"v5e:2x2": 4, "v5e:2x4": 8, "v6e:2x4": 8, "v5p:2x2x2": 8, "tpu7x:2x2x
 COLUMNS = 1024
 
 
-def compile_form(fn, topology="v5e:2x2", *, rows=1024, dtype=jnp.bfloat16, axis_type=AxisType.Explicit):
+def compile_form(
+    fn,
+    topology="v5e:2x2",
+    *,
+    rows=1024,
+    dtype=jnp.bfloat16,
+    axis_type=AxisType.Explicit,
+    compiler_options=check.HLO_ONLY,
+):
     """The program of `fn`, which takes this device's block [rows, 1024] on the axis "x"."""
     size = DEVICES[topology]
     mesh = check.topology_mesh(topology, (size,), ("x",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct((size * rows, COLUMNS), dtype, sharding=NamedSharding(mesh, P("x")))
         mapped = jax.shard_map(fn, in_specs=P("x"), out_specs=P("x"))
-        return check.compile_for(topology, jax.jit(mapped), x)
+        return check.compile_for(topology, jax.jit(mapped), x, compiler_options=compiler_options)
 
 
 def kernels(module):

@@ -7,6 +7,8 @@ front and the regions that begin there behind. Nothing is interpreted here: oper
 import dataclasses
 import pathlib
 import re
+import sys
+from typing import NamedTuple
 
 from flaxasync.check.player.errors import DumpError
 
@@ -15,8 +17,10 @@ HEADER = "= control target key start"
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +([A-Z]{2})? *: *(?:> *)*\{", re.M)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _COMMENT = re.compile(r"/\*(.*?)\*/", re.S)
+_KEPT = re.compile(r"\x01(\d+)\x02")  # what stands for a comment while operations are told apart
 _LABEL = re.compile(r"/\*\w+=\*/")
 _OPERATION = re.compile(r"(?:%(\S+) = )?([a-z_][\w.\-\[\]]*)\s*(.*)", re.S)
+_BRACKET = re.compile(r"[\[\](),]")
 _THREAD = re.compile(r"\[(?:thread|resolvable):\$?\w+\]\s*")
 _TARGET = re.compile(r"target = \$region(\d+)")
 _PREDICATE = re.compile(r"\((!?(?:%p\w+|[01]))(?:,\s*(%\w+))?\)\s*,?\s*")
@@ -31,21 +35,16 @@ MARK_RUN = 0x0FFFFFFF  # the mark around the whole run
 _UNKNOWN_SIZE = 1 << 40
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """One operation of a bundle; operands and predicate as they are written."""
 
     name: str
+    unit: str  # the name up to the first dot
     result: str
     operands: tuple[str, ...]
     predicate: str  # "", "%p3_p1", "!%p3_p1", "1" or "!1"
     target: int  # region of a branch, or -1
     comment: str
-
-    @property
-    def unit(self) -> str:
-        """The name up to the first dot."""
-        return self.name.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,16 +105,22 @@ def parse_operation(text: str, comment: str = "") -> Operation | None:
     match = _OPERATION.match(text)
     if not match:
         return None
-    result, name, rest = match[1] or "", match[2], _THREAD.sub("", match[3]).strip()
+    result, name, rest = match.groups("")
+    if "[" in rest:
+        rest = _THREAD.sub("", rest)
+    rest = rest.strip()
     target = -1
-    if found := _TARGET.search(rest):
+    if "$region" in rest and (found := _TARGET.search(rest)):
         target, rest = int(found[1]), rest[: found.start()].strip()
     predicate = ""
-    if found := _PREDICATE.search(rest):
+    if "(" in rest and (found := _PREDICATE.search(rest)):
         predicate, rest = found[1], rest[: found.start()].rstrip(", ") + ", " + rest[found.end() :]
     if name == "sst":
         rest = _SMEM_STORE.sub(r"\1, ", rest.strip(", "))
-    return Operation(name, result, _split(rest.strip(", ")), predicate, target, comment)
+    name = sys.intern(name)  # there are some hundred names, and up to a million operations
+    return Operation(
+        name, sys.intern(name.partition(".")[0]), result, _split(rest.strip(", ")), predicate, target, comment
+    )
 
 
 def _bundles(text: str, path: pathlib.Path) -> tuple[list[Bundle], dict[int, int]]:
@@ -173,11 +178,14 @@ def _operations(text: str) -> tuple[Operation, ...]:
         comments.append(match[1].strip())
         return f"\x01{len(comments) - 1}\x02"
 
-    stripped = _COMMENT.sub(keep, _LABEL.sub("", text))
+    if "/*" in text:
+        text = _COMMENT.sub(keep, _LABEL.sub("", text))
     operations = []
-    for part in stripped.split(" ;; "):
-        found = re.search(r"\x01(\d+)\x02", part)
-        operation = parse_operation(re.sub(r"\x01\d+\x02", "", part).strip(), comments[int(found[1])] if found else "")
+    for part in text.split(" ;; "):
+        comment = ""
+        if found := _KEPT.search(part) if "\x01" in part else None:
+            part, comment = _KEPT.sub("", part), comments[int(found[1])]
+        operation = parse_operation(part.strip(), comment)
         if operation is not None:
             operations.append(operation)
     return tuple(operations)
@@ -188,14 +196,14 @@ def _split(text: str) -> tuple[str, ...]:
     if "[" not in text and "(" not in text:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     parts, depth, start = [], 0, 0
-    for i, c in enumerate(text):
-        if c in "[(":
+    for match in _BRACKET.finditer(text):
+        if match[0] in "[(":
             depth += 1
-        elif c in "])":
+        elif match[0] in "])":
             depth -= 1
-        elif c == "," and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
+        elif depth == 0:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
     parts.append(text[start:].strip())
     return tuple(part for part in parts if part)
 

@@ -58,6 +58,8 @@ def is_vector(operation: Operation) -> bool:
 
 def matrix_operation(operation: Operation, chip: PlayedChip) -> MatrixOperation | None:
     """Returns what an operation asks of a matrix unit; None for all others."""
+    if not operation.unit.startswith(("vmat", "vpop")):
+        return None
     unit = int(match[1]) if (match := _UNIT.search(operation.name)) else 0
     if operation.unit == "vmatmul":
         # `lmr` multiplies 8 rows of a loaded register, as a float32 multiply does, whatever their type.

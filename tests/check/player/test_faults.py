@@ -79,14 +79,14 @@ def test_a_second_wait_is_a_deadlock_that_names_every_device_and_the_line_that_m
     assert [b.device for b in caught.value.blocked] == [0, 1, 2, 3]
     for blocked in caught.value.blocked:
         assert "kernels.py:" in blocked.source
-        assert "exchange.1-03-final_bundles.txt:" in blocked.place
+        assert "exchange.1-02-final_bundles.txt:" in blocked.place
 
 
 def test_a_kernel_that_was_cut_short(copy):
-    path = part(copy, "exchange.1-03-final_bundles.txt")
+    path = part(copy, "exchange.1-02-final_bundles.txt")
     text = path.read_text()
     path.write_text(text[: text.rindex("\n   0x")])
-    with pytest.raises(DumpError, match=r"exchange.1-03-final_bundles.txt was cut short"):
+    with pytest.raises(DumpError, match=r"exchange.1-02-final_bundles.txt was cut short"):
         play_dump(copy)
 
 
@@ -102,7 +102,7 @@ def test_a_kernel_that_is_missing(copy):
     [
         ("exchange.1-00-original.txt", "no \\*-original.txt beside it"),
         ("TLP-hlo.txt", "lacks \\*-TLP-hlo.txt"),
-        ("TLP-03-final_bundles.txt", "no top level program"),
+        ("TLP-02-final_bundles.txt", "no top level program"),
     ],
 )
 def test_a_part_that_is_missing(copy, name, message):
@@ -119,8 +119,8 @@ def test_no_dump(tmp_path):
 
 
 def test_two_programs_in_one_folder(copy):
-    path = part(copy, "TLP-03-final_bundles.txt")
-    shutil.copy(path, path.with_name("1-TLP-03-final_bundles.txt"))
+    path = part(copy, "TLP-02-final_bundles.txt")
+    shutil.copy(path, path.with_name("1-TLP-02-final_bundles.txt"))
     with pytest.raises(DumpError, match="2 programs"):
         play_dump(copy)
     fn, x = exchange_program(topology_mesh("v5e:2x2", (4,), ("ring",)))
@@ -159,7 +159,7 @@ def test_another_topology(copy):
 
 
 def test_an_unknown_operation_is_named_and_can_be_accepted(copy):
-    path = part(copy, "exchange.1-03-final_bundles.txt")
+    path = part(copy, "exchange.1-02-final_bundles.txt")
     lines = path.read_text().splitlines(keepends=True)
     wait = next(n for n, line in enumerate(lines) if "vwait.ge" in line)
     lines[wait] = lines[wait].replace("{ ", "{ %1 = vquux.f32 %v1_v0  ;;  ", 1)
