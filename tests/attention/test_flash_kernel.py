@@ -10,8 +10,7 @@ from flaxasync.attention import flash_kernel
 from flaxasync.attention.blocks import Reference, Scores, finish, initial_carry
 from flaxasync.attention.flash_kernel import Flash, unsupported
 from flaxasync.attention.layout import Mask, Product
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
+from tests.simulator.callbacks import quick_callbacks
 
 ROWS, HEAD = 256, 64
 
@@ -19,7 +18,7 @@ ROWS, HEAD = 256, 64
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     monkeypatch.setattr(flash_kernel, "KV_ROWS", 128)  # two parts
-    with pltpu.force_tpu_interpret_mode():
+    with pltpu.force_tpu_interpret_mode(), quick_callbacks():
         yield
 
 

@@ -9,12 +9,13 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from jax._src import config, dispatch
+from jax._src import config, core, dispatch
+from jax._src.pallas.mosaic import primitives as mosaic_primitives
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, Mesh
 
-from tests.simulator.unoptimised import unoptimised
+from tests.simulator.callbacks import quick_callbacks
 
 V5E = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
 
@@ -34,7 +35,7 @@ def simulated(shape, names, mode="on_wait"):
         mock.patch.object(stock, "interpret_pallas_call", functools.partial(_with_barrier, original)),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=V5E)),
         pltpu.force_tpu_interpret_mode(params),
-        unoptimised(),
+        quick_callbacks(),
     ):
         yield mesh
         jax.effects_barrier()
@@ -46,12 +47,20 @@ def simulated(shape, names, mode="on_wait"):
 def _with_barrier(original, *args, jaxpr, compiler_params, name=None, **rest):
     """The interpreter does not know barriers by tag, nor the types of manual axes within its own loops."""
     compiler_params = compiler_params or pltpu.CompilerParams()
-    if compiler_params.collective_id is None and "get_barrier_semaphore" in str(jaxpr):
+    if compiler_params.collective_id is None and _has_barrier(jaxpr):
         compiler_params = compiler_params.replace(
             collective_id=zlib.crc32(str(jaxpr.debug_info.func_name).encode()) % 97
         )
     with config._check_vma(False):
         return original(*args, jaxpr=jaxpr, compiler_params=compiler_params, name=name, **rest)
+
+
+def _has_barrier(jaxpr):
+    return any(
+        e.primitive is mosaic_primitives.get_barrier_semaphore_p
+        or any(map(_has_barrier, core.jaxprs_in_params(e.params)))
+        for e in jaxpr.eqns
+    )
 
 
 @pytest.fixture(params=["on_wait", "eager"])

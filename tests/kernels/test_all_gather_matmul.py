@@ -30,8 +30,8 @@ def run(size, batch, m, k, widths, *, mode="on_wait", dtype="float32", **options
     """Compares y and the gathered x with an unsharded product; m and widths are those of one device."""
     transposed, keep = options.get("transposed", False), options.get("keep_gathered", False)
     draw = np.random.default_rng(size).standard_normal
-    x = jnp.asarray(draw((batch, size * m, k)), dtype)
-    ws = [jnp.asarray(draw((n * size, k) if transposed else (k, n * size)), dtype) for n in widths]
+    x = draw((batch, size * m, k)).astype(jnp.dtype(dtype))
+    ws = [draw((n * size, k) if transposed else (k, n * size)).astype(jnp.dtype(dtype)) for n in widths]
     xs, wspec = P(None, "ring", None), P("ring", None) if transposed else P(None, "ring")
     local = functools.partial(all_gather_matmul, axis_name="ring", **options)
     with simulated((size,), ("ring",), mode) as mesh:

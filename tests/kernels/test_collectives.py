@@ -24,8 +24,7 @@ TILES = Tiles(16, 1, 256)
 def run(name, size, *, mode="on_wait", directions=1, dtype="float32", blocks=4, columns=512, data=1):
     """Runs a kernel on an axis of `size` devices; returns what it gave and what it should have."""
     rows = size * blocks * 8  # of one device; tiles have two of its blocks
-    x = np.random.default_rng(size).standard_normal((data, size, rows, columns))
-    x = np.asarray(jnp.asarray(x, dtype))
+    x = np.random.default_rng(size).standard_normal((data, size, rows, columns)).astype(jnp.dtype(dtype))
     tiles = {} if name == "all_gather" else {"tiles": Tiles(size * 16, 1, 256) if name == "all_reduce" else TILES}
     local = functools.partial(KERNELS[name], axis_name="ring", directions=directions, **tiles)
     out = P("data", None) if name == "all_reduce" else P(("data", "ring"), None)
@@ -39,10 +38,10 @@ def run(name, size, *, mode="on_wait", directions=1, dtype="float32", blocks=4, 
     return o, whole.sum(1).reshape(-1, columns)
 
 
-@pytest.mark.parametrize(("size", "directions", "mode"), [
-    (2, 1, "eager"), (3, 2, "on_wait"), (4, 2, "eager"),
+@pytest.mark.parametrize(("name", "size", "directions", "mode"), [
+    pytest.param(name, *ring, marks=pytest.mark.slow if ring[0] == 2 and name != "all_gather" else [])  # as in bfloat16
+    for name in KERNELS for ring in [(2, 1, "eager"), (3, 2, "on_wait"), (4, 2, "eager")]
 ])  # fmt: skip
-@pytest.mark.parametrize("name", KERNELS)
 def test_values(name, size, directions, mode):
     o, want = run(name, size, mode=mode, directions=directions)
     np.testing.assert_allclose(o, want, rtol=1e-5, atol=1e-5)
@@ -50,7 +49,7 @@ def test_values(name, size, directions, mode):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_bfloat16_on_one_of_two_axes(name):
-    o, want = run(name, 2, dtype="bfloat16", columns=256, data=2)
+    o, want = run(name, 2, mode="eager", dtype="bfloat16", columns=512, data=2)
     np.testing.assert_allclose(o, want, rtol=2e-2, atol=2e-2)  # one sum, rounded
 
 

@@ -24,8 +24,8 @@ TILES = Tiles(128, 128, 128)
 def run(size, *, batch=1, m=128, k=256, ns=(128,), dtype="float32", mode="on_wait", tiles=TILES, **options):
     """Runs the kernel on an axis of `size` devices; returns what it gave and what it should have, side by side."""
     rng = np.random.default_rng(size)
-    x = jnp.asarray(rng.standard_normal((batch, size * m, k)), dtype)
-    dys = tuple(jnp.asarray(rng.standard_normal((batch, size * m, size * n)), dtype) for n in ns)
+    x = rng.standard_normal((batch, size * m, k)).astype(jnp.dtype(dtype))
+    dys = tuple(rng.standard_normal((batch, size * m, size * n)).astype(jnp.dtype(dtype)) for n in ns)
     want = [np.einsum("bmk,bmn->kn", np.asarray(x, np.float32), np.asarray(dy, np.float32)) for dy in dys]
     local = functools.partial(gather_outer, axis_name="ring", tiles=tiles, **options)
     specs = P(None, "ring", None), P(None, None, "ring")

@@ -26,8 +26,8 @@ def run(
 ):
     """Runs the kernel on an axis of `size` devices; returns what it gave and what it should have."""
     rng = np.random.default_rng(size)
-    xs = tuple(jnp.asarray(rng.standard_normal((batch, size * m, size * k)), dtype) for k in ks)
-    ws = tuple(jnp.asarray(rng.standard_normal((size * k, n)), dtype) for k in ks)
+    xs = tuple(rng.standard_normal((batch, size * m, size * k)).astype(jnp.dtype(dtype)) for k in ks)
+    ws = tuple(rng.standard_normal((size * k, n)).astype(jnp.dtype(dtype)) for k in ks)
     want = sum(np.asarray(x, np.float32) @ np.asarray(w, np.float32) for x, w in zip(xs, ws, strict=True))
     given = tuple(w.T for w in ws) if transposed else ws
     specs = P(None, None, "ring"), P(None, "ring") if transposed else P("ring", None)

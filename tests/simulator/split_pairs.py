@@ -32,7 +32,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync import transport
-from tests.simulator.unoptimised import unoptimised
+from tests.simulator.callbacks import quick_callbacks
 
 if jax.__version_info__[:2] != (0, 12):
     raise ImportError(f"the simulator of pairs knows the interpret mode of jax 0.12: this is {jax.__version__}")
@@ -91,7 +91,7 @@ def session(*, mode, on_race="warn", delayed=None):
     try:
         with (
             pltpu.force_tpu_interpret_mode(params),
-            unoptimised(),
+            quick_callbacks(),
             mock.patch.object(transport.devices, "platform", return_value="tpu"),
         ):
             yield report
@@ -157,82 +157,100 @@ def _interpret_pair(
         for mapping in grid_mapping.block_mappings
     ]
 
+    # One callback before the kernel and one after it do what JAX has a callback each for: most of a program was those.
     token = jnp.array(stock.TOP_LEVEL_TOKEN_VALUE, jnp.int32)
-    token = callback.io_callback(stock.ordering_barrier, stock.TOKEN_SHAPE_DTYPE, token, ordered=True)
-    token = callback.io_callback(
-        functools.partial(stock._initialize_shared_memory, interpret_params=interpret_params),
-        stock.TOKEN_SHAPE_DTYPE, token, device, np.prod(list(axis_sizes.values()), dtype=np.int32), 1,
-    )  # fmt: skip
-
-    if any(_is_semaphore(aval) for aval in out_avals):
-        token = callback.io_callback(_sleep, stock.TOKEN_SHAPE_DTYPE, token, device)
-
-    def allocate(token, space, value):
-        return stock._call_allocate_buffer(token, device, None, space, value, interpret_params)
-
-    scalar_ids = []
-    for value in scalars:
-        token, number = allocate(token, pltpu.SMEM, value)
-        scalar_ids.append(number)
+    plan = _Plan(spaces, given, out_avals, aliases, int(np.prod(list(axis_sizes.values()))), interpret_params)
     waits = [a.astype(jnp.int16) for a, aval in zip(arrays, given, strict=True) if _is_semaphore(aval)]
-    token, in_flight = callback.io_callback(
-        functools.partial(_find, inputs), (stock.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((inputs,), jnp.int16)),
-        token, device, waits,
+    number = jax.ShapeDtypeStruct((), jnp.int16)
+    numbers = [jax.ShapeDtypeStruct(a.shape, jnp.int16) if _is_semaphore(a) else number for a in out_avals]
+    token, scalar_ids, array_ids, output_ids = callback.io_callback(
+        functools.partial(_enter, plan),
+        (stock.TOKEN_SHAPE_DTYPE, [number] * count, [number] * sum(not _is_semaphore(a) for a in given), numbers),
+        token, device, scalars, [] if waits else arrays, waits, ordered=True,
     )  # fmt: skip
-    input_ids, position = [], 0
-    for a, aval, space in zip(arrays, given, spaces[:inputs], strict=True):
-        if _is_semaphore(aval):
-            input_ids.append(a.astype(jnp.int16))
-            continue
-        if waits:  # what is in flight stays where it is
-            input_ids.append(in_flight[position])
-            position += 1
-        else:
-            token, number = allocate(token, space, a)
-            input_ids.append(number)
-    output_ids = []
-    for i, (aval, space) in enumerate(zip(out_avals, spaces[inputs:], strict=True)):
-        if i in aliases:
-            output_ids.append(input_ids[aliases[i]])
-        elif _is_semaphore(aval):
-            token, number = callback.io_callback(
-                stock._allocate_semaphores, (stock.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(aval.shape, jnp.int16)),
-                token, device, None, aval.shape,
-            )  # fmt: skip
-            output_ids.append(number)
-        else:
-            token, number = allocate(token, space, jnp.full(aval.shape, _nothing(aval.dtype), aval.dtype))
-            output_ids.append(number)
+    left = iter(array_ids)
+    input_ids = [
+        a.astype(jnp.int16) if _is_semaphore(aval) else next(left) for a, aval in zip(arrays, given, strict=True)
+    ]
 
     context = stock.InterpretContext(
         grid_mapping=grid_mapping, mesh=None, axis_sizes=axis_sizes, axis_indices=axis_indices, device_id=device,
         local_core_id=jnp.int32(0), mosaic_params=params, interpret_params=interpret_params, grid_point=(),
     )  # fmt: skip
-    starts = [number for number, aval in zip(output_ids, out_avals, strict=True) if _is_semaphore(aval)]
     with pallas_core.grid_env(()):
         token, _ = stock._interpret_jaxpr(jaxpr, *scalar_ids, *input_ids, *output_ids, ctx=context, token=token)
 
-    held = [n for n, aval in zip(input_ids, given, strict=True) if not _is_semaphore(aval)]
-    held += [
-        n for i, (n, aval) in enumerate(zip(output_ids, out_avals, strict=True))
-        if not _is_semaphore(aval) and i not in aliases
-    ]  # fmt: skip
-    if starts:
-        token = callback.io_callback(_hold, stock.TOKEN_SHAPE_DTYPE, token, device, starts, held)
-    elif waits:
-        token = callback.io_callback(_release, stock.TOKEN_SHAPE_DTYPE, token, device, held)
-    results = []
-    for number, aval, space in zip(output_ids, out_avals, spaces[inputs:], strict=True):
-        if _is_semaphore(aval):
-            results.append(_semaphore.bind(number.astype(jnp.int32), dtype=aval.dtype))
-            continue
-        token, value = callback.io_callback(
-            functools.partial(_read, space=stock.TPU_MEMORY_SPACE_IDXS[space], blank=bool(starts)),
-            (stock.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(aval.shape, aval.dtype)), token, device, number,
-        )  # fmt: skip
-        results.append(value)
-    callback.io_callback(stock.ordering_barrier, stock.TOKEN_SHAPE_DTYPE, token, ordered=True)
-    return results
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in out_avals if not _is_semaphore(a)]
+    _, results = callback.io_callback(
+        functools.partial(_leave, plan), (stock.TOKEN_SHAPE_DTYPE, shapes),
+        token, device, array_ids, output_ids, waits, ordered=True,
+    )  # fmt: skip
+    left = iter(results)
+    return [
+        _semaphore.bind(n.astype(jnp.int32), dtype=aval.dtype) if _is_semaphore(aval) else next(left)
+        for n, aval in zip(output_ids, out_avals, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What a kernel is given and returns: semaphores, and arrays in memory."""
+
+    spaces: list  # of inputs, then of outputs
+    inputs: list  # avals, like the outputs
+    outputs: list
+    aliases: dict[int, int]  # output -> input
+    devices: int
+    params: pltpu.InterpretParams
+
+    @property
+    def starts(self) -> bool:
+        return any(_is_semaphore(aval) for aval in self.outputs)
+
+
+def _enter(plan, token, device, scalars, values, waits):
+    """Gives the kernel memory: numbers of the scalars, of the arrays given, and of what is returned."""
+    stock._initialize_shared_memory(token, device, plan.devices, 1, interpret_params=plan.params)
+    if plan.starts:
+        time.sleep(_session.delayed.get(int(device), 0))
+
+    def allocate(space, value):
+        return stock._allocate_buffer(token, device, None, stock.TPU_MEMORY_SPACE_IDXS[space], value)[1]
+
+    scalar_ids = [allocate(pltpu.SMEM, value) for value in scalars]
+    arrays = [i for i, aval in enumerate(plan.inputs) if not _is_semaphore(aval)]
+    if waits:  # what is in flight stays where it is: the buffers of the transfer that the first semaphore counts
+        with _session.lock:
+            held = _session.held[int(device), int(waits[0])]
+        array_ids = [np.int16(n) for n in held[: len(arrays)]]
+    else:
+        array_ids = [allocate(plan.spaces[i], value) for i, value in zip(arrays, values, strict=True)]
+    by_input, output_ids = dict(zip(arrays, array_ids, strict=True)), []
+    for i, (aval, space) in enumerate(zip(plan.outputs, plan.spaces[len(plan.inputs) :], strict=True)):
+        if i in plan.aliases:
+            output_ids.append(by_input[plan.aliases[i]])
+        elif _is_semaphore(aval):
+            output_ids.append(stock._allocate_semaphores(token, device, None, aval.shape)[1])
+        else:
+            output_ids.append(allocate(space, np.full(aval.shape, _nothing(aval.dtype), aval.dtype)))
+    return token, scalar_ids, array_ids, output_ids
+
+
+def _leave(plan, token, device, array_ids, output_ids, waits):
+    """Notes what is in flight, or no longer is; returns what the kernel does."""
+    outputs = list(zip(output_ids, plan.outputs, plan.spaces[len(plan.inputs) :], strict=True))
+    held = [*array_ids, *(n for i, (n, aval, _) in enumerate(outputs)
+                          if not _is_semaphore(aval) and i not in plan.aliases)]  # fmt: skip
+    with _session.lock:
+        for number in (n for n, aval, _ in outputs if _is_semaphore(aval)):
+            _session.held[int(device), int(number)] = [int(b) for b in held]
+        for buffer in held if waits and not plan.starts else ():
+            _session.written.pop((int(device), int(buffer)), None)
+    return token, [
+        _read(token, device, n, space=stock.TPU_MEMORY_SPACE_IDXS[space], blank=plan.starts)
+        for n, aval, space in outputs
+        if not _is_semaphore(aval)
+    ]
 
 
 def _barrier_id(jaxpr, collective_id):
@@ -248,16 +266,10 @@ def _nothing(dtype):
     return jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 
-def _sleep(token, device):
-    time.sleep(_session.delayed.get(int(device), 0))
-    return token
-
-
 def _dma_start(start, token, device, core, source_space, source, source_transforms, space, target, transforms,
                *args, **options):  # fmt: skip
     """Starts a DMA, and notes what is written here: every device runs the same program, and sends to the same place."""
-    _, _, to = args[:3]
-    to = int(device) if to is None else int(to)
+    to = int(device if args[2] is None else args[2])
     memory = stock._get_shared_memory()
     key = (stock.TPU_MEMORY_SPACE_NAMES[int(space)], int(target), to, 0)
     deadline = time.monotonic() + 5
@@ -274,38 +286,15 @@ def _dma_start(start, token, device, core, source_space, source, source_transfor
     )
 
 
-def _find(count, token, device, semaphores):
-    """The buffers of the transfer that the first of `semaphores` counts."""
-    buffers = []
-    if semaphores:
-        with _session.lock:
-            buffers = _session.held[int(device), int(semaphores[0])]
-    return token, np.array((buffers + [0] * count)[:count], np.int16)
-
-
-def _hold(token, device, semaphores, buffers):
-    with _session.lock:
-        for number in semaphores:
-            _session.held[int(device), int(number)] = [int(b) for b in buffers]
-    return token
-
-
-def _release(token, device, buffers):
-    with _session.lock:
-        for buffer in buffers:
-            _session.written.pop((int(device), int(buffer)), None)
-    return token
-
-
 def _read(token, device, buffer, *, space, blank):
     """What a kernel returns: read as a kernel reads, or, during a transfer, with nothing where that writes."""
     device, buffer = int(device), int(buffer)
     if not blank:
-        return stock.get(token, device, 0, space, buffer, ())
+        return stock.get(token, device, 0, space, buffer, ())[1]
     memory = stock._get_shared_memory()
     with memory.lock:
         value = memory.mem[stock.TPU_MEMORY_SPACE_NAMES[int(space)], buffer, device, 0].content.copy()
     with _session.lock:
         for region in _session.written.get((device, buffer), ()):
             value[region] = _nothing(value.dtype)
-    return token, value
+    return value

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.transport import Pair, pair, pallas, stateful
+from tests.grids import sparse
 from tests.simulator.split_pairs import session
 from tests.transport.forms import FORMS
 
@@ -42,13 +43,21 @@ def check_form(name, hops, size=4, **options):
     assert report.problems() == set()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", FORMS)
+LOOPS = ["one_after_another", "staggered", "staggered_both", "swap", "two_slots"]  # the first forms; then passes
+assert list(FORMS)[: len(LOOPS)] == LOOPS
+
+
+def kept(form, mode):
+    """Passes take turns; of loops all but the swap, whose number of hops is odd, make an even number in eager mode."""
+    return mode == form % 2 if form >= len(LOOPS) else mode or LOOPS[form] == "swap"
+
+
+@pytest.mark.parametrize(("name", "mode"), sparse(FORMS, MODES, keep=kept))
 def test_every_form(name, mode):
     check_form(name, 5, mode=mode)
 
 
-@pytest.mark.parametrize("name", ["one_after_another", "staggered", "staggered_both", "two_slots"])
+@pytest.mark.parametrize("name", [name for name in LOOPS if name != "swap"])
 def test_an_even_number_of_hops(name):
     check_form(name, 4)
 
