@@ -58,7 +58,7 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """Returns the shape, type and sharding of every array of the state, and makes none of them."""
-        state = jax.eval_shape(self._init, self._config.seed)
+        state = self._jitted_init.eval_shape(self._config.seed)
 
         def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             spec = leaf.sharding.spec if leaf.sharding else jax.P()

@@ -1,10 +1,8 @@
-"""A minuscule run: small enough that a process trains it in seconds, large enough for every axis of a 2 x 4 mesh."""
+"""A minuscule run: small enough that a process trains it in seconds, large enough for every mesh of eight devices."""
 
 import dataclasses
 import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,11 +10,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from models.transformer import TransformerConfig
+from tests.train.launcher import Launcher, Run
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 from train.mesh import make_mesh
 from train.step import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 # The rate of step s is s * 3e-4 in a run of any length, so that all runs share the few programs that are compiled here.
 RISING = OptimizerConfig(learning_rate=300.0, warmup_steps=10**6)
 PRESET = """
@@ -29,8 +27,8 @@ def minuscule():
         workdir="{workdir}",
         steps=60,
         mesh=MeshConfig(data=2, model=4, platform="{platform}"),
-        model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=4, kv_heads=4, mlp_width=32),
-        data=DataConfig(path="{text}", sequence_length=16, batch_size=4),
+        model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=8, kv_heads=8, mlp_width=32),
+        data=DataConfig(path="{text}", sequence_length=16, batch_size=8),
         optimizer=OptimizerConfig(learning_rate=300.0, warmup_steps=10**6),
         checkpoint=CheckpointConfig(every=7),
         eval=EvalConfig(every=20, batches=2, sample_tokens=8),
@@ -82,8 +80,8 @@ def config(text, tmp_path) -> Config:
         workdir=str(tmp_path / "run"),
         steps=20,
         mesh=MeshConfig(data=2, model=4),
-        model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=4, kv_heads=4, mlp_width=32),
-        data=DataConfig(path=str(text), sequence_length=16, batch_size=4),
+        model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=8, kv_heads=8, mlp_width=32),
+        data=DataConfig(path=str(text), sequence_length=16, batch_size=8),
         optimizer=RISING,
         checkpoint=CheckpointConfig(every=5, keep=2),
         eval=EvalConfig(every=10, batches=2, sample_tokens=4),
@@ -133,26 +131,28 @@ def preset(text, tmp_path):
     return write
 
 
-@pytest.fixture
-def start(preset, compile_little):
-    """Starts train/run.py on the minuscule run in a process of its own."""
-    processes = []
+@pytest.fixture(scope="session")
+def launcher():
+    """Forks processes; it imports what they need while the first test that asks for it goes on."""
+    launcher = Launcher(os.environ)
+    yield launcher
+    launcher.close()
 
-    def launch(*options: object, terminal: int | None = None, **environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train" / "run.py"), str(preset()), *map(str, options)],
-            env=os.environ | compile_little | environment,
-            stdout=subprocess.PIPE if terminal is None else terminal,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-        return process
+
+@pytest.fixture
+def start(preset, compile_little, launcher):
+    """Starts train/run.py on the minuscule run in a process of its own, which is forked and need not import."""
+    runs = []
+
+    def launch(*options: object, terminal: int | None = None, **environment: str) -> Run:
+        environment = os.environ | compile_little | environment
+        runs.append(launcher.start([str(preset()), *map(str, options)], environment=environment, terminal=terminal))
+        return runs[-1]
 
     yield launch
-    for process in processes:
-        process.kill()
-        process.communicate()
+    for run in runs:
+        run.kill()
+        run.communicate()
 
 
 def replace(config: Config, **sections: dict) -> Config:

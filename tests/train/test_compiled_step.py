@@ -8,9 +8,7 @@ import jax
 import pytest
 
 from configs.tiny import tiny
-from train.step import Trainer
-
-pytestmark = pytest.mark.optimized
+from train.mesh import make_mesh
 
 COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(.*?"
@@ -18,13 +16,24 @@ COLLECTIVE = re.compile(
 )
 
 
-def collectives(backend):
-    """[(opcode, axes, local shapes)] of every collective of a tiny training step on a (2, 4) mesh."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"))
-    with jax.set_mesh(mesh):
-        trainer = Trainer(dataclasses.replace(tiny(), backend=backend), mesh)
-        text = trainer.compile_train_step().as_text()
-        params = trainer.abstract_state().params
+@pytest.fixture(params=[
+    "little",  # the compiler chooses collectives before it optimizes code, and these programs others here need, too
+    pytest.param("fully", marks=[pytest.mark.optimized, pytest.mark.slow]),  # as a run of configs/tiny.py has it
+])  # fmt: skip
+def compiled(request, config, trainer_of):
+    """backend -> (HLO of a training step on a (2, 4) mesh, abstract parameters)."""
+    config = dataclasses.replace(tiny(), mesh=config.mesh) if request.param == "fully" else config
+
+    def compile_step(backend):
+        with jax.set_mesh(make_mesh(config.mesh)):
+            trainer = trainer_of(dataclasses.replace(config, backend=backend), jax.sharding.get_mesh())
+            return trainer.compile_train_step().as_text(), trainer.abstract_state().params
+
+    return compile_step
+
+
+def collectives(text):
+    """[(opcode, axes, local shapes)] of every collective of a program."""
     found = []
     for line in text.splitlines():
         if match := COLLECTIVE.search(line):
@@ -34,7 +43,7 @@ def collectives(backend):
             found.append((match[2], set(re.findall(r"'(\w+)'", match[3])), shapes))
     # A collective that the pattern does not know must not go uncounted.
     assert len(found) == len(re.findall(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(", text))
-    return found, params
+    return found
 
 
 def gradient_shapes(params):
@@ -46,8 +55,9 @@ def gradient_shapes(params):
     return shapes
 
 
-def test_the_ring_has_no_all_gather_and_one_sum_over_data_a_gradient():
-    found, params = collectives("xla")
+def test_the_ring_has_no_all_gather_and_one_sum_over_data_a_gradient(compiled):
+    text, params = compiled("xla")
+    found = collectives(text)
     assert [op for op, _, _ in found if op in ("all-gather", "reduce-scatter", "all-to-all")] == []
     reduced = collections.Counter(
         shape for op, axes, shapes in found if op == "all-reduce" and "data" in axes for shape in shapes if shape
@@ -55,8 +65,8 @@ def test_the_ring_has_no_all_gather_and_one_sum_over_data_a_gradient():
     assert reduced == gradient_shapes(params)
 
 
-def test_the_same_check_sees_the_gathers_of_the_other_backend():
-    found, _ = collectives("none")
+def test_the_same_check_sees_the_gathers_of_the_other_backend(compiled):
+    found = collectives(compiled("none")[0])
     gathers = [axes for op, axes, _ in found if op == "all-gather"]
     assert len(gathers) >= 4
     assert all(axes == {"model"} for axes in gathers)

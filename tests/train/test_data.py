@@ -25,6 +25,12 @@ def test_windows_have_every_token_as_a_target_once(size, length):
 
 
 @pytest.fixture
+def config(config, replace):
+    """Four rows a batch: what is counted here is small."""
+    return replace(config, data={"batch_size": 4})
+
+
+@pytest.fixture
 def windows(config):
     return split(open_corpus(config.data, vocab_size=128), config)
 

@@ -4,6 +4,7 @@ import inspect
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from models.transformer import Transformer
@@ -14,11 +15,10 @@ from train.step import Trainer
 
 @pytest.fixture
 def print_in_the_loss(monkeypatch):
-    """Puts a print into the loss and returns its "file:line"."""
-    loss = Transformer.loss
+    """Puts a print into the loss, of the embedding alone, which is soon compiled; returns its "file:line"."""
 
     def printing_loss(self, tokens, targets):
-        value = loss(self, tokens, targets)
+        value = jnp.mean(self.embed(tokens) ** 2)
         jax.debug.print("loss {}", value)
         return value
 

@@ -41,11 +41,11 @@ def losses_of(workdir: Path) -> list[float]:
 def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, monkeypatch, trainer_of):
     monkeypatch.setattr("train.run.Trainer", trainer_of)
     common = ("--eval.every", "0", "--eval.sample_tokens", "0")
-    assert main([str(preset("auto")), *common, "--steps", "20", "--workdir", str(tmp_path / "one")]) == 0
+    assert main([str(preset("auto")), *common, "--steps", "10", "--workdir", str(tmp_path / "one")]) == 0
 
     both = launch(*common, "--steps", 100_000, "--checkpoint.every", 100_000, "--workdir", tmp_path / "two")
     for line in both[0].stdout:
-        if line.startswith("step 20/"):
+        if line.startswith("step 10/"):
             both[1].send_signal(signal.SIGTERM)
             break
     printed = [process.communicate(timeout=120) for process in both]
@@ -53,4 +53,4 @@ def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, 
     assert "stopped by SIGTERM after step" in printed[0][0]
     assert not any("step" in line for line in printed[1][0].splitlines()), "only the first process speaks"
     assert len(list((tmp_path / "two" / "checkpoints").iterdir())) == 1
-    np.testing.assert_allclose(losses_of(tmp_path / "two")[:20], losses_of(tmp_path / "one"), rtol=1e-5)
+    np.testing.assert_allclose(losses_of(tmp_path / "two")[:10], losses_of(tmp_path / "one"), rtol=1e-5)

@@ -63,7 +63,7 @@ def test_a_dry_run_says_whether_it_fits_and_how_fast_it_would_be(preset, compile
     assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 0
     out = capsys.readouterr().out
     assert "4 devices of v5e:2x2, as data 2 x model 2" in out
-    assert re.search(r"memory +fits: .* MiB a device for batch 4 x 16 tokens; 15.75 GiB are there", out)
+    assert re.search(r"memory +fits: .* MiB a device for batch 8 x 16 tokens; 15.75 GiB are there", out)
     assert re.search(r"step +[\d.]+ ms estimated: work [\d.]+%, waiting for other devices [\d.]+%", out)
     assert re.search(r"speed +[\d,]+ tokens/s, .* MFU [\d.]+% of 197 TFLOP/s", out)
     assert "model FLOPs:" in out
@@ -77,7 +77,7 @@ def test_a_dry_run_says_whether_it_fits_and_how_fast_it_would_be(preset, compile
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     figures = json.loads((folder / "report.json").read_text())
     assert figures["fits"]
-    assert figures["estimated_tokens_per_second"] == pytest.approx(4 * 16 / figures["estimated_step_seconds"])
+    assert figures["estimated_tokens_per_second"] == pytest.approx(8 * 16 / figures["estimated_step_seconds"])
     used = figures["bytes_by_use"]
     assert used["optimizer state"] >= 2 * used["parameters"]
     assert sum(used.values()) == figures["bytes_by_kind"]["total"]

@@ -5,8 +5,10 @@ starts, between and inside steps, and while a checkpoint is being written. Each 
 """
 
 import json
+import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+
+from tests.train.launcher import SCRIPT, Run
 
 STEPS = 60
 SEED = 20  # of the moments
@@ -25,9 +29,16 @@ def lines_of(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def checkpoints(workdir: Path) -> set[str]:
+    """Returns the names of the finished ones, and of those that are being written."""
+    try:
+        return set(os.listdir(workdir / "checkpoints"))
+    except FileNotFoundError:
+        return set()
+
+
 def newest(workdir: Path) -> int:
-    folder = workdir / "checkpoints"
-    return max((int(path.name) for path in folder.glob("*") if path.name.isdigit()), default=0)
+    return max((int(name) for name in checkpoints(workdir) if name.isdigit()), default=0)
 
 
 def state_of(workdir: Path) -> dict:
@@ -66,37 +77,36 @@ def when_saved(workdir: Path, extra: float) -> Callable[[], bool]:
 
 def while_saving(workdir: Path, extra: float) -> Callable[[], bool]:
     """True `extra` seconds after a checkpoint has begun to be written that was not there before."""
-    folder, began, before = workdir / "checkpoints", [], {path.name for path in (workdir / "checkpoints").glob("*")}
+    before, began = checkpoints(workdir), []
 
     def moment() -> bool:
-        if not began and any("tmp" in path.name and path.name not in before for path in folder.glob("*")):
+        if not began and any("tmp" in name for name in checkpoints(workdir) - before):
             began.append(time.monotonic())
         return bool(began) and time.monotonic() >= began[0] + extra
 
     return moment
 
 
-def kill_at(process: subprocess.Popen, moment: Callable[[], bool]) -> None:
+def kill_at(process: Run, moment: Callable[[], bool]) -> None:
     """Kills the process when the moment comes, which must be before it ends by itself."""
     while not moment():
         assert process.poll() is None, f"it ended before it was killed: {process.communicate()}"
-        time.sleep(0.0005)
+        time.sleep(0.001)
     process.kill()
     process.communicate()
 
 
 # Compiled little, and as a run has it: the compiler takes longer over the latter than the test over the former.
 @pytest.mark.parametrize("compiled", ["little", pytest.param("fully", marks=pytest.mark.slow)])
-def test_a_run_killed_ten_times_ends_as_one_that_never_was(compiled, start, tmp_path):
+def test_a_run_killed_ten_times_ends_as_one_that_never_was(compiled, start, preset, compile_little, tmp_path):
     one, killed = tmp_path / "one", tmp_path / "killed"
-    little = {"little": "1", "fully": "0"}[compiled]
+    little = {"JAX_DISABLE_MOST_OPTIMIZATIONS": {"little": "1", "fully": "0"}[compiled]}
+    command = [str(preset()), "--steps", str(STEPS), "--workdir"]
 
-    def run(workdir: Path) -> subprocess.Popen:
-        return start("--workdir", workdir, "--steps", STEPS, JAX_DISABLE_MOST_OPTIMIZATIONS=little)
-
-    process = run(one)
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, ""), out + err
+    # What a person types, and the others are forked: that makes no difference either.
+    environment = os.environ | compile_little | little
+    process = subprocess.run([sys.executable, SCRIPT, *command, one], env=environment, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
 
     dice = random.Random(SEED)
     moments = [
@@ -109,13 +119,13 @@ def test_a_run_killed_ten_times_ends_as_one_that_never_was(compiled, start, tmp_
         lambda: while_saving(killed, dice.uniform(0.0, 0.03)),
         lambda: when_saved(killed, dice.uniform(0.0, 0.1)),
         lambda: while_saving(killed, dice.uniform(0.0, 0.1)),
-        lambda: when_done(killed, newest(killed) + dice.randint(1, 7), 0.0),
+        lambda: when_done(killed, len(lines_of(killed)) + dice.randint(1, 7), 0.0),
     ]
     resumed_from = []
     for moment in moments:
         resumed_from.append(newest(killed))
-        kill_at(run(killed), moment())
-    process = run(killed)
+        kill_at(start(*command[1:], killed, **little), moment())
+    process = start(*command[1:], killed, **little)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, ""), out + err
 

@@ -18,7 +18,7 @@ def trainer(config, mesh, trainer_of):
 
 @pytest.fixture
 def batch(config, mesh):
-    rows = jax.random.randint(jax.random.key(1), (4, 17), 0, config.model.vocab_size, jnp.int32)
+    rows = jax.random.randint(jax.random.key(1), (8, 17), 0, config.model.vocab_size, jnp.int32)
     place = jax.NamedSharding(mesh, TOKENS)
     return jax.device_put(np.asarray(rows[:, :-1]), place), jax.device_put(np.asarray(rows[:, 1:]), place)
 

@@ -38,9 +38,9 @@ def test_another_architecture_is_named_field_by_field(work, config, replace):
 def test_other_data_is_named_because_the_position_would_mean_nothing(work, config, replace):
     work.begin(config)
     with pytest.raises(
-        InputError, match=r"other data: seed is 0 there and 1 here; data.batch_size is 4 there and 8 here"
+        InputError, match=r"other data: seed is 0 there and 1 here; data.batch_size is 8 there and 4 here"
     ):
-        work.changes(replace(dataclasses.replace(config, seed=1), data={"batch_size": 8}))
+        work.changes(replace(dataclasses.replace(config, seed=1), data={"batch_size": 4}))
 
 
 def test_what_may_change_is_listed(work, config, replace):
@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 def test_the_architecture_is_what_the_parameters_are(config, replace):
     assert architecture(config) == architecture(replace(config, model={"dtype": "bfloat16", "remat": "dots"}))
-    assert architecture(config)["model.kv_heads"] == 4
+    assert architecture(config)["model.kv_heads"] == 8
     assert all(name.startswith("model.") for name in architecture(config))
 
 

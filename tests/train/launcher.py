@@ -1,0 +1,152 @@
+"""Starts train/run.py many times and imports once: a process that forks another one for each start.
+
+Importing takes half of what a short run takes. A run that is started here is still a process of its own, with its
+pipes, environment and signals; it runs the script as its main module, and ends as Python ends. What it shares with the
+others is modules, imported already, and the seed of hashes. JAX is asked for no device before the fork: its devices
+have threads, which a fork loses.
+"""
+
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "train" / "run.py"
+
+
+class Launcher:
+    """The process that forks. Closing it ends it, and none of the runs."""
+
+    def __init__(self, environment: Mapping[str, str]):
+        self._requests, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env={**environment, "OPENBLAS_NUM_THREADS": "1"},  # else numpy has a thread from its import on
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the tests, which end it
+            )
+
+    def start(self, options: list[str], *, environment: Mapping[str, str], terminal: int | None = None) -> "Run":
+        """Starts `python train/run.py OPTIONS`, which prints to `terminal`, or to a pipe where that is None."""
+        news, write_news = os.pipe()
+        out, write_out = os.pipe() if terminal is None else (None, os.dup(terminal))
+        err = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the run closes it)
+        request = json.dumps([options, dict(environment)]).encode() + b"\n"
+        socket.send_fds(self._requests, [request[:1]], [write_news, write_out, err.fileno()])
+        self._requests.sendall(request[1:])
+        os.close(write_news)
+        os.close(write_out)
+        return Run(open(news), None if out is None else open(out), err)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.wait()
+
+
+class Run:
+    """A run that was started; it has what the tests use of subprocess.Popen."""
+
+    def __init__(self, news, stdout, stderr):
+        self.stdout = stdout
+        self.pid = int(news.readline())
+        self.returncode: int | None = None
+        self._news, self._stderr = news, stderr  # `news` has the exit code as its second line
+        self._printed: tuple[str, str] | None = None
+
+    def poll(self) -> int | None:
+        ended = self.returncode is None and select.select([self._news], [], [], 0)[0]
+        return self.wait() if ended else self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = int(self._news.readline())
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Waits until it ends, `timeout` seconds at most; returns (stdout, where that was not read yet, and stderr)."""
+        if self._printed is None:
+            killer = threading.Timer(timeout, os.kill, [self.pid, signal.SIGKILL])
+            killer.start()
+            try:
+                out = self.stdout.read() if self.stdout else ""
+                self.wait()
+            finally:
+                killer.cancel()
+            self._stderr.seek(0)
+            self._printed = out, self._stderr.read()
+            for file in filter(None, (self._news, self.stdout, self._stderr)):
+                file.close()
+        return self._printed
+
+
+def serve(requests: socket.socket) -> None:
+    """Forks a process for each request and returns in it, with its streams, arguments and environment in place."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for the runs
+    while True:
+        request, streams, _, _ = socket.recv_fds(requests, 2**16, 3)
+        if not request:
+            sys.exit()
+        while not request.endswith(b"\n"):
+            request += requests.recv(2**16)
+        if not os.fork():
+            break
+        for stream in streams:
+            os.close(stream)
+    requests.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    news, out, err = streams
+    if run := os.fork():
+        os.close(out)  # its reader waits until nobody can write there any more
+        os.write(news, f"{run}\n".encode())
+        os.write(news, f"{os.waitstatus_to_exitcode(os.waitpid(run, 0)[1])}\n".encode())
+        os._exit(0)
+    os.close(news)
+    for number, stream in ((1, out), (2, err)):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
+    options, environment = json.loads(request)
+    sys.argv = [str(SCRIPT), *options]
+    read_settings(environment)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def read_settings(environment: Mapping[str, str]) -> None:
+    """Gives JAX the settings that it would have read from the environment when it was imported."""
+    for name, value in environment.items():
+        setting = name.lower()
+        if setting in jax.config.values and os.environ.get(name) != value:
+            kinds = {bool: lambda text: text.lower() in ("1", "true"), int: int, float: float}
+            jax.config.update(setting, kinds.get(type(jax.config.values[setting]), str)(value))
+
+
+if __name__ == "__main__":
+    import jax
+    import matplotlib.backends.backend_agg  # noqa: F401 (a run imports this one, and the next, late)
+    import tensorboardX  # noqa: F401
+
+    import train.run  # noqa: F401
+
+    gc.freeze()  # what is there stays: without this each run would collect, and copy, all of it
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.path[0] = str(SCRIPT.parent)
+    runpy.run_path(str(SCRIPT), run_name="__main__")
