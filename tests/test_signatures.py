@@ -31,7 +31,7 @@ def on_shards(op, specs, out_spec, *shapes):
 
 
 def on_layer(cls, method, layer, x, spec):
-    return nnx.eval_shape(lambda x: checked(getattr(cls, method))(layer, x), jax.device_put(x, spec))
+    return nnx.eval_shape(lambda layer, x: checked(getattr(cls, method))(layer, x), layer, jax.device_put(x, spec))
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +50,18 @@ def test_ops():
 
 
 def test_layers():
-    rngs, nn = nnx.Rngs(0), fa.nn
-    x = jnp.ones((2, 8, 8))
-    on_layer(nn.ColumnParallelLinear, "__call__", nn.ColumnParallelLinear(8, 12, rngs=rngs), x, ROWS)
-    on_layer(nn.RowParallelLinear, "__call__", nn.RowParallelLinear(8, 12, rngs=rngs), x, COLUMNS)
-    on_layer(nn.ParallelMLP, "__call__", nn.ParallelMLP(8, 12, rngs=rngs), x, ROWS)
-    on_layer(nn.ParallelSelfAttention, "__call__", nn.ParallelSelfAttention(8, 4, rngs=rngs), x, ROWS)
-    ring = nn.RingSelfAttention(8, 4, axis_name="model", rngs=rngs)
+    nn, x = fa.nn, jnp.ones((2, 8, 8))
+
+    def layer(cls, *sizes, **options):
+        return nnx.eval_shape(lambda: cls(*sizes, **options, rngs=nnx.Rngs(0)))
+
+    on_layer(nn.ColumnParallelLinear, "__call__", layer(nn.ColumnParallelLinear, 8, 12), x, ROWS)
+    on_layer(nn.RowParallelLinear, "__call__", layer(nn.RowParallelLinear, 8, 12), x, COLUMNS)
+    on_layer(nn.ParallelMLP, "__call__", layer(nn.ParallelMLP, 8, 12), x, ROWS)
+    on_layer(nn.ParallelSelfAttention, "__call__", layer(nn.ParallelSelfAttention, 8, 4), x, ROWS)
+    ring = layer(nn.RingSelfAttention, 8, 4, axis_name="model")
     on_layer(nn.RingSelfAttention, "__call__", ring, x, ROWS)
-    embed = nn.VocabParallelEmbed(16, 8, rngs=rngs)
+    embed = layer(nn.VocabParallelEmbed, 16, 8)
     on_layer(nn.VocabParallelEmbed, "__call__", embed, jnp.zeros((2, 8), jnp.int32), TOKENS)
     on_layer(nn.VocabParallelEmbed, "attend", embed, x, ROWS)
 
@@ -74,8 +77,9 @@ def test_loss_and_model():
 
 
 def test_a_shape_that_the_signature_excludes_is_seen():
+    layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)))
     with pytest.raises(jaxtyping.TypeCheckError):
-        checked(fa.nn.ColumnParallelLinear.__call__)(fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)), jnp.ones(8))
+        on_layer(fa.nn.ColumnParallelLinear, "__call__", layer, jnp.ones(8), P())
 
 
 def public(module, prefix):
