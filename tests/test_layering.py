@@ -1,6 +1,7 @@
 """The house's floors: imports point down only, and flaxasync.check stands apart, on the chip table alone."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -23,11 +24,12 @@ CHECK = "flaxasync.check"
 TABLE = "flaxasync.hardware"  # data-sheet figures, which check and plan must not each have their own of
 
 
+@functools.cache
 def modules():
-    for top in ("flaxasync", "models", "train", "configs"):
-        for path in sorted((ROOT / top).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            yield name.removesuffix(".__init__"), path
+    """{name: path} of every module of the house."""
+    paths = [path for top in ("flaxasync", "models", "train", "configs") for path in sorted((ROOT / top).rglob("*.py"))]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return dict(zip(names, paths, strict=True))
 
 
 def floor(name):
@@ -41,14 +43,13 @@ def in_check(name):
 
 def imported(name, path):
     """Every module of the house that a file imports, submodules named in `from` imports included."""
-    known = dict(modules())
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} imports relatively"
             found = [f"{node.module}.{alias.name}" for alias in node.names]
-            found = [full if full in known else node.module for full in found]
+            found = [full if full in modules() else node.module for full in found]
         else:
             continue
         yield from (module for module in found if floor(module) is not None)
@@ -63,7 +64,7 @@ def violations(name, targets):
     return [target for target in targets if not in_check(target) and floor(target) > floor(name)]
 
 
-@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("name", "path"), modules().items(), ids=lambda value: value if isinstance(value, str) else "")
 def test_imports_point_down(name, path):
     assert violations(name, list(imported(name, path))) == []
 

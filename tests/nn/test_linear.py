@@ -150,7 +150,7 @@ def test_eval_shape_keeps_sharding(mesh_of):
         assert (kernel.shape, kernel.sharding.spec) == ((8, 12), P(None, "model"))
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_scan_over_stacked_layers(mesh_of, remat):
     """Column then row, three times, as one scan over stacked parameters; against a loop over the same parameters."""
 

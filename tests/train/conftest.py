@@ -40,7 +40,9 @@ def minuscule():
 @pytest.fixture(scope="session")
 def compiled_programs(tmp_path_factory) -> Path:
     """A folder of compiled programs: the tests here, and the processes they start, compile the same few again."""
-    return tmp_path_factory.mktemp("compiled")
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # that of this worker, in that of all
+    return folder / "compiled"
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,8 @@ def compile_little(compiled_programs, request):
         "jax_compilation_cache_dir": str(compiled_programs),
         "jax_persistent_cache_min_compile_time_secs": 0.1,
         "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_compilation_cache_max_size": 2
+        ** 30,  # with a limit JAX locks it: no process reads what another still writes
     }
     before = {name: jax.config.values[name] for name in settings}
     compilation_cache.reset_cache()

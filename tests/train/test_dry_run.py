@@ -118,8 +118,8 @@ def test_the_step_of_the_8b_preset_is_read_as_jaxlib_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("refusals", "options"),
     [
-        (1, {"data.batch_size": 2}),
-        (2, {"data.batch_size": 2, "model.param_dtype": "bfloat16"}),
+        pytest.param(1, {"data.batch_size": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"data.batch_size": 2, "model.param_dtype": "bfloat16"}, marks=pytest.mark.slow),
         (3, {"data.batch_size": 2, "model.param_dtype": "bfloat16", "model.layers": 1}),
     ],
 )

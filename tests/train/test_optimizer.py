@@ -42,7 +42,7 @@ def test_with_no_gradient_only_the_kernels_shrink():
     params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones((2, 2)), "embedding": jnp.ones((2, 2))}
     with jax.numpy_dtype_promotion("standard"):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        updates, _ = jax.jit(optimizer.update)(zeros, jax.jit(optimizer.init)(params), params)
     rate = float(make_schedule(OptimizerConfig(learning_rate=0.1, warmup_steps=0), steps=10)(0))
     np.testing.assert_allclose(updates["kernel"], -0.5 * rate, rtol=1e-6)
     assert not np.any(updates["scale"])
@@ -71,6 +71,7 @@ def test_gradients_are_scaled_down_to_the_norm():
     optimizer = make_optimizer(OptimizerConfig(clip_norm=1.0, b1=0.9), steps=10)
     params = {"kernel": jnp.zeros(4)}
     with jax.numpy_dtype_promotion("standard"):
-        _, state = optimizer.update({"kernel": jnp.full(4, 100.0)}, optimizer.init(params), params)
+        state = jax.jit(optimizer.init)(params)
+        _, state = jax.jit(optimizer.update)({"kernel": jnp.full(4, 100.0)}, state, params)
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (4,)]
     np.testing.assert_allclose(moments[0], 0.1 * 0.5, rtol=1e-5)  # four equal parts of a vector of norm 1

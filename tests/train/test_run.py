@@ -90,10 +90,10 @@ def test_a_run_goes_on_with_the_same_losses_on_another_mesh(run, finished):
     expected = losses_of(finished)
     shutil.rmtree(finished / "checkpoints" / "12")
     losses_only = ("--eval.every", 0, "--eval.sample_tokens", 0)  # test_context.py has text on several meshes
-    code, out, _ = run("--steps", 12, "--mesh.data", 4, "--mesh.model", 2, *losses_only)
+    code, out, _ = run("--steps", 12, "--mesh.data", 1, "--mesh.model", 8, *losses_only)
     assert code == 0
     assert f"resumed    {finished / 'checkpoints' / '7'}" in out
-    assert "mesh.model was 4 and is 2" in out
+    assert "mesh.model was 4 and is 8" in out
     np.testing.assert_allclose(losses_of(finished), expected, rtol=1e-4)  # sums in another order
 
 

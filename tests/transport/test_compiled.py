@@ -61,8 +61,10 @@ def test_under_auto_axes():
     assert faults(program, pairs=3) == set()
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("backend", ["pallas", "stateful"])
+@pytest.mark.parametrize(
+    ("backend", "axis_type"),
+    sparse(["pallas", "stateful"], [AxisType.Explicit, AxisType.Auto], keep=lambda backend, axes: backend == axes),
+)
 def test_on_one_axis_of_two(backend, axis_type):
     """Data-parallel and tensor-parallel at once: neighbours are found on a mesh of two axes, too."""
     mesh = check.topology_mesh("v5e:2x4", (2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
@@ -220,7 +222,7 @@ def test_windows_that_are_not_tied_are_moved_out():
     assert faults(compile_form(products(tie=True)), pairs=3) == set()
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("op", ["all_gather_matmul", pytest.param("matmul_reduce_scatter", marks=pytest.mark.slow)])
 def test_without_its_ties_the_loop_hides_less(op, monkeypatch):
     def f(x):
         x = jnp.concatenate([x] * 8) if op == "matmul_reduce_scatter" else x

@@ -149,6 +149,7 @@ def test_a_process_of_its_own_finds_the_same_in_little_memory(fused, tmp_path):
     assert int(done.stdout.split("KiB:")[1]) < 2 << 20
 
 
+@pytest.mark.slow
 def test_the_step_of_the_gemm_kernel():
     assert misses([(STEP, step_ms(Tiles()))]) == []
 
