@@ -34,9 +34,9 @@ TOPOLOGIES = {
     "tpu7x": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
 }
 COMPILE_SECONDS = 600  # an 8B training step takes a minute; ten times that is a hang
-# For who reads the HLO and not the code: the compiler unrolls no loops in the code of fusions. 55 small programs took it
-# 24 s of processor time instead of 63; large matmuls gain little. The HLO is the same, but for the scratch bytes that a
-# fusion is said to use; cost and memory, too, but for the bytes of the code, which is smaller, and would be slower.
+# For who reads the HLO and not the code: the compiler unrolls no loops in the code of fusions. 55 small programs took
+# it 24 s of processor time instead of 63; large matmuls gain little. The HLO is the same, but for the scratch bytes
+# that a fusion is said to use; cost and memory, too, but for the bytes of the code, which is smaller and slower.
 HLO_ONLY = types.MappingProxyType({"xla_tpu_enable_emitter_rolling": "true"})
 MAX_CHIPS = 9216
 
