@@ -10,7 +10,7 @@ os.environ.update(
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_ACCELERATOR_TYPE="v5litepod-8",
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    OPENBLAS_NUM_THREADS="1",  # its threads wait by spinning, and references in numpy are small
+    OPENBLAS_NUM_THREADS="1",  # its threads wait by spinning, and a fork loses them (tests/train/launcher.py)
 )
 
 import hypothesis

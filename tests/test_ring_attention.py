@@ -106,7 +106,7 @@ def test_every_ring(size, layout):
 FORMS = [
     {"causal": False, "heads": 8},
     {"window": 5, "layout": "zigzag", "heads": 8, "kv_heads": 1},
-    {"segments": True, "window": 6, "causal": False, "data": 2, "check_vma": False},
+    {"segments": True, "window": 6, "causal": False, "directions": 2, "data": 2, "check_vma": False},
     {"rows": 512, "layout": "zigzag", "size": 2, "kernel": Reference(tile=64)},
     {"data": 2, "axis_type": AxisType.Auto, "size": 3},
 ]

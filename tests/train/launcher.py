@@ -31,7 +31,7 @@ class Launcher:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
-                env={**environment, "OPENBLAS_NUM_THREADS": "1"},  # else numpy has a thread from its import on
+                env=dict(environment),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the tests, which end it
