@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync import transport
+from flaxasync.dtypes import sum_dtype
 from flaxasync.ring import Ring, gather_pass, reduce_pass
 
 
@@ -166,21 +167,17 @@ def _sum_of_products(xs: tuple, ws: tuple, op: Op, *, transposed: bool = False) 
 def dot(x: Array, w: Array, precision: Any = None, *, transposed: bool = False) -> Array:
     """x @ w, or x @ w.T, accumulated in float32."""
     contracting = ((x.ndim - 1,), (1 if transposed else 0,))
-    return lax.dot_general(x, w, (contracting, ((), ())), precision=precision, preferred_element_type=_sum_dtype(x))
+    return lax.dot_general(x, w, (contracting, ((), ())), precision=precision, preferred_element_type=sum_dtype(x))
 
 
 def outer(x: Array, dy: Array, precision: Any = None) -> Array:
     """x.T @ dy over all rows of all batches, accumulated in float32."""
     rows = tuple(range(x.ndim - 1))
-    return lax.dot_general(x, dy, ((rows, rows), ((), ())), precision=precision, preferred_element_type=_sum_dtype(x))
+    return lax.dot_general(x, dy, ((rows, rows), ((), ())), precision=precision, preferred_element_type=sum_dtype(x))
 
 
 def _rows(x: Array, row: Any, count: int) -> Array:
     return lax.dynamic_slice_in_dim(x, row, count, axis=-2)
-
-
-def _sum_dtype(x: Array) -> jnp.dtype:
-    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def _travel_dtype(op: Op, xs: tuple) -> jnp.dtype:
@@ -204,4 +201,4 @@ def _unwritten(shape: tuple[int, ...], x: Array) -> Array:
 
 
 def _sum_like(w: Array, *others: Array) -> Array:
-    return _like(jnp.zeros(w.shape, _sum_dtype(w)), w, *others)
+    return _like(jnp.zeros(w.shape, sum_dtype(w)), w, *others)

@@ -29,7 +29,7 @@ def ring_attention(
     q: Float[Array, "b s h d"],
     k: Float[Array, "b s n d"],
     v: Float[Array, "b s n d"],
-    axis_name: str,
+    axis_name: str | None,
     *,
     causal: bool = True,
     layout: AttentionLayout = "contiguous",
@@ -56,13 +56,15 @@ def ring_attention(
 
     The softmax is kept as a running maximum and sum in float32. Saved for the backward pass are q, k, v, o and the
     log-sum-exp of this device's rows; nothing gathered, and no scores. Blocks that no row attends to cost no compute.
-    The gradient has no gradient: a second derivative is refused.
+    The gradient of a ring has no gradient: a second derivative is refused.
+
+    Without an axis this is attention of the rows of one device, by the same kernels: nothing travels.
 
     Args:
       q: queries.
       k: keys.
       v: values.
-      axis_name: the mesh axis that the sequence is split over.
+      axis_name: the mesh axis that the sequence is split over; None where this device has all of it.
       causal: whether a row attends to itself and earlier rows only.
       layout: which rows this device holds: "contiguous", or "zigzag", which shares causal work out equally; then all
         arrays are in the order of `flaxasync.sequence_order`.
@@ -73,8 +75,9 @@ def ring_attention(
         compute, and in a contiguous causal layout they do not travel.
       backend: "xla" (a ring of `lax.ppermute`), "pallas" or "stateful" (the same ring on Pallas DMAs, with futures or
         with Refs; TPU), "gather" (all-gather k and v once), or None: what `flaxasync.plan` predicts to be fastest.
-      kernel: what multiplies two blocks: "flash" (a Pallas kernel; TPU), "reference" (JAX, on every device), an object
-        of your own (`flaxasync.attention.blocks.BlockKernel`), or None: "flash" where it can serve, else "reference".
+      kernel: what multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative), "reference" (JAX, on
+        every device), an object of your own (`flaxasync.attention.blocks.BlockKernel`), or None: "flash" where it can
+        serve, else "reference".
       directions: 1, or 2 to send half of every block each way; by default 2 on rings of three or more TPUs.
       unroll: ring steps in one loop body.
       precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32.
@@ -89,7 +92,7 @@ def ring_attention(
 
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
     """
-    size = transport.axis_size("ring_attention", axis_name)
+    size = 1 if axis_name is None else transport.axis_size("ring_attention", axis_name)
     _check_operands(q, k, v, segment_ids)
     check_layout("ring_attention", layout)
     if window is not None and window < 1:
@@ -109,18 +112,18 @@ def ring_attention(
     if directions is None:
         halves = size > 2 and transport.devices.platform() == "tpu" and chunk % (2 * LANES) == 0
         directions = 2 if halves else 1
-    ring = Ring(axis_name, _choose_transport(backend, q, k, sequence), directions, unroll)
-    op = Op(ring, sequence, scores, _choose_kernel(kernel, q.shape[-1], chunk, chunk // directions))
+    ring = None
+    if axis_name is not None:
+        ring = Ring(axis_name, _choose_transport(backend, q, k, sequence), directions, unroll)
+    block_kernel = _choose_kernel(kernel, q.dtype, q.shape[-1], chunk, chunk // directions)
+    op = Op(ring if sequence.hops else None, sequence, scores, block_kernel)
 
     operands = [q, k, v] if segment_ids is None else [q, k, v, segment_ids]
-    axes = frozenset({axis_name}).union(*(jax.typeof(operand).mat.varying for operand in operands))
+    axes = frozenset(() if axis_name is None else (axis_name,))
+    axes = axes.union(*(jax.typeof(operand).mat.varying for operand in operands))
     q, k, v, *ids = (transport.vary(operand, axes) for operand in operands)
-    b, s, h, d = q.shape
-    groups = k.shape[2]
-    grouped = q.reshape(b, s, groups, h // groups, d).transpose(0, 2, 3, 1, 4)
     kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
-    out = rules.ring_attention(op, grouped, kv, ids[0].astype(jnp.int32) if ids else None)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return rules.ring_attention(op, rules.grouped(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
 
 
 def _choose_transport(backend: str | None, q: Array, k: Array, sequence: Sequence) -> Any:
@@ -144,7 +147,9 @@ def _planned(q: Array, k: Array, sequence: Sequence) -> str:
     return choice.backend
 
 
-def _choose_kernel(kernel: str | BlockKernel | None, head_size: int, q_rows: int, k_rows: int) -> BlockKernel:
+def _choose_kernel(
+    kernel: str | BlockKernel | None, dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int
+) -> BlockKernel:
     """The block kernel of a name; None chooses."""
     if kernel is not None and not isinstance(kernel, str):
         return kernel
@@ -153,13 +158,13 @@ def _choose_kernel(kernel: str | BlockKernel | None, head_size: int, q_rows: int
             f"ring_attention got kernel={kernel!r}: it must be one of {', '.join(KERNELS)}, a BlockKernel, or None to "
             "choose"
         )
-    lacking = unsupported(head_size, q_rows, k_rows)
+    lacking = unsupported(dtype, head_size, q_rows, k_rows)
     if kernel == "flash":
         transport.devices.check_tpu("ring_attention with kernel='flash'", "kernel='reference'")
         if lacking is not None:
             raise NotImplementedError(f"ring_attention with kernel='flash' takes {lacking}; use kernel='reference'")
-    flash = kernel == "flash" or (kernel is None and lacking is None and transport.devices.platform() == "tpu")
-    return Flash() if flash else Reference()
+    serves = lacking is None and transport.devices.platform() == "tpu" and transport.devices.all_axes_mapped()
+    return Flash() if kernel == "flash" or (kernel is None and serves) else Reference()
 
 
 def _check_operands(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None:
@@ -181,9 +186,9 @@ def _check_operands(q: Array, k: Array, v: Array, segment_ids: Array | None) -> 
             f"{q.shape[2]} heads and {k.shape[2]} key-value heads; use a multiple"
         )
     dtypes = {x.dtype for x in (q, k, v)}
-    if len(dtypes) > 1 or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if len(dtypes) > 1 or q.dtype not in (jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
-            "ring_attention needs q, k and v of one dtype, float32, bfloat16 or float16: got "
+            "ring_attention needs q, k and v of one dtype, float64, float32, bfloat16 or float16: got "
             f"{', '.join(sorted(map(str, dtypes)))}; cast them before the call"
         )
     if segment_ids is not None:

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flaxasync import transport
+from flaxasync.dtypes import sum_dtype
 from flaxasync.ring import Ring, gather_pass, reduce_pass
 
 
@@ -66,7 +67,7 @@ def _lookup_reduce_scatter_bwd(ring: Ring, saved: tuple[Array, Array], dy: Array
         local, mine = _local_ids(rows, table.shape[0], ring.axis_name)
         return dtable.at[local].add(jnp.where(mine[..., None], block.astype(dtable.dtype), 0))
 
-    zeros = jnp.zeros(table.shape, jnp.float64 if table.dtype == jnp.float64 else jnp.float32)
+    zeros = jnp.zeros(table.shape, sum_dtype(table))
     with jax.named_scope("vocab_parallel_lookup_dtable"):
         dtable = gather_pass(ring, dy, transport.vary(zeros, jax.typeof(dy).mat.varying), add)
     return None, dtable.astype(table.dtype)

@@ -19,15 +19,15 @@ from tests.grids import sparse
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 # float32 sums in another order; bfloat16 keeps 8 bits of p and ds, and of every operand.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
 # By number; rings of 3 and 8 go both ways, and one of 8 is the first that has a loop. Layouts differ alike on each.
 KEPT_RINGS = {(0, 1), (1, 0), (2, 1), (3, 0)}
 
 
 def reference(q, k, v, do, *, causal, window, ids):
     """Attention with all scores at once, key-value heads repeated: o, dq, dk, dv in numpy, which compiles nothing."""
-    q, k, v, do = (np.asarray(x, np.float32) for x in (q, k, v, do))
-    rows, groups, scale = q.shape[1], q.shape[2] // k.shape[2], 1 / np.sqrt(q.shape[-1], dtype=np.float32)
+    q, k, v, do = (x if x.dtype == np.float64 else np.asarray(x, np.float32) for x in (q, k, v, do))
+    rows, groups, scale = q.shape[1], q.shape[2] // k.shape[2], 1 / np.sqrt(q.shape[-1], dtype=q.dtype)
     wide_k, wide_v = (np.repeat(x, groups, axis=2) for x in (k, v))
     distance = np.arange(rows)[:, None] - np.arange(rows)[None]
     allowed = np.ones((1, 1, rows, rows), bool)
@@ -60,7 +60,7 @@ def make_mesh(size, data=1, axis_type=AxisType.Explicit):
 
 def parity(
     size, *, rows=4, heads=2, kv_heads=2, head_dim=4, data=1, causal=True, layout="contiguous", window=None,
-    segments=False, dtype="float32", axis_type=AxisType.Explicit, check_vma=True, **options,
+    segments=False, dtype="float32", axis_type=AxisType.Explicit, check_vma=True, axis_name="seq", **options,
 ):  # fmt: skip
     """Compares o, dq, dk and dv for a random do."""
     rng = np.random.default_rng(size)
@@ -76,8 +76,9 @@ def parity(
 
     def shards(q, k, v, *ids):
         return fa.ring_attention(
-            q, k, v, "seq", causal=causal, layout=layout, window=window, segment_ids=ids[0] if ids else None, **options
-        )
+            q, k, v, axis_name,
+            causal=causal, layout=layout, window=window, segment_ids=ids[0] if ids else None, **options,
+        )  # fmt: skip
 
     @jax.jit
     def both(q, k, v, do, *ids):
@@ -90,7 +91,7 @@ def parity(
         gots = both(*laid_out)
     for name, got, want in zip(("o", "dq", "dk", "dv"), gots, wants, strict=True):
         assert got.dtype == jnp.dtype(dtype), name
-        got, want = np.asarray(got, np.float32), want[:, order]
+        got, want = np.asarray(got, want.dtype), want[:, order]
         error = np.abs(got - want).max() / np.abs(want).max()
         assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
 
@@ -138,6 +139,25 @@ def test_every_form(form):
 )
 def test_gathered(form):
     parity(4, backend="gather", **form)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"rows": 12, "heads": 8, "segments": True, "window": 3, "causal": False},
+        {"rows": 256, "heads": 4, "window": 100, "kernel": Reference(tile=64), "data": 2},
+        {"rows": 8, "layout": "zigzag"},
+    ],
+    ids=str,
+)
+def test_the_rows_of_one_device(form):
+    parity(1, axis_name=None, **form)
+
+
+def test_float64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # integers are of both sizes then
+        parity(1, axis_name=None, rows=8, heads=4, dtype="float64")
+        parity(3, layout="zigzag", dtype="float64")
 
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("gather", marks=pytest.mark.slow)])
@@ -230,7 +250,7 @@ def shards(q_shape=(1, 4, 4, 8), k_shape=None, dtype=jnp.float32, size=4, v_shap
         ({"unroll": 0}, "unroll to be 1 or more: got 0"),
         ({"backend": "none"}, "backend='none': it must be one of xla, pallas, stateful, gather"),
         ({"kernel": "splash"}, "kernel='splash': it must be one of reference, flash"),
-        ({"dtype": jnp.int32}, "float32, bfloat16 or float16: got int32"),
+        ({"dtype": jnp.int32}, "float64, float32, bfloat16 or float16: got int32"),
         ({"ids": jnp.ones((1, 6), jnp.int32)}, r"one segment id a row, \[1, 4\]: got \[1, 6\]"),
         ({"ids": jnp.ones((1, 4))}, "segment ids of an integer dtype: got float32"),
     ],
@@ -279,3 +299,17 @@ def test_a_second_derivative_is_refused(backend):
             jax.grad(norm_of_gradient)(x)
         with pytest.raises(NotImplementedError, match="ring_attention has a first derivative only"):
             jax.jit(jax.grad(norm_of_gradient))(x)
+
+
+def test_one_device_has_a_second_derivative():
+    x = np.random.default_rng(0).standard_normal((3, 1, 6, 2, 4)).astype(np.float32)
+
+    def gradient_of_the_norm_of_the_gradient(attention):
+        def norm(x):
+            return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(attention(*x))))(x) ** 2)
+
+        return np.asarray(jax.jit(jax.grad(norm))(x))
+
+    got = gradient_of_the_norm_of_the_gradient(lambda q, k, v: fa.ring_attention(q, k, v, None))
+    want = gradient_of_the_norm_of_the_gradient(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -2,7 +2,7 @@
 
 Softmax is exact over any number of blocks, in any order: a carry holds the sum of values so far, weighted by
 exp(score - maximum), the maximum, and the sum of the weights, in float32. Scores are kept in units of log 2, since the
-hardware's exponential is exp2.
+hardware's exponential is exp2. Where q is float64, so is all that is float32 below.
 
 ```
 q        [b, n, g, s, d]     queries of n groups of g heads
@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from flaxasync import transport
 from flaxasync.attention.layout import Mask, Product
+from flaxasync.dtypes import sum_dtype
 
 LOG2_E = 1.4426950408889634
 LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that is never the maximum; differences of two are finite
@@ -79,9 +80,10 @@ class BlockKernel(Protocol):
 def initial_carry(q: Array) -> Carry:
     """The carry before the first product."""
     *heads, s, d = q.shape
-    lowest, zeros = jnp.full((*heads, 1, s), LOWEST, jnp.float32), jnp.zeros((*heads, 1, s), jnp.float32)
+    dtype = sum_dtype(q)
+    lowest, zeros = jnp.full((*heads, 1, s), LOWEST, dtype), jnp.zeros((*heads, 1, s), dtype)
     axes = jax.typeof(q).mat.varying
-    acc = jnp.zeros((*heads, s, d), jnp.float32)
+    acc = jnp.zeros((*heads, s, d), dtype)
     return transport.vary(acc, axes), transport.vary(lax.concatenate([lowest, zeros], len(heads)), axes)
 
 
@@ -94,7 +96,9 @@ def finish(carry: Carry, dtype: Any) -> tuple[Array, Array]:
 
 def where_needed[T](product: Product, compute: Callable[[T], T], value: T) -> T:
     """`compute(value)`, or `value` where no row of the product attends to another: then nothing is computed."""
-    return compute(value) if product.needed is None else lax.cond(product.needed, compute, lambda value: value, value)
+    if product.needed is None or product.needed is True:
+        return compute(value)
+    return lax.cond(product.needed, compute, lambda value: value, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,15 +198,15 @@ class _Tiles:
         return lax.cond(mask.reaches(q, self._q_rows, k, self._k_rows), compute, lambda value: value, value)
 
     def allowed(self, mask: Mask, segments: Segments, i: Any, j: Any) -> Array | None:
-        """[b or 1, 1, 1, t, s]: which rows attend to which; None where all do."""
+        """[b or 1, 1, t, 1, s]: which rows attend to which; None where all do."""
         allowed = None
         if self._product.masked:
             q, k = self.starts(i, j)
             q_row, k_row = jnp.arange(self._q_rows), jnp.arange(self._k_rows)[:, None]
-            allowed = mask.allows(q + q_row, k + k_row)[None, None, None]
+            allowed = mask.allows(q + q_row, k + k_row)[None, None, :, None]
         if segments is not None:
             q_ids, k_ids = self.q(segments[0], i, axis=-1), self.k(segments[1], j, axis=-1)
-            same = (k_ids[:, :, None] == q_ids[:, None, :])[:, None, None]
+            same = (k_ids[:, :, None] == q_ids[:, None, :])[:, None, :, None]
             allowed = same if allowed is None else allowed & same
         return allowed
 
@@ -212,18 +216,16 @@ def _add_tile(
 ) -> Carry:
     acc, stats = carry
     k, v = tiles.k(kv, j, axis=-2)
+    s = _scores(scores, k, q) * (scores.scale * LOG2_E)
     allowed = tiles.allowed(scores.mask, segments, i, j)
-    s = _einsum("bntd,bngsd->bngts", k, q, scores) * (scores.scale * LOG2_E)
     if allowed is not None:
-        s = jnp.where(allowed, s, LOWEST)
+        s = jnp.where(allowed, s, -jnp.inf)
     before, total = stats[..., 0, :], stats[..., 1, :]
-    highest = jnp.maximum(before, jnp.max(s, axis=-2))
-    p = jnp.exp2(s - highest[..., None, :])
-    if allowed is not None:  # where a whole row is masked, LOWEST is the maximum
-        p = jnp.where(allowed, p, 0.0)
+    highest = jnp.maximum(before, jnp.max(s, axis=2))  # LOWEST where a whole row is masked
+    p = jnp.exp2(s - highest[:, :, None])
     shrink = jnp.exp2(before - highest)
-    total = shrink * total + jnp.sum(p, axis=-2)
-    acc = shrink[..., None] * acc + _einsum("bngts,bntd->bngsd", p.astype(v.dtype), v, scores)
+    total = shrink * total + jnp.sum(p, axis=2)
+    acc = shrink[..., None] * acc + _weighted(scores, v, p)
     return acc, jnp.stack([highest, total], axis=-2)
 
 
@@ -242,21 +244,38 @@ def _add_gradient_tile(
     dq, dkv = gradients
     k, v = tiles.k(kv, j, axis=-2)
     q_tile, do_tile, rows_tile = tiles.q(q, i, axis=-2), tiles.q(do, i, axis=-2), tiles.q(rows, i, axis=-1)
+    log_sum, overlap = rows_tile[:, :, None, :, 0], rows_tile[:, :, None, :, 1]
+    p = jnp.exp2(_scores(scores, k, q_tile) * (scores.scale * LOG2_E) - log_sum)
     allowed = tiles.allowed(scores.mask, segments, i, j)
-    s = _einsum("bntd,bngsd->bngts", k, q_tile, scores) * (scores.scale * LOG2_E)
-    p = jnp.exp2(s - rows_tile[..., 0:1, :])
     if allowed is not None:
         p = jnp.where(allowed, p, 0.0)
-    dv = _einsum("bngts,bngsd->bntd", p.astype(do.dtype), do_tile, scores)
-    dp = _einsum("bntd,bngsd->bngts", v, do_tile, scores)
-    ds = (p * (dp - rows_tile[..., 1:2, :])).astype(q.dtype)
-    dk = _einsum("bngts,bngsd->bntd", ds, q_tile, scores)
-    dq_tile = tiles.q(dq, i, axis=-2) + _einsum("bngts,bntd->bngsd", ds, k, scores)
+    ds = p * (_scores(scores, v, do_tile) - overlap)
+    dv, dk = _summed(scores, p, do_tile), _summed(scores, ds, q_tile)
+    dq_tile = tiles.q(dq, i, axis=-2) + _weighted(scores, k, ds)
     return tiles.put_q(dq, dq_tile, i, axis=-2), dkv + jnp.stack([dk, dv])
 
 
-def _einsum(form: str, x: Array, y: Array, scores: Scores) -> Array:
-    return jnp.einsum(form, x, y, precision=scores.precision, preferred_element_type=jnp.float32)
+# Scores are [b, n, t, g, s]: as all five products make them or read them, so that only what is smaller is transposed.
+
+
+def _scores(scores: Scores, k: Array, q: Array) -> Array:
+    """[b, n, t, g, s]: every row of k [b, n, t, d] with every row of q [b, n, g, s, d]."""
+    return _dot(k, q, ((3,), (4,)), scores)
+
+
+def _weighted(scores: Scores, v: Array, p: Array) -> Array:
+    """[b, n, g, s, d]: the rows of v [b, n, t, d], weighted by p [b, n, t, g, s]."""
+    return jnp.moveaxis(_dot(v, p.astype(v.dtype), ((2,), (2,)), scores), 2, -1)
+
+
+def _summed(scores: Scores, p: Array, q: Array) -> Array:
+    """[b, n, t, d]: the rows of q [b, n, g, s, d], weighted by p [b, n, t, g, s]."""
+    return _dot(p.astype(q.dtype), q, ((3, 4), (2, 3)), scores)
+
+
+def _dot(x: Array, y: Array, contracting: tuple[tuple[int, ...], tuple[int, ...]], scores: Scores) -> Array:
+    numbers = (contracting, ((0, 1), (0, 1)))
+    return lax.dot_general(x, y, numbers, precision=scores.precision, preferred_element_type=sum_dtype(x))
 
 
 def _loop[T](count: int, body: Callable[[Any, T], T], value: T) -> T:

@@ -140,8 +140,10 @@ class Flash:
         )
 
 
-def unsupported(head_size: int, q_rows: int, k_rows: int) -> str | None:
-    """Why the kernels cannot take such blocks; None where they can."""
+def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> str | None:
+    """What the kernels take, and not such blocks; None where they take these."""
+    if dtype == jnp.float64:
+        return "dtypes up to float32: got float64"
     if head_size not in (64, 128, 192, 256):
         return f"head sizes 64, 128, 192 and 256: got {head_size}"
     for rows in (q_rows, k_rows):

@@ -27,6 +27,7 @@ from jax import Array, lax
 from flaxasync import transport
 from flaxasync.attention.blocks import BlockKernel, Carry, Gradients, Scores, initial_carry, where_needed
 from flaxasync.attention.layout import Product, Sequence
+from flaxasync.dtypes import sum_dtype
 from flaxasync.ring import Ring, gathered_owner, shifts, split_rows, staggered_loop
 
 type Block = dict[str, Array]  # what travels: "kv", "ids" where there are segments, "dkv" in the backward pass
@@ -36,7 +37,7 @@ type Block = dict[str, Array]  # what travels: "kv", "ids" where there are segme
 class Op:
     """The static half of a call."""
 
-    ring: Ring
+    ring: Ring | None  # None where no row needs one of another device
     sequence: Sequence
     scores: Scores
     kernel: BlockKernel
@@ -45,12 +46,18 @@ class Op:
 def attend(op: Op, q: Array, kv: Array, ids: Array | None) -> Carry:
     """The running softmax of this device's queries over the keys and values of all devices."""
     call = _Call(op, q, kv, ids)
+    if op.ring is None:
+        (block,) = call.blocks()
+        return call.attend(block, op.sequence.products(0, 0, own=True), initial_carry(q))
     return _attend_gathered(call) if op.ring.transport is None else _attend_on_ring(call)
 
 
 def differentiate(op: Op, q: Array, kv: Array, ids: Array | None, do: Array, rows: Array) -> Gradients:
-    """dq as the sums of a carry, and dkv as kv, both float32 and without the scale; summed over all devices."""
+    """dq as the sums of a carry, and dkv as kv, both in their dtype and without the scale; summed over all devices."""
     call = _Call(op, q, kv, ids, do, rows)
+    if op.ring is None:
+        (block,) = call.blocks()
+        return call.differentiate(block, op.sequence.products(0, 0, own=True), initial_carry(q)[0])
     return _backward_gathered(call) if op.ring.transport is None else _backward_on_ring(call)
 
 
@@ -66,11 +73,16 @@ class _Call:
     rows: Array | None = None
 
     @property
+    def ring(self) -> Ring:
+        assert self.op.ring is not None
+        return self.op.ring
+
+    @property
     def directions(self) -> tuple[int, ...]:
         sequence = self.op.sequence
-        if sequence.size == 1 or sequence.one_way or self.op.ring.transport is None:
+        if self.op.ring is None or sequence.one_way or self.ring.transport is None:
             return (1,)
-        return shifts(self.op.ring.directions, sequence.rows // sequence.chunks)
+        return shifts(self.ring.directions, sequence.rows // sequence.chunks)
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -103,12 +115,12 @@ class _Call:
         return lax.concatenate(parted, parted[0].ndim - 2).reshape(self.kv.shape)
 
     def products(self, owner: Any, run: tuple[int, int], *, own: bool) -> list[Product]:
-        index = lax.axis_index(self.op.ring.axis_name)
+        index = lax.axis_index(self.ring.axis_name)
         return self.op.sequence.products(index, owner, own=own, offset=run[0], count=run[1])
 
     def own_products(self, run: tuple[int, int]) -> tuple[list[Product], list[Product]]:
         """The products with this device's own rows, for the first turn of the backward pass and for its last one."""
-        products = self.products(lax.axis_index(self.op.ring.axis_name), run, own=True)
+        products = self.products(lax.axis_index(self.ring.axis_name), run, own=True)
         if len(products) > 1:
             return products[:1], products[1:]
         (product,) = products
@@ -139,7 +151,7 @@ class _Call:
 
     def differentiate(self, block: Block, products: list[Product], dq: Array) -> Gradients:
         """Adds what products with a block contribute to dq; returns it, and their contribution to dkv."""
-        dkv = transport.vary(jnp.zeros(block["kv"].shape, jnp.float32), jax.typeof(block["kv"]).mat.varying)
+        dkv = transport.vary(jnp.zeros(block["kv"].shape, sum_dtype(self.q)), jax.typeof(block["kv"]).mat.varying)
         gradients = dq, dkv
         for product in products:
 
@@ -155,16 +167,16 @@ class _Call:
         return gradients
 
 
-def _transport(op: Op) -> Any:
-    assert op.ring.transport is not None
-    return op.ring.transport
+def _transport(call: _Call) -> Any:
+    assert call.ring.transport is not None
+    return call.ring.transport
 
 
 def _attend_on_ring(call: _Call) -> Carry:
     op, directions, runs = call.op, call.directions, call.runs
-    index, size, hops = lax.axis_index(op.ring.axis_name), op.sequence.size, op.sequence.hops
+    index, size, hops = lax.axis_index(call.ring.axis_name), op.sequence.size, op.sequence.hops
     loop = functools.partial(
-        staggered_loop, _transport(op), op.ring.axis_name, shifts=directions, unroll=op.ring.unroll
+        staggered_loop, _transport(call), call.ring.axis_name, shifts=directions, unroll=call.ring.unroll
     )
 
     def own(_: Any, blocks: tuple[Block, ...], carry: Carry) -> tuple[tuple[Block, ...], Carry]:
@@ -179,8 +191,6 @@ def _attend_on_ring(call: _Call) -> Carry:
         return blocks, carry
 
     blocks, carry = call.blocks(), initial_carry(call.q)
-    if hops == 0:
-        return own(0, blocks, carry)[1]
     # The turn with a device's own rows is no turn of the loop: its products are others, and known when it is traced.
     blocks, carry = loop(blocks, carry, own, hops=1)
     blocks, carry = loop(blocks, carry, arrived, hops=hops - 1)
@@ -189,8 +199,8 @@ def _attend_on_ring(call: _Call) -> Carry:
 
 def _backward_on_ring(call: _Call) -> tuple[Array, Array]:
     op, directions, runs = call.op, call.directions, call.runs
-    index, size, hops = lax.axis_index(op.ring.axis_name), op.sequence.size, op.sequence.hops
-    loop = functools.partial(staggered_loop, _transport(op), op.ring.axis_name, unroll=op.ring.unroll)
+    index, size, hops = lax.axis_index(call.ring.axis_name), op.sequence.size, op.sequence.hops
+    loop = functools.partial(staggered_loop, _transport(call), call.ring.axis_name, unroll=call.ring.unroll)
     onward = functools.partial(loop, shifts=directions)
     first, rest = zip(*(call.own_products(run) for run in runs), strict=True)
 
@@ -210,10 +220,6 @@ def _backward_on_ring(call: _Call) -> tuple[Array, Array]:
         return dq, tuple(dkvs)
 
     own_blocks, dq = call.blocks(), initial_carry(call.q)[0]
-    if hops == 0:
-        dq, home = own(own_blocks, tuple(a + b for a, b in zip(first, rest, strict=True)), dq)
-        return dq, call.whole(home)
-
     # Turn 0: kv leaves.
     blocks, (dq, home) = onward(own_blocks, dq, lambda _, blocks, dq: (blocks, own(blocks, first, dq)), hops=1)
     # Turn 1: the first gradients of others' rows are made; they have not travelled yet.
@@ -258,21 +264,21 @@ def _attend_gathered(call: _Call) -> Carry:
 
 
 def _backward_gathered(call: _Call) -> tuple[Array, Array]:
-    axis_name, size = call.op.ring.axis_name, call.op.sequence.size
+    axis_name, size = call.ring.axis_name, call.op.sequence.size
 
     def use(block: Block, products: list[Product], owner: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dq, dkvs = carry
         dq, dkv = call.differentiate(block, products, dq)
         return dq, lax.dynamic_update_index_in_dim(dkvs, dkv, owner, 0)
 
-    dkvs = transport.vary(lax.empty((size, *call.kv.shape), jnp.float32), jax.typeof(call.kv).mat.varying)
+    dkvs = transport.vary(lax.empty((size, *call.kv.shape), sum_dtype(call.q)), jax.typeof(call.kv).mat.varying)
     dq, dkvs = _with_gathered(call, use, (initial_carry(call.q)[0], dkvs))
     return dq, lax.psum_scatter(dkvs, axis_name)
 
 
 def _with_gathered[T](call: _Call, use: Callable[[Block, list[Product], Any, T], T], carry: T) -> T:
     """Shows every device's rows to `use`, this device's first, after one gather."""
-    axis_name, size, run = call.op.ring.axis_name, call.op.sequence.size, call.runs[0]
+    axis_name, size, run = call.ring.axis_name, call.op.sequence.size, call.runs[0]
     index, (own,) = lax.axis_index(axis_name), call.blocks()
     gathered = lax.all_gather(own, axis_name)
     carry = use(own, call.products(index, run, own=True), index, carry)

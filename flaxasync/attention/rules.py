@@ -3,7 +3,7 @@
 ```
 q   [b, n, g, s, d]     this device's rows of n groups of g heads            (R devices on the ring)
 kv  [2, b, n, s, d]     this device's keys and values
-o   as q
+o   [b, s, n * g, d]    as the caller has it, who may save it, too: then it is saved once
 
 forward   o  = softmax(q k.T) v                 kv travels; every product is added to the running softmax
           dq = ds k                             kv travels again
@@ -23,7 +23,7 @@ from jax import Array
 
 from flaxasync import transport
 from flaxasync.attention import passes
-from flaxasync.attention.blocks import finish
+from flaxasync.attention.blocks import Reference, finish
 from flaxasync.attention.passes import Op
 
 
@@ -33,26 +33,33 @@ def ring_attention(op: Op, q: Array, kv: Array, ids: Array | None) -> Array:
 
 
 def _ring_attention_fwd(op: Op, q: Array, kv: Array, ids: Array | None) -> tuple[Array, tuple]:
-    q, kv = _differentiated_once(q, kv)
+    if _once(op):
+        q, kv = _differentiated_once(q, kv)
     out, log_sum = _forward(op, q, kv, ids)
     return out, (q, kv, ids, out, log_sum)
 
 
 def _ring_attention_bwd(op: Op, saved: tuple, do: Array) -> tuple[Array, Array, None]:
     q, kv, ids, out, log_sum = saved
-    do, out = _differentiated_once(do, out)
+    if _once(op):
+        do, out = _differentiated_once(do, out)
     # Else XLA sees that kv takes the way it took in the forward pass, and keeps what came instead of sending it again.
     kv, do = transport.tie(kv, do)
     with jax.named_scope("ring_attention_backward"):
-        overlap = jnp.sum(out.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
-        rows = jnp.stack([log_sum, overlap], axis=-2)
-        dq, dkv = passes.differentiate(op, q, kv, ids, do.astype(q.dtype), rows)
+        overlap = jnp.sum(out.astype(log_sum.dtype) * do.astype(log_sum.dtype), axis=-1, keepdims=True)
+        rows = jnp.stack([log_sum, grouped(overlap, kv.shape[2])[..., 0]], axis=-2)
+        dq, dkv = passes.differentiate(op, q, kv, ids, grouped(do.astype(q.dtype), kv.shape[2]), rows)
         dq = (dq * op.scores.scale).astype(q.dtype)
-        scale = jnp.array([op.scores.scale, 1.0], jnp.float32).reshape(2, 1, 1, 1, 1)
+        scale = jnp.array([op.scores.scale, 1.0], dkv.dtype).reshape(2, 1, 1, 1, 1)
         return dq, (dkv * scale).astype(kv.dtype), None
 
 
 ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd)
+
+
+def _once(op: Op) -> bool:
+    """Whether the gradient has no gradient: neither a ring has one, nor a Pallas kernel."""
+    return op.ring is not None or not isinstance(op.kernel, Reference)
 
 
 @jax.custom_jvp
@@ -70,4 +77,12 @@ def _refuse_second_order(primals: tuple, tangents: tuple) -> Any:
 
 def _forward(op: Op, q: Array, kv: Array, ids: Array | None) -> tuple[Array, Array]:
     with jax.named_scope("ring_attention"):
-        return finish(passes.attend(op, q, kv, ids), q.dtype)
+        out, log_sum = finish(passes.attend(op, q, kv, ids), q.dtype)
+        b, n, g, s, d = out.shape
+        return out.transpose(0, 3, 1, 2, 4).reshape(b, s, n * g, d), log_sum
+
+
+def grouped(x: Array, groups: int) -> Array:
+    """[b, n, g, s, d] of [b, s, n * g, d]: heads by the keys and values that they share."""
+    b, s, _, d = x.shape
+    return x.reshape(b, s, groups, -1, d).transpose(0, 2, 3, 1, 4)

@@ -142,9 +142,13 @@ class ParallelSelfAttention(nnx.Module):
         options = query.options(x)
         projections = (query, self.key, self.value)
 
+        @jax.checkpoint  # or the output of the heads would be saved twice: as it is, and flattened
+        def project(heads: Array, out: shards.Linear) -> Array:
+            return shards.row(heads.reshape(*heads.shape[:-2], -1), out, options, layout=layout)
+
         def apply(x: Array, linears: tuple[shards.Linear, ...], out: shards.Linear, ids: Array | None) -> Array:
             q, k, v = shards.column(x, linears, options, rows_sharded=placement.rows_sharded)
-            return shards.row(self.attention.attend(q, k, v, ids), out, options, layout=layout)
+            return project(self.attention.attend(q, k, v, ids), out)
 
         ids_spec = None if segment_ids is None else placement.token_spec()
         return placement.run(

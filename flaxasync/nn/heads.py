@@ -4,8 +4,8 @@ Inside shard_map, on local shards; the modules are in `attention` and `ring_atte
 """
 
 import dataclasses
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -70,34 +70,19 @@ class HeadAttention:
     context: Context | None
 
     def attend(self, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
-        """Attention of this device's heads: [b, s, h * d] each, heads folded into the features."""
+        """Attention of this device's heads: [b, s, h, d] of projections [b, s, h * d]."""
         q, k, v = (x.reshape(*x.shape[:-1], -1, self.head_dim) for x in (query, key, value))
         if self.rope_theta is not None:
             q, k = (rotary_embedding(x, theta=self.rope_theta, positions=self._positions(x)) for x in (q, k))
-        out = self._whole(q, k, v, segment_ids) if self.context is None else self._split(q, k, v, segment_ids)
-        return out.reshape(*out.shape[:-2], -1)
+        options: dict[str, Any] = {"causal": self.causal, "window": self.window, "segment_ids": segment_ids}
+        if self.context is None:
+            return ring_attention(q, k, v, None, **options)
+        return ring_attention(
+            q, k, v, self.context.axis_name, layout=self.context.layout, backend=self.context.backend, **options
+        )
 
     def _positions(self, x: Array) -> Array | None:
         return None if self.context is None else positions(self.context.layout, x.shape[-3], self.context.axis_name)
-
-    def _whole(self, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-        mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-        after = 0 if self.causal else (self.window or 1) - 1
-        window = None if self.window is None else (self.window - 1, after)
-
-        @jax.checkpoint  # or scores, weights and mask of all pairs of rows would be saved for the backward pass
-        def attention(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
-            return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=self.causal, local_window_size=window)
-
-        return attention(q, k, v, mask)
-
-    def _split(self, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-        assert self.context is not None
-        axis_name, layout, backend = self.context.axis_name, self.context.layout, self.context.backend
-        return ring_attention(
-            q, k, v, axis_name, causal=self.causal, layout=layout, segment_ids=segment_ids, window=self.window,
-            backend=backend,
-        )  # fmt: skip
 
 
 def check_heads(

@@ -127,10 +127,14 @@ class RingSelfAttention(nnx.Module):
         dtype = canonicalize_dtype(x, *(p for linear in linears for p in linear), dtype=self.dtype)
         options = shards.Options(axis_name, dtype, None, self.precision)
 
+        @jax.checkpoint  # or the output of the heads would be saved twice: as it is, and flattened
+        def project(heads: Array, out: shards.Linear) -> Array:
+            return shards.column(heads.reshape(*heads.shape[:-2], -1), (out,), options, rows_sharded=False)[0]
+
         def apply(x: Array, linears: tuple[shards.Linear, ...], ids: Array | None) -> Array:
             *projections, out = linears
             q, k, v = shards.column(x, tuple(projections), options, rows_sharded=False)
-            return shards.column(self.attention.attend(q, k, v, ids), (out,), options, rows_sharded=False)[0]
+            return project(self.attention.attend(q, k, v, ids), out)
 
         specs = tuple((P(None, None), None if bias is None else P(None)) for _, bias in linears)
         ids_spec = None if segment_ids is None else P(*placement.in_spec[:2])

@@ -8,10 +8,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync import collective_matmul, transport
+from flaxasync.dtypes import sum_dtype
 from flaxasync.nn.placement import Layout
 
 type Linear = tuple[Array, Array | None]  # kernel, bias
@@ -63,7 +63,7 @@ def _dot(x: Array, kernel: Array, options: Options) -> Array:
         kernel,
         (((x.ndim - 1,), (0,)), ((), ())),
         precision=options.precision,
-        preferred_element_type=jnp.float64 if x.dtype == jnp.float64 else jnp.float32,
+        preferred_element_type=sum_dtype(x),
     )
     return y.astype(options.dtype)
 

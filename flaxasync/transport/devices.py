@@ -32,6 +32,12 @@ def check_tpu(caller: str, instead: str) -> None:
         )
 
 
+def all_axes_mapped() -> bool:
+    """Whether shard_map maps every mesh axis of more than one device: XLA cannot part a Pallas kernel among devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return all(size == 1 or name in mesh.manual_axes for name, size in mesh.shape.items())
+
+
 def at(axis_name: str, shift: int) -> dict[str, Any]:
     """The id of the device `shift` places onward on an axis; its other coordinates are this device's.
 

@@ -1,10 +1,12 @@
 """Ring attention in the program that the TPU compiler makes: every transfer has work inside, nothing grows with R."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -64,6 +66,33 @@ def test_memory_grows_with_the_rows_of_a_device_alone():
     assert 0 < temporaries(8, "xla") <= 1.1 * temporaries(4, "xla")
     # The twin: gathered, the rows of all devices stand there.
     assert temporaries(8, "gather") > 1.5 * temporaries(8, "xla")
+
+
+@pytest.mark.parametrize("mapped", [("data", "model"), ("model",)])
+def test_a_layer_with_whole_sequences_keeps_its_scores_in_vmem(mapped):
+    """But where the layer stands in a shard_map that leaves an axis to XLA, which cannot part a Pallas kernel."""
+    rows = 384  # no other size
+    mesh = fa.check.topology_mesh("v5e:2x2", (2, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        layer = nnx.eval_shape(
+            lambda: fa.nn.ParallelSelfAttention(256, 4, dtype=jnp.bfloat16, backend="xla", rngs=nnx.Rngs(0))
+        )
+        graph, state = nnx.split(layer)
+        shardings = nnx.get_named_sharding(state, mesh)
+        state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+        x_spec = P("data", "model") if "data" in mapped else P(None, "model")
+        x = jax.ShapeDtypeStruct((4, rows, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "model")))
+
+        def apply(state, x):
+            return nnx.merge(graph, state)(x)
+
+        specs = jax.tree.map(lambda s: s.spec, shardings)
+        fn = jax.shard_map(apply, in_specs=(specs, x_spec), out_specs=x_spec, axis_names=set(mapped))
+        both = jax.jit(lambda state, x, dy: jax.vjp(fn, state, x)[1](dy))
+        made = fa.check.compile_for("v5e:2x2", both, state, x, x, compiler_options=fa.check.HLO_ONLY)
+    whole = "data" in mapped
+    assert ("flash_attention_backward" in made.text) == whole
+    assert bool(re.search(rf"\b{rows},{rows}\b", made.text)) != whole  # the twin: scores are an array
 
 
 def test_a_kernel_that_cannot_serve_is_refused():

@@ -68,12 +68,13 @@ def test_they_give_what_the_reference_gives(form):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lacking"),
+    ("dtype", "sizes", "lacking"),
     [
-        ((128, 256, 128), None),
-        ((80, 256, 256), "head sizes 64, 128, 192 and 256: got 80"),
-        ((128, 200, 128), "chunks of a multiple of 128 rows: got 200"),
+        ("bfloat16", (128, 256, 128), None),
+        ("float64", (128, 256, 128), "dtypes up to float32: got float64"),
+        ("float32", (80, 256, 256), "head sizes 64, 128, 192 and 256: got 80"),
+        ("float32", (128, 200, 128), "chunks of a multiple of 128 rows: got 200"),
     ],
 )
-def test_what_they_cannot_take_is_said(sizes, lacking):
-    assert unsupported(*sizes) == lacking
+def test_what_they_cannot_take_is_said(dtype, sizes, lacking):
+    assert unsupported(jnp.dtype(dtype), *sizes) == lacking
