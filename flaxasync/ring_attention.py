@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over a mesh axis: the public op, its checks, its backend and its kernel.
+"""Attention over a sequence that is split over a mesh axis, or whole: the op, its checks, its backend and its kernel.
 
 For use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the modules. What it is made of is in
 `flaxasync.attention`: layouts, the product of two blocks, the passes and their rules.
@@ -54,9 +54,9 @@ def ring_attention(
               dk, dv                                                               sums that travel with their k and v
     ```
 
-    The softmax is kept as a running maximum and sum in float32. Saved for the backward pass are q, k, v, o and the
-    log-sum-exp of this device's rows; nothing gathered, and no scores. Blocks that no row attends to cost no compute.
-    The gradient of a ring has no gradient: a second derivative is refused.
+    The softmax is kept as a running maximum and sum in float32 (float64 where q is). Saved for the backward pass are q,
+    k, v, o and the log-sum-exp of this device's rows; nothing gathered, and no scores. Blocks that no row attends to
+    cost no compute. The gradient of a ring has no gradient: a second derivative is refused.
 
     Without an axis this is attention of the rows of one device, by the same kernels: nothing travels.
 
@@ -77,7 +77,7 @@ def ring_attention(
         with Refs; TPU), "gather" (all-gather k and v once), or None: what `flaxasync.plan` predicts to be fastest.
       kernel: what multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative), "reference" (JAX, on
         every device), an object of your own (`flaxasync.attention.blocks.BlockKernel`), or None: "flash" where it can
-        serve, else "reference".
+        serve, on a mesh of TPUs whose axes are all mapped; else "reference".
       directions: 1, or 2 to send half of every block each way; by default 2 on rings of three or more TPUs.
       unroll: ring steps in one loop body.
       precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32.
@@ -112,11 +112,13 @@ def ring_attention(
     if directions is None:
         halves = size > 2 and transport.devices.platform() == "tpu" and chunk % (2 * LANES) == 0
         directions = 2 if halves else 1
+    _check_backend(backend)
     ring = None
     if axis_name is not None:
         ring = Ring(axis_name, _choose_transport(backend, q, k, sequence), directions, unroll)
-    block_kernel = _choose_kernel(kernel, q.dtype, q.shape[-1], chunk, chunk // directions)
-    op = Op(ring if sequence.hops else None, sequence, scores, block_kernel)
+    if sequence.hops == 0:
+        ring, directions = None, 1
+    op = Op(ring, sequence, scores, _choose_kernel(kernel, q.dtype, q.shape[-1], chunk, chunk // directions))
 
     operands = [q, k, v] if segment_ids is None else [q, k, v, segment_ids]
     axes = frozenset(() if axis_name is None else (axis_name,))
@@ -126,12 +128,15 @@ def ring_attention(
     return rules.ring_attention(op, rules.grouped(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
 
 
-def _choose_transport(backend: str | None, q: Array, k: Array, sequence: Sequence) -> Any:
-    """The transport of a backend's name; None for "gather"."""
+def _check_backend(backend: str | None) -> None:
     if backend is not None and backend not in BACKENDS:
         raise ValueError(
             f"ring_attention got backend={backend!r}: it must be one of {', '.join(BACKENDS)}, or None to choose"
         )
+
+
+def _choose_transport(backend: str | None, q: Array, k: Array, sequence: Sequence) -> Any:
+    """The transport of a backend's name; None for "gather"."""
     if backend is None:
         backend = _planned(q, k, sequence)
     return None if backend == "gather" else transport.get(backend, "ring_attention")
@@ -163,6 +168,12 @@ def _choose_kernel(
         transport.devices.check_tpu("ring_attention with kernel='flash'", "kernel='reference'")
         if lacking is not None:
             raise NotImplementedError(f"ring_attention with kernel='flash' takes {lacking}; use kernel='reference'")
+        if not transport.devices.all_axes_mapped():
+            raise NotImplementedError(
+                "ring_attention with kernel='flash' needs every mesh axis of more than one device to be mapped by "
+                "shard_map: XLA cannot part a Pallas kernel; leave axis_names out of jax.shard_map, or use "
+                "kernel='reference'"
+            )
     serves = lacking is None and transport.devices.platform() == "tpu" and transport.devices.all_axes_mapped()
     return Flash() if kernel == "flash" or (kernel is None and serves) else Reference()
 

@@ -66,11 +66,9 @@ def phase_of(path: str) -> str:
 
 
 def part_of(path: str) -> str:
-    """Names the scope that stands first within the last shard_map of a path; a vmap there is attention's."""
+    """Names the scope that stands first within the last shard_map of a path."""
     _, found, inside = path.rpartition("shard_map/")
     if not found:
         return ""
     scopes = [name for name in inside.split("/")[:-1] if name not in _STRUCTURE]  # the last one is the operation itself
-    if not scopes:
-        return ""
-    return "attention" if scopes[0].startswith("vmap(") else scopes[0] if scopes[0].isidentifier() else ""
+    return scopes[0] if scopes and scopes[0].isidentifier() else ""

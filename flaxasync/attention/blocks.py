@@ -29,7 +29,7 @@ from flaxasync.attention.layout import Mask, Product
 from flaxasync.dtypes import sum_dtype
 
 LOG2_E = 1.4426950408889634
-LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that is never the maximum; differences of two are finite
+LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # a maximum that no score is below; differences of two are finite
 
 type Carry = tuple[Array, Array]  # acc, stats
 type Gradients = tuple[Array, Array]  # dq as acc, dkv as kv; float32, without the scale
@@ -53,7 +53,7 @@ class Scores:
 
 @runtime_checkable
 class BlockKernel(Protocol):
-    """One implementation of the product and its gradient. Hashable."""
+    """One implementation of the product and its gradient. Hashable; carries and gradients keep their dtypes."""
 
     @property
     def name(self) -> str: ...
@@ -96,8 +96,8 @@ def finish(carry: Carry, dtype: Any) -> tuple[Array, Array]:
 
 def where_needed[T](product: Product, compute: Callable[[T], T], value: T) -> T:
     """`compute(value)`, or `value` where no row of the product attends to another: then nothing is computed."""
-    if product.needed is None or product.needed is True:
-        return compute(value)
+    if product.needed is None or isinstance(product.needed, bool):
+        return value if product.needed is False else compute(value)
     return lax.cond(product.needed, compute, lambda value: value, value)
 
 
@@ -245,10 +245,11 @@ def _add_gradient_tile(
     k, v = tiles.k(kv, j, axis=-2)
     q_tile, do_tile, rows_tile = tiles.q(q, i, axis=-2), tiles.q(do, i, axis=-2), tiles.q(rows, i, axis=-1)
     log_sum, overlap = rows_tile[:, :, None, :, 0], rows_tile[:, :, None, :, 1]
-    p = jnp.exp2(_scores(scores, k, q_tile) * (scores.scale * LOG2_E) - log_sum)
+    exponent = _scores(scores, k, q_tile) * (scores.scale * LOG2_E) - log_sum
     allowed = tiles.allowed(scores.mask, segments, i, j)
-    if allowed is not None:
-        p = jnp.where(allowed, p, 0.0)
+    if allowed is not None:  # before exp2: infinity there would be NaN in a second derivative
+        exponent = jnp.where(allowed, exponent, -jnp.inf)
+    p = jnp.exp2(exponent)
     ds = p * (_scores(scores, v, do_tile) - overlap)
     dv, dk = _summed(scores, p, do_tile), _summed(scores, ds, q_tile)
     dq_tile = tiles.q(dq, i, axis=-2) + _weighted(scores, k, ds)

@@ -142,8 +142,8 @@ class Flash:
 
 def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> str | None:
     """What the kernels take, and not such blocks; None where they take these."""
-    if dtype == jnp.float64:
-        return "dtypes up to float32: got float64"
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"float32 and bfloat16: got {dtype}"
     if head_size not in (64, 128, 192, 256):
         return f"head sizes 64, 128, 192 and 256: got {head_size}"
     for rows in (q_rows, k_rows):

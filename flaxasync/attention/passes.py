@@ -11,8 +11,9 @@ products of   own kv     arrived   arrived       arrived     own kv, the rest
 
 so every transfer has products to hide behind: those with a device's own kv are parted between the two ends.
 
-With two directions half of each chunk's rows go each way, each half with its own sum. Where there is no ring, kv is
-gathered once and the same products are made, this device's own rows first.
+With two directions half of each chunk's rows go each way, each half with its own sum. Where a gather takes the place of
+the loop, kv is gathered once and the same products are made, this device's own rows first. Where no row needs one of
+another device, there is the one product.
 """
 
 import dataclasses

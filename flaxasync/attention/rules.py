@@ -15,6 +15,7 @@ passes themselves are in `passes`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,16 +34,14 @@ def ring_attention(op: Op, q: Array, kv: Array, ids: Array | None) -> Array:
 
 
 def _ring_attention_fwd(op: Op, q: Array, kv: Array, ids: Array | None) -> tuple[Array, tuple]:
-    if _once(op):
-        q, kv = _differentiated_once(q, kv)
+    q, kv = _differentiable(op)(q, kv)
     out, log_sum = _forward(op, q, kv, ids)
     return out, (q, kv, ids, out, log_sum)
 
 
 def _ring_attention_bwd(op: Op, saved: tuple, do: Array) -> tuple[Array, Array, None]:
     q, kv, ids, out, log_sum = saved
-    if _once(op):
-        do, out = _differentiated_once(do, out)
+    do, out = _differentiable(op)(do, out)
     # Else XLA sees that kv takes the way it took in the forward pass, and keeps what came instead of sending it again.
     kv, do = transport.tie(kv, do)
     with jax.named_scope("ring_attention_backward"):
@@ -57,22 +56,32 @@ def _ring_attention_bwd(op: Op, saved: tuple, do: Array) -> tuple[Array, Array, 
 ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd)
 
 
-def _once(op: Op) -> bool:
-    """Whether the gradient has no gradient: neither a ring has one, nor a Pallas kernel."""
-    return op.ring is not None or not isinstance(op.kernel, Reference)
+def _differentiable(op: Op) -> Callable[..., tuple[Array, ...]]:
+    """What the operands of both rules go through: it refuses the rules' own derivative, where there is none."""
+    if op.ring is not None:
+        return _one_derivative_of_a_ring
+    return (lambda *arrays: arrays) if isinstance(op.kernel, Reference) else _one_derivative_of_a_kernel
 
 
-@jax.custom_jvp
-def _differentiated_once(*arrays: Array) -> tuple[Array, ...]:
-    return arrays
+def _refusing(why: str) -> Callable[..., tuple[Array, ...]]:
+    """The identity, whose derivative raises NotImplementedError."""
+
+    @jax.custom_jvp
+    def identity(*arrays: Array) -> tuple[Array, ...]:
+        return arrays
+
+    @identity.defjvp
+    def refuse(primals: tuple, tangents: tuple) -> Any:
+        raise NotImplementedError(
+            f"ring_attention has a first derivative only: {why}. For a Hessian or a gradient penalty use "
+            "jax.nn.dot_product_attention"
+        )
+
+    return identity
 
 
-@_differentiated_once.defjvp
-def _refuse_second_order(primals: tuple, tangents: tuple) -> Any:
-    raise NotImplementedError(
-        "ring_attention has a first derivative only: its gradient is a ring of its own, which has no gradient. For a "
-        "Hessian or a gradient penalty use jax.nn.dot_product_attention on gathered keys and values"
-    )
+_one_derivative_of_a_ring = _refusing("its gradient is a ring of its own, which has no gradient")
+_one_derivative_of_a_kernel = _refusing("its gradient is a kernel, which has no gradient; kernel='reference' has one")
 
 
 def _forward(op: Op, q: Array, kv: Array, ids: Array | None) -> tuple[Array, Array]:

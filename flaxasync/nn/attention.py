@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from flaxasync.attention.layout import AttentionLayout, check_rows
 from flaxasync.nn import shards
-from flaxasync.nn.heads import Context, HeadAttention, check_heads, check_segments, make_context
+from flaxasync.nn.heads import Context, HeadAttention, check_heads, check_segments, check_window, make_context
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, default_bias_init, default_kernel_init
 from flaxasync.nn.placement import Layout, Placement, axis_size, check_divides, check_input, place
 
@@ -90,6 +90,7 @@ class ParallelSelfAttention(nnx.Module):
         kv_heads = kv_heads or heads
         check_divides("ParallelSelfAttention", axis_name, heads=heads, kv_heads=kv_heads)
         head_dim = check_heads("ParallelSelfAttention", features, heads, kv_heads, head_dim, rope_theta)
+        check_window("ParallelSelfAttention", window)
         context = None
         if context_axis is not None:
             context = make_context("ParallelSelfAttention", context_axis, context_layout, context_backend)

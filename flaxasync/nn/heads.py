@@ -119,7 +119,15 @@ def make_context(layer: str, axis_name: str, layout: AttentionLayout, backend: s
     return Context(axis_name, layout, backend)
 
 
+def check_window(layer: str, window: int | None) -> None:
+    """Raises ValueError for a window that has no row in it."""
+    if window is not None and window < 1:
+        raise ValueError(f"{layer} needs window to be 1 or more rows, or None: got {window}")
+
+
 def check_segments(layer: str, x: Array, segment_ids: Array | None) -> None:
-    """Raises ValueError for segment ids that are not one a row."""
+    """Raises ValueError for segment ids that are not one integer a row."""
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"{layer} needs segment ids of an integer dtype: got {segment_ids.dtype}; cast them")
     if segment_ids is not None and segment_ids.shape != x.shape[:2]:
         raise ValueError(f"{layer} needs one segment id a row, {list(x.shape[:2])}: got {list(segment_ids.shape)}")

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from flaxasync.attention.layout import AttentionLayout, check_rows
 from flaxasync.nn import shards
-from flaxasync.nn.heads import HeadAttention, check_heads, check_segments, make_context
+from flaxasync.nn.heads import HeadAttention, check_heads, check_segments, check_window, make_context
 from flaxasync.nn.linear import default_bias_init, default_kernel_init
 from flaxasync.nn.placement import check_input, place
 
@@ -82,6 +82,7 @@ class RingSelfAttention(nnx.Module):
         context = make_context("RingSelfAttention", axis_name, layout, backend)
         kv_heads = kv_heads or heads
         head_dim = check_heads("RingSelfAttention", features, heads, kv_heads, head_dim, rope_theta)
+        check_window("RingSelfAttention", window)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.attention = HeadAttention(head_dim, causal, window, rope_theta, context)
         self.context, self.dtype, self.precision, self.in_spec = context, dtype, precision, in_spec

@@ -13,7 +13,7 @@ from tests.nn.conftest import drawn, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROWS, SAME = P("data", "model", None), P("data", None, None)
+ROWS, SAME, SAME_IDS = P("data", "model", None), P("data", None, None), P("data", None)
 
 
 def rotate(x, theta):
@@ -25,14 +25,14 @@ def rotate(x, theta):
 
 
 class PlainAttention(nnx.Module):
-    def __init__(self, features, heads, kv_heads, head_dim, *, causal, rope_theta, use_bias, rngs):
+    def __init__(self, features, heads, kv_heads, head_dim, *, causal, rope_theta, use_bias, window=None, rngs):
         options = {"use_bias": use_bias, "rngs": rngs}
         self.query = nnx.Linear(features, heads * head_dim, **options)
         self.key = nnx.Linear(features, kv_heads * head_dim, **options)
         self.value = nnx.Linear(features, kv_heads * head_dim, **options)
         self.out = nnx.Linear(heads * head_dim, features, **options)
         self.head_dim, self.groups = head_dim, heads // kv_heads
-        self.causal, self.rope_theta = causal, rope_theta
+        self.causal, self.rope_theta, self.window = causal, rope_theta, window
 
     def __call__(self, x):
         q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.query, self.key, self.value))
@@ -42,12 +42,15 @@ class PlainAttention(nnx.Module):
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(self.head_dim, dtype=np.float32)
         if self.causal:
             scores = jnp.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        if self.window is not None:
+            rows = np.arange(x.shape[1])
+            scores = jnp.where(np.abs(rows[:, None] - rows) < self.window, scores, -jnp.inf)
         out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
         return self.out(out.reshape(*x.shape[:2], -1))
 
 
-def pair(heads, kv_heads, *, head_dim=4, causal=True, rope_theta=100.0, use_bias=False, **options):
-    form = {"causal": causal, "rope_theta": rope_theta, "use_bias": use_bias}
+def pair(heads, kv_heads, *, head_dim=4, causal=True, rope_theta=100.0, use_bias=False, window=None, **options):
+    form = {"causal": causal, "rope_theta": rope_theta, "use_bias": use_bias, "window": window}
     plain = drawn(lambda: PlainAttention(8, heads, kv_heads, head_dim, **form, rngs=nnx.Rngs(0)))
 
     def make(dtype):
@@ -70,7 +73,7 @@ def test_parity_on_a_sub_axis(parity, axis_type, backend):
     parity(make, plain, (2, 8, 8), size=4, data=2, axis_type=axis_type)
 
 
-@pytest.mark.parametrize("form", [{"causal": False}, {"rope_theta": None}])
+@pytest.mark.parametrize("form", [{"causal": False, "window": 3}, {"rope_theta": None}])
 def test_parity_of_other_forms(parity, form):
     make, plain = pair(4, 4, **form)
     parity(make, plain, (2, 8, 8), size=4)
@@ -85,6 +88,29 @@ def test_parity_in_bfloat16(parity):
 def test_an_input_that_is_the_same_everywhere(parity):
     make, plain = pair(4, 4)
     parity(make, plain, (2, 7, 8), size=4, x_spec=SAME, y_spec=SAME)
+
+
+def test_segments_are_sequences_of_their_own(mesh_of):
+    rng = np.random.default_rng(0)
+    x, ids = rng.standard_normal((1, 8, 8)).astype(np.float32), np.repeat([[3, 5]], 4, axis=1)
+    with jax.set_mesh(mesh_of(1, 4)):
+        layer = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rope_theta=None, rngs=nnx.Rngs(0)))
+        apply = jax.jit(lambda graph, state, x, ids: nnx.merge(graph, state)(x, ids), static_argnums=0)
+        both = apply(*nnx.split(layer), jax.device_put(x, ROWS), jax.device_put(ids.astype(np.int32), SAME_IDS))
+        each = [apply(*nnx.split(layer), jax.device_put(half, ROWS), None) for half in np.split(x, 2, axis=1)]
+    np.testing.assert_allclose(both, np.concatenate(each, axis=1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.optimized
+def test_the_ring_that_is_not_needed_again_is_not_run_again(mesh_of):
+    """The projection is not computed again with the heads: R - 1 permutes each for x, y, dy and dx."""
+    with jax.set_mesh(mesh_of(1, 4)):
+        attention = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, backend="xla", rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(attention)
+        x = ones((2, 8, 8), ROWS)
+        loss = jax.value_and_grad(lambda state, x: (nnx.merge(graph, state)(x) ** 2).sum(), argnums=(0, 1))
+        text = jax.jit(loss).lower(state, x).compile().as_text()
+    assert text.count(" collective-permute(") == 4 * 3  # XLA merges the trips of x into one
 
 
 def test_no_position_sees_a_later_one(mesh_of):
@@ -130,6 +156,7 @@ def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():
         ({"heads": 12, "kv_heads": 8}, "heads must be a multiple of kv_heads: got heads=12, kv_heads=8"),
         ({"heads": 12, "kv_heads": 12}, "features must be divisible by heads: got features=16, heads=12"),
         ({"heads": 16}, "head_dim must be even: got 1"),
+        ({"heads": 4, "window": 0}, "ParallelSelfAttention needs window to be 1 or more rows, or None: got 0"),
         ({"heads": 4, "context_axis": "context"}, "works on the mesh axis 'context', and the mesh has 'data', 'model'"),
         ({"heads": 4, "context_axis": "data", "context_layout": "striped"}, "layout='striped': it must be one of"),
     ],
@@ -148,3 +175,5 @@ def test_inputs_that_do_not_fit(mesh_of):
             layer(ones((1, 8, 8), P(None, ("data", "model"), None)))
         with pytest.raises(ValueError, match=r"one segment id a row, \[2, 8\]: got \[2, 4\]"):
             layer(ones((2, 8, 8), ROWS), np.ones((2, 4), np.int32))
+        with pytest.raises(ValueError, match="needs segment ids of an integer dtype: got float32"):
+            layer(ones((2, 8, 8), ROWS), np.ones((2, 8), np.float32))

@@ -207,9 +207,9 @@ def test_operations_are_named_by_their_paths():
         "jit(_train_step)/transpose(jvp())/while/body/eval_jaxpr/checkpoint/shard_map/all_gather_matmul_dx/window/dot"
     )
     again = ring.replace("checkpoint/", "checkpoint/rematted_computation/")
-    attention = "jit(_train_step)/jvp()/while/body/eval_jaxpr/shard_map/vmap(BTNH,BSNH->BNTS)/dot_general"
+    attention = "jit(_train_step)/jvp()/while/body/eval_jaxpr/shard_map/ring_attention/dot_general"
     assert (phase_of(ring), part_of(ring)) == ("backward", "all_gather_matmul_dx")
     assert phase_of(again) == "forward again"
-    assert (phase_of(attention), part_of(attention)) == ("forward", "attention")
+    assert (phase_of(attention), part_of(attention)) == ("forward", "ring_attention")
     assert (phase_of("jit(_train_step)/optimizer/mul"), part_of("jit(_train_step)/optimizer/mul")) == ("optimizer", "")
     assert (phase_of(""), part_of("jit(_train_step)/jvp()/shard_map/mul")) == ("", "")
