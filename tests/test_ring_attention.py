@@ -316,9 +316,7 @@ def test_one_device_has_a_second_derivative():
 
         return [np.asarray(g) for g in jax.jit(jax.grad(norm))((q, k, v))]
 
-    gots = gradient_of_the_norm_of_the_gradient(
-        lambda q, k, v: fa.ring_attention(q, k, v, None, window=4, kernel=Reference(tile=8))
-    )
+    gots = gradient_of_the_norm_of_the_gradient(lambda q, k, v: fa.ring_attention(q, k, v, None, window=4))
     wants = gradient_of_the_norm_of_the_gradient(
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from flaxasync.attention.layout import Product
+from flaxasync.attention.layout import Mask, Product
 
 LANES = 128
 
@@ -90,14 +90,25 @@ class Grid:
         """[1, k_tile] of [b, 1, t]."""
         return pl.BlockSpec((None, 1, self.k_tile), lambda b, n, g, i, j, s: (b, 0, s[1] * self.k_tiles + j))
 
-    def cost(self, *, matmuls: int, q: Array, bytes_per_row: int) -> pl.CostEstimate:
+    def cost(self, mask: Mask, product: Product, *, matmuls: int, q: Array, bytes_per_row: int) -> pl.CostEstimate:
         heads = self.batch * self.groups * self.heads
-        scores = heads * self.q_rows * self.k_rows
+        scores = int(heads * self.q_rows * self.k_rows * self._reached(mask, product))
         kv_bytes = 2 * heads * self.q_tiles * self.k_rows * self.head_size * q.dtype.itemsize
         q_bytes = heads * self.q_rows * self.head_size * (q.dtype.itemsize + bytes_per_row)
         return pl.CostEstimate(
             flops=2 * matmuls * scores * self.head_size, transcendentals=scores, bytes_accessed=kv_bytes + q_bytes
         )
+
+    def _reached(self, mask: Mask, product: Product) -> float:
+        """The share of the tiles that are computed; of all of them where positions are not known before the run."""
+        if not product.masked or not all(isinstance(start, int) for start in (product.q_start, product.k_start)):
+            return 1.0
+        reached = [
+            mask.reaches(product.q_start + i * self.q_tile, self.q_tile, product.k_start + j * self.k_tile, self.k_tile)
+            for i in range(self.q_tiles)
+            for j in range(self.k_tiles)
+        ]
+        return sum(map(bool, reached)) / len(reached)
 
 
 def largest_tile(rows: int, limit: int) -> int:

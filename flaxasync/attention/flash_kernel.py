@@ -72,7 +72,7 @@ class Flash:
                 out_shape=[jax.ShapeDtypeStruct.like(acc), jax.ShapeDtypeStruct.like(stats)],
                 input_output_aliases={first: 0, first + 1: 1},
                 compiler_params=_compiler_params("parallel"),
-                cost_estimate=grid.cost(matmuls=2, q=q, bytes_per_row=8),
+                cost_estimate=grid.cost(scores.mask, product, matmuls=2, q=q, bytes_per_row=8),
                 name="flash_attention",
             )(grid.scalars(product), *operands, acc, stats)
         )
@@ -134,7 +134,7 @@ class Flash:
                 out_shape=[jax.ShapeDtypeStruct.like(dq), jax.ShapeDtypeStruct.like(dkv)],
                 input_output_aliases={first: 0, first + 1: 1},
                 compiler_params=_compiler_params("arbitrary"),
-                cost_estimate=grid.cost(matmuls=5, q=q, bytes_per_row=8),
+                cost_estimate=grid.cost(scores.mask, product, matmuls=5, q=q, bytes_per_row=8),
                 name="flash_attention_backward",
             )(grid.scalars(product), *operands, dq, dkv)
         )

@@ -7,15 +7,17 @@
 | other work | its bytes at the rate that a copy reaches, or the cycle estimate where that is shorter |
 | a collective, alone or in a fusion | its bytes on the links (collectives.py) |
 | a loop, branch or call | that of its body, times its trips; of the longest branch |
-| a Pallas kernel | what the caller gives: the text has no estimate. Else that of its bytes, and noted |
+| a Pallas kernel | what the caller gives; else its `cost_estimate` at the peak, or its bytes where those take longer |
 
 The compiler's estimates of work without a matmul are long: broadcasts and additions in HBM come out up to twice too
 long, so they are held to their bytes. Copies keep the estimate that the compiler itself schedules by. It is longest
 within vector memory: a copy of 16 MiB is put at 184 512 cycles on v5e, its final bundles take 6 700. `copies="bytes"`
-holds copies to their bytes, too.
+holds copies to their bytes, too. A Pallas kernel that was written without a `cost_estimate` counts as its bytes, and is
+noted.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from flaxasync.check.async_ops import COLLECTIVES, AsyncOperation
@@ -59,7 +61,7 @@ class Costs:
         return self.explained(computation, instruction)[0]
 
     def explained(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
-        """Returns the time and what it rests on: cycles, links, bytes, given, body or nothing."""
+        """Returns the time and what it rests on: cycles, links, bytes, given, estimate, body or nothing."""
         key = f"{computation.name}/{instruction.name}"
         if key not in self.known:
             self.known[key] = (0.0, "nothing")  # a computation that calls itself costs nothing more
@@ -141,7 +143,8 @@ class Costs:
         )
         if semaphores:
             return 0.0, "nothing"  # half of an asynchronous pair
-        return self._bytes_seconds(computation, i), "bytes"
+        moved, flops = self._bytes_seconds(computation, i), _own_flops(i)
+        return (moved, "bytes") if flops is None else (max(moved, flops / self.chip.flops), "estimate")
 
     def fused_collective(self, fusion: Instruction) -> Instruction | None:
         """Returns the collective that a fusion performs, or the mark of a start or a done; None for a fusion without.
@@ -189,6 +192,12 @@ class Costs:
     def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:
         made = (computation.by_name.get(o) for o in i.operands[skip:])
         return sum(m.shape.bytes for m in made if m is not None)
+
+
+def _own_flops(kernel: Instruction) -> int | None:
+    """Returns the FLOPs of the `cost_estimate` that a Pallas kernel was written with; None without one."""
+    found = re.search(r'"cost_estimate":\{"flops":"(\d+)"', kernel.attributes.get("backend_config", ""))
+    return int(found[1]) if found else None
 
 
 def _stem(name: str) -> str:

@@ -38,7 +38,7 @@ def timeline(
     Args:
       compiled: a compiled program, its text, or a parsed module; it must be scheduled.
       chip: "v5e", "v6e", "v5p" or "tpu7x" (a topology's name will do); that of the program when None.
-      kernels: seconds of Pallas kernels by name; the text has no estimate of theirs.
+      kernels: seconds of Pallas kernels by name; by default their own cost estimate at the chip's peak.
       copies: "cycles" takes the compiler's estimates of copies, which are far too long within vector memory; "bytes"
         times copies by what they move.
 
@@ -142,7 +142,9 @@ class _Player:
         ]
         if unknown:
             named = ", ".join(unknown[:4]) + (" ..." if len(unknown) > 4 else "")
-            notes.append(f"Pallas kernels count as the time of their bytes: {named}; give kernels={{name: seconds}}")
+            notes.append(
+                f"Pallas kernels without a cost estimate count as their bytes: {named}; give kernels={{name: seconds}}"
+            )
         return tuple(notes)
 
     def run(self, computation: Computation) -> None:

@@ -68,7 +68,7 @@ def test_memory_grows_with_the_rows_of_a_device_alone():
     assert temporaries(8, "gather") > 1.5 * temporaries(8, "xla")
 
 
-@pytest.mark.parametrize("mapped", [("data", "model"), ("model",)])
+@pytest.mark.parametrize("mapped", [("data", "model"), pytest.param(("model",), marks=pytest.mark.slow)])
 def test_a_layer_with_whole_sequences_keeps_its_scores_in_vmem(mapped):
     """But where the layer stands in a shard_map that leaves an axis to XLA, which cannot part a Pallas kernel."""
     rows = 384  # no other size

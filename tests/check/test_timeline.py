@@ -133,6 +133,10 @@ def test_transfers_that_a_loop_carries():
 def test_kernels_take_the_time_that_is_given():
     text = program('ROOT %gemm.1 = f32[1048576] custom-call(%operand0), custom_call_target="tpu_custom_call"')
     assert any("gemm.1" in note for note in timeline(text, "v5e").notes)
+    estimate = '{"custom_call_config":{"cost_estimate":{"flops":"394000000000","bytes_accessed":"1"}}}'
+    estimated = timeline(text.replace('"tpu_custom_call"', f'"tpu_custom_call", backend_config={estimate}'), "v5e")
+    assert estimated.seconds == pytest.approx(2e-3)  # at 197 TFLOP/s
+    assert not estimated.notes[1:]
     given = timeline(text, "v5e", kernels={"gemm": 5e-3})
     assert given.seconds == pytest.approx(5e-3)
     assert not given.notes[1:]
