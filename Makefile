@@ -38,7 +38,7 @@ train: .venv/.train  ## train configs/tiny.py tensor-parallel on 8 simulated CPU
 	$(CPU) $(BIN)/python train/run.py configs/tiny.py $(ARGS)
 
 test: .venv/.dev  ## run the tests; ARGS='tests/test_ring.py -k both' narrows them
-	$(CPU) $(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder tests)
+	$(CPU) $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder tests)
 
 check: .venv/.dev  ## format check, lint, types
 	$(BIN)/ruff format --check .

@@ -63,8 +63,8 @@ def test_kernels(backend):
     ("fused", (4, 1), "eager", {"dtype": "bfloat16", "m": 128, "k": 1024, "tiles": Tiles(48, 128, 128)}),  # also these
     ("overlapped", (2, 2), "eager", NARROW),
     ("overlapped", (1, 4), "on_wait", {"dtype": "bfloat16", **NARROW}),
-    ("overlapped", (4, 1), "eager", NARROW),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("overlapped", (4, 1), "eager", NARROW),
         ("xla_gemm", (4, 1), "on_wait", {}),  # what it runs does not ask for the mesh's sides
         ("serial", (4, 1), "eager", {"directions": 1, "m": 128, "tiles": Tiles(48, 384, 128)}),  # partial tiles, too
         ("overlapped", (1, 4), "eager", {"dtype": "bfloat16"}),

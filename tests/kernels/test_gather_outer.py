@@ -58,7 +58,7 @@ NARROW = {"m": 640, "k": 640, "ns": (640,), "tiles": Tiles(384, 384, 384)}  # 38
 
 
 @pytest.mark.parametrize(("size", "options"), [
-    (2, {"directions": 1, "mode": "eager"}),
+    pytest.param(2, {"directions": 1, "mode": "eager"}, marks=pytest.mark.slow),
     (3, {"batch": 5, "m": 128, "k": 128, "ns": (640, 128), "dtype": "bfloat16"}),  # batches 3 + 2
     pytest.param(4, {"batch": 10, "m": 64, "k": 128, "mode": "eager"}, marks=pytest.mark.slow),  # in pairs of batches
     pytest.param(2, {"batch": 2}, marks=pytest.mark.slow),  # a narrow tile in the middle of a block

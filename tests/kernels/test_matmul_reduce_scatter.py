@@ -58,7 +58,7 @@ NARROW = {"ks": (640,), "n": 640, "tiles": Tiles(32, 384, 384)}  # 384 + 256
 
 
 @pytest.mark.parametrize(("size", "part", "options"), [
-    (2, 512, {"directions": 1, "m": 40, "mode": "eager"}),  # rows 24 + 16
+    pytest.param(2, 512, {"directions": 1, "m": 40, "mode": "eager"}, marks=pytest.mark.slow),  # rows 24 + 16
     (3, 512, {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"}),  # batches 2 + 1; two pairs
     pytest.param(4, 16, {"m": 40, "tiles": Tiles(64, 384, 384), "transposed": True, "mode": "eager"},
                  marks=pytest.mark.slow),  # rows in three parts of 16, of which the last is half full

@@ -80,7 +80,10 @@ def assert_gradients_close(got, want):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-5 * max(np.abs(w).max(), 1e-2)), got, want)
 
 
-@pytest.mark.parametrize(("axis_type", "tie_embeddings"), [(AxisType.Explicit, False), (AxisType.Auto, True)])
+@pytest.mark.parametrize(
+    ("axis_type", "tie_embeddings"),
+    [pytest.param(AxisType.Explicit, False, marks=pytest.mark.slow), (AxisType.Auto, True)],
+)
 def test_loss_and_gradients_are_those_of_the_plain_decoder(axis_type, tie_embeddings):
     config = dataclasses.replace(CONFIG, tie_embeddings=tie_embeddings)
     loss, grads, params = loss_and_gradients(config, axis_type)
