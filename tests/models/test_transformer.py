@@ -124,7 +124,7 @@ def test_logits_stay_split_over_the_vocabulary():
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
-    # jax.nn.dot_product_attention promotes bfloat16 to float32
+    # flax's RMSNorm mixes bfloat16 and float32
     with jax.set_mesh(make_mesh()), jax.numpy_dtype_promotion("standard"):
         params, loss = split(dataclasses.replace(CONFIG, dtype="bfloat16"), backend="xla")
         batch = place(P("data", None))
