@@ -59,6 +59,13 @@ def ones(shape, spec, dtype=np.float32):
     return jax.device_put(np.ones(shape, dtype), spec)
 
 
+def permutes(layer, x):
+    """How many permutes stand in the compiled value and gradient of a layer."""
+    graph, state = nnx.split(layer)
+    loss = jax.value_and_grad(lambda state, x: (nnx.merge(graph, state)(x) ** 2).sum(), argnums=(0, 1))
+    return jax.jit(loss).lower(state, x).compile().as_text().count(" collective-permute(")
+
+
 def assert_close(got, want, dtype, name):
     got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
     assert got.shape == want.shape, name
