@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flaxasync import collective_rules, fused_rules, transport
+from flaxasync import collective_rules, fused_rules, mesh, transport
+from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.plan import plan
 from flaxasync.ring import Ring
 
@@ -72,7 +73,7 @@ def all_gather_matmul(
     )
     for i, w_shard in enumerate(ws):
         _check_contraction("all_gather_matmul", x, w_shard, i)
-    ys = rules.all_gather_matmul(op, transport.vary(x, axes), tuple(transport.vary(w_shard, axes) for w_shard in ws))
+    ys = rules.all_gather_matmul(op, cast_to_varying(x, axes), tuple(cast_to_varying(w_shard, axes) for w_shard in ws))
     return ys[0] if one else ys
 
 
@@ -133,7 +134,7 @@ def matmul_reduce_scatter(
             f"got {rows} rows, needed a multiple of {size}; pad x, or use matmul_all_reduce"
         )
     return rules.matmul_reduce_scatter(
-        op, tuple(transport.vary(v, axes) for v in xs), tuple(transport.vary(v, axes) for v in ws)
+        op, tuple(cast_to_varying(v, axes) for v in xs), tuple(cast_to_varying(v, axes) for v in ws)
     )
 
 
@@ -190,7 +191,7 @@ def matmul_all_reduce(
     )
     _check_pairs("matmul_all_reduce", xs, ws)
     return rules.matmul_all_reduce(
-        op, tuple(transport.vary(v, axes) for v in xs), tuple(transport.vary(v, axes) for v in ws)
+        op, tuple(cast_to_varying(v, axes) for v in xs), tuple(cast_to_varying(v, axes) for v in ws)
     )
 
 
@@ -214,7 +215,7 @@ def _prepare(
     Returns:
       The rules' module, the static half of the call for it, and the axes that all operands must vary over.
     """
-    size = transport.axis_size(caller, axis_name)
+    size = mapped_axis_size(caller, axis_name)
     if not ws or not xs:
         raise ValueError(f"{caller} needs at least one x and one w: got {len(xs)} and {len(ws)}")
     for x in xs:
@@ -253,7 +254,7 @@ def _planned(
     caller: str, size: int, xs: tuple[Array, ...], ws: tuple[Array, ...], fused: Callable[[], fused_rules.FusedOp]
 ) -> str:
     """What `plan` chooses for the chip of the ambient mesh; "xla" where that is none of its chips."""
-    chip = transport.devices.chip()
+    chip = mesh.chip()
     if chip is None:
         return "xla"
     try:
@@ -279,7 +280,7 @@ def choose_ring(
 ) -> Ring:
     """The ring of `size` devices for a backend's name; what is None is chosen. Errors begin with `caller`."""
     if directions is None:
-        directions = 2 if size > 2 and transport.devices.platform() == "tpu" else 1
+        directions = 2 if size > 2 and mesh.platform() == "tpu" else 1
     return Ring(axis_name, _choose_transport(caller, backend), directions, unroll)
 
 

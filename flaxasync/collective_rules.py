@@ -39,8 +39,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync import transport
+from flaxasync import mesh
 from flaxasync.dtypes import sum_dtype
+from flaxasync.mesh import cast_to_varying
 from flaxasync.ring import Ring, gather_pass, reduce_pass
 
 
@@ -186,7 +187,7 @@ def _travel_dtype(op: Op, xs: tuple) -> jnp.dtype:
 
 def _like(value: Array, *others: Array) -> Array:
     """`value`, cast to vary over every axis that any of `others` varies over."""
-    return transport.vary(value, frozenset().union(*(jax.typeof(other).mat.varying for other in others)))
+    return cast_to_varying(value, frozenset().union(*(jax.typeof(other).mat.varying for other in others)))
 
 
 def _unwritten(shape: tuple[int, ...], x: Array) -> Array:
@@ -195,7 +196,7 @@ def _unwritten(shape: tuple[int, ...], x: Array) -> Array:
     For a TPU `lax.empty` allocates and writes nothing. Elsewhere it is zeros: a constant, which XLA hoists out of a
     scan over layers and copies in every turn. A value that is at hand is spread once, where it is needed.
     """
-    if transport.devices.platform() in ("tpu", None):
+    if mesh.platform() in ("tpu", None):
         return _like(lax.empty(shape, x.dtype), x)
     return lax.broadcast(lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim)), shape)
 

@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from flaxasync import mesh
 from flaxasync.collective_rules import dot, outer
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul as gather_kernel
 from flaxasync.kernels.gather_outer import gather_outer
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter as reduce_kernel
 from flaxasync.kernels.tiles import DTYPES, LANES, sublanes
-from flaxasync.transport import devices
 
 INSTEAD = "use backend='xla'"
 
@@ -56,7 +56,7 @@ def fused_op(
       NotImplementedError: the kernels cannot serve the call.
     """
     caller = f"{caller} with backend='fused'"
-    devices.check_tpu(caller, "backend='xla', which runs on every device")
+    mesh.check_tpu(caller, "backend='xla', which runs on every device")
     if size == 1:
         raise NotImplementedError(
             f"{caller} exchanges blocks between devices: got an axis {axis_name!r} of size 1; use backend='none'"

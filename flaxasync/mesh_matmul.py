@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flaxasync import transport
+from flaxasync import mesh
 from flaxasync.kernels.all_gather import all_gather
 from flaxasync.kernels.gemm import TILES, gemm
 from flaxasync.kernels.mesh.fused import gather_gemm
 from flaxasync.kernels.mesh.overlapped import check_overlapped, overlapped
 from flaxasync.kernels.reduce import all_reduce
 from flaxasync.kernels.tiles import Tiles, check_operand, sublanes
+from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.plan import plan
 
 BACKENDS = ("none", "xla_gemm", "serial", "fused", "overlapped")
@@ -75,7 +76,7 @@ def mesh_matmul(
     caller = "mesh_matmul"
     if len(set(axis_names)) != 2:
         raise ValueError(f"{caller} needs the names of two mesh axes, of rows and of columns: got {axis_names!r}")
-    x, y = (transport.axis_size(caller, name) for name in axis_names)
+    x, y = (mapped_axis_size(caller, name) for name in axis_names)
     if backend is not None and backend not in BACKENDS:
         raise ValueError(
             f"{caller} got backend={backend!r}: it must be one of {', '.join(BACKENDS)}, or None to choose"
@@ -95,8 +96,8 @@ def mesh_matmul(
     if backend != "none":
         _check_kernels(f"{caller} with backend={backend!r}", backend, lhs, rhs, y)
     axes = jax.typeof(lhs).mat.varying | set(axis_names)
-    lhs = transport.vary(lhs, axes)
-    rhs = transport.vary(rhs, axes - {axis_names[1]})
+    lhs = cast_to_varying(lhs, axes)
+    rhs = cast_to_varying(rhs, axes - {axis_names[1]})
     if directions is None and min(x, y) > 1:
         directions = 1
     return _op(backend, _Options((axis_names[0], axis_names[1]), tiles, directions), lhs, rhs)
@@ -104,7 +105,7 @@ def mesh_matmul(
 
 def _planned(lhs: Array, rhs: Array, axis_names: tuple[str, str], directions: int | None) -> str:
     """What `plan` chooses for the chip of the ambient mesh; "none" where that is none of its chips."""
-    chip = transport.devices.chip()
+    chip = mesh.chip()
     if chip is None:
         return "none"
     x, y = (lax.axis_size(name) for name in axis_names)
@@ -119,7 +120,7 @@ def _planned(lhs: Array, rhs: Array, axis_names: tuple[str, str], directions: in
 
 def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, y: int) -> None:
     """Raises where the kernels of a backend cannot serve."""
-    transport.devices.check_tpu(caller, "backend='none', which runs on every device")
+    mesh.check_tpu(caller, "backend='none', which runs on every device")
     check_operand(caller, "lhs", lhs.shape, lhs.dtype)
     check_operand(caller, "rhs", rhs.shape, rhs.dtype)
     unit = y * sublanes(lhs.dtype)

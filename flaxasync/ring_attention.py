@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flaxasync import transport
+from flaxasync import mesh, transport
 from flaxasync.attention import rules
 from flaxasync.attention.blocks import BlockKernel, Reference, Scores
 from flaxasync.attention.flash_grid import LANES
 from flaxasync.attention.flash_kernel import Flash, unsupported
 from flaxasync.attention.layout import AttentionLayout, Mask, Sequence, check_layout
 from flaxasync.attention.passes import Op
+from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.plan import plan
 from flaxasync.ring import Ring
 
@@ -92,7 +93,7 @@ def ring_attention(
 
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
     """
-    size = 1 if axis_name is None else transport.axis_size("ring_attention", axis_name)
+    size = 1 if axis_name is None else mapped_axis_size("ring_attention", axis_name)
     _check_operands(q, k, v, segment_ids)
     check_layout("ring_attention", layout)
     if window is not None and window < 1:
@@ -110,7 +111,7 @@ def ring_attention(
     scores = Scores(sequence.mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, precision)
     chunk = sequence.rows // sequence.chunks
     if directions is None:
-        halves = size > 2 and transport.devices.platform() == "tpu" and chunk % (2 * LANES) == 0
+        halves = size > 2 and mesh.platform() == "tpu" and chunk % (2 * LANES) == 0
         directions = 2 if halves else 1
     _check_backend(backend)
     ring = None
@@ -123,7 +124,7 @@ def ring_attention(
     operands = [q, k, v] if segment_ids is None else [q, k, v, segment_ids]
     axes = frozenset(() if axis_name is None else (axis_name,))
     axes = axes.union(*(jax.typeof(operand).mat.varying for operand in operands))
-    q, k, v, *ids = (transport.vary(operand, axes) for operand in operands)
+    q, k, v, *ids = (cast_to_varying(operand, axes) for operand in operands)
     kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
     return rules.ring_attention(op, rules.grouped(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
 
@@ -144,7 +145,7 @@ def _choose_transport(backend: str | None, q: Array, k: Array, sequence: Sequenc
 
 def _planned(q: Array, k: Array, sequence: Sequence) -> str:
     """What `plan` chooses for the chip of the ambient mesh; "xla" where that is none of its chips."""
-    chip = transport.devices.chip()
+    chip = mesh.chip()
     if chip is None:
         return "xla"
     options = {"causal": sequence.mask.causal, "window": sequence.mask.window, "itemsize": q.dtype.itemsize}
@@ -165,16 +166,16 @@ def _choose_kernel(
         )
     lacking = unsupported(dtype, head_size, q_rows, k_rows)
     if kernel == "flash":
-        transport.devices.check_tpu("ring_attention with kernel='flash'", "kernel='reference'")
+        mesh.check_tpu("ring_attention with kernel='flash'", "kernel='reference'")
         if lacking is not None:
             raise NotImplementedError(f"ring_attention with kernel='flash' takes {lacking}; use kernel='reference'")
-        if not transport.devices.all_axes_mapped():
+        if not mesh.all_axes_mapped():
             raise NotImplementedError(
                 "ring_attention with kernel='flash' needs every mesh axis of more than one device to be mapped by "
                 "shard_map: XLA cannot part a Pallas kernel; leave axis_names out of jax.shard_map, or use "
                 "kernel='reference'"
             )
-    serves = lacking is None and transport.devices.platform() == "tpu" and transport.devices.all_axes_mapped()
+    serves = lacking is None and mesh.platform() == "tpu" and mesh.all_axes_mapped()
     return Flash() if kernel == "flash" or (kernel is None and serves) else Reference()
 
 

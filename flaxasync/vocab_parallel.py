@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from flaxasync import transport
 from flaxasync.dtypes import sum_dtype
+from flaxasync.mesh import cast_to_varying
 from flaxasync.ring import Ring, gather_pass, reduce_pass
 
 
@@ -43,7 +43,7 @@ def lookup_reduce_scatter(
     a row of zeros. Saved for the backward pass: ids and table, as they were given.
     """
     axes = jax.typeof(table).mat.varying | jax.typeof(ids).mat.varying
-    return _lookup_reduce_scatter(ring, transport.vary(ids, axes), transport.vary(table, axes))
+    return _lookup_reduce_scatter(ring, cast_to_varying(ids, axes), cast_to_varying(table, axes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -69,7 +69,7 @@ def _lookup_reduce_scatter_bwd(ring: Ring, saved: tuple[Array, Array], dy: Array
 
     zeros = jnp.zeros(table.shape, sum_dtype(table))
     with jax.named_scope("vocab_parallel_lookup_dtable"):
-        dtable = gather_pass(ring, dy, transport.vary(zeros, jax.typeof(dy).mat.varying), add)
+        dtable = gather_pass(ring, dy, cast_to_varying(zeros, jax.typeof(dy).mat.varying), add)
     return None, dtable.astype(table.dtype)
 
 
@@ -100,7 +100,7 @@ def cross_entropy(
             f"cross_entropy needs one target a row: got logits {list(logits.shape)} and targets {list(targets.shape)}"
         )
     axes = jax.typeof(logits).mat.varying
-    return _cross_entropy(axis_name, logits, transport.vary(targets, axes - {axis_name}))
+    return _cross_entropy(axis_name, logits, cast_to_varying(targets, axes - {axis_name}))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = {
     "flaxasync.hardware": 0,
     "flaxasync.ring": 0,
+    "flaxasync.mesh": 0,
     "flaxasync.transport": 1,
     "flaxasync.kernels": 1,
     "flaxasync": 2,

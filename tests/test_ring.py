@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import ring, transport
+from flaxasync.mesh import cast_to_varying
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -95,7 +96,7 @@ def test_both_directions_bring_every_block(size, unroll):
         def window(hop, blocks, seen):
             return blocks, seen.at[hop].set(jnp.concatenate(blocks))
 
-        seen = transport.vary(jnp.zeros((size, 2), x.dtype), {"x"})
+        seen = cast_to_varying(jnp.zeros((size, 2), x.dtype), {"x"})
         blocks, seen = ring.staggered_loop(
             transport.get("xla"), "x", (x, x), seen, window, shifts=(1, -1), hops=size - 1, unroll=unroll
         )

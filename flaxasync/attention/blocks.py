@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync import transport
 from flaxasync.attention.layout import Mask, Product
 from flaxasync.dtypes import sum_dtype
+from flaxasync.mesh import cast_to_varying
 
 LOG2_E = 1.4426950408889634
 LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # a maximum that no score is below; differences of two are finite
@@ -84,7 +84,7 @@ def initial_carry(q: Array) -> Carry:
     lowest, zeros = jnp.full((*heads, 1, s), LOWEST, dtype), jnp.zeros((*heads, 1, s), dtype)
     axes = jax.typeof(q).mat.varying
     acc = jnp.zeros((*heads, s, d), dtype)
-    return transport.vary(acc, axes), transport.vary(lax.concatenate([lowest, zeros], len(heads)), axes)
+    return cast_to_varying(acc, axes), cast_to_varying(lax.concatenate([lowest, zeros], len(heads)), axes)
 
 
 def finish(carry: Carry, dtype: Any) -> tuple[Array, Array]:

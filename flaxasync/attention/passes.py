@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync import transport
 from flaxasync.attention.blocks import BlockKernel, Carry, Gradients, Scores, initial_carry, where_needed
 from flaxasync.attention.layout import Product, Sequence
 from flaxasync.dtypes import sum_dtype
+from flaxasync.mesh import cast_to_varying
 from flaxasync.ring import Ring, gathered_owner, shifts, split_rows, staggered_loop
 
 type Block = dict[str, Array]  # what travels: "kv", "ids" where there are segments, "dkv" in the backward pass
@@ -152,7 +152,7 @@ class _Call:
 
     def differentiate(self, block: Block, products: list[Product], dq: Array) -> Gradients:
         """Adds what products with a block contribute to dq; returns it, and their contribution to dkv."""
-        dkv = transport.vary(jnp.zeros(block["kv"].shape, sum_dtype(self.q)), jax.typeof(block["kv"]).mat.varying)
+        dkv = cast_to_varying(jnp.zeros(block["kv"].shape, sum_dtype(self.q)), jax.typeof(block["kv"]).mat.varying)
         gradients = dq, dkv
         for product in products:
 
@@ -272,7 +272,7 @@ def _backward_gathered(call: _Call) -> tuple[Array, Array]:
         dq, dkv = call.differentiate(block, products, dq)
         return dq, lax.dynamic_update_index_in_dim(dkvs, dkv, owner, 0)
 
-    dkvs = transport.vary(lax.empty((size, *call.kv.shape), sum_dtype(call.q)), jax.typeof(call.kv).mat.varying)
+    dkvs = cast_to_varying(lax.empty((size, *call.kv.shape), sum_dtype(call.q)), jax.typeof(call.kv).mat.varying)
     dq, dkvs = _with_gathered(call, use, (initial_carry(call.q)[0], dkvs))
     return dq, lax.psum_scatter(dkvs, axis_name)
 

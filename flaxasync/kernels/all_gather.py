@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.neighbours import HBM, check_ring, enter, halves, ways
 from flaxasync.kernels.tiles import check_operand, sublanes
-from flaxasync.transport.devices import at
+from flaxasync.mesh import device_at
 
 
 def all_gather(
@@ -40,7 +40,9 @@ def all_gather(
 
     def body(x_ref: Any, o_ref: Any, copy_sem: Any, send_sem: Any, recv_sem: Any) -> None:
         index = lax.axis_index(axis_name)
-        enter(f"all_gather {axis_name} {directions}", [at(axis_name, -shift) for shift, *_ in parts], collective_id)
+        enter(
+            f"all_gather {axis_name} {directions}", [device_at(axis_name, -shift) for shift, *_ in parts], collective_id
+        )
 
         def rows(block: Any, first: int, length: int) -> Any:
             return pl.ds(pl.multiple_of(block * m + first, sublanes(x.dtype)), length)
@@ -50,7 +52,7 @@ def all_gather(
             place = o_ref.at[rows(lax.rem(index + (size - s) * shift % size, size), first, length), :]
             source = x_ref.at[pl.ds(first, length), :] if s == 0 else place
             sems = send_sem.at[way], recv_sem.at[way, s]
-            return pltpu.make_async_remote_copy(source, place, *sems, device_id=at(axis_name, shift))
+            return pltpu.make_async_remote_copy(source, place, *sems, device_id=device_at(axis_name, shift))
 
         own = pltpu.make_async_copy(x_ref, o_ref.at[rows(index, 0, m), :], copy_sem)
         own.start()

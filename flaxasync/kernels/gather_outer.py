@@ -33,7 +33,7 @@ from flaxasync.kernels.neighbours import HBM, check_ring, enter
 from flaxasync.kernels.outer_body import Body
 from flaxasync.kernels.outer_walk import SETS, OuterWalk, Scratch, plan_outer
 from flaxasync.kernels.tiles import LANES, Tiles, check_operand, vmem_limit
-from flaxasync.transport.devices import at
+from flaxasync.mesh import device_at
 
 
 def gather_outer(
@@ -116,7 +116,7 @@ def _kernel(
     count = len(walk.columns.sides)
     body = Body(axis_name, walk, refs[0], refs[1 : 1 + count], refs[1 + count : 1 + 2 * count], *refs[-2:])
     tag = f"gather_outer {axis_name} {walk.ways} {count}"
-    enter(tag, [at(axis_name, -shift) for shift in body.shifts], collective_id)
+    enter(tag, [device_at(axis_name, -shift) for shift in body.shifts], collective_id)
     body.begin(walk.at(0))
     body.fetch(walk.at(0))
     pl.loop(0, walk.products)(body.product)

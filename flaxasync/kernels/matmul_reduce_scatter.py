@@ -32,7 +32,7 @@ from flaxasync.kernels.neighbours import HBM, check_ring, enter
 from flaxasync.kernels.reduce_body import Body
 from flaxasync.kernels.reduce_walk import ReduceWalk, Scratch, check_reduce, plan_reduce
 from flaxasync.kernels.tiles import Tiles, vmem_limit
-from flaxasync.transport.devices import at
+from flaxasync.mesh import device_at
 
 
 def matmul_reduce_scatter(
@@ -103,7 +103,7 @@ def _kernel(
     count = len(walk.contraction.sides)
     body = Body(axis_name, walk, transposed, refs[:count], refs[count : 2 * count], *refs[-3:])
     tag = f"matmul_reduce_scatter {axis_name} {walk.ways} {transposed} {count}"
-    enter(tag, [at(axis_name, -shift) for shift in body.shifts], collective_id)
+    enter(tag, [device_at(axis_name, -shift) for shift in body.shifts], collective_id)
     body.fetch(walk.at(0))
     body.clear_sums()
     pl.loop(0, walk.products)(body.product)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.transport.devices import at
+from flaxasync.mesh import device_at
 
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
@@ -55,7 +55,7 @@ def toward(axis_name: str, way: Any) -> dict[str, Any]:
     """The id of the next device on a way around an axis: 0 onward, 1 backward; of an axis that has at least one."""
     size = lax.axis_size(axis_name)
     there = lax.axis_index(axis_name) + jnp.where(way == 0, 1, size - 1)
-    return at(axis_name, 0) | {axis_name: lax.rem(there, jnp.int32(size))}
+    return device_at(axis_name, 0) | {axis_name: lax.rem(there, jnp.int32(size))}
 
 
 def type_over(x: jax.Array, *axis_names: str) -> Any:

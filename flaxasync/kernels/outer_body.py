@@ -18,7 +18,7 @@ from flaxasync.kernels.cut import inside
 from flaxasync.kernels.outer_walk import ROOMS, SETS, OuterPlace, OuterWalk
 from flaxasync.kernels.row_tiles import landed, parts_of
 from flaxasync.kernels.tiles import LANES, split
-from flaxasync.transport.devices import at
+from flaxasync.mesh import device_at
 
 
 class Body:
@@ -189,5 +189,5 @@ class Body:
             self.places.at[turn, step, rows, lanes],
             self.scratch.send_sem.at[way],
             self.scratch.recv_sem.at[turn, way, step],
-            device_id=at(self.axis_name, shift),
+            device_id=device_at(self.axis_name, shift),
         )

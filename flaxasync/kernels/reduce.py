@@ -40,7 +40,7 @@ from flaxasync.kernels.tiles import (
     sublanes,
     vmem_limit,
 )
-from flaxasync.transport.devices import at
+from flaxasync.mesh import device_at
 
 TILES = Tiles(1024, 1, 1024)  # of the result; there is no k
 EXTRA = 32  # rows, or columns, in whose time the hops of a tile are begun and ended
@@ -162,7 +162,7 @@ def all_reduce(
             block = lax.rem(index + (size - s) * shift % size, size)
             place = whole.at[block, :, pl.ds(first, length)]
             sems = again_send.at[way], again_recv.at[way, s]
-            return pltpu.make_async_remote_copy(place, place, *sems, device_id=at(axis_name, shift))
+            return pltpu.make_async_remote_copy(place, place, *sems, device_id=device_at(axis_name, shift))
 
         for s in range(size - 1):
             with jax.named_scope("gather"):
@@ -242,7 +242,7 @@ class _Ring:
     def enter(self) -> None:
         """The barrier, before the first tile."""
         first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
-        senders = [at(self.axis_name, -shift) for shift, *_ in self.parts]
+        senders = [device_at(self.axis_name, -shift) for shift, *_ in self.parts]
         name = f"{self.caller} {self.axis_name} {self.directions}"
         pl.when(first)(lambda: enter(name, senders, self.collective_id))
 
@@ -268,7 +268,7 @@ class _Ring:
                 arrived.at[turn, s, :, columns],
                 send_sem.at[way],
                 recv_sem.at[turn, way, s],
-                device_id=at(self.axis_name, shift),
+                device_id=device_at(self.axis_name, shift),
             )
 
         ways = range(len(self.parts))

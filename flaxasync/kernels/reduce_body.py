@@ -18,7 +18,7 @@ from flaxasync.kernels.cut import inside
 from flaxasync.kernels.reduce_walk import Place, ReduceWalk
 from flaxasync.kernels.row_tiles import landed
 from flaxasync.kernels.tiles import split
-from flaxasync.transport.devices import at
+from flaxasync.mesh import device_at
 
 
 class Body:
@@ -161,7 +161,7 @@ class Body:
 
     def say_read(self, way: int, shift: int) -> None:
         """To the sender: a tile was read, whose place it will write again two steps after."""
-        pl.semaphore_signal(self.scratch.read_sem.at[way], device_id=at(self.axis_name, -shift))
+        pl.semaphore_signal(self.scratch.read_sem.at[way], device_id=device_at(self.axis_name, -shift))
 
     def wait_read(self, way: int) -> None:
         """Until the receiver has read the tile in the place that is to be written again."""
@@ -236,5 +236,5 @@ class Body:
             self._place(step, part),
             self.scratch.leave_sem.at[room],
             self.scratch.recv_sem.at[split(step, 2)[1], place.tile],
-            device_id=at(self.axis_name, shift),
+            device_id=device_at(self.axis_name, shift),
         )

@@ -7,8 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from flaxasync import hardware
-from flaxasync.transport import devices
+from flaxasync import hardware, mesh
 
 LANES = 128  # columns of a register; rows are 8, times the elements that share 32 bits
 MIB = 2**20
@@ -75,7 +74,7 @@ def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
 
 def chip_in_use() -> hardware.Chip:
     """The chip of the devices that are traced for; `FALLBACK` where they are no TPU of the table."""
-    return devices.chip() or hardware.chip(FALLBACK)
+    return mesh.chip() or hardware.chip(FALLBACK)
 
 
 def sublanes(dtype: Any) -> int:

@@ -13,10 +13,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flaxasync.attention.layout import AttentionLayout, check_rows
+from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
 from flaxasync.nn.heads import Context, HeadAttention, check_heads, check_segments, check_window, make_context
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, default_bias_init, default_kernel_init
-from flaxasync.nn.placement import Layout, Placement, axis_size, check_divides, check_input, place
+from flaxasync.nn.placement import Layout, Placement, check_divides, check_input, place
 
 
 class ParallelSelfAttention(nnx.Module):
@@ -173,7 +174,7 @@ class ParallelSelfAttention(nnx.Module):
         return P(others if others and fits else None, (context_axis, axis_name), None)
 
     def _check_context(self, x: Array, placement: Placement, context: Context) -> None:
-        size = axis_size("ParallelSelfAttention", context.axis_name)
+        size = mesh_axis_size("ParallelSelfAttention", context.axis_name)
         if placement.manual:
             varies = context.axis_name in jax.typeof(x).mat.varying
             rows: tuple[str, ...] = (context.axis_name,) if varies else ()

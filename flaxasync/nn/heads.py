@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from flaxasync.attention.layout import AttentionLayout, check_layout, positions
-from flaxasync.nn.placement import axis_size
+from flaxasync.mesh import mesh_axis_size
 from flaxasync.ring_attention import ring_attention
 
 
@@ -114,7 +114,7 @@ def make_context(layer: str, axis_name: str, layout: AttentionLayout, backend: s
     Raises:
       ValueError: no mesh, no such axis, no such layout. The message begins with `layer`.
     """
-    axis_size(layer, axis_name)
+    mesh_axis_size(layer, axis_name)
     check_layout(layer, layout)
     return Context(axis_name, layout, backend)
 

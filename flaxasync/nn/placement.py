@@ -14,6 +14,8 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from flaxasync.mesh import mesh_axis_size
+
 type Layout = Literal["sequence", "replicated"]
 type Entry = tuple[str, ...]  # the mesh axes over which one dimension is sharded
 
@@ -70,26 +72,6 @@ class Placement:
         return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes)(*args)
 
 
-def axis_size(layer: str, axis_name: str) -> int:
-    """The size of a mesh axis.
-
-    Raises:
-      ValueError: no mesh is set, or it lacks the axis. The message begins with `layer`.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        raise ValueError(
-            f"{layer} needs a mesh with the axis {axis_name!r}, and none is set; "
-            f'wrap the call in `with jax.set_mesh(jax.make_mesh((devices,), ("{axis_name}",))):`'
-        )
-    if axis_name not in mesh.shape:
-        raise ValueError(
-            f"{layer} works on the mesh axis {axis_name!r}, and the mesh has {', '.join(map(repr, mesh.axis_names))}; "
-            "pass axis_name, or add the axis to the mesh"
-        )
-    return mesh.shape[axis_name]
-
-
 def place(
     layer: str, x: jax.Array, axis_name: str, in_spec: PartitionSpec | None, *, sharded: Literal["rows", "features"]
 ) -> Placement:
@@ -105,7 +87,7 @@ def place(
     Raises:
       ValueError: no mesh, no such axis, too few dimensions, a spec that the layer cannot take.
     """
-    size = axis_size(layer, axis_name)
+    size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
         raise ValueError(f"{layer} needs an input [..., rows, features]: got {list(x.shape)}; add a dimension of rows")
     types = _axis_types()
@@ -145,7 +127,7 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
     Raises:
       ValueError: no mesh, no such axis, no dimensions, or ids that are sharded over `axis_name`.
     """
-    size = axis_size(layer, axis_name)
+    size = mesh_axis_size(layer, axis_name)
     if ids.ndim < 1:
         raise ValueError(f"{layer} needs ids [..., rows]: got a scalar; add a dimension")
     types = _axis_types()
@@ -236,7 +218,7 @@ def _entry(names: Entry) -> Any:
 
 def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
     """Raises ValueError for a named size that the axis does not divide."""
-    devices = axis_size(layer, axis_name)
+    devices = mesh_axis_size(layer, axis_name)
     for name, size in sizes.items():
         if size % devices:
             lower, upper = size // devices * devices, -(-size // devices) * devices

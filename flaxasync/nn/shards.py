@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax import Array, lax
 
-from flaxasync import collective_matmul, transport
+from flaxasync import collective_matmul
 from flaxasync.dtypes import sum_dtype
+from flaxasync.mesh import cast_to_varying
 from flaxasync.nn.placement import Layout
 
 type Linear = tuple[Array, Array | None]  # kernel, bias
@@ -54,7 +55,7 @@ def row(x: Array, linear: Linear, options: Options, *, layout: Layout) -> Array:
 
 def cast(parameter: Array, x: Array, dtype: Any) -> Array:
     """A parameter made to vary over the axes that `x` varies over, in the dtype of the computation."""
-    return transport.vary(parameter, jax.typeof(x).mat.varying).astype(dtype)
+    return cast_to_varying(parameter, jax.typeof(x).mat.varying).astype(dtype)
 
 
 def _dot(x: Array, kernel: Array, options: Options) -> Array:

@@ -3,7 +3,7 @@
 The pair is public (`flaxasync.ppermute_start`, `flaxasync.ppermute_done`), and the same pair, as a
 `flaxasync.ring.Transport`, carries the ring of every collective matmul. Files: `xla` (`lax.ppermute`), `pallas` (value
 futures), `stateful` (Refs), all three transports; `pair` (a start and a done from two kernel bodies), `local` (copies
-within a device), `schedule` (keeping compute between the two), `devices`.
+within a device), `schedule` (keeping compute between the two).
 """
 
 import functools
@@ -11,9 +11,10 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from jax import lax
 
-from flaxasync.transport import devices, pair, pallas, stateful, xla
+from flaxasync import mesh
+from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync.transport import pair, pallas, stateful, xla
 from flaxasync.transport.local import copy_done as copy_done
 from flaxasync.transport.local import copy_start as copy_start
 from flaxasync.transport.local import slice_done as slice_done
@@ -38,7 +39,7 @@ def get(backend: str, caller: str = "this") -> Any:
             f"no transport for backend={backend!r}: it must be one of {sorted(TRANSPORTS)}; 'xla' runs on every device"
         )
     if backend != "xla":
-        devices.check_tpu(f"{caller} with backend={backend!r}", "backend='xla', which runs on every device")
+        mesh.check_tpu(f"{caller} with backend={backend!r}", "backend='xla', which runs on every device")
     return TRANSPORTS[backend]
 
 
@@ -67,10 +68,10 @@ def ppermute_start(
       ValueError: `axis_name` is not an axis that an enclosing `shard_map` maps.
       NotImplementedError: `backend` cannot run here, or cannot move such an array.
     """
-    size = axis_size("ppermute_start", axis_name)
+    size = mapped_axis_size("ppermute_start", axis_name)
     backend = backend or "xla"
     transport = get(backend, "ppermute_start")
-    x = vary(x, {axis_name})
+    x = cast_to_varying(x, {axis_name})
     if backend == "stateful":
         raise NotImplementedError(
             "ppermute_start with backend='stateful' has no Refs to work on; use ppermute_start_stateful, or "
@@ -111,9 +112,9 @@ def ppermute(
     """
     if backend != "pallas":
         return ppermute_done(*ppermute_start(x, axis_name, shift, backend))
-    axis_size("ppermute", axis_name)
+    mapped_axis_size("ppermute", axis_name)
     get(backend, "ppermute")
-    return _ppermute_pallas(axis_name, shift, collective_id, vary(x, {axis_name}))
+    return _ppermute_pallas(axis_name, shift, collective_id, cast_to_varying(x, {axis_name}))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -154,8 +155,8 @@ def ppermute_start_stateful(
       ValueError: no `shard_map` maps `axis_name`; the two are one Ref, are views, or differ in shape or dtype.
       NotImplementedError: the mesh is not of TPUs, or TPU DMAs cannot move such an array.
     """
-    axis_size("ppermute_start_stateful", axis_name)
-    devices.check_tpu("ppermute_start_stateful", "ppermute_start with backend='xla', which runs on every device")
+    mapped_axis_size("ppermute_start_stateful", axis_name)
+    mesh.check_tpu("ppermute_start_stateful", "ppermute_start with backend='xla', which runs on every device")
     return stateful.ppermute_start_stateful(x_ref, y_ref, axis_name, shift, collective_id=collective_id)
 
 
@@ -172,24 +173,3 @@ def ppermute_done_stateful(send_sem: Any, recv_sem: Any, x_ref: Any, y_ref: Any)
       ValueError: the two are one Ref, are views, or differ in shape or dtype.
     """
     stateful.ppermute_done_stateful(send_sem, recv_sem, x_ref, y_ref)
-
-
-def axis_size(caller: str, axis_name: str) -> int:
-    """The number of devices on `axis_name`.
-
-    Raises:
-      ValueError: no enclosing `shard_map` maps an axis of this name; the message begins with `caller`.
-    """
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(
-            f"{caller} needs the mesh axis {axis_name!r} inside jax.shard_map, and no enclosing shard_map maps it; "
-            "call it from a function given to jax.shard_map, with a mesh that has this axis"
-        ) from None
-
-
-def vary(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
-    """Casts `x` to vary over `axes` where its type says that it does not; the cast's transpose sums over them."""
-    missing = tuple(axis for axis in sorted(axes) if axis not in jax.typeof(x).mat.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.transport.devices import check_tpu
+from flaxasync.mesh import check_tpu
 from flaxasync.transport.pair import Future, Pair
 
 

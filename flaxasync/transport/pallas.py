@@ -22,7 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.transport import devices, schedule
+from flaxasync.mesh import device_at
+from flaxasync.transport import schedule
 from flaxasync.transport.pair import Future, Pair
 
 
@@ -92,14 +93,14 @@ def enter(axis_name: str, shift: int, collective_id: int | None = None) -> None:
     tag = None if collective_id is not None else f"flaxasync.ppermute {axis_name} {shift}"
     barrier = pltpu.get_barrier_semaphore(tag)
     with jax.named_scope("enter"):
-        pl.semaphore_signal(barrier, device_id=devices.at(axis_name, -shift))
+        pl.semaphore_signal(barrier, device_id=device_at(axis_name, -shift))
         pl.semaphore_wait(barrier, 1)
 
 
 def send(x_ref: Any, y_ref: Any, send_sem: Any, recv_sem: Any, axis_name: str, shift: int) -> None:
     """Starts, inside a kernel, the DMA from x_ref here to y_ref on the device `shift` places onward."""
     with jax.named_scope("send"):
-        pltpu.make_async_remote_copy(x_ref, y_ref, send_sem, recv_sem, device_id=devices.at(axis_name, shift)).start()
+        pltpu.make_async_remote_copy(x_ref, y_ref, send_sem, recv_sem, device_id=device_at(axis_name, shift)).start()
 
 
 def wait_sent_and_received(x_ref: Any, y_ref: Any, send_sem: Any, recv_sem: Any) -> None:

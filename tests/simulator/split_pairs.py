@@ -31,7 +31,7 @@ from jax._src.pallas.mosaic import primitives as mosaic_primitives
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync import transport
+from flaxasync import mesh as ambient_mesh
 from tests.simulator.callbacks import quick_callbacks
 
 if jax.__version_info__[:2] != (0, 12):
@@ -92,7 +92,7 @@ def session(*, mode, on_race="warn", delayed=None):
         with (
             pltpu.force_tpu_interpret_mode(params),
             quick_callbacks(),
-            mock.patch.object(transport.devices, "platform", return_value="tpu"),
+            mock.patch.object(ambient_mesh, "platform", return_value="tpu"),
         ):
             yield report
             jax.effects_barrier()

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from flaxasync import ring, transport
+from flaxasync.mesh import cast_to_varying
 from flaxasync.transport import pallas, stateful
 
 AXIS = "x"
@@ -136,7 +137,7 @@ def gather(backend, directions):
 
         y = lax.empty((lax.axis_size(AXIS) * x.shape[0], x.shape[1]), x.dtype)
         loop = ring.Ring(AXIS, transport.get(backend), directions)
-        return (ring.gather_pass(loop, x, transport.vary(y, {AXIS}), write),)
+        return (ring.gather_pass(loop, x, cast_to_varying(y, {AXIS}), write),)
 
     def expect(blocks, hops):
         return (np.stack([2 * blocks.reshape(-1, blocks.shape[-1])] * len(blocks)),)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync import check, ring, transport
+from flaxasync.mesh import cast_to_varying
 from flaxasync.transport import pallas
 from tests.grids import sparse
 from tests.transport.compiled import DEVICES, compile_form, faults
@@ -82,7 +83,7 @@ def test_a_dot_in_the_window_writes_straight_into_its_rows():
     """An all-gather-matmul of large blocks: nothing but products between the kernels, and no pass over the output."""
 
     def f(x):
-        w = transport.vary(jnp.ones((1024, 1024), x.dtype), {"x"})
+        w = cast_to_varying(jnp.ones((1024, 1024), x.dtype), {"x"})
         return fa.all_gather_matmul(x, w, "x", backend="pallas", directions=2)
 
     program = compile_form(f, "v5e:2x4", rows=16384)
@@ -226,7 +227,7 @@ def test_windows_that_are_not_tied_are_moved_out():
 def test_without_its_ties_the_loop_hides_less(op, monkeypatch):
     def f(x):
         x = jnp.concatenate([x] * 8) if op == "matmul_reduce_scatter" else x
-        w = transport.vary(jnp.ones((1024, 1024), x.dtype), {"x"})
+        w = cast_to_varying(jnp.ones((1024, 1024), x.dtype), {"x"})
         return getattr(fa, op)(x, w, "x", backend="pallas", directions=1)
 
     assert faults(compile_form(f, "v5e:2x4"), pairs=5) == set()

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync import mesh as ambient_mesh
 from flaxasync import transport
 from flaxasync.transport import Pair, stateful
 
@@ -15,7 +16,7 @@ LIKE = jnp.ones((16, 128))
 @pytest.fixture
 def on_tpu(monkeypatch):
     """Programs for TPUs may be traced anywhere; the mesh says what they are for."""
-    monkeypatch.setattr(transport.devices, "platform", lambda: "tpu")
+    monkeypatch.setattr(ambient_mesh, "platform", lambda: "tpu")
 
 
 def trace(fn, *args, shape=(4,), names=("x",)):

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.neighbours import enter
-from flaxasync.transport.devices import at
+from flaxasync.mesh import device_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Hops:
 
     def enter(self, tag: str, collective_id: int | None) -> None:
         """Tells the senders that they may write here."""
-        enter(tag, [at(self.axis_name, -self._shift(p)) for p in range(self.parts.count)], collective_id)
+        enter(tag, [device_at(self.axis_name, -self._shift(p)) for p in range(self.parts.count)], collective_id)
 
     def block(self, p: Any, group: Any) -> Any:
         """The block of part p in a group; scalars, traced or not."""
@@ -174,7 +174,7 @@ class Hops:
         if own:
             source = self.x.at[self.parts.in_block(p, group)]
         sems = self.semaphores.send.at[p], self.semaphores.recv.at[p, group]
-        return pltpu.make_async_remote_copy(source, there, *sems, device_id=at(self.axis_name, self._shift(p)))
+        return pltpu.make_async_remote_copy(source, there, *sems, device_id=device_at(self.axis_name, self._shift(p)))
 
     def _shift(self, p: int) -> int:
         return 1 - 2 * p
