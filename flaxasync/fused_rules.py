@@ -3,7 +3,7 @@
 They assume valid input, cast to vary over the same axes; shapes are those of `collective_rules`.
 
                         forward                  dx                                dw
-all_gather_matmul       all_gather_matmul        matmul_reduce_scatter(dy, w.T)    gather_outer(x, dy)
+all_gather_matmul       all_gather_matmul        matmul_reduce_scatter(dy, w.T)    gather_weight_gradient(x, dy)
 matmul_reduce_scatter   matmul_reduce_scatter    all_gather_matmul(dy, w.T)        x.T @ gathered dy, which dx leaves
 matmul_all_reduce       matmul_reduce_scatter,   dy @ w.T                          x.T @ dy
                         then a gather
@@ -24,7 +24,7 @@ from jax import Array, lax
 from flaxasync import mesh
 from flaxasync.collective_rules import dot, outer
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul as gather_kernel
-from flaxasync.kernels.gather_outer import gather_outer
+from flaxasync.kernels.weight_gradient import gather_weight_gradient
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter as reduce_kernel
 from flaxasync.kernels.tiles import DTYPES, LANES, sublanes
 
@@ -194,7 +194,7 @@ def _outer(op: FusedOp, x: Array, dys: tuple[Array, ...]) -> tuple[Array, ...]:
     unit = sublanes(x.dtype)
     if -(-m // unit) * unit * x.shape[0] % LANES:
         unit = math.lcm(unit, LANES // math.gcd(LANES, x.shape[0]))
-    dws = gather_outer(
+    dws = gather_weight_gradient(
         _pad(x, {1: unit, 2: LANES}),
         tuple(_pad_blocks(dy, size, unit) for dy in dys),
         op.axis_name,

@@ -21,9 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.row_tiling import SUB_BLOCK as ROWS
 from flaxasync.kernels.gather.hops import Hops
 from flaxasync.kernels.gather.stream_walk import Place, Walk
-from flaxasync.kernels.gemm import ROWS
 from flaxasync.kernels.tiles import largest_side, split, sublanes
 
 

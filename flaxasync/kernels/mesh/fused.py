@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.gemm import TILES, cost, grid, specs, step, stream
+from flaxasync.kernels.gemm import TILES, cost, grid, specs, step, stream, vmem_bytes
 from flaxasync.kernels.mesh.pieces import Pieces, check_unit, enter_column
 from flaxasync.kernels.neighbours import HBM
 from flaxasync.kernels.tiles import LANES, Tiles, check_vmem, largest_side, sublanes, vmem_limit
@@ -63,7 +63,7 @@ def gather_gemm(
     pieces = Pieces(axis_names, size, rows, k // rows, held // rows, ways)
     tiles = tiles.within(m, rows, n)
     extra = 0 if pieces.depth == 1 else 2  # tiles of o that are read
-    need = check_vmem("gather_gemm", tiles, lambda t: t.vmem_bytes(x.dtype) + extra * t.m * t.n * x.dtype.itemsize)
+    need = check_vmem("gather_gemm", tiles, lambda t: vmem_bytes(t, x.dtype) + extra * t.m * t.n * x.dtype.itemsize)
     cut = rows if size == 2 else largest_side(rows, max(rows // CUTS, sublanes(x.dtype)), sublanes(x.dtype))
     moved = k * n * x.dtype.itemsize
     kind = jax.typeof(x).mat
@@ -155,11 +155,10 @@ def _add(later: Any, x_ref: Any, w_ref: Any, o_ref: Any, total: Any, tiles: Tile
     x_spec, w_spec, o_spec = specs(tiles)
 
     def body(x_tile: Any, w_tile: Any, before: Any, o_tile: Any) -> None:
-        step(x_tile, w_tile, o_tile, total, depth=k)
+        def add(value: Any, rows: Any) -> Any:
+            return value + jnp.where(later, before[rows, :].astype(jnp.float32), 0.0)
 
-        @pl.when(later & (pl.program_id(2) == pl.num_programs(2) - 1))
-        def _() -> None:
-            o_tile[...] = (total[...] + before[...].astype(jnp.float32)).astype(o_tile.dtype)
+        step(x_tile, w_tile, o_tile, total, depth=k, add=add)
 
     with jax.named_scope("multiply"):
         specs_in = [x_spec, w_spec, o_spec]
