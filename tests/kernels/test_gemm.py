@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels import gemm as module
-from flaxasync.kernels.gemm import gemm, stream
-from flaxasync.kernels.engine.refs import HBM
 from flaxasync.kernels.engine.operands import Tiles
+from flaxasync.kernels.engine.refs import HBM
+from flaxasync.kernels.gemm import gemm, stream
 from tests.grids import sparse
 from tests.kernels.conftest import simulated
 

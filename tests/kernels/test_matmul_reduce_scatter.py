@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.kernels.engine import row_tiling
+from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Acknowledgements
 from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.matmul_reduce_scatter.kernel import _Device, matmul_reduce_scatter
+from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from tests.kernels.conftest import simulated
 
 TILES = Tiles(32, 128, 128)
@@ -71,14 +72,13 @@ def test_partial_tiles(monkeypatch, size, part, options):
 
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
     """Negative test: a partial tile of the contraction is multiplied as if it were whole, with what lies beyond it."""
-    multiply = _Device.multiply
+    multiply = MatmulTiles.multiply
 
-    def whole(self, here, n):
-        size = self.schedule.contraction.size
-        schedule = dataclasses.replace(self.schedule, contraction=Tiling((2 * size,), size))
-        multiply(dataclasses.replace(self, schedule=schedule), here, n)
+    def whole(self, *args):
+        size = self.contraction.size
+        multiply(dataclasses.replace(self, contraction=Tiling((2 * size,), size)), *args)
 
-    monkeypatch.setattr(_Device, "multiply", whole)
+    monkeypatch.setattr(MatmulTiles, "multiply", whole)
     got, want = run(2, **RAGGED | {"directions": 1, "n": 128})
     assert np.isnan(got).any()
     assert not np.isnan(want).any()
