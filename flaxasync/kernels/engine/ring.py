@@ -40,6 +40,11 @@ class Ring:
         """The directions in use."""
         return range(self.directions)
 
+    @property
+    def index(self) -> jax.Array:
+        """This device's index on the axis."""
+        return lax.axis_index(self.axis_name)
+
     def receiver(self, direction: Scalar) -> Device:
         """Returns the neighbour that this device sends to."""
         return neighbour(self.axis_name, direction)
@@ -53,8 +58,7 @@ class Ring:
 
         The index wraps around by a comparison, because a remainder takes the scalar core far longer.
         """
-        index = lax.axis_index(self.axis_name)
-        back, onward = index - hops, index + hops
+        back, onward = self.index - hops, self.index + hops
         back = jnp.where(back < 0, back + self.size, back)
         onward = jnp.where(onward >= self.size, onward - self.size, onward)
         if isinstance(direction, int) or self.directions == 1:
