@@ -78,7 +78,7 @@ def test_pickled_objects_are_never_loaded(tmp_path):
 
 
 def test_an_empty_folder_and_an_empty_array_are_refused(tmp_path):
-    with pytest.raises(InputError, match="has no file with something in it"):
+    with pytest.raises(InputError, match="has no file that is not empty"):
         open_path(tmp_path)
     np.save(tmp_path / "a.npy", np.zeros(0, np.uint16))
     with pytest.raises(InputError, match="has no tokens"):
