@@ -3,8 +3,8 @@
 import faulthandler
 import os
 
-# These variables must be set before jax is imported. Tests that compile for a TPU topology need the TPU_* variables, and
-# several processes must be able to load libtpu at once.
+# These variables must be set before jax is imported. Tests that compile for a TPU topology need the TPU_* variables,
+# and several processes must be able to load libtpu at once.
 os.environ.update(
     JAX_PLATFORMS="cpu",
     TPU_SKIP_MDS_QUERY="1",
