@@ -1,7 +1,7 @@
 """The tokens of a run: one 1-D array, made from Python's standard library, from text, or from a file of tokens.
 
 Every byte of a text is one token. Text files and token files are memory-mapped. A folder of text and the standard
-library are read into memory; the library is about 9 MB and takes a tenth of a second to read, so it is not cached.
+library are read into memory; the library is about 10 MB and takes a tenth of a second to read, so it is not cached.
 """
 
 import dataclasses

@@ -82,9 +82,7 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh) -
         except check.HbmError as error:
             refused.append(error)
             continue
-        except (
-            RuntimeError
-        ) as error:  # the compiler crashed, exceeded its time, or failed for another reason than memory
+        except RuntimeError as error:  # a crash, a timeout, or a refusal for another reason than memory
             raise InputError(f"the training step could not be compiled for {topology}: {error}") from error
         return _estimate(config, tried, smaller, refused, topology, mesh, state, program)
     raise InputError(f"not even one layer fits on {topology}: {refused[-1]}; use a larger topology, or a smaller model")

@@ -179,6 +179,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, finished):
     assert err.count("\n") == 1
 
 
+def test_divergence_before_the_first_checkpoint_is_explained(run):
+    code, _, err = run("--steps", 60, "--optimizer.learning_rate", 1e30)
+    assert code == 3
+    assert "there is no good checkpoint, because none was due before that step. Starting again repeats it" in err
+
+
 def test_an_error_in_the_code_keeps_its_traceback(run, monkeypatch):
     monkeypatch.setattr("train.run.split", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
