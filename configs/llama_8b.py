@@ -7,9 +7,9 @@ from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshC
 def llama_8b() -> Config:
     """Trains with four million tokens per step; `--data.path` must name a .bin file of uint32 tokens.
 
-    On v5p with a model axis of 8, the TPU compiler counts 11.2 GiB per device for the state, and 81 GiB in all for a step
-    with 64 sequences per data shard. A batch of 512 therefore needs a data axis of 8. These figures are from
-    `--dry-run --topology v5p:2x2x2 --data.batch_size 64`, which also reports what fits other chips.
+    On v5p with a model axis of 8 the TPU compiler counts 11.2 GiB per device for the state, and 81 GiB in all for a
+    step with 64 sequences per data shard. A batch of 512 therefore needs a data axis of 8. These figures are from
+    `--dry-run --topology v5p:2x2x2 --data.batch_size 64`.
     """
     return Config(
         workdir="runs/llama_8b",

@@ -79,13 +79,13 @@ class Checkpoints:
         """Chooses the step to restore.
 
         Args:
-          step: The step that was asked for, or None for the newest one.
+          step: The requested step, or None for the newest one.
 
         Returns:
-          The step, or 0 if None was asked for and there is no checkpoint.
+          The step, or 0 if `step` is None and there is no checkpoint.
 
         Raises:
-          InputError: There is no checkpoint of the step that was asked for.
+          InputError: There is no checkpoint of the requested step.
         """
         steps = self.steps()
         if step is None:

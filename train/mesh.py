@@ -52,7 +52,7 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
         ) from error
     if config.platform not in ("auto", devices[0].platform):
         raise InputError(
-            f"mesh.platform={config.platform} was asked for, but JAX runs on {devices[0].platform}; "
+            f"mesh.platform={config.platform} was requested, but JAX runs on {devices[0].platform}; "
             "use --mesh.platform auto, or install JAX for that platform"
         )
     kind = "simulated cpu" if devices[0].platform == "cpu" else devices[0].platform
@@ -68,7 +68,7 @@ def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, in
     context axis only once per layer.
 
     Args:
-      config: The sizes that were asked for, of which one may be -1.
+      config: The requested sizes, of which one may be -1.
       devices: The number of devices.
       kind: The kind of device that error messages name, such as "tpu".
 

@@ -105,7 +105,7 @@ class Workdir:
         except (ValueError, AttributeError) as error:
             raise InputError(
                 f"{self.config} cannot be read ({error}), so it is not known which run is there; "
-                "mend it, or choose another --workdir"
+                "repair the file, or choose another --workdir"
             ) from error
         where, now = f"workdir {self.root}", _as_json(config)
         require_same(_pick(saved, _is_architecture), architecture(config), where=where, what="another architecture")
@@ -143,7 +143,7 @@ def require_same(saved: dict[str, Any], now: dict[str, Any], *, where: str, what
     lines = [f"{name} is {before} there and {after} here" for name, before, after in _differences(saved, now)]
     if lines:
         raise InputError(
-            f"{where} holds a run with {what}: {'; '.join(lines)}. Give it the values it was begun with, "
+            f"{where} holds a run with {what}: {'; '.join(lines)}. Give it the values that it was started with, "
             "or choose another --workdir"
         )
 

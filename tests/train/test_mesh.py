@@ -54,7 +54,7 @@ def test_the_mesh_has_explicit_axes_over_all_devices():
 
 
 def test_another_platform_than_the_one_asked_for_is_refused():
-    with pytest.raises(InputError, match=r"mesh.platform=gpu was asked for, but JAX runs on cpu"):
+    with pytest.raises(InputError, match=r"mesh.platform=gpu was requested, but JAX runs on cpu"):
         make_mesh(MeshConfig(platform="gpu"))
 
 
