@@ -27,10 +27,10 @@ from jax.sharding import PartitionSpec as P
 from table import print_table, write_between_markers
 
 import flaxasync as fa
-from flaxasync.attention.blocks import Scores
 from flaxasync.attention.flash_kernel import Flash
-from flaxasync.attention.layout import Mask, Product
 from flaxasync.hardware import chip
+from flaxasync.ops.attention.blocks import Scores
+from flaxasync.ops.attention.layouts import Mask, Product
 
 R, HEAD_DIM = 8, 128
 TOPOLOGIES, LENGTHS = ("v5e:2x4", "v5p:2x2x2"), (32_768, 262_144)

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.player_layers import play_program
 from benchmarks.table import print_table, write_between_markers
-from flaxasync.plan import Plan
+from flaxasync.ops.plan import Plan
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
 MESHES = {  # topology and shape of ("data", "model"); the ring is the second

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flaxasync.attention.layout import AttentionLayout, check_rows
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
 from flaxasync.nn.heads import Context, HeadAttention, check_heads, check_segments, check_window, make_context
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, default_bias_init, default_kernel_init
 from flaxasync.nn.placement import Layout, Placement, check_divides, check_input, place
+from flaxasync.ops.attention.layouts import AttentionLayout, check_rows
 
 
 class ParallelSelfAttention(nnx.Module):

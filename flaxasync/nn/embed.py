@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flaxasync import vocab_parallel
-from flaxasync.collective_matmul import choose_ring
 from flaxasync.nn import shards
 from flaxasync.nn.placement import (
     Layout,
@@ -23,6 +21,8 @@ from flaxasync.nn.placement import (
     place,
     place_tokens,
 )
+from flaxasync.ops import vocabulary as vocab_parallel
+from flaxasync.ops.matmul.api import choose_ring
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)  # as nnx.Embed
 
@@ -143,7 +143,7 @@ def softmax_cross_entropy(
 ) -> Float[Array, "*batch s"]:
     """Cross-entropy of each row in nats, from logits that are sharded by entries over `axis_name`.
 
-    Three numbers a row cross the axis; see `flaxasync.vocab_parallel.cross_entropy`.
+    Three numbers a row cross the axis; see `flaxasync.ops.vocabulary.cross_entropy`.
 
     Args:
       logits: [..., s, V], sharded by entries (the last dimension).

@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flaxasync.attention.layout import AttentionLayout, check_layout, positions
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.ring_attention import ring_attention
+from flaxasync.ops.attention.api import ring_attention
+from flaxasync.ops.attention.layouts import AttentionLayout, check_layout, positions
 
 
 def rotary_embedding(

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flaxasync.attention.layout import AttentionLayout, check_rows
 from flaxasync.nn import shards
 from flaxasync.nn.heads import HeadAttention, check_heads, check_segments, check_window, make_context
 from flaxasync.nn.linear import default_bias_init, default_kernel_init
 from flaxasync.nn.placement import check_input, place
+from flaxasync.ops.attention.layouts import AttentionLayout, check_rows
 
 
 class RingSelfAttention(nnx.Module):

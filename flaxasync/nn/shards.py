@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax import Array, lax
 
-from flaxasync import collective_matmul
-from flaxasync.dtypes import sum_dtype
 from flaxasync.mesh import cast_to_varying
 from flaxasync.nn.placement import Layout
+from flaxasync.ops.dtypes import sum_dtype
+from flaxasync.ops.matmul import api as collective_matmul
 
 type Linear = tuple[Array, Array | None]  # kernel, bias
 

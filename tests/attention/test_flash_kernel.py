@@ -10,9 +10,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import flaxasync as fa
 from flaxasync.attention import flash_kernel
-from flaxasync.attention.blocks import Reference, Scores, finish, initial_carry
 from flaxasync.attention.flash_kernel import Flash, unsupported
-from flaxasync.attention.layout import Mask, Product
+from flaxasync.ops.attention.blocks import Reference, Scores, finish, initial_carry
+from flaxasync.ops.attention.layouts import Mask, Product
 from tests.simulator.callbacks import quick_callbacks
 
 ROWS, HEAD = 256, 64

@@ -5,13 +5,13 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests import test_collective_matmul as ops
-from tests import test_ring_attention as ring_attention
 from tests.nn import conftest as layers
 from tests.nn import test_attention as attention
 from tests.nn import test_embed as embed
 from tests.nn import test_linear as linear
 from tests.nn import test_mlp as mlp
+from tests.ops.attention import test_api as ring_attention
+from tests.ops.matmul import test_api as ops
 from tests.simulator.split_pairs import session
 
 

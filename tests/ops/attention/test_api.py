@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.attention.blocks import Reference
 from flaxasync.attention.flash_kernel import Flash
+from flaxasync.ops.attention.blocks import Reference
 from tests.grids import sparse
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

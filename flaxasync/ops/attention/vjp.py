@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from flaxasync import transport
-from flaxasync.attention import passes
-from flaxasync.attention.blocks import Reference, finish
-from flaxasync.attention.passes import Op
+from flaxasync.ops.attention import ring as passes
+from flaxasync.ops.attention.blocks import Reference, finish
+from flaxasync.ops.attention.ring import Op
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -3,8 +3,8 @@
 Forward only: the gradients are XLA's, whatever the backend.
 """
 
-from flaxasync.costs.cost import Cost, Shape, hop_seconds
 from flaxasync.hardware import Chip
+from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
 
 EFFICIENCY = {"none": 0.95, "xla_gemm": 0.94, "serial": 0.94, "fused": 0.94, "overlapped": 0.97}
 """Share of the peak FLOP/s of the product, played on v5e: docs/kernels.md."""

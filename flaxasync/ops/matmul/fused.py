@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync import mesh
-from flaxasync.collective_rules import dot, outer
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul as gather_kernel
 from flaxasync.kernels.gather_outer import gather_outer
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter as reduce_kernel
 from flaxasync.kernels.tiles import DTYPES, LANES, sublanes
+from flaxasync.ops.matmul.ring import dot, outer
 
 INSTEAD = "use backend='xla'"
 

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync.attention.blocks import BlockKernel, Carry, Gradients, Scores, initial_carry, where_needed
-from flaxasync.attention.layout import Product, Sequence
-from flaxasync.dtypes import sum_dtype
 from flaxasync.mesh import cast_to_varying
+from flaxasync.ops.attention.blocks import BlockKernel, Carry, Gradients, Scores, initial_carry, where_needed
+from flaxasync.ops.attention.layouts import Product, Sequence
+from flaxasync.ops.dtypes import sum_dtype
 from flaxasync.ring import Ring, gathered_owner, shifts, split_rows, staggered_loop
 
 type Block = dict[str, Array]  # what travels: "kv", "ids" where there are segments, "dkv" in the backward pass

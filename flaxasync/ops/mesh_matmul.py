@@ -21,7 +21,7 @@ from flaxasync.kernels.mesh.overlapped import check_overlapped, overlapped
 from flaxasync.kernels.reduce import all_reduce
 from flaxasync.kernels.tiles import Tiles, check_operand, sublanes
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.plan import plan
+from flaxasync.ops.plan import plan
 
 BACKENDS = ("none", "xla_gemm", "serial", "fused", "overlapped")
 

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync.attention.layout import Mask, Product
-from flaxasync.dtypes import sum_dtype
 from flaxasync.mesh import cast_to_varying
+from flaxasync.ops.attention.layouts import Mask, Product
+from flaxasync.ops.dtypes import sum_dtype
 
 LOG2_E = 1.4426950408889634
 LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # a maximum that no score is below; differences of two are finite

@@ -8,9 +8,9 @@ another.
 import dataclasses
 from collections.abc import Sequence
 
-from flaxasync.costs.cost import Cost, hop_seconds
-from flaxasync.costs.passes import RESIDENT, Pass, directions, first_operand, hbm, product
 from flaxasync.hardware import Chip
+from flaxasync.ops.costs.cost import Cost, hop_seconds
+from flaxasync.ops.costs.passes import RESIDENT, Pass, directions, first_operand, hbm, product
 
 
 @dataclasses.dataclass(frozen=True)

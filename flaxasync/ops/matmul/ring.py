@@ -40,8 +40,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync import mesh
-from flaxasync.dtypes import sum_dtype
 from flaxasync.mesh import cast_to_varying
+from flaxasync.ops.dtypes import sum_dtype
 from flaxasync.ring import Ring, gather_pass, reduce_pass
 
 

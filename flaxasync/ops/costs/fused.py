@@ -7,9 +7,9 @@ each block. What it does not fetch again is told by its file in `flaxasync.kerne
 import dataclasses
 from collections.abc import Sequence
 
-from flaxasync.costs.cost import Cost, hop_seconds
-from flaxasync.costs.passes import RESIDENT, WIDE, Pass, directions, hbm, product
 from flaxasync.hardware import Chip
+from flaxasync.ops.costs.cost import Cost, hop_seconds
+from flaxasync.ops.costs.passes import RESIDENT, WIDE, Pass, directions, hbm, product
 
 
 @dataclasses.dataclass(frozen=True)

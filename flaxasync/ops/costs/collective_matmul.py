@@ -7,12 +7,12 @@ over other mesh axes, of gradients say, are not counted: every backend has them.
 import dataclasses
 import math
 
-from flaxasync.costs import fused
-from flaxasync.costs.cost import Cost, Shape, hop_seconds
-from flaxasync.costs.passes import Pass, directions
-from flaxasync.costs.rings import ring_of_blocks
-from flaxasync.costs.serial import serial
 from flaxasync.hardware import Chip
+from flaxasync.ops.costs import fused
+from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
+from flaxasync.ops.costs.passes import Pass, directions
+from flaxasync.ops.costs.rings import ring_of_blocks
+from flaxasync.ops.costs.serial import serial
 
 
 def all_gather_matmul(

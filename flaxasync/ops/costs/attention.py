@@ -1,7 +1,7 @@
 """Ring attention: a ring of k and v against one gather of both."""
 
-from flaxasync.costs.cost import Cost, Shape, hop_seconds
 from flaxasync.hardware import Chip
+from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
 
 KERNEL_EFFICIENCY = 0.9
 """Share of the peak FLOP/s that the attention kernels reach, played on v5e: benchmarks/attention.py."""

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from flaxasync import mesh, transport
-from flaxasync.attention import rules
-from flaxasync.attention.blocks import BlockKernel, Reference, Scores
 from flaxasync.attention.flash_grid import LANES
 from flaxasync.attention.flash_kernel import Flash, unsupported
-from flaxasync.attention.layout import AttentionLayout, Mask, Sequence, check_layout
-from flaxasync.attention.passes import Op
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.plan import plan
+from flaxasync.ops.attention import vjp as rules
+from flaxasync.ops.attention.blocks import BlockKernel, Reference, Scores
+from flaxasync.ops.attention.layouts import AttentionLayout, Mask, Sequence, check_layout
+from flaxasync.ops.attention.ring import Op
+from flaxasync.ops.plan import plan
 from flaxasync.ring import Ring
 
 BACKENDS = ("xla", "pallas", "stateful", "gather")
@@ -77,7 +77,7 @@ def ring_attention(
       backend: "xla" (a ring of `lax.ppermute`), "pallas" or "stateful" (the same ring on Pallas DMAs, with futures or
         with Refs; TPU), "gather" (all-gather k and v once), or None: what `flaxasync.plan` predicts to be fastest.
       kernel: what multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative), "reference" (JAX, on
-        every device), an object of your own (`flaxasync.attention.blocks.BlockKernel`), or None: "flash" where it can
+        every device), an object of your own (`ops.attention.blocks.BlockKernel`), or None: "flash" where it can
         serve, on a mesh of TPUs whose axes are all mapped; else "reference".
       directions: 1, or 2 to send half of every block each way; by default 2 on rings of three or more TPUs.
       unroll: ring steps in one loop body.

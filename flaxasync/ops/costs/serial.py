@@ -9,9 +9,9 @@ reduce                      product, reduce-scatter                  where it co
 
 from collections.abc import Sequence
 
-from flaxasync.costs.cost import Cost
-from flaxasync.costs.passes import Pass, directions, first_operand, hbm, product
 from flaxasync.hardware import Chip
+from flaxasync.ops.costs.cost import Cost
+from flaxasync.ops.costs.passes import Pass, directions, first_operand, hbm, product
 
 SUMS_MOVED = 1.5
 """Blocks that a reduce-scatter moves in HBM for each block; flaxasync/check/player/analytic.py takes so many."""

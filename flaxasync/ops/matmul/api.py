@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flaxasync import collective_rules, fused_rules, mesh, transport
+from flaxasync import mesh, transport
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.plan import plan
+from flaxasync.ops.matmul import fused as fused_rules
+from flaxasync.ops.matmul import ring as collective_rules
+from flaxasync.ops.plan import plan
 from flaxasync.ring import Ring
 
 BACKENDS = ("xla", "pallas", "stateful", "fused", "none")

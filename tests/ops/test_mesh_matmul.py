@@ -14,7 +14,7 @@ from benchmarks.mesh_matmul import STUDY, program
 from flaxasync.check.player.errors import RaceError
 from flaxasync.kernels.mesh import overlapped, sums, walk, weights
 from flaxasync.kernels.tiles import Tiles, split
-from flaxasync.mesh_matmul import BACKENDS
+from flaxasync.ops.mesh_matmul import BACKENDS
 from tests.kernels.conftest import simulated
 
 SPECS = P("x", "y"), P("x", None)

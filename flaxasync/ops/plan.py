@@ -1,7 +1,7 @@
 """Which backend an op should use for given shapes on a given chip: a roofline prediction, and the reason in words.
 
 A prediction is made of data-sheet rates (`flaxasync.hardware`) and of a few numbers read off played programs
-(`flaxasync.costs`). It ranks backends; it does not say how long a run will take.
+(`flaxasync.ops.costs`). It ranks backends; it does not say how long a run will take.
 
 An op has a function in `MODELS` that gives the `Cost` of each of its backends; everything else here is common to all.
 """
@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flaxasync.costs.attention import ring_attention
-from flaxasync.costs.collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from flaxasync.costs.cost import Cost, Shape
-from flaxasync.costs.mesh_matmul import mesh_matmul
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
+from flaxasync.ops.costs.attention import ring_attention
+from flaxasync.ops.costs.collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from flaxasync.ops.costs.cost import Cost, Shape
+from flaxasync.ops.costs.mesh_matmul import mesh_matmul
 
 SERIAL = ("none", "gather")  # backends that transfer first, or last, and hide nothing
 
