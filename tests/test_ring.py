@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync import ring, transport
 from flaxasync.mesh import cast_to_varying
+from flaxasync.transport.values import ValueTransport
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -52,8 +53,8 @@ def test_a_block_of_one_row_goes_one_way():
     assert ring.shifts(1, rows=8) == (1,)
 
 
-class Recorder:
-    """A transport that moves nothing and writes down what it was asked to do."""
+class Recorder(ValueTransport):
+    """A transport that moves nothing and records what it was asked to do."""
 
     def __init__(self):
         self.log = []
@@ -66,7 +67,7 @@ class Recorder:
         self.log.append("done")
         return x + 1
 
-    def pin(self, x, values):
+    def tie(self, x, values):
         return x, values
 
     def check_unroll(self, unroll):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import cast_to_varying
 from flaxasync.ops.dtypes import sum_dtype
-from flaxasync.ring import Ring, gather_pass, reduce_pass
+from flaxasync.ring import Ring, ring_gather, ring_reduce
 
 
 def lookup(ids: Int[Array, "*batch s"], table: Float[Array, "v d"], axis_name: str) -> Float[Array, "*batch s d"]:
@@ -52,7 +52,7 @@ def _lookup_reduce_scatter(ring: Ring, ids: Array, table: Array) -> Array:
         return lookup(lax.dynamic_slice_in_dim(ids, row, count, axis=-1), table, ring.axis_name)
 
     with jax.named_scope("vocab_parallel_lookup"):
-        return reduce_pass(ring, ids.shape[-1] // lax.axis_size(ring.axis_name), produce, table.dtype)
+        return ring_reduce(ring, ids.shape[-1] // lax.axis_size(ring.axis_name), produce, table.dtype)
 
 
 def _lookup_reduce_scatter_fwd(ring: Ring, ids: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -69,7 +69,7 @@ def _lookup_reduce_scatter_bwd(ring: Ring, saved: tuple[Array, Array], dy: Array
 
     zeros = jnp.zeros(table.shape, sum_dtype(table))
     with jax.named_scope("vocab_parallel_lookup_dtable"):
-        dtable = gather_pass(ring, dy, cast_to_varying(zeros, jax.typeof(dy).mat.varying), add)
+        dtable = ring_gather(ring, dy, cast_to_varying(zeros, jax.typeof(dy).mat.varying), add)
     return None, dtable.astype(table.dtype)
 
 

@@ -15,9 +15,11 @@ from jax import lax
 
 from flaxasync import ring, transport
 from flaxasync.mesh import cast_to_varying
-from flaxasync.transport import pallas, stateful
+from flaxasync.transport import stateful
+from flaxasync.transport.pallas import PallasTransport
 
 AXIS = "x"
+pallas = PallasTransport()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,7 @@ def two_slots(x, hops):
 
 
 def gather(backend, directions):
-    """`ring.gather_pass`: doubles the rows of every device."""
+    """`ring.ring_gather`: doubles the rows of every device."""
 
     def run(x, hops):
         def write(block, row, y):
@@ -137,7 +139,7 @@ def gather(backend, directions):
 
         y = lax.empty((lax.axis_size(AXIS) * x.shape[0], x.shape[1]), x.dtype)
         loop = ring.Ring(AXIS, transport.get(backend), directions)
-        return (ring.gather_pass(loop, x, cast_to_varying(y, {AXIS}), write),)
+        return (ring.ring_gather(loop, x, cast_to_varying(y, {AXIS}), write),)
 
     def expect(blocks, hops):
         return (np.stack([2 * blocks.reshape(-1, blocks.shape[-1])] * len(blocks)),)
@@ -146,14 +148,14 @@ def gather(backend, directions):
 
 
 def reduce(backend, directions):
-    """`ring.reduce_pass`: sums over the devices their x, weighted by the row that it is meant for."""
+    """`ring.ring_reduce`: sums over the devices their x, weighted by the row that it is meant for."""
 
     def run(x, hops):
         def produce(row, count):
             return x[:count] * jnp.asarray(row + 1, jnp.float32).astype(x.dtype)
 
         loop = ring.Ring(AXIS, transport.get(backend), directions)
-        return (ring.reduce_pass(loop, x.shape[0], produce, x.dtype),)
+        return (ring.ring_reduce(loop, x.shape[0], produce, x.dtype),)
 
     def expect(blocks, hops):
         size, rows, _ = blocks.shape

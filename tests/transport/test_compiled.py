@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync import check, ring, transport
 from flaxasync.mesh import cast_to_varying
-from flaxasync.transport import pallas
+from flaxasync.transport.pallas import PallasTransport, enter, send, wait_sent_and_received
 from tests.grids import sparse
 from tests.transport.compiled import DEVICES, compile_form, faults
 from tests.transport.forms import FORMS
 
 HOPS = 7
+pallas = PallasTransport()
 
 
 @pytest.mark.parametrize(
@@ -124,11 +125,11 @@ def permute_anywhere(x):
     like, dma = jax.ShapeDtypeStruct.like(x), pltpu.SemaphoreType.DMA(())
 
     def start(x_ref, send_sem, recv_sem, _, y_ref):
-        pallas.enter("x", 1)
-        pallas.send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
+        enter("x", 1)
+        send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
 
     def done(x_ref, y_ref, send_sem, recv_sem, _):
-        pallas.wait_sent_and_received(x_ref, y_ref, send_sem, recv_sem)
+        wait_sent_and_received(x_ref, y_ref, send_sem, recv_sem)
 
     params = pltpu.CompilerParams(has_side_effects=True)
     *sems, x, y = pl.pallas_call(
@@ -165,7 +166,7 @@ def unthreaded(x_ref, y_ref):
         out_shape=(pltpu.SemaphoreType.DMA(()),) * 2, compiler_params=params, name="ppermute_start",
     )(neighbours)  # fmt: skip
     pl.pallas_call(
-        lambda *sems: pallas.wait_sent_and_received(x_ref, y_ref, *sems), in_specs=[sem, sem], out_shape=(),
+        lambda *sems: wait_sent_and_received(x_ref, y_ref, *sems), in_specs=[sem, sem], out_shape=(),
         compiler_params=params, name="ppermute_done",
     )(*sems)  # fmt: skip
 
@@ -231,7 +232,7 @@ def test_without_its_ties_the_loop_hides_less(op, monkeypatch):
         return getattr(fa, op)(x, w, "x", backend="pallas", directions=1)
 
     assert faults(compile_form(f, "v5e:2x4"), pairs=5) == set()
-    monkeypatch.setattr(pallas, "pin", lambda x, values: (x, values))
+    monkeypatch.setattr(PallasTransport, "tie", lambda self, x, values: (x, values))
     assert faults(compile_form(f, "v5e:2x4"), pairs=5) == {"order"}
 
 

@@ -141,13 +141,13 @@ def stateful_copies(x):
     refs = [jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)), jax.new_ref(jnp.zeros_like(x))]
 
     def begin(to):
-        sems, (refs[0][...], refs[to][...]), _ = pair.launch("copy_start", _begin, (refs[0][...], refs[to][...]))
+        sems, (refs[0][...], refs[to][...]), _ = pair.start_kernel("copy_start", _begin, (refs[0][...], refs[to][...]))
         return sems
 
     sems = begin(1), begin(2)
     for to in (1, 2):
         contents = (refs[0][...], refs[to][...])
-        refs[0][...], refs[to][...] = pair.land("copy_done", _wait, contents, sems[to - 1], returned=(0, 1))
+        refs[0][...], refs[to][...] = pair.done_kernel("copy_done", _wait, contents, sems[to - 1], returned=(0, 1))
     return refs[1][...], refs[2][...]
 
 

@@ -204,7 +204,8 @@ def test_a_missing_capacity_ack_writes_early(mode):
             here = slot_ref[0]
             pallas.send(slots.at[here], slots.at[1 - here], send_sem, recv_sem, "x", 1)
 
-        sems, (ref[...],), _ = pair.launch("ppermute_slots_start", body, (ref[...],), scalars=(slot,), semaphores=2)
+        name = "ppermute_slots_start"
+        sems, (ref[...],), _ = pair.start_kernel(name, body, (ref[...],), scalars=(slot,), semaphores=2)
         return sems
 
     def f(x, acknowledge):

@@ -42,7 +42,7 @@ from jax import Array, lax
 from flaxasync import mesh
 from flaxasync.mesh import cast_to_varying
 from flaxasync.ops.dtypes import sum_dtype
-from flaxasync.ring import Ring, gather_pass, reduce_pass
+from flaxasync.ring import Ring, ring_gather, ring_reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def all_gather_matmul(op: Op, x: Array, ws: tuple[Array, ...]) -> tuple[Array, .
         )
 
     with jax.named_scope("all_gather_matmul"):
-        return gather_pass(op.ring, x, ys, write)
+        return ring_gather(op.ring, x, ys, write)
 
 
 def _all_gather_matmul_fwd(op: Op, x: Array, ws: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple]:
@@ -84,7 +84,7 @@ def _all_gather_matmul_bwd(op: Op, saved: tuple, dys: tuple[Array, ...]) -> tupl
         return tuple(dw + outer(block, _rows(dy, row, count), op.precision) for dw, dy in zip(dws, dys, strict=True))
 
     with jax.named_scope("all_gather_matmul_dw"):
-        dws = gather_pass(op.ring, x, tuple(_sum_like(w, x, *dys) for w in ws), add)
+        dws = ring_gather(op.ring, x, tuple(_sum_like(w, x, *dys) for w in ws), add)
     return dx, tuple(dw.astype(w.dtype) for dw, w in zip(dws, ws, strict=True))
 
 
@@ -113,7 +113,7 @@ def _matmul_reduce_scatter_bwd(op: Op, saved: tuple, dy: Array) -> tuple[tuple[A
         return dxs, lax.dynamic_update_slice_in_dim(gathered, block, row, axis=-2)
 
     with jax.named_scope("matmul_reduce_scatter_dx"):
-        dxs, gathered = gather_pass(op.ring, dy, (dxs, gathered), use)
+        dxs, gathered = ring_gather(op.ring, dy, (dxs, gathered), use)
     with jax.named_scope("matmul_reduce_scatter_dw"):
         return dxs, tuple(outer(x, gathered, op.precision).astype(w.dtype) for x, w in zip(xs, ws, strict=True))
 
@@ -157,7 +157,7 @@ def _reduce_products(op: Op, xs: tuple, ws: tuple, *, rows: int, transposed: boo
     def produce(row: Any, count: int) -> Array:
         return _sum_of_products(tuple(_rows(x, row, count) for x in xs), ws, op, transposed=transposed)
 
-    return reduce_pass(op.ring, rows, produce, _travel_dtype(op, xs)).astype(xs[0].dtype)
+    return ring_reduce(op.ring, rows, produce, _travel_dtype(op, xs)).astype(xs[0].dtype)
 
 
 def _sum_of_products(xs: tuple, ws: tuple, op: Op, *, transposed: bool = False) -> Array:
