@@ -2,6 +2,7 @@
 
 from flaxasync import check as check
 from flaxasync import nn as nn
+from flaxasync.ops.attention.api import attention as attention
 from flaxasync.ops.attention.api import ring_attention as ring_attention
 from flaxasync.ops.attention.layouts import sequence_order as sequence_order
 from flaxasync.ops.matmul.api import all_gather_matmul as all_gather_matmul

@@ -1,9 +1,9 @@
 """Which backend an op should use for given shapes on a given chip: a roofline prediction, and the reason in words.
 
-A prediction is made of data-sheet rates (`flaxasync.hardware`) and of a few numbers read off played programs
+A prediction is made of data-sheet rates (`flaxasync.hardware`) and of a few numbers read from played programs
 (`flaxasync.ops.costs`). It ranks backends; it does not say how long a run will take.
 
-An op has a function in `MODELS` that gives the `Cost` of each of its backends; everything else here is common to all.
+Each op has a function in `MODELS` that returns the `Cost` of each of its backends. Everything else here serves all ops.
 """
 
 import dataclasses
@@ -16,8 +16,6 @@ from flaxasync.ops.costs.attention import ring_attention
 from flaxasync.ops.costs.collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from flaxasync.ops.costs.cost import Cost, Shape
 from flaxasync.ops.costs.mesh_matmul import mesh_matmul
-
-SERIAL = ("none", "gather")  # backends that transfer first, or last, and hide nothing
 
 MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
     "all_gather_matmul": all_gather_matmul,
@@ -33,10 +31,10 @@ class Plan:
     """A choice of backend.
 
     Attributes:
-      op: the op's name.
-      backend: the one to use.
-      reason: why, in one sentence with figures.
-      costs: of every backend that can serve.
+      op: The name of the op.
+      backend: The backend to use.
+      reason: Why, in one sentence with figures.
+      costs: The predicted cost of every backend that can serve the call.
     """
 
     op: str
@@ -46,12 +44,12 @@ class Plan:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What the op uses with the chosen backend: directions of the ring, say."""
+        """What the op uses with the chosen backend, such as the directions of the ring."""
         return self.costs[self.backend].settings
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Predicted seconds of every backend."""
+        """The predicted seconds of every backend."""
         return {backend: cost.seconds for backend, cost in self.costs.items()}
 
     def __str__(self) -> str:
@@ -65,27 +63,28 @@ class Plan:
 
 
 def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple[int, int], **options: Any) -> Plan:
-    """Predicts how long each backend of an op takes, and chooses.
+    """Predicts how long each backend of an op takes, and chooses one.
 
     ```python
     print(fa.plan(fa.all_gather_matmul, (8, 256, 8192), (8192, 3584), chip="v5e", ring=8))
     ```
 
     Args:
-      op: a function of this package, or its name: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
+      op: A function of this package, or its name: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
         "mesh_matmul" or "ring_attention".
-      *shapes: of its operands on one device, in its order; of a tuple of w, one after the other.
+      *shapes: The shapes of its operands on one device, in its order; those of a tuple of w one after the other.
       chip: "v5e", "v5e:2x4", or a `flaxasync.hardware.Chip`.
-      ring: devices on the axis; for mesh_matmul those on both axes, (x, y).
-      **options: of the op that matter to its time, by its names; `itemsize`, the bytes of an element (2 by default);
-        `backward`, whether the gradient is counted, too (True by default; mesh_matmul's is the same for all backends
-        and is never counted); `kernels`, whether the matmuls' Pallas kernels can serve (True by default).
+      ring: The number of devices on the axis; for mesh_matmul the numbers on both axes, (x, y).
+      **options: Those options of the op that matter for its time, under its names; `itemsize`, the bytes of an element
+        (2 by default); `backward`, whether to count the gradient too (True by default; the gradient of mesh_matmul is
+        the same for all backends and is never counted); `kernels`, whether the Pallas kernels of the matmuls can serve
+        (True by default).
 
     Returns:
-      The plan: `.backend`, `.reason`, `.settings`, `.seconds` and `.costs` by backend; str() is a table.
+      The plan, with `.backend`, `.reason`, `.settings`, and `.seconds` and `.costs` by backend. str() makes a table.
 
     Raises:
-      ValueError: no such op or chip, a ring of no devices, an option that the op lacks, shapes that do not fit.
+      ValueError: There is no such op or chip; the ring has no devices; the op lacks an option; the shapes do not fit.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in MODELS:
@@ -105,8 +104,14 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
 
 
 def _reason(
-    first: str, others: list[str], costs: Mapping[str, Cost], fitting: Mapping[str, Cost], ring: Any, chip: Chip
+    first: str,
+    others: list[str],
+    costs: Mapping[str, Cost],
+    fitting: Mapping[str, Cost],
+    ring: int | tuple[int, int],
+    chip: Chip,
 ) -> str:
+    """Says why `first` is chosen, of those that fit into memory, over the best of the others."""
     if ring in (1, (1, 1)):
         return "one device has every row: there is nothing to transfer"
     too_large = [backend for backend in costs if backend not in fitting]
@@ -117,7 +122,7 @@ def _reason(
         return f"{too_large[0]} would hold {held:.1f} GiB beside its operands, more than a {chip.name} has"
     chosen, other = costs[first], costs[others[0]]
     ratio, mesh = other.seconds / chosen.seconds, " x ".join(map(str, ring)) if isinstance(ring, tuple) else ring
-    if first in SERIAL:
+    if first == "none":
         steps = f"{other.steps} steps of {other.step_seconds * 1e6:.1f} us" if other.steps > 1 else "a kernel"
         steps += f", {other.fixed * 1e6:.1f} us to begin and end," if other.fixed else ""
         why = (
@@ -129,10 +134,10 @@ def _reason(
     elif chosen.compute < other.compute:
         why = f"its products take {_ms(chosen.compute)} where those of {others[0]} take {_ms(other.compute)}"
     else:
-        apart, others_apart = (cost.seconds - cost.compute - cost.exposed for cost in (chosen, other))
+        rest, other_rest = (cost.seconds - cost.compute - cost.exposed for cost in (chosen, other))
         why = (
-            f"{chosen.steps} steps, and to begin and end, take {_ms(apart)} beside products and transfers where "
-            f"{other.steps} of {others[0]} take {_ms(others_apart)}"
+            f"{chosen.steps} steps, and to begin and end, take {_ms(rest)} beside products and transfers where "
+            f"{other.steps} of {others[0]} take {_ms(other_rest)}"
         )
     return f"{why}: {others[0]} is predicted to take {ratio:.2f} times as long on {mesh} {chip.name}"
 

@@ -77,7 +77,7 @@ def test_whole_sequences_need_no_ring():
     k, v = (rng.standard_normal((1, ROWS, 1, HEAD)).astype(np.float32) for _ in range(2))
 
     def both(kernel):
-        attention = functools.partial(fa.ring_attention, axis_name=None, kernel=kernel, window=200)
+        attention = functools.partial(fa.attention, kernel=kernel, window=200)
         out, vjp = jax.jit(lambda *qkv: jax.vjp(attention, *qkv))(q, k, v)
         return out, *jax.jit(vjp)(do)
 

@@ -1,5 +1,6 @@
 """Column- and row-parallel layers against nnx.Linear: values, gradients, transforms, meshes, errors."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.nn.options import LayerSettings, LinearSettings
 from tests.grids import sparse
 from tests.nn.conftest import drawn, ones
 
@@ -313,10 +315,27 @@ class TestErrors:
             fa.nn.RowParallelLinear(8, 12, layout="rows", rngs=nnx.Rngs(0))
 
 
-def test_the_signature_holds_what_nnx_linear_is_called_with():
+def test_the_keywords_are_those_of_nnx_linear_with_its_defaults():
     plain, ours = (inspect.signature(cls.__init__).parameters for cls in (nnx.Linear, fa.nn.RowParallelLinear))
     assert list(ours)[1:3] == list(plain)[1:3] == ["in_features", "out_features"]
-    shared = ["use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init", "rngs"]
-    for name in shared:
-        assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert name.endswith("_init") or ours[name].default == plain[name].default
+    defaults = LinearSettings()
+    for name in ["use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init"]:
+        assert name in fa.nn.LinearOptions.__annotations__
+        assert name.endswith("_init") or getattr(defaults, name) == plain[name].default
+
+
+def test_every_option_has_a_setting():
+    fields = [field.name for field in dataclasses.fields(LinearSettings)]
+    assert sorted(fields) == sorted(fa.nn.LinearOptions.__annotations__)
+    fields = [field.name for field in dataclasses.fields(LayerSettings)]
+    assert sorted(fields) == sorted(fa.nn.LayerOptions.__annotations__)
+
+
+@pytest.mark.parametrize("make", [
+    fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear, fa.nn.ParallelMLP, fa.nn.ParallelSelfAttention,
+    fa.nn.RingSelfAttention, fa.nn.VocabParallelEmbed,
+])  # fmt: skip
+def test_an_unknown_keyword_is_named(mesh_of, make):
+    message = rf"^{make.__name__} got an unexpected keyword argument 'use_biases'; the keywords .* axis_name, dtype, "
+    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(TypeError, match=message):
+        make(8, 8, use_biases=True, rngs=nnx.Rngs(0))

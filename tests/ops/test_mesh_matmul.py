@@ -14,11 +14,12 @@ from benchmarks.mesh_matmul import STUDY, program
 from flaxasync.check.player.errors import RaceError
 from flaxasync.kernels.mesh import overlapped, sums, walk, weights
 from flaxasync.kernels.tiles import Tiles, split
-from flaxasync.ops.mesh_matmul import BACKENDS
+from flaxasync.ops.backends import OPS
 from tests.kernels.conftest import simulated
 
 SPECS = P("x", "y"), P("x", None)
 TILES = Tiles(16, 128, 128)
+BACKENDS = OPS["mesh_matmul"].backends
 NARROW = {"n": 640, "tiles": Tiles(16, 128, 256)}  # the last of three chunks of columns is of 128
 KERNELS = ("xla_gemm", "serial", "fused", "overlapped")
 

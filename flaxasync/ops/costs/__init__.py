@@ -1,5 +1,5 @@
-"""What `flaxasync.plan` ranks: for each op a roofline of every backend, from shapes, ring size and chip.
+"""The costs that `flaxasync.plan` ranks: for each op a roofline of every backend, from shapes, ring size and chip.
 
-Files: `cost` (what a backend is predicted to take); `attention`, `collective_matmul` and `mesh_matmul` (the ops); of
-the collective matmuls `passes` (what they are made of), `serial`, `rings` and `fused` (their backends).
+`cost` is what a backend is predicted to take. `attention`, `collective_matmul` and `mesh_matmul` are the ops. The
+collective matmuls are made of `trips`; `serial`, `rings` and `fused` are what their backends take for those.
 """

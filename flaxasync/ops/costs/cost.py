@@ -9,21 +9,21 @@ from flaxasync.hardware import Chip
 type Shape = Sequence[int]
 
 STEP_SECONDS = 5e-6
-"""What one more product of attention blocks costs: kernels and permutes that begin and end. Assumed, not measured."""
+"""The cost of one more product of attention blocks: kernels and permutes that begin and end. Assumed, not measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Seconds and bytes of one backend.
+    """The seconds and bytes of one backend.
 
     Attributes:
-      compute: seconds of work on the blocks.
-      exposed: seconds in which a device waits for a transfer.
-      steps: how many products of blocks, each with its own overhead.
-      held: bytes that stand in memory for it beside operands and results.
-      step_seconds: the overhead of a step.
-      settings: what the op would use: directions of the ring, rows that travel at once, tiles.
-      fixed: seconds that it takes once: barriers, first fetches, last stores.
+      compute: The seconds of work on the blocks.
+      exposed: The seconds during which a device waits for a transfer.
+      steps: The number of products of blocks, each with its own overhead.
+      held: The bytes that the backend keeps in memory beside operands and results.
+      step_seconds: The overhead of a step, in seconds.
+      settings: What the op would use: directions of the ring, for example.
+      fixed: The seconds that are taken once: barriers, first fetches, last stores.
     """
 
     compute: float
@@ -36,9 +36,10 @@ class Cost:
 
     @property
     def seconds(self) -> float:
+        """All seconds together."""
         return self.compute + self.exposed + self.steps * self.step_seconds + self.fixed
 
 
 def hop_seconds(chip: Chip, size: float, directions: int) -> float:
-    """One hop of `size` bytes, a share of which goes each way."""
+    """Returns the seconds of one hop of `size` bytes, of which each direction carries an equal share."""
     return chip.hop_latency + size / (directions * chip.link_bandwidth)

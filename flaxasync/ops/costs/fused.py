@@ -1,7 +1,7 @@
-"""Backend "fused" of the collective matmuls: a kernel for each pass that travels.
+"""Backend "fused" of the collective matmuls: one kernel for each trip around the ring.
 
-A kernel takes the longer of all its products and all its hops, the end of a block that nothing hides, and a little for
-each block. What it does not fetch again is told by its file in `flaxasync.kernels`.
+A kernel takes the longer of all its products and all its hops, then the end of one block that nothing hides, and a
+little for each block. Its file in `flaxasync.kernels` tells what it keeps in vector memory and does not fetch again.
 """
 
 import dataclasses
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 from flaxasync.hardware import Chip
 from flaxasync.ops.costs.cost import Cost, hop_seconds
-from flaxasync.ops.costs.passes import RESIDENT, WIDE, Pass, directions, hbm, product
+from flaxasync.ops.costs.trips import RESIDENT, WIDE, Trip, directions, hbm, product
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a pass takes beside its products as one kernel on a v5e.
+    """What a trip takes beside its products, as one kernel on a v5e.
 
     Attributes:
-      entry: once: the barrier, the first fetch, the last store (s).
-      step: for each block (s).
-      tail: of a block's product, what remains when the last transfer is there.
+      entry: The seconds that are taken once, for the barrier, the first fetch and the last store.
+      step: The seconds for each block.
+      tail: The share of a block's product that remains when the last transfer has arrived.
     """
 
     entry: float
@@ -30,66 +30,68 @@ class Kernel:
 KERNELS = {
     "gather": Kernel(0.8e-6, 1.4e-6, 0.30),
     "reduce": Kernel(0.5e-6, 1.2e-6, 0.51),
-    "outer": Kernel(6.0e-6, 4.7e-6, 2.0),
+    "dw": Kernel(6.0e-6, 4.7e-6, 2.0),
 }
-KERNELS_OF = 819e9
-"""Bytes/s of v5e's HBM: what kernels take beside products goes with it."""
+KERNELS_MEASURED_AT = 819e9
+"""The HBM bandwidth of v5e, in bytes a second. What kernels take beside products scales with it."""
 AFTER_KERNEL = 5.3e-6
-"""Seconds that XLA's product of what a kernel gathered takes longer than any (v5e)."""
-LAID_OUT = 1.93
-"""Of that product on chips with wide matrix units: what is moved to lay dw out anew. XLA transposes it, and copies."""
-STREAMED = 0.65
-"""Of w, for each block of x where x is larger than half of vector memory. As of rings: in all such plays the products
-took longer than the bytes."""
-TILE_EACH_WAY = 2 * 256 * 256
-"""Elements of a block of sums that has one tile for each way: they take turns on the links (kernels/reduce_walk.py)."""
+"""The seconds by which XLA's product of what a kernel gathered takes longer than any other product (v5e)."""
+RELAYOUT_TRAFFIC = 1.93
+"""How many times dw moves in HBM on chips with wide matrix units, where XLA transposes and copies the result of that
+product."""
+STREAMED_WEIGHT_READS = 0.65
+"""How many times each block of x reads w, where x is larger than half of vector memory. Taken from the rings: in all
+such plays the products took longer than the bytes."""
+ONE_TILE_EACH_WAY = 2 * 256 * 256
+"""The largest block of partial sums, in elements, that has a single tile for each direction. The two tiles then take
+turns on the links."""
 LARGEST_BLOCK = 80 * 2**20
-"""Elements of a block of sums that the kernel has semaphores for, whatever its sides: of 1500 random shapes the
-smallest block that it refused had 85.7 Mi."""
+"""The largest block of partial sums, in elements, for which the kernel has semaphores, whatever its sides. Among 1500
+random shapes the smallest block that it refused had 85.7 Mi elements."""
 
 
-def serves(passes: Sequence[Pass]) -> bool:
-    """Whether the kernels can take these blocks."""
-    return not any(one.kind == "reduce" and one.m * one.n > LARGEST_BLOCK for one in passes)
+def serves(trips: Sequence[Trip]) -> bool:
+    """Says whether the kernels can take these blocks."""
+    return not any(trip.kind == "reduce" and trip.m * trip.n > LARGEST_BLOCK for trip in trips)
 
 
-def kernels(chip: Chip, ring: int, passes: Sequence[Pass], itemsize: int) -> Cost:
-    """Predicts the passes of one op on a ring of two devices or more."""
+def kernels(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
+    """Predicts the trips of one op on a ring of two devices or more."""
     compute, exposed, steps, held, fixed = 0.0, 0.0, 0, 0, 0.0
-    slower = KERNELS_OF / chip.hbm_bandwidth
-    for one in passes:
-        if not one.travels:
-            compute += product(chip, one, 1, itemsize, "none")
+    slower = KERNELS_MEASURED_AT / chip.hbm_bandwidth
+    for trip in trips:
+        if not trip.travels:
+            compute += product(chip, trip, 1, itemsize, "none")
             steps += 1
-            if one.kind == "gathered":
+            if trip.kind == "gathered":
                 fixed += AFTER_KERNEL * slower
-                compute += LAID_OUT * one.m * one.n * itemsize / hbm(chip) if chip.name in WIDE else 0.0
+                compute += RELAYOUT_TRAFFIC * trip.m * trip.n * itemsize / hbm(chip) if chip.name in WIDE else 0.0
             continue
-        kernel, whole, step = KERNELS[one.kind], _products(chip, ring, one, itemsize), KERNELS[one.kind].step * slower
-        hop = hop_seconds(chip, one.sent, directions(ring))
-        if one.kind == "reduce":  # what came is fetched, added, and sent on
-            hop = step + (hop_seconds(chip, one.sent, 1) if one.m * one.n <= TILE_EACH_WAY else hop)
+        kernel, whole = KERNELS[trip.kind], _products(chip, ring, trip, itemsize)
+        step = kernel.step * slower
+        hop = hop_seconds(chip, trip.sent, directions(ring))
+        if trip.kind == "reduce":  # what arrived is fetched, added to, and sent on
+            hop = step + (hop_seconds(chip, trip.sent, 1) if trip.m * trip.n <= ONE_TILE_EACH_WAY else hop)
         busy = whole + ring * step
         compute += busy
         exposed += max(0.0, (ring - 1) * hop + kernel.tail * whole / ring - busy)
         fixed += kernel.entry * slower
         steps += ring
-        held = max(held, ring * one.sent)
+        held = max(held, ring * trip.sent)
     return Cost(compute, exposed, steps, held, 0.0, {"directions": directions(ring)}, fixed)
 
 
-def _products(chip: Chip, ring: int, one: Pass, itemsize: int) -> float:
-    """Seconds of all products of a pass."""
-    w = one.k * one.n * itemsize
-    if one.kind == "outer":  # rows that came one way are contracted, by whole matrix units
+def _products(chip: Chip, ring: int, trip: Trip, itemsize: int) -> float:
+    """Returns the seconds of all products of a trip."""
+    w = trip.k * trip.n * itemsize
+    if trip.kind == "dw":  # the rows that each direction brought are contracted in whole passes of the matrix units
         ways, unit = directions(ring), 256 if chip.name in WIDE else 128
-        rows = -(-one.k // (ways * unit)) * unit * ways
-        return product(chip, dataclasses.replace(one, k=rows), ring, itemsize, "fused")
-    if one.kind == "reduce":  # w is fetched again for each block, unless XLA has put it into vector memory
-        fetched = w <= RESIDENT * chip.vmem_bytes and w / chip.hbm_bandwidth <= one.behind
-        return product(chip, one, ring, itemsize, "fused", weights=1 if fetched else ring)
-    if ring * one.sent > RESIDENT * chip.vmem_bytes:  # x streams, and w with each block
-        return product(chip, one, ring, itemsize, "fused", weights=ring * STREAMED)
-    return product(
-        chip, one, ring, itemsize, "fused", weights=1 if ring * one.sent + w <= 0.75 * chip.vmem_bytes else 2
-    )
+        rows = -(-trip.k // (ways * unit)) * unit * ways
+        return product(chip, dataclasses.replace(trip, k=rows), ring, itemsize, "fused")
+    if trip.kind == "reduce":  # w is fetched again for each block, unless XLA has put it into vector memory
+        fetched = w <= RESIDENT * chip.vmem_bytes and w / chip.hbm_bandwidth <= trip.behind
+        return product(chip, trip, ring, itemsize, "fused", weights=1 if fetched else ring)
+    if ring * trip.sent > RESIDENT * chip.vmem_bytes:  # x streams through vector memory, and w with each block of it
+        return product(chip, trip, ring, itemsize, "fused", weights=ring * STREAMED_WEIGHT_READS)
+    reads = 1 if ring * trip.sent + w <= 0.75 * chip.vmem_bytes else 2
+    return product(chip, trip, ring, itemsize, "fused", weights=reads)

@@ -1,29 +1,40 @@
-"""Overlapped collective matmuls: the public ops, their checks and the choice of backend.
+"""The public collective matmuls: their checks, and the choice of what executes them.
 
-For use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the modules. The rules, forward and backward, are in
-`collective_rules`, those of backend "fused" in `fused_rules`.
+They are for use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the modules. `vjp` has the algebra.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, Literal
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flaxasync import mesh, transport
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.ops.matmul import fused as fused_rules
-from flaxasync.ops.matmul import ring as collective_rules
-from flaxasync.ops.plan import plan
-from flaxasync.ring import Ring
+from flaxasync.ops import backends
+from flaxasync.ops.costs.cost import Shape
+from flaxasync.ops.matmul import vjp
+from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
+from flaxasync.ops.matmul.products import Arrays
+from flaxasync.ops.matmul.ring import RingExecutor
+from flaxasync.ops.matmul.vjp import Executor
 
-BACKENDS = ("xla", "pallas", "stateful", "fused", "none")
-
-type Precision = jax.lax.PrecisionLike
 type OneOrMore = Float[Array, "..."] | tuple[Float[Array, "..."], ...]
+type Directions = Literal[1, 2] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What a caller may ask for; see `all_gather_matmul`."""
+
+    backend: str | None
+    directions: Directions
+    unroll: int
+    precision: lax.PrecisionLike
+    reduce_dtype: DTypeLike | None
 
 
 def all_gather_matmul(
@@ -32,10 +43,10 @@ def all_gather_matmul(
     axis_name: str,
     *,
     backend: str | None = None,
-    directions: Literal[1, 2] | None = None,
+    directions: Directions = None,
     unroll: int = 2,
-    precision: Precision = None,
-    reduce_dtype: jnp.dtype | None = None,
+    precision: lax.PrecisionLike = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> OneOrMore:
     """Multiplies the rows of all devices by this device's columns, each block as it arrives.
 
@@ -50,33 +61,35 @@ def all_gather_matmul(
     ```
 
     Args:
-      x: this device's rows.
-      w: this device's columns; or a tuple of such arrays, which share one trip of x: gate and up, say.
-      axis_name: the mesh axis along which x is sharded by rows and w by columns.
-      backend: "xla" (a ring of `lax.ppermute`), "pallas" or "stateful" (the same ring on Pallas DMAs, with futures or
-        with Refs; TPU), "fused" (one Pallas kernel forward, and one for each transfer backward; TPU, float32 and
-        bfloat16), "none" (gather, then multiply), or None: what `flaxasync.plan` predicts to be fastest on the chips of
-        the mesh, and "xla" on other devices.
-      directions: 1, or 2 to send half of each block each way; by default 2 on rings of three or more TPUs.
-      unroll: ring steps in one loop body; "fused" has no such loop and takes no other than 2.
-      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32. "fused" has the default alone.
-      reduce_dtype: of the partial sums of dx while they travel; by default x's dtype, the only one of "fused".
+      x: This device's rows.
+      w: This device's columns; or a tuple of such arrays, which share one trip of x: gate and up, for example.
+      axis_name: The mesh axis along which x is sharded by rows and w by columns.
+      backend: What executes the op: "none" (gather, then multiply), "xla" (a ring of `lax.ppermute`), "pallas" or
+        "stateful" (the same ring on Pallas DMAs, as values or on Refs; TPU), or "fused" (one Pallas kernel forward and
+        one for each transfer backward; TPU, float32 and bfloat16). None stands for what `flaxasync.plan` predicts to be
+        fastest on the chips of the mesh, and for "xla" on other devices.
+      directions: 1, or 2 to send one half-block each way around the ring; by default 2 on rings of three or more TPUs.
+      unroll: Ring steps in one loop body. "fused" has no such loop, and only takes 2.
+      precision: The precision of the matmuls, as in `lax.dot_general`; they accumulate in float32. "fused" only takes
+        the default.
+      reduce_dtype: The dtype of partial sums while they travel, which in this op are those of dx. By default it is the
+        dtype of x, the only one that "fused" takes.
 
     Returns:
-      y, of x's dtype; a tuple where w is one.
+      y, in the dtype of x; a tuple if w is one.
 
     Raises:
-      ValueError: no `shard_map` maps `axis_name`; shapes or dtypes do not match; an unknown backend.
-      NotImplementedError: the backend cannot run this.
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown.
+      NotImplementedError: The backend cannot serve this call.
     """
-    ws, one = _as_tuple(w)
-    rules, op, axes = _prepare(
-        "all_gather_matmul", axis_name, backend, directions, unroll, precision, reduce_dtype, (x,), ws
-    )
-    for i, w_shard in enumerate(ws):
-        _check_contraction("all_gather_matmul", x, w_shard, i)
-    ys = rules.all_gather_matmul(op, cast_to_varying(x, axes), tuple(cast_to_varying(w_shard, axes) for w_shard in ws))
-    return ys[0] if one else ys
+    op, ws, options = "all_gather_matmul", _as_tuple(w), _Options(backend, directions, unroll, precision, reduce_dtype)
+    size = _check_call(op, (x,), ws, axis_name, options)
+    for position, w_shard in enumerate(ws):
+        _check_contraction(op, x, w_shard, position)
+    executor = _choose_executor(op, [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options)
+    (x,), ws = _cast_to_vary_alike((x,), ws, axis_name)
+    ys = vjp.all_gather_matmul(executor, x, ws)
+    return ys if isinstance(w, tuple | list) else ys[0]
 
 
 def matmul_reduce_scatter(
@@ -85,10 +98,10 @@ def matmul_reduce_scatter(
     axis_name: str,
     *,
     backend: str | None = None,
-    directions: Literal[1, 2] | None = None,
+    directions: Directions = None,
     unroll: int = 2,
-    precision: Precision = None,
-    reduce_dtype: jnp.dtype | None = None,
+    precision: lax.PrecisionLike = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Multiplies this device's columns, and sums each block of rows over all devices on its way to its owner.
 
@@ -99,45 +112,39 @@ def matmul_reduce_scatter(
 
     forward  y  = reduce_scatter(x @ w)
     dx          = all_gather(dy) @ w.T                 the dual ring
-    dw          = x.T @ all_gather(dy)                 on the same trip of dy
+    dw          = x.T @ all_gather(dy)                 of the dy that the ring of dx brought
     ```
 
     Args:
-      x: this device's columns; or a tuple of such arrays, whose products with the arrays of w are summed.
-      w: this device's rows; a tuple where x is one.
-      axis_name: the mesh axis along which k is split and y is to be sharded by rows.
-      backend: "xla" (a ring of `lax.ppermute`), "pallas" or "stateful" (the same ring on Pallas DMAs, with futures or
-        with Refs; TPU), "fused" (one Pallas kernel forward, and one for each transfer backward; TPU, float32 and
-        bfloat16), "none" (multiply, then reduce-scatter), or None: what `flaxasync.plan` predicts to be fastest on the
-        chips of the mesh, and "xla" on other devices.
-      directions: 1, or 2 to send half of each block each way; by default 2 on rings of three or more TPUs.
-      unroll: ring steps in one loop body; "fused" has no such loop and takes no other than 2.
-      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32. "fused" has the default alone.
-      reduce_dtype: of the partial sums while they travel; by default x's dtype, the only one of "fused".
+      x: This device's columns; or a tuple of such arrays, whose products with the arrays of w are summed.
+      w: This device's rows; a tuple if x is one.
+      axis_name: The mesh axis along which k is split and y will be sharded by rows.
+      backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then reduce-scatters.
+      directions: As in `all_gather_matmul`.
+      unroll: As in `all_gather_matmul`.
+      precision: As in `all_gather_matmul`.
+      reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
 
     Returns:
-      y, of x's dtype.
+      y, in the dtype of x.
 
     Raises:
-      ValueError: no `shard_map` maps `axis_name`; shapes or dtypes do not match; x's rows do not divide by R; an
-        unknown backend.
-      NotImplementedError: the backend cannot run this.
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; R does not divide the rows of x; the
+        backend is unknown.
+      NotImplementedError: The backend cannot serve this call.
     """
-    xs, _ = _as_tuple(x)
-    ws, _ = _as_tuple(w)
-    rules, op, axes = _prepare(
-        "matmul_reduce_scatter", axis_name, backend, directions, unroll, precision, reduce_dtype, xs, ws
-    )
-    _check_pairs("matmul_reduce_scatter", xs, ws)
-    size, rows = lax.axis_size(axis_name), xs[0].shape[-2]
+    op, options = "matmul_reduce_scatter", _Options(backend, directions, unroll, precision, reduce_dtype)
+    xs, ws = _as_tuple(x), _as_tuple(w)
+    size = _check_call(op, xs, ws, axis_name, options)
+    _check_pairs(op, xs, ws)
+    rows = xs[0].shape[-2]
     if rows % size:
         raise ValueError(
-            f"matmul_reduce_scatter gives each of the {size} devices on {axis_name!r} an equal share of x's rows: "
+            f"{op} gives each of the {size} devices on {axis_name!r} an equal share of x's rows: "
             f"got {rows} rows, needed a multiple of {size}; pad x, or use matmul_all_reduce"
         )
-    return rules.matmul_reduce_scatter(
-        op, tuple(cast_to_varying(v, axes) for v in xs), tuple(cast_to_varying(v, axes) for v in ws)
-    )
+    executor = _choose_executor(op, _shapes_of_one_product(xs, ws), xs[0].dtype, axis_name, size, options)
+    return vjp.matmul_reduce_scatter(executor, *_cast_to_vary_alike(xs, ws, axis_name))
 
 
 def matmul_all_reduce(
@@ -146,10 +153,10 @@ def matmul_all_reduce(
     axis_name: str,
     *,
     backend: str | None = None,
-    directions: Literal[1, 2] | None = None,
+    directions: Directions = None,
     unroll: int = 2,
-    precision: Precision = None,
-    reduce_dtype: jnp.dtype | None = None,
+    precision: lax.PrecisionLike = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Multiplies this device's columns and gives every device the sum over all of them.
 
@@ -163,157 +170,112 @@ def matmul_all_reduce(
     dw          = x.T @ dy                             no communication
     ```
 
-    With a ring the sum is reduce-scattered under the matmul and then gathered; nothing is left to hide the gather
-    behind. Where the next operation can take its rows sharded, `matmul_reduce_scatter` is the better half of this.
+    A ring reduce-scatters the sum while it multiplies, and gathers it afterwards, when no product is left to hide the
+    gather. Where the next operation can take its rows sharded, `matmul_reduce_scatter` does the better half of this.
 
     Args:
-      x: this device's columns; or a tuple of such arrays, whose products with the arrays of w are summed.
-      w: this device's rows; a tuple where x is one.
-      axis_name: the mesh axis along which k is split.
-      backend: "xla" (a ring of `lax.ppermute`, then a gather), "pallas" or "stateful" (the same on Pallas DMAs, with
-        futures or with Refs; TPU), "fused" (one Pallas kernel, then a gather; TPU, float32 and bfloat16), "none"
-        (multiply, then all-reduce), or None: what `flaxasync.plan` predicts to be fastest on the chips of the mesh, and
-        "xla" on other devices.
-      directions: 1, or 2 to send half of each block each way; by default 2 on rings of three or more TPUs.
-      unroll: ring steps in one loop body; "fused" has no such loop and takes no other than 2.
-      precision: of the matmuls, as in `lax.dot_general`. They accumulate in float32. "fused" has the default alone.
-      reduce_dtype: of the partial sums while they travel; by default x's dtype, the only one of "fused".
+      x: This device's columns; or a tuple of such arrays, whose products with the arrays of w are summed.
+      w: This device's rows; a tuple if x is one.
+      axis_name: The mesh axis along which k is split.
+      backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then all-reduces. The others
+        reduce-scatter, and then gather with one collective operation.
+      directions: As in `all_gather_matmul`.
+      unroll: As in `all_gather_matmul`.
+      precision: As in `all_gather_matmul`.
+      reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
 
     Returns:
-      y, of x's dtype. Its type says that it does not vary over `axis_name`.
+      y, in the dtype of x. Its type says that it does not vary over `axis_name`.
 
     Raises:
-      ValueError: no `shard_map` maps `axis_name`; shapes or dtypes do not match; an unknown backend.
-      NotImplementedError: the backend cannot run this.
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown.
+      NotImplementedError: The backend cannot serve this call.
     """
-    xs, _ = _as_tuple(x)
-    ws, _ = _as_tuple(w)
-    rules, op, axes = _prepare(
-        "matmul_all_reduce", axis_name, backend, directions, unroll, precision, reduce_dtype, xs, ws
-    )
-    _check_pairs("matmul_all_reduce", xs, ws)
-    return rules.matmul_all_reduce(
-        op, tuple(cast_to_varying(v, axes) for v in xs), tuple(cast_to_varying(v, axes) for v in ws)
-    )
+    op, options = "matmul_all_reduce", _Options(backend, directions, unroll, precision, reduce_dtype)
+    xs, ws = _as_tuple(x), _as_tuple(w)
+    size = _check_call(op, xs, ws, axis_name, options)
+    _check_pairs(op, xs, ws)
+    executor = _choose_executor(op, _shapes_of_one_product(xs, ws), xs[0].dtype, axis_name, size, options)
+    return vjp.matmul_all_reduce(executor, *_cast_to_vary_alike(xs, ws, axis_name))
 
 
-def _as_tuple(value: OneOrMore) -> tuple[tuple[Array, ...], bool]:
-    return (tuple(value), False) if isinstance(value, (tuple, list)) else ((value,), True)
+def _as_tuple(value: OneOrMore) -> Arrays:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def _prepare(
-    caller: str,
-    axis_name: str,
-    backend: str | None,
-    directions: Literal[1, 2] | None,
-    unroll: int,
-    precision: Any,
-    reduce_dtype: Any,
-    xs: tuple[Array, ...],
-    ws: tuple[Array, ...],
-) -> tuple[Any, Any, frozenset[str]]:
-    """Checks what all ops share.
+def _choose_executor(
+    op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: _Options
+) -> Executor:
+    """Returns what executes a call on a ring of `size` devices. `shapes` are those that `flaxasync.plan` takes."""
 
-    Returns:
-      The rules' module, the static half of the call for it, and the axes that all operands must vary over.
-    """
-    size = mapped_axis_size(caller, axis_name)
+    def check(backend: str) -> None:
+        if backend == "fused":
+            check_kernels(op, axis_name, size, dtype, options.unroll, options.precision, options.reduce_dtype)
+
+    backend = backends.choose(op, options.backend, shapes=shapes, ring=size, check=check, itemsize=dtype.itemsize)
+    if backend == "fused":
+        return FusedExecutor(axis_name, options.directions or (2 if size > 2 else 1))
+    ring = backends.make_ring(backend, axis_name, size, directions=options.directions, unroll=options.unroll)
+    return RingExecutor(ring, options.precision, options.reduce_dtype)
+
+
+def _shapes_of_one_product(xs: Arrays, ws: Arrays) -> list[Shape]:
+    """Returns the shapes of x and w of the one longer product to which a sum of products amounts."""
+    k = sum(w.shape[0] for w in ws)
+    return [(*xs[0].shape[:-1], k), (k, ws[0].shape[1])]
+
+
+def _cast_to_vary_alike(xs: Arrays, ws: Arrays, axis_name: str) -> tuple[Arrays, Arrays]:
+    """Casts all operands to vary over the mesh axes over which any of them varies, and over `axis_name`."""
+    axes = frozenset({axis_name}).union(*(jax.typeof(operand).mat.varying for operand in (*xs, *ws)))
+    return tuple(cast_to_varying(x, axes) for x in xs), tuple(cast_to_varying(w, axes) for w in ws)
+
+
+def _check_call(op: str, xs: Arrays, ws: Arrays, axis_name: str, options: _Options) -> int:
+    """Checks what all ops check alike, and returns the number of devices on the axis."""
+    size = mapped_axis_size(op, axis_name)
     if not ws or not xs:
-        raise ValueError(f"{caller} needs at least one x and one w: got {len(xs)} and {len(ws)}")
+        raise ValueError(f"{op} needs at least one x and one w: got {len(xs)} and {len(ws)}")
     for x in xs:
         if x.ndim < 2:
-            raise ValueError(f"{caller} needs x of two dimensions or more, [..., rows, features]: got {list(x.shape)}")
+            raise ValueError(f"{op} needs x of two dimensions or more, [..., rows, features]: got {list(x.shape)}")
     for w in ws:
         if w.ndim != 2:
-            raise ValueError(f"{caller} needs w of two dimensions, [k, n]: got {list(w.shape)}")
+            raise ValueError(f"{op} needs w of two dimensions, [k, n]: got {list(w.shape)}")
     dtypes = {operand.dtype for operand in (*xs, *ws)}
-    if len(dtypes) > 1 or not jnp.issubdtype(dtypes.copy().pop(), jnp.floating):
+    if len(dtypes) > 1 or not jnp.issubdtype(xs[0].dtype, jnp.floating):
         raise ValueError(
-            f"{caller} needs all operands of one floating dtype: got {', '.join(sorted(map(str, dtypes)))}; "
+            f"{op} needs all operands of one floating dtype: got {', '.join(sorted(map(str, dtypes)))}; "
             "cast them before the call (the modules of flaxasync.nn do)"
         )
     for operand in (*xs, *ws):
         if any(entry is not None for entry in jax.typeof(operand).sharding.spec):
             raise ValueError(
-                f"{caller} needs every axis that shards its operands to be mapped by shard_map: got an operand that is "
+                f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand that is "
                 f"still sharded {jax.typeof(operand).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
             )
-    if directions not in (None, 1, 2):
-        raise ValueError(f"{caller} needs directions to be 1, 2 or None: got {directions!r}")
-    if unroll < 1:
-        raise ValueError(f"{caller} needs unroll to be 1 or more: got {unroll}")
-    axes = frozenset({axis_name}).union(*(jax.typeof(operand).mat.varying for operand in (*xs, *ws)))
-    options = {"directions": directions, "unroll": unroll, "precision": precision, "reduce_dtype": reduce_dtype}
-    fused = functools.partial(fused_rules.fused_op, caller, axis_name, size, dtype=xs[0].dtype, **options)
-    backend = backend or _planned(caller, size, xs, ws, fused)
-    if backend == "fused":
-        return fused_rules, fused(), axes
-    ring = choose_ring(caller, axis_name, size, backend, directions=directions, unroll=unroll)
-    return collective_rules, collective_rules.Op(ring, precision, reduce_dtype), axes
+    if options.directions not in (None, 1, 2):
+        raise ValueError(f"{op} needs directions to be 1, 2 or None: got {options.directions!r}")
+    if options.unroll < 1:
+        raise ValueError(f"{op} needs unroll to be 1 or more: got {options.unroll}")
+    return size
 
 
-def _planned(
-    caller: str, size: int, xs: tuple[Array, ...], ws: tuple[Array, ...], fused: Callable[[], fused_rules.FusedOp]
-) -> str:
-    """What `plan` chooses for the chip of the ambient mesh; "xla" where that is none of its chips."""
-    chip = mesh.chip()
-    if chip is None:
-        return "xla"
-    try:
-        kernels = bool(fused())
-    except NotImplementedError:
-        kernels = False
-    if caller == "all_gather_matmul":
-        shapes = [xs[0].shape, *(w.shape for w in ws)]
-    else:  # pairs are one product of a longer contraction
-        k = sum(w.shape[0] for w in ws)
-        shapes = [(*xs[0].shape[:-1], k), (k, ws[0].shape[1])]
-    return plan(caller, *shapes, chip=chip, ring=size, itemsize=xs[0].dtype.itemsize, kernels=kernels).backend
-
-
-def choose_ring(
-    caller: str,
-    axis_name: str,
-    size: int,
-    backend: str | None,
-    *,
-    directions: Literal[1, 2] | None = None,
-    unroll: int = 2,
-) -> Ring:
-    """The ring of `size` devices for a backend's name; what is None is chosen. Errors begin with `caller`."""
-    if directions is None:
-        directions = 2 if size > 2 and mesh.platform() == "tpu" else 1
-    return Ring(axis_name, _choose_transport(caller, backend), directions, unroll)
-
-
-def _choose_transport(caller: str, backend: str | None) -> Any:
-    """The transport of a backend's name; None for "none"."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(
-            f"{caller} got backend={backend!r}: it must be one of {', '.join(BACKENDS)}, or None to choose"
-        )
-    if backend == "none":
-        return None
-    if backend == "fused":
-        raise NotImplementedError(f"{caller} has no 'fused' kernel; use backend='xla', which runs on every device")
-    return transport.get(backend or "xla", caller)
-
-
-def _check_contraction(caller: str, x: Array, w: Array, position: int) -> None:
+def _check_contraction(op: str, x: Array, w: Array, position: int) -> None:
     if x.shape[-1] != w.shape[0]:
         raise ValueError(
-            f"{caller} contracts x's last dimension with w's first: got x {list(x.shape)} and w {list(w.shape)}"
+            f"{op} contracts x's last dimension with w's first: got x {list(x.shape)} and w {list(w.shape)}"
             + (f" (w number {position})" if position else "")
         )
 
 
-def _check_pairs(caller: str, xs: tuple[Array, ...], ws: tuple[Array, ...]) -> None:
+def _check_pairs(op: str, xs: Arrays, ws: Arrays) -> None:
     if len(xs) != len(ws):
-        raise ValueError(f"{caller} sums x @ w over pairs: got {len(xs)} x and {len(ws)} w")
+        raise ValueError(f"{op} sums x @ w over pairs: got {len(xs)} x and {len(ws)} w")
     for i, (x, w) in enumerate(zip(xs, ws, strict=True)):
-        _check_contraction(caller, x, w, i)
+        _check_contraction(op, x, w, i)
         if x.shape[:-1] != xs[0].shape[:-1] or w.shape[1] != ws[0].shape[1]:
             raise ValueError(
-                f"{caller} sums x @ w over pairs of one shape: got {list(xs[0].shape)} @ {list(ws[0].shape)} "
+                f"{op} sums x @ w over pairs of one shape: got {list(xs[0].shape)} @ {list(ws[0].shape)} "
                 f"and {list(x.shape)} @ {list(w.shape)}"
             )

@@ -77,10 +77,10 @@ def parity(
     order, spec = fa.sequence_order(layout, total, size), P("data", "seq")
 
     def shards(q, k, v, *ids):
-        return fa.ring_attention(
-            q, k, v, axis_name,
-            causal=causal, layout=layout, window=window, segment_ids=ids[0] if ids else None, **options,
-        )  # fmt: skip
+        form = {"causal": causal, "window": window, "segment_ids": ids[0] if ids else None} | options
+        if axis_name is None:
+            return fa.attention(q, k, v, **form)
+        return fa.ring_attention(q, k, v, axis_name, layout=layout, **form)
 
     @jax.jit
     def both(q, k, v, do, *ids):
@@ -240,7 +240,6 @@ def shards(q_shape=(1, 4, 4, 8), k_shape=None, dtype=jnp.float32, size=4, v_shap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"axis_name": None, "backend": "none"}, "backend='none': it must be one of xla, pallas, stateful, gather"),
         ({"axis_name": "context"}, "needs the mesh axis 'context' inside jax.shard_map"),
         ({"q_shape": (4, 4, 8)}, r"needs q of \[batch, rows, heads, head size\]: got \[4, 4, 8\]"),
         ({"k_shape": (1, 6, 4, 8)}, r"one share of rows .* q \[1, 4, 4, 8\] and k \[1, 6, 4, 8\]; lay both out alike"),
@@ -251,7 +250,7 @@ def shards(q_shape=(1, 4, 4, 8), k_shape=None, dtype=jnp.float32, size=4, v_shap
         ({"window": 0}, "window to be 1 or more rows, or None: got 0"),
         ({"directions": 3}, "directions to be 1, 2 or None: got 3"),
         ({"unroll": 0}, "unroll to be 1 or more: got 0"),
-        ({"backend": "none"}, "backend='none': it must be one of xla, pallas, stateful, gather"),
+        ({"backend": "ring"}, "backend='ring': it must be one of none, xla, pallas, stateful, or None to choose"),
         ({"kernel": "splash"}, "kernel='splash': it must be one of reference, flash"),
         ({"dtype": jnp.int32}, "float64, float32, bfloat16 or float16: got int32"),
         ({"ids": jnp.ones((1, 6), jnp.int32)}, r"one segment id a row, \[1, 4\]: got \[1, 6\]"),
@@ -267,6 +266,7 @@ def test_what_does_not_fit_is_refused(options, message):
     ("options", "message"),
     [
         ({"backend": "pallas"}, "ring_attention with backend='pallas' is made of TPU kernels.* use backend='xla'"),
+        ({"backend": "fused"}, "ring_attention has no 'fused' backend: it has none, xla, .* use backend='xla', which"),
         ({"kernel": "flash"}, "ring_attention with kernel='flash' is made of TPU kernels.* use kernel='reference'"),
     ],
 )
@@ -316,7 +316,7 @@ def test_one_device_has_a_second_derivative():
 
         return [np.asarray(g) for g in jax.jit(jax.grad(norm))((q, k, v))]
 
-    gots = gradient_of_the_norm_of_the_gradient(lambda q, k, v: fa.ring_attention(q, k, v, None, window=4))
+    gots = gradient_of_the_norm_of_the_gradient(lambda q, k, v: fa.attention(q, k, v, window=4))
     wants = gradient_of_the_norm_of_the_gradient(
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
     )
@@ -332,7 +332,7 @@ def test_a_kernel_without_a_second_derivative_says_so():
     x = jnp.ones((1, 8, 1, 4))
 
     def norm_of_gradient(x, kernel):
-        return jnp.sum(jax.grad(lambda x: jnp.sum(fa.ring_attention(x, x, x, None, kernel=kernel)))(x) ** 2)
+        return jnp.sum(jax.grad(lambda x: jnp.sum(fa.attention(x, x, x, kernel=kernel)))(x) ** 2)
 
     jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Mine())), x)
     with pytest.raises(NotImplementedError, match=r"its gradient is a kernel, .* kernel='reference' has one"):

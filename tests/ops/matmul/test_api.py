@@ -247,7 +247,7 @@ BAD = {
     r"one floating dtype: got int32": {"x": jnp.ones((4, 8), jnp.int32), "w": jnp.ones((8, 4), jnp.int32)},
     r"x of two dimensions or more": {"x": jnp.ones(8)},
     r"w of two dimensions, \[k, n\]": {"w": jnp.ones((8, 4, 2))},
-    r"backend='ring': it must be one of xla, pallas, stateful, fused, none": {"backend": "ring"},
+    r"backend='ring': it must be one of none, xla, pallas, stateful, fused": {"backend": "ring"},
     "directions to be 1, 2 or None: got 3": {"directions": 3},
     "unroll to be 1 or more: got 0": {"unroll": 0},
     "mesh axis 'tensor' inside jax.shard_map": {"axis_name": "tensor"},
