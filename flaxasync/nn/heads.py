@@ -71,6 +71,43 @@ class HeadAttention:
     rope_theta: float | None
     context: Context | None
 
+    @classmethod
+    def of(
+        cls,
+        layer: str,
+        features: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int | None,
+        *,
+        causal: bool,
+        window: int | None,
+        rope_theta: float | None,
+        context: Context | None,
+    ) -> "HeadAttention":
+        """Returns the attention of a layer's heads.
+
+        Raises:
+          ValueError: Heads do not divide, or cannot be rotated, or the window contains no row. The message begins with
+            `layer`.
+        """
+        if heads % kv_heads:
+            raise ValueError(f"{layer}: heads must be a multiple of kv_heads: got heads={heads}, kv_heads={kv_heads}")
+        if head_dim is None and features % heads:
+            raise ValueError(
+                f"{layer}: features must be divisible by heads: got features={features}, heads={heads}; or give "
+                "head_dim"
+            )
+        head_dim = head_dim or features // heads
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(
+                f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
+                "use an even head_dim, or rope_theta=None"
+            )
+        if window is not None and window < 1:
+            raise ValueError(f"{layer} needs window to be 1 or more rows, or None: got {window}")
+        return cls(head_dim, causal, window, rope_theta, context)
+
     def attend(self, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
         """Returns the attention [b, s, h, d] of this device's heads, from projections [b, s, h * d]."""
         q, k, v = (x.reshape(*x.shape[:-1], -1, self.head_dim) for x in (query, key, value))
@@ -88,29 +125,6 @@ class HeadAttention:
         return None if self.context is None else positions(self.context.layout, x.shape[-3], self.context.axis_name)
 
 
-def check_heads(
-    layer: str, features: int, heads: int, kv_heads: int, head_dim: int | None, rope_theta: float | None
-) -> int:
-    """Returns the features of a head.
-
-    Raises:
-      ValueError: Heads do not divide, or cannot be rotated. The message begins with `layer`.
-    """
-    if heads % kv_heads:
-        raise ValueError(f"{layer}: heads must be a multiple of kv_heads: got heads={heads}, kv_heads={kv_heads}")
-    if head_dim is None and features % heads:
-        raise ValueError(
-            f"{layer}: features must be divisible by heads: got features={features}, heads={heads}; or give head_dim"
-        )
-    head_dim = head_dim or features // heads
-    if rope_theta is not None and head_dim % 2:
-        raise ValueError(
-            f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
-            "use an even head_dim, or rope_theta=None"
-        )
-    return head_dim
-
-
 def make_context(layer: str, axis_name: str, layout: AttentionLayout, backend: str | None) -> Context:
     """Returns the context, after checking that the mesh has the axis and that the layout exists.
 
@@ -120,12 +134,6 @@ def make_context(layer: str, axis_name: str, layout: AttentionLayout, backend: s
     mesh_axis_size(layer, axis_name)
     check_sequence_layout(layer, layout)
     return Context(axis_name, layout, backend)
-
-
-def check_window(layer: str, window: int | None) -> None:
-    """Raises ValueError for a window that contains no row."""
-    if window is not None and window < 1:
-        raise ValueError(f"{layer} needs window to be 1 or more rows, or None: got {window}")
 
 
 def check_segments(layer: str, x: Array, segment_ids: Array | None) -> None:

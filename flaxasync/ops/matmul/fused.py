@@ -100,24 +100,29 @@ def check_kernels(
     reduce_dtype: DTypeLike | None,
 ) -> None:
     """Raises NotImplementedError if the kernels cannot serve a call of `op` on a ring of `size` TPUs."""
-    if size == 1:
-        raise cannot_serve(
-            op, "fused", f"exchanges blocks between devices: got an axis {axis_name!r} of size 1", "use backend='none'"
-        )
-    name = jnp.dtype(dtype).name
-    if name not in DTYPES:
-        raise cannot_serve(
-            op, "fused", f"has kernels for {' and '.join(DTYPES)}: got {name}", f"cast the operands, or {INSTEAD}"
-        )
-    if precision not in (None, lax.Precision.DEFAULT, "default"):
-        limit = f"multiplies with the matrix unit's default precision: got precision={precision}"
-        raise cannot_serve(op, "fused", limit, f"leave it out, or {INSTEAD}")
-    if reduce_dtype is not None and jnp.dtype(reduce_dtype).name != name:
-        limit = f"sends partial sums in the operands' dtype, {name}: got reduce_dtype={jnp.dtype(reduce_dtype).name}"
-        raise cannot_serve(op, "fused", limit, f"leave it out, or {INSTEAD}")
-    if unroll != 2:
-        limit = f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}"
-        raise cannot_serve(op, "fused", limit, f"leave it out, or {INSTEAD}")
+    name, reduce_name = jnp.dtype(dtype).name, jnp.dtype(reduce_dtype or dtype).name
+    limits = [
+        (size > 1, f"exchanges blocks between devices: got an axis {axis_name!r} of size 1", "use backend='none'"),
+        (name in DTYPES, f"has kernels for {' and '.join(DTYPES)}: got {name}", f"cast the operands, or {INSTEAD}"),
+        (
+            precision in (None, lax.Precision.DEFAULT, "default"),
+            f"multiplies with the matrix unit's default precision: got precision={precision}",
+            f"leave it out, or {INSTEAD}",
+        ),
+        (
+            reduce_name == name,
+            f"sends partial sums in the operands' dtype, {name}: got reduce_dtype={reduce_name}",
+            f"leave it out, or {INSTEAD}",
+        ),
+        (
+            unroll == 2,
+            f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}",
+            f"leave it out, or {INSTEAD}",
+        ),
+    ]
+    for kept, limit, instead in limits:
+        if not kept:
+            raise cannot_serve(op, "fused", limit, instead)
 
 
 def _pad(x: Array, units: dict[int, int]) -> Array:
