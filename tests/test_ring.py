@@ -1,4 +1,4 @@
-"""Ring arithmetic by plain ints, and the staggered loop on every ring size."""
+"""Ring arithmetic on plain ints, and the staggered loop on rings of all sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +40,14 @@ def test_a_sum_passes_every_device_and_ends_at_its_owner(size, shift):
         assert sorted(seen) == list(range(size))
 
 
-@given(rows=st.integers(0, 1000), pieces=st.integers(1, 8))
-def test_split_rows_covers_all_rows_evenly(rows, pieces):
-    runs = ring.split_rows(rows, pieces)
-    assert [row for start, count in runs for row in range(start, start + count)] == list(range(rows))
-    assert max(count for _, count in runs) - min(count for _, count in runs) <= 1
+@given(rows=st.integers(0, 1000), parts=st.integers(1, 8))
+def test_split_rows_covers_all_rows_evenly(rows, parts):
+    ranges = ring.split_rows(rows, parts)
+    assert [row for start, count in ranges for row in range(start, start + count)] == list(range(rows))
+    assert max(count for _, count in ranges) - min(count for _, count in ranges) <= 1
 
 
-def test_a_block_of_one_row_goes_one_way():
+def test_a_block_of_one_row_is_not_halved():
     assert ring.shifts(2, rows=1) == (1,)
     assert ring.shifts(2, rows=2) == (1, -1)
     assert ring.shifts(1, rows=8) == (1,)
@@ -74,7 +74,7 @@ class Recorder(ValueTransport):
         pass
 
 
-@pytest.mark.parametrize("hops", [0, 1, 2, 3, 4, 5])  # with more, fori_loop traces turns that this cannot count
+@pytest.mark.parametrize("hops", [0, 1, 2, 3, 4, 5])  # with more, fori_loop traces turns that nobody counts
 def test_every_window_stands_between_a_start_and_its_done(hops):
     recorder = Recorder()
 

@@ -1,4 +1,4 @@
-"""The shapes in the signatures are true, and every public name is documented."""
+"""The shapes in the signatures are right, and every public name is documented."""
 
 import inspect
 import types
@@ -19,7 +19,7 @@ DOWN, ACROSS = P("model", None), P(None, "model")
 
 
 def checked(fn):
-    """`fn` with its shape annotations checked at every call."""
+    """Returns `fn` with its shape annotations checked at every call."""
     return jaxtyping.jaxtyped(fn, typechecker=beartype.beartype)
 
 
@@ -83,7 +83,7 @@ def test_a_shape_that_the_signature_excludes_is_seen():
 
 
 def public(module, prefix):
-    """(qualified name, object) of every public name of a module, and of every public method of its classes."""
+    """Yields (qualified name, object) of every public name of a module and of every public method of its classes."""
     for name, value in vars(module).items():
         if name.startswith("_") or not callable(value) or isinstance(value, types.ModuleType):
             continue

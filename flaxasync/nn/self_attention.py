@@ -33,6 +33,7 @@ class SelfAttention(nnx.Module):
         make_input: Callable[[int, int], ColumnParallelLinear | nnx.Linear],
         make_output: Callable[[int, int], RowParallelLinear | nnx.Linear],
     ) -> None:
+        """Creates the projections, each from its numbers of input and output features."""
         self.heads, self.kv_heads, self.head_dim, self.attention = heads, kv_heads, attention.head_dim, attention
         self.query = make_input(features, heads * attention.head_dim)
         self.key = make_input(features, kv_heads * attention.head_dim)

@@ -24,7 +24,7 @@ ROWS, COLUMNS, SAME = P("data", "model", None), P("data", None, "model"), P("dat
 
 
 def linear(size, **options):
-    """A plain layer whose features divide by `size`."""
+    """Returns a plain layer whose features `size` divides."""
     return drawn(lambda: nnx.Linear(4 * size, 6 * size, rngs=nnx.Rngs(0), **options))
 
 
@@ -154,7 +154,7 @@ def test_eval_shape_keeps_sharding(mesh_of):
 
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_scan_over_stacked_layers(mesh_of, remat):
-    """Column then row, three times, as one scan over stacked parameters; against a loop over the same parameters."""
+    """Compares a scan over three stacked column-row pairs with a loop over the same parameters."""
 
     class Pair(nnx.Module):
         def __init__(self, rngs):
@@ -199,7 +199,7 @@ def test_scan_over_stacked_layers(mesh_of, remat):
 
 
 def test_inside_a_shard_map_of_the_caller(mesh_of):
-    """Where the axis is mapped already, input and parameters are the local shards that they are."""
+    """If the axis is mapped already, input and parameters are local shards."""
     x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
     with jax.set_mesh(mesh_of(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
@@ -213,7 +213,7 @@ def test_inside_a_shard_map_of_the_caller(mesh_of):
 
 @pytest.mark.optimized
 def test_a_weight_gradient_is_summed_over_data_once(mesh_of):
-    """One all-reduce over data for the kernel's gradient, none inside the ring."""
+    """The kernel's gradient has one all-reduce over data, and the ring has none."""
     with jax.set_mesh(mesh_of(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, backend="xla", rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
@@ -297,7 +297,7 @@ class TestErrors:
             with pytest.raises(ValueError, match="leave in_spec out under Explicit axes"):
                 layer(ones((4, 4, 8), ROWS))
 
-    def test_inside_a_shard_map_whose_types_do_not_tell(self, mesh_of):
+    def test_inside_a_shard_map_without_varying_types(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)):
             layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
             graph, state = nnx.split(layer)
@@ -310,7 +310,7 @@ class TestErrors:
             with pytest.raises(ValueError, match="check_vma=False hides it"):
                 jax.eval_shape(fn, state, ones((2, 8, 8), ROWS))
 
-    def test_a_layout_that_is_none(self, mesh_of):
+    def test_an_unknown_layout(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="it must be 'sequence' or 'replicated'"):
             fa.nn.RowParallelLinear(8, 12, layout="rows", rngs=nnx.Rngs(0))
 

@@ -1,4 +1,4 @@
-"""The roofline: what it ranks, what it says, and what it refuses."""
+"""The roofline: how it ranks backends, what reasons it gives, and what it refuses."""
 
 import functools
 
@@ -23,13 +23,13 @@ def test_a_ring_that_hides_its_transfers_is_chosen_with_a_reason():
 
 
 def test_where_blocks_are_small_steps_cost_more_than_waiting():
-    """The twin: few rows a device, and gathering once is predicted to be faster."""
+    """Negative test: with few rows on a device, gathering once is predicted to be faster."""
     plan = fa.plan("ring_attention", (1, 16, 8, 64), (1, 16, 1, 64), chip="v5e", ring=8, backward=False)
     assert plan.backend == "none"
     assert "overlap loses here: xla needs 16 steps of 5.0 us and still waits" in plan.reason
 
 
-def test_what_does_not_fit_into_memory_is_not_chosen():
+def test_a_backend_that_exceeds_memory_is_not_chosen():
     plan = fa.plan("ring_attention", (1, 131072, 16, 128), (1, 131072, 16, 128), chip="v5e", ring=8)
     assert plan.backend == "xla"
     assert "none would hold" in plan.reason
@@ -43,7 +43,7 @@ def test_predictions_follow_the_work():
     assert seconds(layout="zigzag") < 0.6 * seconds(layout="contiguous")  # the last device has every block
     assert seconds(causal=False) >= seconds(layout="contiguous")
     assert seconds(window=4096) < 0.3 * seconds()
-    assert 3.4 < seconds() / seconds(backward=False) < 3.6  # seven matmuls for two
+    assert 3.4 < seconds() / seconds(backward=False) < 3.6  # seven matmuls with gradients, two without
     one = fa.plan("ring_attention", *LLAMA, chip="v5e", ring=1)
     assert one.reason == "one device has every row: there is nothing to transfer"
 
@@ -58,7 +58,7 @@ def test_predictions_follow_the_work():
         ("ring_attention", {"rows": 3}, "plan cannot take these shapes or options for ring_attention: .*'rows'"),
     ],
 )
-def test_what_it_cannot_plan_is_refused(op, options, message):
+def test_bad_input_is_refused(op, options, message):
     with pytest.raises(ValueError, match=message):
         fa.plan(op, *LLAMA, **({"chip": "v5e", "ring": 8} | options))
 
@@ -85,7 +85,7 @@ def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
 @pytest.mark.parametrize(
     ("op", "x", "w", "chip", "ring", "backward", "backend"),
     [
-        # A pair: one hop forward; with gradients XLA hides hops behind the products of other passes.
+        # A ring of two has one hop forward; with gradients XLA hides hops behind the products of other trips.
         ("all_gather_matmul", (2048, 2048), (2048, 2048), "v5e", 2, False, "fused"),
         ("all_gather_matmul", (512, 2048), (2048, 2048), "v5e", 2, True, "xla"),
         ("all_gather_matmul", (512, 4096), (4096, 4096), "v5e", 2, True, "xla"),  # 64 MiB of sums stay on the chip
@@ -97,11 +97,11 @@ def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
     ],
 )
 def test_what_plays_fastest_is_chosen(op, x, w, chip, ring, backward, backend):
-    """Cases of benchmarks/plan.py in which all other backends play at 1.08 times as long or more."""
+    """In these cases of benchmarks/plan.py every other backend takes at least 1.08 times as long when played."""
     assert fa.plan(op, x, w, chip=chip, ring=ring, backward=backward).backend == backend
 
 
-def test_rings_that_multiply_and_wait_alike_are_told_apart_by_what_is_beside():
+def test_rings_with_equal_products_and_waits_are_told_apart_by_their_overheads():
     plan = fa.plan("matmul_reduce_scatter", (512, 2048), (2048, 2048), chip="v5e", ring=4, backward=False)
     beside = [f"{1e3 * (c.seconds - c.compute - c.exposed):.3g} ms" for c in (plan.costs["xla"], plan.costs["pallas"])]
     assert plan.backend == "xla"
@@ -110,7 +110,7 @@ def test_rings_that_multiply_and_wait_alike_are_told_apart_by_what_is_beside():
 
 
 def test_small_matmuls_are_one_collective_where_there_are_no_kernels():
-    """Latency rules: eight steps take longer than one gather and one product."""
+    """Latency dominates: eight steps take longer than one gather and one product."""
     plan = fa.plan("all_gather_matmul", (8, 1024), (1024, 256), chip="v5e", ring=8, backward=False, kernels=False)
     assert plan.backend == "none"
     assert "overlap loses here: xla needs 8 steps" in plan.reason
@@ -122,7 +122,7 @@ def test_a_block_with_more_tiles_than_semaphores_is_no_kernel():
 
 
 def test_gradients_that_no_kernel_computes_cost_a_kernel_nothing():
-    """Those of matmul_all_reduce are local products; one of matmul_reduce_scatter is of what a kernel gathered."""
+    """matmul_all_reduce has gradients of local products, matmul_reduce_scatter one of what a kernel gathered."""
 
     def fixed(op, **options):
         return fa.plan(op, (2048, 1024), (1024, 1024), chip="v5e", ring=8, **options).costs["fused"].fixed
@@ -153,7 +153,7 @@ def test_a_tuple_of_weights_is_one_product_of_their_columns():
 
 @pytest.mark.parametrize(("rows", "kernel"), [(1024, True), (8, False)])
 def test_an_op_that_names_no_backend_does_what_is_planned(rows, kernel):
-    """On a TPU of the table; the figures are those of `fa.plan` for the same shapes."""
+    """On a TPU with a data sheet an op does what `fa.plan` says for the same shapes."""
     mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("model",))
     x, w = jax.ShapeDtypeStruct((8 * rows, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 8 * 1024), jnp.bfloat16)
     local = jax.shard_map(

@@ -201,7 +201,7 @@ def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: 
         if not mesh.all_axes_mapped():
             raise NotImplementedError(
                 f"{op} with kernel='flash' needs every mesh axis of more than one device to be mapped by "
-                "shard_map: XLA cannot part a Pallas kernel; leave axis_names out of jax.shard_map, or use "
+                "shard_map: XLA cannot partition a Pallas kernel; leave axis_names out of jax.shard_map, or use "
                 "kernel='reference'"
             )
     serves = lacking is None and mesh.platform() == "tpu" and mesh.all_axes_mapped()

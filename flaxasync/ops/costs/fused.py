@@ -85,8 +85,8 @@ def _products(chip: Chip, ring: int, trip: Trip, itemsize: int) -> float:
     """Returns the seconds of all products of a trip."""
     w = trip.k * trip.n * itemsize
     if trip.kind == "dw":  # the rows that each direction brought are contracted in whole passes of the matrix units
-        ways, unit = directions(ring), 256 if chip.name in WIDE else 128
-        rows = -(-trip.k // (ways * unit)) * unit * ways
+        unit = directions(ring) * (256 if chip.name in WIDE else 128)
+        rows = -(-trip.k // unit) * unit
         return product(chip, dataclasses.replace(trip, k=rows), ring, itemsize, "fused")
     if trip.kind == "reduce":  # w is fetched again for each block, unless XLA has put it into vector memory
         fetched = w <= RESIDENT * chip.vmem_bytes and w / chip.hbm_bandwidth <= trip.behind

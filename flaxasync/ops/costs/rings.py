@@ -35,7 +35,7 @@ ACCUMULATOR_TRAFFIC = 1.33
 """How many times the float32 accumulator of dw moves in HBM for each product, where it does not stay in vector memory.
 Reading all of it and writing all of it would be 2."""
 HIDING_SHARE = 0.55
-"""The share of a block's product that hides a hop. Each half-block goes one way, beside half of the product."""
+"""The share of a block's product that hides a hop: half of the product runs beside each half-block."""
 LOOPLESS = 4
 """The largest ring that is written out without a loop. There XLA sees that a block makes the same hops again for dw."""
 HIDING_SHARE_OF_PAIR = 0.79

@@ -45,6 +45,6 @@ def serial(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
 def _collective(chip: Chip, ring: int, sent: int) -> float:
     """Returns the seconds of an all-gather or a reduce-scatter.
 
-    Blocks go both ways around the ring, and the farthest comes from half of the ring away.
+    Blocks travel in both directions, and the farthest comes from half of the ring away.
     """
     return ring // 2 * chip.hop_latency + (ring - 1) * sent / (directions(ring) * chip.link_bandwidth)

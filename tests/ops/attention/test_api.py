@@ -20,14 +20,15 @@ from tests.grids import sparse
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-# float32 sums in another order; bfloat16 keeps 8 bits of p and ds, and of every operand.
+# In float32 only the order of additions differs; bfloat16 keeps 8 bits of p, of ds and of every operand.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
-# By number; rings of 3 and 8 go both ways, and one of 8 is the first that has a loop. Layouts differ alike on each.
+# (number of the size, number of the layout). Rings of 3 and 8 have two directions, and 8 is the first size with a
+# loop. The two layouts differ in the same way on each ring.
 KEPT_RINGS = {(0, 1), (1, 0), (2, 1), (3, 0)}
 
 
 def reference(q, k, v, do, *, causal, window, ids):
-    """Attention with all scores at once, key-value heads repeated: o, dq, dk, dv in numpy, which compiles nothing."""
+    """Returns o, dq, dk and dv from all scores at once, with repeated key-value heads; numpy needs no compiling."""
     q, k, v, do = (x if x.dtype == np.float64 else np.asarray(x, np.float32) for x in (q, k, v, do))
     rows, groups, scale = q.shape[1], q.shape[2] // k.shape[2], 1 / np.sqrt(q.shape[-1], dtype=q.dtype)
     wide_k, wide_v = (np.repeat(x, groups, axis=2) for x in (k, v))
@@ -114,7 +115,7 @@ FORMS = [
     {"data": 2, "axis_type": AxisType.Auto, "size": 3},
     {"window": 1},
 ]
-# Each of them alone, and others that differ less.
+# Forms with one option each, and others that differ less from those above.
 MORE_FORMS = [
     {"causal": False, "layout": "zigzag", "window": 6},
     {"window": 9, "directions": 2},
@@ -158,7 +159,7 @@ def test_the_rows_of_one_device(form):
 
 
 def test_float64():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # integers are of both sizes then
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # under x64, integers are of both sizes
         parity(1, axis_name=None, rows=8, heads=4, dtype="float64")
 
 
@@ -184,7 +185,7 @@ def test_any_form(size, half, groups, **form):
 
 @dataclasses.dataclass(frozen=True)
 class Counting:
-    """A block kernel that counts: the output is the number of scores that were computed for each row."""
+    """A block kernel whose output is the number of scores that were computed for each row."""
 
     name: str = "counting"
 
@@ -202,7 +203,7 @@ class Counting:
 
 @pytest.mark.parametrize("directions", [1, 2])
 def test_products_are_counted_on_the_devices(directions):
-    """What runs, not what was planned: the branches of masked blocks are not taken."""
+    """Counts the products that run, not those that were traced: the branches of masked blocks are not taken."""
 
     def work(layout):
         x = jnp.ones((1, 4 * 8, 1, 1))
@@ -219,7 +220,7 @@ def test_products_are_counted_on_the_devices(directions):
         return np.asarray(counts).reshape(4, 8).sum(axis=1)
 
     chunk = 4 * 4
-    assert work("zigzag").tolist() == [chunk * (3 + 2 * 3)] * 4  # three chunk products at home, two a hop
+    assert work("zigzag").tolist() == [chunk * (3 + 2 * 3)] * 4  # three products with own rows, two in each hop
     contiguous = work("contiguous")
     assert contiguous[-1] == 4 * 64
     assert len(set(contiguous)) > 1
@@ -257,7 +258,7 @@ def shards(q_shape=(1, 4, 4, 8), k_shape=None, dtype=jnp.float32, size=4, v_shap
         ({"ids": jnp.ones((1, 4))}, "segment ids of an integer dtype: got float32"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, message):
+def test_bad_input_is_refused_with_its_numbers(options, message):
     with pytest.raises(ValueError, match=message):
         shards(**options)
 
@@ -305,7 +306,7 @@ def test_a_second_derivative_is_refused(backend):
 
 
 def test_one_device_has_a_second_derivative():
-    """With scores, too, that are far apart: exp2 of one that is masked would be infinite."""
+    """Some scores are far apart, so that exp2 of a masked score would be infinite."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 16, 2, 4)).astype(np.float32) for _ in range(3))
     q[:, 0], k[:, 0], k[:, 1] = (20, 0, 0, 0), (-10, 0, 0, 0), (20, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Ring attention in the program that the TPU compiler makes: every transfer has work inside, nothing grows with R."""
+"""Ring attention in compiled TPU programs: every transfer overlaps with work, and memory does not grow with R."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ import flaxasync as fa
 
 @functools.cache
 def program(topology, size, rows, backend, *, kernel=None, backward=True, layout="zigzag", head_dim=128):
-    """`rows` rows a device of 8 heads, 2 key-value heads."""
+    """Compiles attention of 8 heads and 2 key-value heads, with `rows` rows on each device."""
     mesh = fa.check.topology_mesh(topology, (size,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = P(None, "x")
 
@@ -42,36 +42,36 @@ def test_every_transfer_has_work_inside_and_none_is_touched(backend):
     report = fa.check.audit(made)
     assert report.ok, str(report)
     transfers = [pair for pair in report.pairs if pair.communicates]
-    # Both ways: the hops of kv, forward and backward; of its gradients one fewer, and those go home. Fewer would
-    # say that XLA kept what came in the forward pass.
+    # In both directions: the hops of kv forward and backward, and those of its gradients, which make one hop fewer
+    # around the ring and one to their owner. Fewer transfers would mean that XLA kept the kv of the forward pass.
     assert sum(pair.runs for pair in transfers) == 2 * 3 * (size - 1)
     assert all(pair.overlapped for pair in transfers), str(report)
     assert "flash_attention_backward" in made.text  # the kernel that None chooses
 
 
 @pytest.mark.slow
-def test_gathered_nothing_has_work_inside():
-    """The twin."""
-    report = fa.check.audit(program("v5e:2x4", 8, 8192, "gather", backward=False))
+def test_a_gather_overlaps_with_no_work():
+    """Negative test: the audit sees that nothing is overlapped."""
+    report = fa.check.audit(program("v5e:2x4", 8, 8192, "none", backward=False))
     assert "synchronous-collective" in report.codes()
     assert not [pair for pair in report.pairs if pair.communicates and pair.overlapped]
 
 
 @pytest.mark.slow
-def test_memory_grows_with_the_rows_of_a_device_alone():
+def test_memory_grows_only_with_the_rows_of_a_device():
     def temporaries(size, backend):
         made = program({4: "v5e:2x2", 8: "v5e:2x4"}[size], size, 8192, backend, backward=False)
         return made.bytes_by_kind["temporaries"]
 
     assert 0 < temporaries(8, "xla") <= 1.1 * temporaries(4, "xla")
-    # The twin: gathered, the rows of all devices stand there.
-    assert temporaries(8, "gather") > 1.5 * temporaries(8, "xla")
+    # Negative test: after a gather the rows of all devices are in memory.
+    assert temporaries(8, "none") > 1.5 * temporaries(8, "xla")
 
 
 @pytest.mark.parametrize("mapped", [("data", "model"), pytest.param(("model",), marks=pytest.mark.slow)])
 def test_a_layer_with_whole_sequences_keeps_its_scores_in_vmem(mapped):
-    """But where the layer stands in a shard_map that leaves an axis to XLA, which cannot part a Pallas kernel."""
-    rows = 384  # no other size
+    """Except in a shard_map that leaves an axis to XLA, which cannot partition a Pallas kernel."""
+    rows = 384  # no other dimension has this size
     mesh = fa.check.topology_mesh("v5e:2x2", (2, 2), ("data", "model"))
     with jax.set_mesh(mesh):
         layer = nnx.eval_shape(
@@ -92,7 +92,7 @@ def test_a_layer_with_whole_sequences_keeps_its_scores_in_vmem(mapped):
         made = fa.check.compile_for("v5e:2x2", both, state, x, x, compiler_options=fa.check.HLO_ONLY)
     whole = "data" in mapped
     assert ("flash_attention_backward" in made.text) == whole
-    assert bool(re.search(rf"\b{rows},{rows}\b", made.text)) != whole  # the twin: scores are an array
+    assert bool(re.search(rf"\b{rows},{rows}\b", made.text)) != whole  # negative test: scores are an array
 
 
 def test_a_kernel_that_cannot_serve_is_refused():
@@ -104,5 +104,5 @@ def test_a_kernel_that_cannot_serve_is_refused():
         program("v5e:2x2", 4, 200, "xla", kernel="flash")
 
 
-def test_the_plan_chooses_where_nothing_is_named():
+def test_the_plan_chooses_if_no_backend_is_named():
     assert "collective-permute-start" in program("v5e:2x2", 4, 2048, None, backward=False).text

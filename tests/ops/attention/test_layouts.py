@@ -1,4 +1,4 @@
-"""Which products each device computes, by plain ints: together they are the mask, once each, and zigzag shares them."""
+"""Which products each device computes, on plain ints: together they cover the mask once, and zigzag balances them."""
 
 import jax
 import numpy as np
@@ -13,31 +13,31 @@ from flaxasync.ring import gathered_owner, shifts, split_rows
 
 
 def rows_of(sequence, device):
-    """The positions that a device holds."""
+    """Returns the positions that a device holds."""
     order = sequence_order(sequence.layout, sequence.rows * sequence.size, sequence.size)
     return order[device * sequence.rows : (device + 1) * sequence.rows]
 
 
 def products_of(sequence, device, directions):
-    """(product, rows in hand) of every hop, as the forward pass takes them."""
+    """Yields (hop, product, positions of the keys that are on the device) in the order of the forward pass."""
     chunk = sequence.rows // sequence.chunks
-    ways = (1,) if sequence.one_way or sequence.size == 1 else shifts(directions, chunk)
+    block_shifts = (1,) if sequence.one_way or sequence.size == 1 else shifts(directions, chunk)
     for hop in range(sequence.hops + 1):
-        for shift, (start, count) in zip(ways, split_rows(chunk, len(ways)), strict=True):
+        for shift, (start, count) in zip(block_shifts, split_rows(chunk, len(block_shifts)), strict=True):
             owner = int(gathered_owner(device, hop, size=sequence.size, shift=shift))
-            held = rows_of(sequence, owner).reshape(sequence.chunks, -1)[:, start : start + count].reshape(-1)
+            k_rows = rows_of(sequence, owner).reshape(sequence.chunks, -1)[:, start : start + count].reshape(-1)
             for product in sequence.products(device, owner, own=hop == 0, offset=start, count=count):
                 if product.needed is None or product.needed:
-                    yield hop, product, held
+                    yield hop, product, k_rows
 
 
 def pairs_of(sequence, device, directions):
-    """How often a device multiplies each pair of positions, masks applied."""
+    """Counts how often a device multiplies each pair of positions that the mask allows."""
     total = sequence.rows * sequence.size
     pairs, mine = np.zeros((total, total), int), rows_of(sequence, device)
-    for _, product, held in products_of(sequence, device, directions):
+    for _, product, k_positions in products_of(sequence, device, directions):
         q = mine[product.q_block * product.q_rows :][: product.q_rows]
-        k = held[product.k_block * product.k_rows :][: product.k_rows]
+        k = k_positions[product.k_block * product.k_rows :][: product.k_rows]
         if sequence.mask.by_position:
             assert (q == product.q_start + np.arange(product.q_rows)).all()
             assert (k == product.k_start + np.arange(product.k_rows)).all()
@@ -54,7 +54,7 @@ def pairs_of(sequence, device, directions):
     size=st.integers(1, 6),
     directions=st.sampled_from([1, 2]),
 )
-def test_the_products_are_the_mask_once_each(layout, causal, window, half, size, directions):
+def test_the_products_cover_the_mask_once(layout, causal, window, half, size, directions):
     sequence = Sequence(layout, Mask(causal, window), 2 * half, size)
     position = np.arange(sequence.rows * size)
     wanted = np.broadcast_to(sequence.mask.allows(position[:, None], position[None]), (len(position),) * 2)
@@ -63,7 +63,7 @@ def test_the_products_are_the_mask_once_each(layout, causal, window, half, size,
 
 
 def test_a_product_left_out_is_seen():
-    """The twin: with one hop fewer the mask is not covered."""
+    """Negative test: with one hop fewer the mask is not covered."""
     sequence = Sequence("zigzag", Mask(True, None), 4, 4)
     missing = sum(p.q_rows * p.k_rows for hop, p, _ in products_of(sequence, 0, 1) if hop == 3)
     covered = sum(p.q_rows * p.k_rows for hop, p, _ in products_of(sequence, 0, 1) if hop < 3)
@@ -83,7 +83,7 @@ def test_zigzag_gives_every_device_the_same_work_in_every_hop(size, directions):
         return table
 
     assert (work("zigzag") == work("zigzag")[:1]).all()
-    contiguous = work("contiguous").sum(axis=1)  # what zigzag removes: the last device has R blocks, the first has one
+    contiguous = work("contiguous").sum(axis=1)  # the last device has R blocks, the first has one
     assert contiguous.tolist() == [64 * (device + 1) for device in range(size)] if directions == 1 else True
     assert contiguous[-1] == size * contiguous[0]
     assert work("zigzag").sum(axis=1).max() <= 0.5 * contiguous[-1] + 64

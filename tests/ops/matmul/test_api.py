@@ -16,7 +16,7 @@ from tests.grids import sparse
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-# float32 sums of up to R * k terms in another order; bfloat16 keeps 8 bits, and partial sums travel in it.
+# In float32 sums of up to R * k terms are added in another order; bfloat16 keeps 8 bits, and partial sums travel in it.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 BACKENDS = ["xla", "none"]
 
@@ -28,7 +28,7 @@ def assert_close(got, want, dtype, name):
 
 
 def specs(op):
-    """(x, w, y) over the axes of the test mesh: batch over data, rows or columns over model."""
+    """Returns the specs of x, w and y: the batch is sharded over data, rows or columns over model."""
     by_rows, by_columns = P("data", "model", None), P("data", None, "model")
     return {
         "all_gather_matmul": (by_rows, P(None, "model"), by_columns),
@@ -38,13 +38,13 @@ def specs(op):
 
 
 def parity(op, size, *, rows, batch=2, dtype="float32", data=1, axis_type=AxisType.Explicit, check_vma=True, **options):
-    """Compares y, dx and dw of one op on a (data, model) mesh with the same on one device in float32."""
+    """Compares y, dx and dw of an op on a (data, model) mesh with those of one device in float32."""
     mesh = jax.make_mesh((data, size), ("data", "model"), (axis_type,) * 2, devices=jax.devices()[: data * size])
     x_spec, w_spec, y_spec = specs(op)
     k, n = 6 * size, 4 * size
     m = rows if op == "matmul_all_reduce" else rows * size
     rng = np.random.default_rng(rows + 10 * size)
-    # Values that the dtype holds exactly: the comparison measures the op, not the rounding of its input.
+    # The dtype represents the values exactly, so the comparison measures the op and not the rounding of its input.
     x, w, dy = (
         np.asarray(rng.standard_normal(shape), jnp.dtype(dtype))
         for shape in [(batch * data, m, k), (k, n), (batch * data, m, n)]
@@ -72,7 +72,7 @@ AXIS_TYPES = [AxisType.Explicit, AxisType.Auto]
 
 
 @pytest.mark.parametrize(
-    ("op", "size", "directions"), sparse(OPS, SIZES, [1, 2], keep=lambda op, size, ways: (op + size + ways) % 2 == 0)
+    ("op", "size", "directions"), sparse(OPS, SIZES, [1, 2], keep=lambda *numbers: sum(numbers) % 2 == 0)
 )
 def test_ring_matches_the_reference(op, size, directions):
     parity(op, size, rows=3, batch=3, backend="xla", directions=directions)
@@ -136,7 +136,7 @@ def dense_pair():
 
 
 def mlp_loss(x, gate, up, down, **options):
-    """A gated MLP: two weights share one trip of x."""
+    """Returns the loss of a gated MLP, whose first two weights share one trip of x."""
     a, b = fa.all_gather_matmul(x, (gate, up), "model", **options)
     y = fa.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "model", **options)
     return jax.lax.psum(jnp.sum(y * y), "model")
@@ -174,7 +174,7 @@ def test_a_gated_mlp_and_its_gradients(backend, wrap):
 
 
 def test_a_shared_trip_sends_x_once():
-    """Two weights in one call make as many permutes as one weight; in two calls, twice as many."""
+    """Two weights in one call need as many permutes as one weight; in two calls they need twice as many."""
 
     def permutes(fn, *args):
         with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
@@ -230,7 +230,7 @@ def test_under_vmap(op):
 
 
 def test_nothing_gathered_is_saved():
-    """What the backward pass keeps is no larger than the shards that went in."""
+    """What the backward pass keeps is only the shards that the op was given."""
     x, w, _ = dense_pair()[:3]
     with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
         fn = jax.shard_map(

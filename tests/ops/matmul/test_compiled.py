@@ -1,4 +1,4 @@
-"""The ring ops in the program that the TPU compiler makes, with no TPU: every block of an output is written once."""
+"""The ring ops in compiled TPU programs, without a TPU: every block of an output is written once."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ def compiled(fn, shapes, in_specs, out_specs):
 
 
 def scheduled(text):
-    """(name, type, opcode, line) of every instruction that runs by itself: those of no fusion's body."""
+    """Yields (name, type, opcode, line) of every instruction that is scheduled: all but those inside a fusion."""
     computation = ""
     for line in text.splitlines():
         if line and not line.startswith(" "):
@@ -39,8 +39,8 @@ def scheduled(text):
             yield (*match.groups(), line)
 
 
-def passes_over(text, output):
-    """Instructions that make a value of the output's type without multiplying anything into it."""
+def copies_of(text, output):
+    """Returns the instructions that produce a value of the output's type without multiplying anything into it."""
     bodies = {block.split(" ", 1)[0]: block for block in re.split(r"\n(?=%)", text)}
     found = []
     for name, shape, opcode, line in scheduled(text):
@@ -60,14 +60,14 @@ def test_all_gather_matmul_writes_each_block_once(directions):
     fn = functools.partial(fa.all_gather_matmul, axis_name="model", backend="xla", directions=directions)
     program = compiled(fn, [(B, S, D), (D, F)], (P(None, "model"), P(None, "model")), P(None, None, "model"))
     writes = [name for name, shape, op, _ in scheduled(program.text) if op == "fusion" and shape.startswith(OUTPUT)]
-    assert passes_over(program.text, OUTPUT) == []
+    assert copies_of(program.text, OUTPUT) == []
     assert len(writes) >= 4  # the turns of one loop body and those outside it
-    # Blocks in flight and at rest, never the gathered x: a quarter of it is two blocks.
+    # Memory has the blocks that travel and those that are multiplied, but never the gathered x, which is 8 blocks.
     assert program.memory["temp_size_in_bytes"] <= B * S * D * 2 / 2
 
 
-def test_the_check_sees_a_pass_over_the_output():
-    """Begun as zeros, as a ring is usually written, the same loop broadcasts the whole output first."""
+def test_the_check_sees_that_an_output_of_zeros_is_written_first():
+    """Negative test: a ring is usually written so, and then it broadcasts zeros to the whole output first."""
 
     def from_zeros(x, w):
         index, rows = lax.axis_index("model"), x.shape[-2]
@@ -82,4 +82,4 @@ def test_the_check_sees_a_pass_over_the_output():
         return lax.fori_loop(0, R, turn, (x, y), unroll=2)[1]
 
     program = compiled(from_zeros, [(B, S, D), (D, F)], (P(None, "model"), P(None, "model")), P(None, None, "model"))
-    assert passes_over(program.text, OUTPUT) != []
+    assert copies_of(program.text, OUTPUT) != []

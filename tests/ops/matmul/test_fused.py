@@ -1,4 +1,4 @@
-"""backend="fused" of the collective matmuls in the simulator: y, dx, dw against one device; what is refused."""
+"""backend="fused" of the collective matmuls in the simulator: y, dx and dw against one device; refused calls."""
 
 import functools
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from tests.kernels.conftest import simulated
 
-# float32: another order of additions; bfloat16 keeps 8 bits, and partial sums travel in it.
+# In float32 only the order of additions differs; bfloat16 keeps 8 bits, and partial sums travel in it.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 BY_ROWS, BY_COLUMNS, WHOLE = P(None, "model", None), P(None, None, "model"), P()
 SPECS = {  # of x, of w, of y
@@ -23,7 +23,7 @@ SPECS = {  # of x, of w, of y
 
 
 def operands(op, size, pairs, batch, m, k, n, dtype):
-    """Pairs of x and w, of which all_gather_matmul has one x; a dy for each y."""
+    """Returns xs, ws and a dy for each y. all_gather_matmul has one x for all w; the other ops have pairs."""
     rng = np.random.default_rng(size)
     make = lambda *shape: np.asarray(rng.standard_normal(shape), jnp.dtype(dtype))  # noqa: E731
     gathers = op == "all_gather_matmul"
@@ -32,7 +32,7 @@ def operands(op, size, pairs, batch, m, k, n, dtype):
 
 
 def wanted(xs, ws, dys):
-    """y, dx and dw of unsharded products: of one x with every w, or of pairs, which are added up."""
+    """Returns y, dx and dw of unsharded products: of one x with every w, or summed over pairs."""
     trips = [(xs[i % len(xs)], w, dys[i % len(dys)]) for i, w in enumerate(ws)]
     ys, dxs = [x @ w for x, w, _ in trips], [dy @ w.T for _, w, dy in trips]
     return (
@@ -98,7 +98,7 @@ def traced(op, size, dtype=jnp.float32, **options):
     ("does not reach: got unroll=4; leave it out", {"unroll": 4}),
 ])  # fmt: skip
 @pytest.mark.parametrize("op", SPECS)
-def test_what_the_kernels_cannot_serve_is_refused_with_what_to_use(op, message, options):
+def test_a_call_that_the_kernels_cannot_serve_is_refused_with_an_alternative(op, message, options):
     with pytest.raises(NotImplementedError, match=f"^{op} with backend='fused' .*{message}"):
         traced(op, **{"size": 2, **options})
 
