@@ -2,13 +2,14 @@
 
 from flaxasync import check as check
 from flaxasync import nn as nn
-from flaxasync.attention.layout import sequence_order as sequence_order
-from flaxasync.collective_matmul import all_gather_matmul as all_gather_matmul
-from flaxasync.collective_matmul import matmul_all_reduce as matmul_all_reduce
-from flaxasync.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
-from flaxasync.mesh_matmul import mesh_matmul as mesh_matmul
-from flaxasync.plan import plan as plan
-from flaxasync.ring_attention import ring_attention as ring_attention
+from flaxasync.ops.attention.api import attention as attention
+from flaxasync.ops.attention.api import ring_attention as ring_attention
+from flaxasync.ops.attention.layouts import sequence_order as sequence_order
+from flaxasync.ops.matmul.api import all_gather_matmul as all_gather_matmul
+from flaxasync.ops.matmul.api import matmul_all_reduce as matmul_all_reduce
+from flaxasync.ops.matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
+from flaxasync.ops.mesh_matmul import mesh_matmul as mesh_matmul
+from flaxasync.ops.plan import plan as plan
 from flaxasync.transport import copy_done as copy_done
 from flaxasync.transport import copy_start as copy_start
 from flaxasync.transport import ppermute as ppermute
