@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from table import print_table, write_between_markers
 
 import flaxasync as fa
-from flaxasync.check.cost import Costs
-from flaxasync.check.overlap import executed
+from flaxasync.check.auditing.audit import executed
+from flaxasync.check.estimate.costs import Costs
 from flaxasync.hardware import chip
 
 TOPOLOGY, AXIS = "v5e:2x4", "model"

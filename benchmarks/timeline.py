@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import Timeline, audit, compile_for, timeline, topology_mesh
-from flaxasync.check.timeline_picture import save_picture
+from flaxasync.check.estimate.picture import save_picture
 
 BATCH, SEQUENCE, MODEL, HIDDEN, RING = 8, 2048, 8192, 28672, 8
 BEGIN, END = "<!-- timeline table -->", "<!-- end of timeline table -->"

@@ -8,7 +8,7 @@ import functools
 import re
 
 from flaxasync import check
-from flaxasync.check.cost import Costs
+from flaxasync.check.estimate.costs import Costs
 from flaxasync.hardware import chip
 
 _NAME = re.compile(r'op_name="([^"]*)"')

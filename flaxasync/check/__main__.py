@@ -9,9 +9,9 @@ import argparse
 import pathlib
 import sys
 
-from flaxasync.check.findings import Severity
-from flaxasync.check.overlap import audit
-from flaxasync.check.timeline_estimate import timeline
+from flaxasync.check.auditing.audit import audit
+from flaxasync.check.auditing.findings import Severity
+from flaxasync.check.estimate.estimator import timeline
 from flaxasync.hardware import CHIPS
 
 

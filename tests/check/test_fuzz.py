@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from flaxasync.check import HloError, audit, format_module, parse, to_long_form, to_sugar
-from flaxasync.check.timeline_estimate import timeline
+from flaxasync.check.estimate.estimator import timeline
 from tests.check import programs, proposal
-from tests.check.test_overlap import KERNELS, LOOP
+from tests.check.auditing.test_audit import KERNELS, LOOP
 
 INPUTS = int(os.environ.get("FLAXASYNC_FUZZ", "300" if os.environ.get("FLAXASYNC_BENCH") else "100"))
 PART = 1000  # inputs a test, so that the watchdog can tell a hang

@@ -11,8 +11,8 @@ import pathlib
 import re
 from collections.abc import Mapping
 
-from flaxasync.check.hlo import HloModule, Instruction
-from flaxasync.check.hlo_reader import parse
+from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.reader import parse
 from flaxasync.check.player.bundle_text import Program, read_program
 from flaxasync.check.player.errors import DumpError
 

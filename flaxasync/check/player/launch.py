@@ -5,12 +5,12 @@ were launched together. The player begins after that preamble.
 """
 
 from flaxasync.check.player.addresses import Addresses, Buffer, shape_bytes
-from flaxasync.check.player.blocks import Code
+from flaxasync.check.player.basic_blocks import Code
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
+from flaxasync.check.player.chip_grid import Coords, Topology
 from flaxasync.check.player.dump import Dump
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.machine import Machine
-from flaxasync.check.player.topology import Coords, Topology
 
 _REGISTRY = 0x180000  # of profile counters, beyond all scalar memory that a program uses
 

@@ -5,7 +5,7 @@ from collections import Counter, deque
 
 from flaxasync.check.player import matrix_unit
 from flaxasync.check.player.addresses import LATE, Addresses
-from flaxasync.check.player.blocks import Action, Code
+from flaxasync.check.player.basic_blocks import Action, Code
 from flaxasync.check.player.errors import PlayerError
 
 MAX_BLOCKS = 20_000_000  # blocks a device may run: far above any program, below for ever

@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from flaxasync.check.player.chip_grid import place_devices
+from flaxasync.check.player.chip_grid import topology as read_topology
 from flaxasync.check.player.chips import PlayedChip, played_chip
 from flaxasync.check.player.dump import Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError
-from flaxasync.check.player.mesh import Mesh
 from flaxasync.check.player.result import Result, make_result
-from flaxasync.check.player.topology import place_devices
-from flaxasync.check.player.topology import topology as read_topology
+from flaxasync.check.player.simulation import Mesh
 
 
 def play(
@@ -43,7 +43,7 @@ def play(
       RuntimeError: the compiler refused the program.
       PlayerError: the program cannot be played, or breaks a rule of the machine.
     """
-    from flaxasync.check.topology import compile_for  # imports jax
+    from flaxasync.check.compile.compile_for import compile_for  # imports jax
 
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as temporary:
         folder = pathlib.Path(temporary if keep_dumps is None else keep_dumps)

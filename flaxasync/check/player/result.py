@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from flaxasync.check.estimate.timeline import DeviceTime, Slice, Timeline
 from flaxasync.check.player.chips import PlayedChip
-from flaxasync.check.player.mesh import Mesh
 from flaxasync.check.player.recorder import CAUSES, PhaseTime, Stretch
-from flaxasync.check.timeline import DeviceTime, Slice, Timeline
+from flaxasync.check.player.simulation import Mesh
 
 BETWEEN_DEVICES = ("receive", "send", "sync", "collective")  # waits that count as exposed communication
 

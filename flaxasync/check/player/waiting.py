@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from flaxasync.check.player.blocks import Action
+from flaxasync.check.player.basic_blocks import Action
 
 _COMPARE = {
     "ge": (int.__ge__, "at least"),

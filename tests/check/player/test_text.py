@@ -11,10 +11,10 @@ from flaxasync.check.player import matrix_unit
 from flaxasync.check.player import scalar_operations as scalar
 from flaxasync.check.player.addresses import Addresses, shape_bytes
 from flaxasync.check.player.bundle_text import HEADER, parse_operation, read_program
+from flaxasync.check.player.chip_grid import place_devices, topology
 from flaxasync.check.player.chips import PLAYED_CHIPS, played_chip
 from flaxasync.check.player.errors import DumpError, MeshMismatchError, OutOfBoundsError, PlayerError
 from flaxasync.check.player.network import Network
-from flaxasync.check.player.topology import place_devices, topology
 from flaxasync.check.player.transfers import Spans, read_transfer
 
 WORDS = st.integers(0, 2**32 - 1)

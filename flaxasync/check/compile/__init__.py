@@ -1,0 +1,1 @@
+"""Compiling for TPU topologies on a machine without a TPU."""

@@ -1,0 +1,1 @@
+"""Whether a call of a compiled function holds the host."""

@@ -1,0 +1,149 @@
+"""What of a compiled function can make the host wait, and where that is written down.
+
+Three places are read. The program's text has the callbacks, the loops and the branches that run. A `Traced`, where one
+is given, has the jaxpr's effects, and its lowered text has the callbacks that JAX registers with the executable, even
+those that XLA then removes. The executable's flags are private to JAX: they are read if they are there, and a verdict
+of `dispatch.py` never needs them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.reader import parse
+from flaxasync.check.hlo.trip_count import trip_count
+
+CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
+NAMES = {
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "io_callback",
+}
+_HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true: how a TPU reaches a callback
+
+
+@dataclasses.dataclass(frozen=True)
+class Callback:
+    """A call from the program into Python."""
+
+    name: str  # jax.debug.print, jax.pure_callback, ...
+    source: str  # file:line, or ""
+    has_effect: bool
+    ordered: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.source}" if self.source else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A while loop without a known trip count, or a branch: something depends on a value that the device computes."""
+
+    instruction: str
+    computation: str
+    source: str  # file:line, or ""
+
+    def __str__(self) -> str:
+        return f"{self.computation}/{self.instruction}" + (f" at {self.source}" if self.source else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """What one place says of effects and callbacks."""
+
+    name: str
+    has_unordered_effects: bool
+    ordered_effects: tuple[str, ...]
+    has_host_callbacks: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a program's text says."""
+
+    callbacks: tuple[Callback, ...] = ()
+    dynamic_loops: tuple[Decision, ...] = ()
+    branches: tuple[Decision, ...] = ()
+
+    @property
+    def signal(self) -> Signal:
+        return Signal(
+            "the program's text",
+            any(c.has_effect and not c.ordered for c in self.callbacks),
+            tuple(c.name for c in self.callbacks if c.ordered),
+            bool(self.callbacks),
+        )
+
+
+def read_text(text: str, platform: str) -> Program:
+    """Reads a compiled program.
+
+    XLA notes the trip counts that its CPU and GPU runtimes go by. On TPU it never notes one, so counting loops are
+    read by hand.
+
+    Raises:
+      HloError: the text cannot be read.
+    """
+    module = parse(text)
+    callbacks, loops, branches = [], [], []
+    for computation in module.computations.values():
+        for i in computation.instructions:
+            if _is_callback(i):
+                callbacks.append(_callback(module, i))
+            elif i.opcode == "while" and not _counted(module, i, platform):
+                loops.append(Decision(i.name, computation.name, module.source(i)))
+            elif i.opcode == "conditional":
+                branches.append(Decision(i.name, computation.name, module.source(i)))
+    return Program(tuple(dict.fromkeys(callbacks)), tuple(loops), tuple(branches))
+
+
+def read_traced(traced: jax.stages.Traced) -> Signal:
+    """Reads `jitted.trace(*args)`; lowers it, for a pure_callback is no effect of the jaxpr."""
+    names = sorted(type(effect).__name__ for effect in traced.jaxpr.effects)
+    ordered = tuple(name for name in names if name.startswith("Ordered"))
+    has_callbacks = CALLBACK.search(traced.lower().as_text()) is not None
+    return Signal("the jaxpr's effects and the lowered program", len(ordered) < len(names), ordered, has_callbacks)
+
+
+def read_flags(compiled: Any) -> Signal | None:
+    """Returns the flags that JAX chooses its way of calling by, or None where this JAX has none of that name."""
+    call: Any = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
+    try:
+        ordered = tuple(type(effect).__name__ for effect in call.ordered_effects)
+        unordered, callbacks = bool(call.has_unordered_effects), bool(call.has_host_callbacks)
+    except (AttributeError, TypeError):
+        return None
+    return Signal("the executable's private flags", unordered, ordered, callbacks)
+
+
+def listed(things: Iterable[object], most: int = 3) -> str:
+    """Joins what was found, the first few of it."""
+    texts = list(map(str, things))
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def _is_callback(i: Instruction) -> bool:
+    if i.opcode == "custom-call":
+        return CALLBACK.fullmatch(i.custom_call_target) is not None
+    return i.opcode in _HOST_TRANSFERS and i.attributes.get("is_host_transfer") == "true"
+
+
+def _callback(module: HloModule, i: Instruction) -> Callback:
+    metadata = i.attributes.get("metadata", "")
+    match = re.search(r'op_name="(?:[^"]*/)?([^"/]*)"', metadata)
+    primitive = match[1] if match else i.name.partition(".")[0]
+    ordered = "token[]" in i.attributes.get("operand_layout_constraints", "") or i.opcode in _HOST_TRANSFERS
+    has_effect = i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in _HOST_TRANSFERS
+    return Callback(NAMES.get(primitive, primitive), module.source(i), has_effect, ordered)
+
+
+def _counted(module: HloModule, loop: Instruction, platform: str) -> bool:
+    if platform == "tpu":
+        return trip_count(module, loop) is not None
+    return "known_trip_count" in loop.backend_config

@@ -1,0 +1,1 @@
+"""HLO text as data: the reader, the writer, and what can be read from a program without a model of time."""
