@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from table import print_table, write_between_markers
 
 import flaxasync as fa
-from flaxasync.check.auditing.audit import executed
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.hardware import chip
 
@@ -65,7 +64,7 @@ def row(name: str, backend: str, program: Any) -> list[str]:
     """What `flaxasync.check` reads from a program. Counts are of a run: what a loop repeats counts each time."""
     module = fa.check.parse(program.as_text())
     audit, time = fa.check.audit(module, chip="v5e"), fa.check.timeline(module, chip="v5e")
-    runs = executed(module, Costs(module, chip("v5e"), {}))
+    runs = Costs(module, chip("v5e")).executions()
     copies = sum(
         count
         for computation, count in runs.items()

@@ -26,9 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.player_kernels import STUDY, Tiles, program
 from benchmarks.table import print_table, write_between_markers
-from flaxasync.check import topology_mesh
+from flaxasync.check import save_picture, topology_mesh
 from flaxasync.check.player import Result, play
-from flaxasync.check.player.picture import save_picture
 from flaxasync.kernels.gemm import gemm
 
 SMALL, SMALL_TILES = (2048, 2048, 1024), Tiles(256, 256, 256, 256)

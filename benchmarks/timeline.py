@@ -20,8 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import Timeline, audit, compile_for, timeline, topology_mesh
-from flaxasync.check.estimate.picture import save_picture
+from flaxasync.check import Timeline, audit, compile_for, save_picture, timeline, topology_mesh
 
 BATCH, SEQUENCE, MODEL, HIDDEN, RING = 8, 2048, 8192, 28672, 8
 BEGIN, END = "<!-- timeline table -->", "<!-- end of timeline table -->"

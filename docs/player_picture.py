@@ -7,9 +7,8 @@ import pathlib
 
 from benchmarks.player import DRAWN, TITLES, TOPOLOGY
 from benchmarks.player_kernels import program
-from flaxasync.check import topology_mesh
+from flaxasync.check import save_picture, topology_mesh
 from flaxasync.check.player import play
-from flaxasync.check.player.picture import save_picture
 
 
 def main() -> None:

@@ -1,11 +1,14 @@
-"""What an audit can find: each code with its severity and its remedy. docs/check.md shows one example of each."""
+"""What an audit can find: every code with its severity, its meaning and its remedy.
+
+docs/check.md has an example program for each code.
+"""
 
 import dataclasses
 import enum
 
 
 class Severity(enum.IntEnum):
-    """INFO is worth knowing, WARNING costs time, ERROR can give wrong results or breaks the rules of the format."""
+    """INFO is worth knowing; WARNING costs time; ERROR can give wrong results, or breaks the rules of the format."""
 
     INFO = 0
     WARNING = 1
@@ -17,7 +20,15 @@ class Severity(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    severity: Severity  # unless the finding knows better
+    """One kind of finding.
+
+    Attributes:
+      severity: The severity of a finding that does not give its own.
+      meaning: What is wrong.
+      remedy: What to do about it.
+    """
+
+    severity: Severity
     meaning: str
     remedy: str
 
@@ -25,7 +36,7 @@ class Code:
 _INFO, _WARNING, _ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
 
 CODES = {
-    # hazards of kernel pairs: the compiler does not know that the buffer is in use
+    # Hazards of kernel pairs: the compiler does not know that the buffer is in use.
     "in-flight-copied": Code(
         _ERROR, "the compiler copies a buffer that a transfer is reading or writing, and waits on the copy",
         "unroll the staggered loop by two (fori_loop(..., unroll=2)), or use a two-slot Ref, or distinct Refs",
@@ -50,7 +61,7 @@ CODES = {
         _ERROR, "fewer asynchronous operations than expected: the compiler removed what nothing depends on",
         "thread the semaphores, or a scalar that the done returns, through what follows",
     ),
-    # overlap
+    # Missing overlap.
     "empty-window": Code(
         _WARNING, "nothing runs between start and done, though independent work was there",
         "make the work depend on the start and the done on the work: jax.lax.optimization_barrier, or a staggered loop",
@@ -75,7 +86,7 @@ CODES = {
         _WARNING, "the module is not scheduled: the text has no order, so windows and stalls cannot be told",
         "audit the compiled program (jitted.lower(...).compile(), or compile_for), not the lowered one",
     ),
-    # the rules of the Async HLO Instructions proposal
+    # The rules of the "Async HLO Instructions" proposal.
     "async-one-user": Code(
         _ERROR, "a start or an update has more than one user, or a user that is no update and no done",
         "route every reader through the done",
@@ -107,15 +118,25 @@ CODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing found, and what to do about it."""
+    """One thing that is wrong, and what to do about it. `print` shows all of it.
+
+    Attributes:
+      code: A key of CODES.
+      message: What is wrong, with names and figures.
+      computation: The computation in which it is.
+      instruction: The instruction; "" where it is the whole computation.
+      source: "file:line" of the Python that made the instruction; "" where the text does not say.
+      severity: How bad it is.
+      count: How often it happens in a run, with the iterations of the loops around it.
+    """
 
     code: str
     message: str
     computation: str
     instruction: str
-    source: str = ""  # file:line of the Python that made the instruction
+    source: str = ""
     severity: Severity = Severity.INFO
-    count: int = 1  # how often it happens, loops included
+    count: int = 1
 
     @property
     def remedy(self) -> str:
@@ -134,6 +155,6 @@ class Finding:
 def finding(
     code: str, message: str, computation: str, instruction: str, *, source: str = "", severity: Severity | None = None
 ) -> Finding:
-    """Makes a finding with its code's severity unless another is given."""
+    """Makes a finding. Its severity is that of its code unless another one is given."""
     chosen = CODES[code].severity if severity is None else severity
     return Finding(code, message, computation, instruction, source, chosen)

@@ -1,15 +1,17 @@
-"""The rules of XLA's "Async HLO Instructions" proposal (openxla.org/xla/async_ops), checked by name.
+"""The rules of XLA's "Async HLO Instructions" proposal (openxla.org/xla/async_ops), each with a code of its own.
 
-`check_async_rules` looks at generic and sugared operations, and at the first-class pairs as far as the rules are
-theirs (one user, finished). Compilers verify these when they build a program and not when they read its text.
+`check_async_rules` checks generic and sugared operations by all rules. Of first-class pairs it checks the rules that
+apply to them: a start has one user and is finished. Compilers verify these rules when they build a program, but not
+when they read its text.
 """
 
 from flaxasync.check.auditing.findings import Finding, finding
-from flaxasync.check.hlo.async_operations import FIRST_CLASS, is_step, spelling_of_start
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction, Shape
+from flaxasync.check.hlo.async_operations import FIRST_CLASS, spelling_of_start, step_of_opcode
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.shapes import Shape
 
-_FORWARD = ("tuple", "get-tuple-element", "bitcast")
-_SELF_STARTING = ("all-gather", "all-reduce", "collective-permute", "copy", "send", "recv")
+# Opcodes that only regroup values. Beside the wrapped instruction, a wrapped computation may contain these.
+_REGROUPING = ("tuple", "get-tuple-element", "bitcast")
 
 
 def check_async_rules(module: HloModule) -> tuple[Finding, ...]:
@@ -20,7 +22,7 @@ def check_async_rules(module: HloModule) -> tuple[Finding, ...]:
             spelling = spelling_of_start(module, instruction)
             if spelling in ("generic", "sugar", "first-class"):
                 found += _check_start(module, computation, instruction, spelling)
-            elif is_step(instruction.opcode):
+            elif step_of_opcode(instruction.opcode):
                 found += _check_step(module, computation, instruction)
     return tuple(found)
 
@@ -39,12 +41,15 @@ def _check_start(module: HloModule, computation: Computation, start: Instruction
 
 
 def _check_users(module: HloModule, computation: Computation, step: Instruction) -> list[Finding]:
-    """One user, that is an update or the done; a tuple that carries the future through a loop counts as one, too."""
+    """Checks that a step has one user, which is an update or the done.
+
+    A tuple, loop, branch or call that carries the future further counts as such a user, too.
+    """
     users = computation.users.get(step.name, [])
     source = module.source(step)
     if not users:
         if step.is_root:
-            return []  # finished by whoever called
+            return []  # the caller of this computation finishes it
         return [finding("async-unfinished", f"{step.name} has no done", computation.name, step.name, source=source)]
     carried = [u for u in users if u.opcode in ("tuple", "while", "conditional", "call")]
     wrong = [u for u in users if not _continues(step, u) and u not in carried]
@@ -56,6 +61,7 @@ def _check_users(module: HloModule, computation: Computation, step: Instruction)
 
 
 def _continues(step: Instruction, user: Instruction) -> bool:
+    """Says whether an instruction is an update or a done of the spelling in which a step is written."""
     if step.opcode in ("send", "recv"):
         return user.opcode == f"{step.opcode}-done"
     stem = step.opcode.removesuffix("-start").removesuffix("-update")
@@ -63,6 +69,7 @@ def _continues(step: Instruction, user: Instruction) -> bool:
 
 
 def _check_step(module: HloModule, computation: Computation, step: Instruction) -> list[Finding]:
+    """Checks that an update or a done continues a start, which may come to it through a loop, branch or call."""
     found: list[Finding] = []
     source = module.source(step)
     before = computation.by_name.get(step.operands[0]) if step.operands else None
@@ -71,13 +78,13 @@ def _check_step(module: HloModule, computation: Computation, step: Instruction) 
     if before is None or not (carried or _continues(before, step)):
         what = f"{step.name} continues {before.name if before else 'nothing'}"
         found.append(finding("async-no-start", what, computation.name, step.name, source=source))
-    if is_step(step.opcode) == "update":
+    if step_of_opcode(step.opcode) == "update":
         found += _check_users(module, computation, step)
     return found
 
 
 def _chain(computation: Computation, start: Instruction) -> list[Instruction]:
-    """Returns start, updates and done, as far as they lie in one computation."""
+    """Returns the start, the updates and the done, as far as they stand in one computation."""
     chain, seen = [start], {start.name}
     while True:
         following = [u for u in computation.users.get(chain[-1].name, []) if _continues(chain[-1], u)]
@@ -88,10 +95,10 @@ def _chain(computation: Computation, start: Instruction) -> list[Instruction]:
 
 
 def _operand_shapes(computation: Computation, chain: list[Instruction]) -> list[Shape] | None:
-    """Returns the shapes of all operands that a chain binds; None where the text does not define one."""
+    """Returns the shapes of all operands that a chain of steps binds; None where the text does not define them all."""
     shapes: list[Shape] = []
     for step in chain:
-        if is_step(step.opcode) == "done":
+        if step_of_opcode(step.opcode) == "done":
             break
         for operand in step.operands[1 if step is not chain[0] else 0 :]:
             made = computation.by_name.get(operand)
@@ -102,16 +109,17 @@ def _operand_shapes(computation: Computation, chain: list[Instruction]) -> list[
 
 
 def _check_aliases(module: HloModule, computation: Computation, chain: list[Instruction]) -> list[Finding]:
+    """Checks that the first element of each step is its operands, and the second of the last one the done's result."""
     found: list[Finding] = []
     for n, step in enumerate(chain):
-        if is_step(step.opcode) == "done":
+        if step_of_opcode(step.opcode) == "done":
             break
         first = step.shape.at((0,))
         bound = _operand_shapes(computation, chain[: n + 1])
         if bound is None:
             continue
         flat = first is not None and not first.is_tuple and len(bound) == 1 and first.same_array(bound[0])
-        # Output buffers may be bound late, as further operands of an update: the first element ends before them.
+        # An update may bind output buffers late, as further operands. The first element then ends before them.
         prefix = first is not None and first.is_tuple and len(first.elements) <= len(bound) and all(
             a.same_array(b) for a, b in zip(first.elements, bound, strict=False)
         )  # fmt: skip
@@ -123,7 +131,7 @@ def _check_aliases(module: HloModule, computation: Computation, chain: list[Inst
                 finding("async-operand-alias", message, computation.name, step.name, source=module.source(step))
             )
     done = chain[-1]
-    if is_step(done.opcode) == "done" and len(chain) > 1:
+    if step_of_opcode(done.opcode) == "done" and len(chain) > 1:
         result = chain[-2].shape.at((1,))
         late = result is not None and result.is_tuple and not result.elements
         if result is None or not (late or result.same_array(done.shape)):
@@ -135,7 +143,7 @@ def _check_aliases(module: HloModule, computation: Computation, chain: list[Inst
 
 
 def _binds_output(chain: list[Instruction], n: int) -> bool:
-    """Says whether the result slot is filled at step n or before, having been empty at the start."""
+    """Says whether the second element, which was empty at the start, has a result by step n."""
     results = [step.shape.at((1,)) for step in chain[: n + 1]]
     first, last = results[0], results[-1]
     return first is not None and first.is_tuple and not first.elements and last is not None and last != first
@@ -144,15 +152,16 @@ def _binds_output(chain: list[Instruction], n: int) -> bool:
 def _check_wrapped(
     module: HloModule, computation: Computation, start: Instruction, chain: list[Instruction], inner: Computation
 ) -> list[Finding]:
+    """Checks that an async-start wraps one instruction, and that the wrapped shapes are those of start and done."""
     found: list[Finding] = []
     source = module.source(start)
-    work = [i for i in inner.instructions if i.opcode != "parameter" and i.opcode not in _FORWARD]
+    work = [i for i in inner.instructions if i.opcode != "parameter" and i.opcode not in _REGROUPING]
     root = inner.root
     if len(work) != 1 and root is not None:
         message = f"{start.name} wraps {inner.name}, which holds {len(work)} instructions"
         found.append(finding("async-wrapped-one", message, computation.name, start.name, source=source))
     for i in work:
-        if i.opcode in FIRST_CLASS and i.opcode in _SELF_STARTING and inner.execution_thread == "main":
+        if i.opcode in FIRST_CLASS and inner.execution_thread == "main":
             message = f"{start.name} wraps {i.name}, a {i.opcode}"
             found.append(finding("async-wrapped-first-class", message, computation.name, start.name, source=source))
     bound = _operand_shapes(computation, chain)
@@ -163,11 +172,11 @@ def _check_wrapped(
         if not agree or (len(bound) > len(declared) and not _binds_output(chain, len(chain) - 1)):
             message = f"{start.name} and the parameters of {inner.name} differ"
             found.append(finding("async-shape", message, computation.name, start.name, source=source))
-    elif late and is_step(chain[-1].opcode) == "done":
+    elif late and step_of_opcode(chain[-1].opcode) == "done":
         message = f"{start.name} binds {len(bound or [])} of the {len(declared)} parameters of {inner.name}"
         found.append(finding("async-shape", message, computation.name, start.name, source=source))
     done = chain[-1]
-    if is_step(done.opcode) == "done" and root is not None and not root.shape.same_array(done.shape):
+    if step_of_opcode(done.opcode) == "done" and root is not None and not root.shape.same_array(done.shape):
         message = f"{inner.name} makes {root.shape}, {done.name} returns {done.shape}"
         found.append(finding("async-shape", message, computation.name, start.name, source=source))
     return found

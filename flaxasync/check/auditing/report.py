@@ -1,17 +1,17 @@
-"""What `audit` returns: asynchronous operations as they were scheduled, what was found; a table, or JSON."""
+"""`Audit`, the result of an audit: the asynchronous operations as they were scheduled, and the findings."""
 
 import dataclasses
 import json
 
 from flaxasync.check.auditing.findings import Finding, Severity
 
-EMPTY = 0.01  # share of the transfer below which a window counts as empty
-LISTED = 4  # findings of one code that the table writes out
+EMPTY = 0.01  # a window with less work than this share of the transfer counts as empty
+LISTED = 4  # findings of one code that the table shows in full
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One instruction that runs inside a window."""
+    """One instruction that runs inside a window, and its time in seconds."""
 
     computation: str
     instruction: str
@@ -20,7 +20,23 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One asynchronous operation as it was scheduled."""
+    """One asynchronous operation as it was scheduled.
+
+    Attributes:
+      name: The name of the start.
+      kind: The opcode of what runs; "custom-call" for a kernel.
+      spelling: How the compiler spells it, as in `AsyncOperation`.
+      computation: The computation of the start.
+      dones: The names of the instructions that wait for it.
+      bytes: The bytes that it moves or makes.
+      runs: How often it starts, with the iterations of the loops around it.
+      communicates: Whether it moves data between devices.
+      work: What runs inside the window.
+      inside: Seconds of that work.
+      transfer: Seconds that the transfer takes alone on its link.
+      crosses: How the future crosses a loop; "" where it crosses none.
+      source: "file:line" of the Python that made the start; "" where the text does not say.
+    """
 
     name: str
     kind: str
@@ -28,28 +44,36 @@ class Pair:
     computation: str
     dones: tuple[str, ...]
     bytes: int
-    runs: int  # how often it starts, loops included
+    runs: int
     communicates: bool
-    work: tuple[Work, ...]  # inside the window
-    inside: float  # s of work inside
-    transfer: float  # s that the transfer takes alone
-    crosses: str  # "", or how the future passes through a loop
+    work: tuple[Work, ...]
+    inside: float
+    transfer: float
+    crosses: str
     source: str
 
     @property
     def exposed(self) -> float:
-        """Seconds of the transfer that no work hides, each time it runs."""
+        """Seconds of the transfer that no work hides, each time that it runs."""
         return max(0.0, self.transfer - self.inside)
 
     @property
     def overlapped(self) -> bool:
-        """Says whether anything runs while it travels."""
+        """Whether work runs while the transfer is under way."""
         return self.inside > EMPTY * self.transfer and bool(self.work)
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What `audit` found. `print` shows it as a table."""
+    """What `audit` found. `print` shows it as a table.
+
+    Attributes:
+      module: The name of the program.
+      chip: The name of the chip whose times were estimated.
+      pairs: The asynchronous operations.
+      findings: What is wrong, the most severe first.
+      notes: What the figures are based on, where a reader might expect something else.
+    """
 
     module: str
     chip: str
@@ -59,13 +83,15 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """True when no finding is an error: no buffer in flight is touched, no rule broken, nothing deleted."""
+        """Whether no finding is an error: no buffer in flight is touched, no rule is broken, and nothing is missing."""
         return not any(f.severity == Severity.ERROR for f in self.findings)
 
     def codes(self) -> set[str]:
+        """Returns the codes of the findings."""
         return {f.code for f in self.findings}
 
     def worst(self) -> Severity | None:
+        """Returns the highest severity of the findings; None where there are none."""
         return max((f.severity for f in self.findings), default=None)
 
     def to_json(self) -> str:
@@ -84,6 +110,18 @@ class Audit:
 
     def __str__(self) -> str:
         return _table(self)
+
+
+def size_text(count: float) -> str:
+    """Returns a number of bytes with a unit: "512 B", "1.5 KiB", "2 MiB"."""
+    if count < 1 << 10:
+        return f"{count:.4g} B"
+    return f"{count / 1024:.4g} KiB" if count < 1 << 20 else f"{count / (1 << 20):.4g} MiB"
+
+
+def time_text(seconds: float) -> str:
+    """Returns a time with a unit: "93.2 us", "2.98 ms"."""
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def _table(report: Audit) -> str:
@@ -112,15 +150,3 @@ def _table(report: Audit) -> str:
             lines.append(f"    ... and {len(alike) - LISTED} more {code}")
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(lines)
-
-
-def size_text(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024 or unit == "MiB":
-            return f"{count:.4g} {unit}"
-        count /= 1024  # type: ignore[assignment]
-    raise AssertionError
-
-
-def time_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

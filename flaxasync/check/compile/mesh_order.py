@@ -1,8 +1,9 @@
-"""Which chip stands where in a mesh, so that neighbours on an axis are neighbours on the chip network.
+"""Which chip stands where in a mesh, so that neighbours on a mesh axis are neighbours on the chip network.
 
-JAX's own order for eight devices in a row assumes chips laid out 4x2: on the 2x4 that libtpu describes, every second
-hop is two links long. Here each mesh axis takes whole dimensions of the network, and walks them on a closed path of
-single links where one exists (any grid with an even side). Where no choice of dimensions fits, JAX's order is used.
+JAX's own order for eight devices in a row assumes chips in a grid of 4x2. On the 2x4 that libtpu describes, every
+second hop of that order is two links long. Here each mesh axis takes whole dimensions of the network and visits their
+chips on a closed path of single links, where such a path exists, as it does in any grid with an even side. Where the
+mesh does not take whole dimensions, JAX's order is used.
 """
 
 import itertools
@@ -13,89 +14,98 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 
+type Path = list[tuple[int, ...]]  # the coordinates of points, each a neighbour of the one before
+
 
 def ordered_devices(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
     """Returns the devices of a topology as an array of the mesh's shape."""
-    places = {(*device.coords, device.core_on_chip): device for device in devices}
-    sizes = [1 + max(place[i] for place in places) for i in range(len(next(iter(places))))]
-    owners = _owners(sizes, shape) if math.prod(sizes) == len(devices) else None
-    if owners is None:
+    by_coords = {(*device.coords, device.core_on_chip): device for device in devices}
+    sizes = [1 + max(coords[i] for coords in by_coords) for i in range(len(next(iter(by_coords))))]
+    axis_of_dimension = _assign_dimensions(sizes, shape) if math.prod(sizes) == len(devices) else None
+    if axis_of_dimension is None:
         return mesh_utils.create_device_mesh(shape, list(devices), allow_split_physical_axes=True)
-    walks = []
+    paths = []  # for each mesh axis: for each position on it, the coordinates in the dimensions of that axis
     for axis in range(len(shape)):
-        mine = [i for i, owner in enumerate(owners) if owner == axis]
-        walks.append([dict(zip(mine, step, strict=True)) for step in closed_walk([sizes[i] for i in mine])])
+        mine = [i for i, owner in enumerate(axis_of_dimension) if owner == axis]
+        paths.append([dict(zip(mine, point, strict=True)) for point in closed_path([sizes[i] for i in mine])])
     ordered = np.empty(shape, dtype=object)
     for index in np.ndindex(*shape):
-        place: dict[int, int] = {}
+        coords: dict[int, int] = {}
         for axis, position in enumerate(index):
-            place |= walks[axis][position]
-        ordered[index] = places[tuple(place[i] for i in range(len(sizes)))]
+            coords |= paths[axis][position]
+        ordered[index] = by_coords[tuple(coords[i] for i in range(len(sizes)))]
     return ordered
 
 
-def _owners(sizes: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the mesh axis that takes each dimension: the choice with most closed rings, the last axes first."""
+def closed_path(sizes: Sequence[int]) -> Path:
+    """Returns every point of a grid once, each one step from the one before, and the last one step from the first.
+
+    The last step exists in a grid with at least two dimensions of more than one point, one of them of even size. In any
+    other grid the path is open; a line is visited from end to end.
+    """
+    wide = [i for i, size in enumerate(sizes) if size > 1]
+    if len(wide) < 2:
+        return _with_all_dimensions([(n,) for n in range(math.prod(sizes))], wide, len(sizes))
+    first, rest = wide[0], wide[1:]
+    columns = _back_and_forth([sizes[i] for i in rest])  # all other dimensions, as one line
+    height, width = sizes[first], len(columns)
+    if height % 2 == 0:
+        path: Path = _closed_path_of_rectangle(height, width)
+    elif width % 2 == 0:
+        path = [(row, column) for column, row in _closed_path_of_rectangle(width, height)]
+    else:
+        path = _back_and_forth([height, width])
+    return _with_all_dimensions([(row, *columns[column]) for row, column in path], [first, *rest], len(sizes))
+
+
+def _assign_dimensions(sizes: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the mesh axis that takes each dimension of the network; None where no choice fits.
+
+    Of several choices it takes the one with most closed paths, and among equals the one that closes the last axes.
+    """
     choices = []
-    for owners in itertools.product(range(len(shape)), repeat=len(sizes)):
-        taken = [[s for s, owner in zip(sizes, owners, strict=True) if owner == axis] for axis in range(len(shape))]
+    for axes in itertools.product(range(len(shape)), repeat=len(sizes)):
+        taken = [[s for s, owner in zip(sizes, axes, strict=True) if owner == axis] for axis in range(len(shape))]
         if [math.prod(t) for t in taken] == list(shape):
-            closed = [_closes(t) for t in reversed(taken)]
-            choices.append((sum(closed), closed, owners))
+            closed = [_has_closed_path(t) for t in reversed(taken)]
+            choices.append((sum(closed), closed, axes))
     return max(choices)[2] if choices else None
 
 
-def _closes(sizes: Sequence[int]) -> bool:
+def _has_closed_path(sizes: Sequence[int]) -> bool:
     wide = [size for size in sizes if size > 1]
     return math.prod(wide) <= 2 or (len(wide) > 1 and any(size % 2 == 0 for size in wide))
 
 
-def closed_walk(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns every point of a grid once, each a neighbour of the one before, the last of the first where that can be.
+def _closed_path_of_rectangle(rows: int, columns: int) -> Path:
+    """Returns a closed path of a rectangle with an even number of rows.
 
-    It can in a grid of two or more dimensions with an even side; a line is walked from end to end.
+    It goes back and forth through all columns but the first, and comes back along the first column.
     """
-    wide = [i for i, size in enumerate(sizes) if size > 1]
-    if len(wide) < 2:
-        return _placed([(n,) for n in range(math.prod(sizes))], wide, len(sizes))
-    first, rest = wide[0], wide[1:]
-    lines = _open_walk([sizes[i] for i in rest])  # the other dimensions, as one line
-    rows, columns = sizes[first], len(lines)
-    if rows % 2 == 0:
-        walk = _comb(rows, columns)
-    elif columns % 2 == 0:
-        walk = [(row, column) for column, row in _comb(columns, rows)]
-    else:
-        walk = [(row, column) for row, column in _open_walk([rows, columns])]
-    return _placed([(row, *lines[column]) for row, column in walk], [first, *rest], len(sizes))
-
-
-def _comb(rows: int, columns: int) -> list[tuple[int, int]]:
-    """A closed walk of a grid with an even number of rows: to and fro without the first column, and back along it."""
-    walk = [(0, 0)]
+    path: Path = [(0, 0)]
     for row in range(rows):
         across = range(1, columns)
-        walk += [(row, column) for column in (across if row % 2 == 0 else reversed(across))]
-    return walk + [(row, 0) for row in reversed(range(1, rows))]
+        path += [(row, column) for column in (across if row % 2 == 0 else reversed(across))]
+    return path + [(row, 0) for row in reversed(range(1, rows))]
 
 
-def _open_walk(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """A walk of a grid to and fro."""
-    walk: list[tuple[int, ...]] = [()]
+def _back_and_forth(sizes: Sequence[int]) -> Path:
+    """Returns an open path of a grid that turns around at the end of each line."""
+    path: Path = [()]
     for size in reversed(sizes):
-        longer: list[tuple[int, ...]] = []
+        longer: Path = []
         for n in range(size):
-            longer += [(n, *point) for point in (walk if n % 2 == 0 else reversed(walk))]
-        walk = longer
-    return walk
+            longer += [(n, *point) for point in (path if n % 2 == 0 else reversed(path))]
+        path = longer
+    return path
 
 
-def _placed(walk: list[tuple[int, ...]], dimensions: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Puts the coordinates of a walk at their dimensions, zero elsewhere."""
+def _with_all_dimensions(path: Path, dimensions: Sequence[int], count: int) -> Path:
+    """Puts the coordinates of a path into `count` dimensions, with zero in those that the path does not have."""
     points = []
-    for step in walk:
-        point = [0] * count
-        for dimension, position in zip(dimensions, step, strict=False):
-            point[dimension] = position
-        points.append(tuple(point))
+    for point in path:
+        full = [0] * count
+        for dimension, position in zip(dimensions, point, strict=False):
+            full[dimension] = position
+        points.append(tuple(full))
     return points

@@ -1,8 +1,10 @@
-"""The process in which libtpu compiles: requests on stdin, answers on stdout; it may die without harm to its parent.
+"""The process in which libtpu compiles. It reads requests from stdin and writes answers to stdout.
 
-Run by path, as a script, by `topology.py`; it imports jax and never flaxasync, so that it starts fast. A message is
-eight bytes of length and a pickle. It calls three internals of jaxlib (the compile-only client, CompileOptions,
-DeviceList) because only they compile a lowered module in a process other than the one that traced it.
+libtpu may end this process without harm to its parent. process.py runs the file by its path, as a script. It imports
+jax and never flaxasync, so that it starts fast. A message is eight bytes of length, and then a pickle.
+
+Three internals of jaxlib are used (the compile-only client, CompileOptions and DeviceList), because only they compile
+a lowered module in another process than the one that traced it.
 """
 
 import os
@@ -20,7 +22,11 @@ def send(stream: IO[bytes], message: Any) -> None:
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """Reads one message; raises EOFError when the other side has gone."""
+    """Reads one message.
+
+    Raises:
+      EOFError: The other side has ended.
+    """
     size = stream.read(8)
     if len(size) < 8:
         raise EOFError
@@ -32,10 +38,11 @@ def compile_request(request: dict) -> dict:
     """Compiles one lowered module.
 
     Args:
-      request: topology (name), module (MLIR bytecode), options (serialised CompileOptions), device_ids (in mesh order).
+      request: A dict of "topology" (its name), "module" (MLIR bytecode), "options" (serialized CompileOptions) and
+        "device_ids" (in the order of the mesh).
 
     Returns:
-      text, memory (bytes by kind), cost (XLA's analysis).
+      A dict of "text" (HLO), "memory" (bytes by kind) and "cost" (XLA's analysis).
     """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
@@ -61,9 +68,9 @@ def compile_request(request: dict) -> dict:
 
 
 def main() -> None:
-    """Answers requests until stdin closes."""
+    """Answers requests until stdin is closed."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libtpu prints on stdout is no answer
+    os.dup2(2, 1)  # so that nothing that libtpu prints on stdout is taken for an answer
     while True:
         try:
             request = receive(sys.stdin.buffer)

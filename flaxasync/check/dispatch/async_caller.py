@@ -1,8 +1,11 @@
-"""`make_async_aot_caller`: the caller of the "Async AOT Dispatch" study, and why nothing is left for it to do.
+"""`make_async_aot_caller`: a caller of compiled functions that refuses those which would hold the host.
 
-The study went around JAX's Python dispatch, which it took for the cause of the waiting. Measured with jax 0.12 on CPUs
-(docs/dispatch.md), a pure function sent down that path does not wait, and a callback sent down the C++ path does. So
-the caller calls the compiled function as it is, with all of JAX's checks, and says so.
+The "Async AOT Dispatch" study called compiled functions around JAX's Python dispatch, which it took to be the cause of
+the waiting. It is not: with jax 0.12 on CPUs (docs/dispatch.md) a pure function does not wait on that path, and a
+callback waits on the C++ path. This caller therefore makes JAX's own call, with all of its checks.
+
+What it is for: a loop that relies on steps being dispatched ahead builds its step through this function once, before
+the first iteration, and gets an error with the line of the callback instead of a slow run.
 """
 
 import dataclasses
@@ -16,9 +19,9 @@ class AsyncCaller:
     """Calls a compiled function.
 
     Attributes:
-      compiled: the function.
-      info: the verdict about it.
-      reason: what is gained by calling it through this object.
+      compiled: The function.
+      info: What `check_async_compatible` found in it.
+      reason: What is gained by calling it through this object.
     """
 
     compiled: Any
@@ -30,20 +33,20 @@ class AsyncCaller:
 
 
 def make_async_aot_caller(compiled: Any) -> AsyncCaller:
-    """Returns a caller of a compiled function that does not make the host wait, or refuses.
+    """Returns a caller of a compiled function whose calls do not make the host wait, or refuses the function.
 
-    There is nothing to gain: where the host need not wait, `compiled(*args)` does not make it wait. Use this to be
-    told so, or to be told what is in the way.
+    The calls are not faster than those of `compiled` itself: where the host need not wait, `compiled(*args)` does not
+    make it wait. Use this where a function that makes the host wait should be an error.
 
     Args:
-      compiled: what `jitted.lower(*args).compile()` returned.
+      compiled: What `jitted.lower(*args).compile()` returned.
 
     Returns:
-      The caller; `.reason` says what it gains.
+      The caller. `.reason` says what it gains.
 
     Raises:
-      ValueError: `compiled` is no compiled function, or one for a device that is not here.
-      NotImplementedError: the function has effects or callbacks, or makes the host wait for another reason.
+      ValueError: `compiled` is not a compiled function, or one for a device that is not here.
+      NotImplementedError: The function has effects or callbacks, or makes the host wait for another reason.
     """
     info = check_async_compatible(compiled)
     if not callable(compiled):

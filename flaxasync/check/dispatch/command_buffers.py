@@ -1,8 +1,8 @@
-"""The XLA flags that let a GPU run while loops by itself, as conditional nodes of CUDA graphs.
+"""The XLA flags with which a GPU runs while loops by itself, as conditional nodes of CUDA graphs.
 
-XLA's default set of command buffers has no WHILE and no CONDITIONAL, and leaves graphs of fewer than five commands
-alone. Then the host reads the condition back before every iteration (`while_thunk.cc`, `conditional_thunk.cc` in
-openxla/xla). Flags are read once, when the process first uses XLA: set them before that.
+XLA's default set of command buffers contains neither WHILE nor CONDITIONAL, and graphs of fewer than five commands are
+not made. The host then reads the condition back before every iteration (`while_thunk.cc` and `conditional_thunk.cc` in
+openxla/xla). XLA reads its flags once, when the process first uses it, so they must be set before that.
 """
 
 import functools
@@ -10,29 +10,31 @@ import os
 import subprocess
 import sys
 
+# The flags that are tried. The plus signs add to XLA's set, where bare names would replace it. The second flag is
+# needed because a loop alone is one command.
 _CANDIDATES = (
-    "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",  # the plus signs add; bare names would replace the set
-    "--xla_gpu_graph_min_graph_size=1",  # a loop alone is one command
+    "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
+    "--xla_gpu_graph_min_graph_size=1",
 )
-_SECONDS = 120  # parsing flags takes one; the rest is for a busy machine
+_SECONDS = 120  # reading the flags takes one second; the rest allows for a busy machine
 
 
 @functools.cache
 def command_buffer_flags() -> str:
     """Returns what to add to XLA_FLAGS, before JAX is first used, so that while loops stay on a GPU.
 
-    Each flag is first tried in a process of its own, for XLA aborts on a name that it does not know. That proves that
-    the installed jaxlib takes the flags. Whether a certain loop was captured only `measure_dispatch` can tell, on the
-    GPU.
+    Each flag is tried in a process of its own first, because XLA aborts on a name that it does not know. That proves
+    that the installed jaxlib takes the flags. Whether a loop was captured can only be measured, with
+    `measure_dispatch` on the GPU.
 
     Returns:
-      Flags that the installed jaxlib takes, separated by blanks; a flag of the second rank that it does not take is
-      left out.
+      The flags that the installed jaxlib takes, separated by blanks. The second flag is left out where jaxlib does not
+      take it.
 
     Raises:
-      NotImplementedError: the installed jaxlib has no command buffers for while loops.
+      NotImplementedError: The installed jaxlib has no command buffers for while loops.
     """
-    accepted = [flag for flag in _CANDIDATES if _accepted(flag)]
+    accepted = [flag for flag in _CANDIDATES if _is_accepted(flag)]
     if _CANDIDATES[0] not in accepted:
         import jaxlib
 
@@ -48,7 +50,7 @@ def may_capture_loops(xla_flags: str) -> bool:
     return any("WHILE" in flag for flag in xla_flags.split() if flag.startswith("--xla_gpu_enable_command_buffer="))
 
 
-def _accepted(flag: str) -> bool:
+def _is_accepted(flag: str) -> bool:
     environment = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=_SECONDS, check=False)

@@ -1,8 +1,9 @@
-"""`measure_dispatch`: how long a call keeps the host, and how long it keeps the device.
+"""`measure_dispatch`: how long a call holds the host, and how long it keeps the devices busy.
 
-A ratio of two times says it: of a call that returns at once and leaves the device working, dispatch / total is small;
-of a call that waits, it is near 1. Three things would falsify it, and are excluded: inputs that are not ready yet, a
-queue of earlier calls (each repeat ends before the next begins), and functions so short that dispatch is all there is.
+The ratio of these two times tells whether the host waits. For a call that returns at once and leaves the devices
+working, dispatch / total is small; for a call that waits, it is near 1. Three things would falsify the ratio and are
+excluded: inputs that are not ready yet, a queue of earlier calls (each repeat ends before the next begins), and
+functions so short that the dispatch is all there is.
 """
 
 import dataclasses
@@ -16,21 +17,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-FLOOR = 1e-3  # s; a pure function of microseconds reads 80 %
-WAITS = 0.5  # dispatch / total; measured are below 0.3 and above 0.95, and nothing between
-_CONTROL_SIZE, _CONTROL_TRIPS = 512, 16  # some 10 ms on two CPU cores
+FLOOR = 1e-3  # seconds; a shorter function is not judged: a pure function of microseconds has a ratio of 80 %
+WAITS = 0.5  # the ratio above which a call waits; measured ratios are below 0.3 or above 0.95, and none is between
+_CONTROL_SIZE, _CONTROL_TRIPS = 512, 16  # of the control function, which takes about 10 ms on two CPU cores
 
 
 @dataclasses.dataclass(frozen=True)
 class DispatchTiming:
-    """Medians over the repeats.
+    """How long calls held the host. The times and the ratio are medians over the repeats.
 
     Attributes:
-      dispatch: seconds until the call returned.
-      total: seconds until its outputs were there.
-      ratio: dispatch / total, the median of each repeat's own.
-      repeats: calls that were measured, after one that was not.
-      floor: seconds below which `total` is too short to judge.
+      dispatch: Seconds until the call returned.
+      total: Seconds until its outputs were ready.
+      ratio: dispatch / total. It is the median of the ratios, and not the ratio of the medians.
+      repeats: The number of calls that were measured, after one that was not.
+      floor: Seconds below which `total` is too short to judge.
     """
 
     dispatch: float
@@ -41,30 +42,30 @@ class DispatchTiming:
 
     @property
     def waits(self) -> bool | None:
-        """True when the call waits for the device, False when it does not, None when it is too short to say."""
+        """True where the call waits for the device, False where it does not, None where it is too short to tell."""
         return None if self.total < self.floor else self.ratio > WAITS
 
     def __str__(self) -> str:
-        verdict = {True: "the host waits", False: "the host does not wait", None: "too short to judge"}[self.waits]
+        answer = {True: "the host waits", False: "the host does not wait", None: "too short to judge"}[self.waits]
         times = f"dispatch {self.dispatch * 1e3:.3g} ms of {self.total * 1e3:.3g} ms"
-        return f"{verdict}: {times} ({self.ratio:.1%}, {self.repeats} repeats)"
+        return f"{answer}: {times} ({self.ratio:.1%}, {self.repeats} repeats)"
 
 
 def measure_dispatch(fn: Callable, *args: Any, repeats: int = 5, floor: float = FLOOR) -> DispatchTiming:
-    """Measures how much of a call's time the host is held.
+    """Measures for how much of a call's time the host is held.
 
     Args:
-      fn: a jitted or compiled function of arrays that returns arrays. It is called `repeats` + 1 times.
-      *args: its arguments; they are waited for first. They must not be donated, for they are used again.
-      repeats: calls to measure.
-      floor: seconds; a shorter call is not judged.
+      fn: A jitted or compiled function of arrays that returns arrays. It is called `repeats` + 1 times.
+      *args: Its arguments. They are waited for first. They must not be donated, because they are used again.
+      repeats: The number of calls to measure.
+      floor: Seconds; a shorter call is not judged.
 
     Returns:
-      The times and the ratio; `.waits` is the verdict.
+      The times and their ratio. `.waits` says whether the host waits.
 
     Raises:
-      ValueError: fn is not callable, returns something else than arrays, or donates its arguments; repeats is no count.
-      NotImplementedError: the device has no asynchronous dispatch: a function that must not wait waits, too.
+      ValueError: `fn` is not callable, returns anything but arrays, or donates its arguments; or `repeats` is below 1.
+      NotImplementedError: The device has no asynchronous dispatch, so that even a pure function waits.
     """
     if not callable(fn):
         raise ValueError(f"fn must be a function: got {type(fn).__name__}; pass a jitted or a compiled function")
@@ -99,15 +100,15 @@ def _measure(fn: Callable, args: Any, repeats: int, floor: float) -> DispatchTim
         returned = time.perf_counter()
         jax.block_until_ready(outputs)
         times.append((returned - start, time.perf_counter() - start))
-        jax.effects_barrier()  # prints of this repeat must not run in the next
-    # Medians: one repeat in which another process had the cores must not decide.
+        jax.effects_barrier()  # so that callbacks of this repeat do not run during the next one
+    # Medians, so that one repeat during which another process had the cores does not decide.
     dispatch, total = (statistics.median(column) for column in zip(*times, strict=True))
     return DispatchTiming(dispatch, total, statistics.median(d / t for d, t in times), repeats, floor)
 
 
 @functools.cache
 def _waits_for_everything(device: jax.Device) -> bool:
-    """Measures a function that has nothing to wait for, once a device."""
+    """Says whether even a pure function makes the host wait. It is measured once for each device."""
     x = jax.device_put(jnp.eye(_CONTROL_SIZE, dtype=jnp.float32), device)
     control = jax.jit(lambda x: lax.fori_loop(0, _CONTROL_TRIPS, lambda _, y: jnp.tanh(y @ x), x))
     jax.block_until_ready(control(x))

@@ -1,11 +1,13 @@
-"""A timeline as a PNG: one band per device, work and waits on the core, transfers on their lanes below it."""
+"""Timelines as a picture: one band for the core of each device, and below it one for each lane of transfers.
+
+matplotlib is imported only when a picture is drawn.
+"""
 
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from flaxasync.check.estimate.timeline import Slice, Timeline
+from flaxasync.check.estimate.timeline import Slice, Timeline
 
 COLOURS = {
     "compute": "#3b7dd8",
@@ -26,10 +28,17 @@ LABELS = {
     "repeat": "more iterations",
 }
 MAX_DEVICES = 4  # drawn per timeline
+_MARGIN = 1.3  # inches above and below the bands
+_UNIT = 0.42  # inches of a unit of a band's height
 
 
-def save_picture(timelines: "Sequence[Timeline]", path: Any, *, titles: Sequence[str] = (), subtitle: str = "") -> None:
-    """Draws timelines below one another on one time axis.
+def draw_timelines(timelines: Sequence[Timeline], path: Any, *, titles: Sequence[str] = ()) -> None:
+    """Draws timelines as a PNG, below one another, on one axis of time.
+
+    Args:
+      timelines: At least one.
+      path: The file.
+      titles: A title for each timeline; the name of its program by default.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -43,24 +52,22 @@ def save_picture(timelines: "Sequence[Timeline]", path: Any, *, titles: Sequence
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows: list[tuple[str, list[Slice], Timeline, bool]] = []  # label, slices, timeline, first of its timeline
+    rows: list[tuple[str, list[Slice], Timeline, bool]] = []  # label, slices, timeline, whether it begins a timeline
     for t in timelines:
         first = True
         for device in t.devices[:MAX_DEVICES]:
             mine = [s for s in t.slices if s.device == device.device]
             for lane in _lanes(mine):
-                label = ("core" if lane == "core" else lane) + (
-                    f", device {device.device}" if len(t.devices) > 1 else ""
-                )
+                label = lane + (f", device {device.device}" if len(t.devices) > 1 else "")
                 rows.append((label, [s for s in mine if s.lane == lane], t, first))
                 first = False
     heights = [1.0 if slices and slices[0].lane == "core" else 0.5 for _, slices, _, _ in rows]
     gaps = [0.9 if first else 0.12 for _, _, _, first in rows]
-    total = sum(heights) + sum(gaps)
+    inches = _MARGIN + _UNIT * (sum(heights) + sum(gaps))
     with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 9}):
-        figure = Figure(figsize=(12, 1.3 + 0.42 * total), dpi=140)
+        figure = Figure(figsize=(12, inches), dpi=140)
         FigureCanvasAgg(figure)
-        axes = figure.add_axes((0.115, 0.72 / (1.3 + 0.42 * total), 0.865, 1 - 1.5 / (1.3 + 0.42 * total)))
+        axes = figure.add_axes((0.115, 0.72 / inches, 0.865, 1 - 1.5 / inches))
         end = max(t.seconds for t in timelines) * 1e3
         top, ticks, drawn = 0.0, [], set()
         number = 0
@@ -75,7 +82,7 @@ def save_picture(timelines: "Sequence[Timeline]", path: Any, *, titles: Sequence
                 axes.text(0, top - 0.16, text, fontweight="bold", va="bottom", ha="left")
                 if t.seconds * 1e3 < end * 0.999:
                     axes.plot([t.seconds * 1e3] * 2, [top, top + height], color="#333333", lw=1, ls=":")
-            _band(axes, slices, top, height, end)
+            _draw_band(axes, slices, top, height, end)
             drawn |= {s.kind for s in slices}
             ticks.append((top + height / 2, label))
             top += height
@@ -92,24 +99,20 @@ def save_picture(timelines: "Sequence[Timeline]", path: Any, *, titles: Sequence
         figure.legend(
             handles=patches, loc="upper right", ncols=len(patches), frameon=False, bbox_to_anchor=(0.985, 1.0)
         )
-        figure.text(
-            0.012,
-            0.012,
-            subtitle or f"estimate for {timelines[0].chip}: {timelines[0].basis}",
-            color="#666666",
-            fontsize=7,
-        )
+        basis = f"estimate for {timelines[0].chip}: {timelines[0].basis}"
+        figure.text(0.012, 0.012, basis, color="#666666", fontsize=7)
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
 
-def _lanes(slices: "list[Slice]") -> list[str]:
-    """Core first, links next, memory last."""
+def _lanes(slices: list[Slice]) -> list[str]:
+    """Returns the lanes of a device: the core first, then the links, then the memory."""
     lanes = list(dict.fromkeys(s.lane for s in slices))
     return sorted(lanes, key=lambda lane: (lane != "core", lane == "memory", lane))
 
 
-def _band(axes: Any, slices: "list[Slice]", top: float, height: float, end: float) -> None:
+def _draw_band(axes: Any, slices: list[Slice], top: float, height: float, end: float) -> None:
+    """Draws the slices of one lane, and names those that are wide enough for a name."""
     for kind, colour in COLOURS.items():
         chosen = [s for s in slices if s.kind == kind]
         if not chosen:

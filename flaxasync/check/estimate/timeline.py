@@ -1,31 +1,14 @@
-"""One result type for a program in time: `Timeline`, slices of work, waits and transfers on the lanes of each device.
+"""`Timeline`: a program in time, as slices of work, waits and transfers on the lanes of each device.
 
-What makes one says on what its times rest (`basis`) and how far off they were where a measurement is known
-(`known_error`).
+The estimate of this folder and the player both make one. Whatever makes a timeline says what its times are based on
+(`basis`), and how far they were off where a measurement is known (`known_error`). The file holds data only: trace.py
+and picture.py turn it into files.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slice:
-    """One stretch of time on one lane of one device. `kind` is one of KINDS."""
-
-    device: int
-    lane: str  # "core", "memory", or a link
-    name: str
-    kind: str
-    start: float
-    end: float
-    cause: str = ""
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
+# What a slice can be.
 KINDS = {
     "compute": "work of the core",
     "stall": "the core waits for a transfer between devices, or for the others to come to a collective",
@@ -37,12 +20,48 @@ KINDS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+    """One stretch of time on one lane of one device.
+
+    Attributes:
+      device: The number of the device.
+      lane: "core", "memory", or the name of a link.
+      name: The instruction that runs, waits or travels.
+      kind: One of KINDS.
+      start: When it begins, in seconds.
+      end: When it ends, in seconds.
+      cause: The operation that a wait is for; the kind of operation that a transfer belongs to.
+    """
+
+    device: int
+    lane: str
+    name: str
+    kind: str
+    start: float
+    end: float
+    cause: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """One run of a loop on the first device. `iteration` is a stretch of it like most others, with all its slices."""
+    """One run of a loop on the first device.
 
-    name: str  # of the while instruction
-    depth: int  # loops around it
+    Attributes:
+      name: The name of the while instruction.
+      depth: The number of loops around this one.
+      trips: The number of iterations.
+      start: When the loop begins, in seconds.
+      end: When the loop ends, in seconds.
+      iteration: Begin and end of one iteration that is like most others, and whose slices are all in the timeline.
+    """
+
+    name: str
+    depth: int
     trips: int
     start: float
     end: float
@@ -51,19 +70,39 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
-    """Where the time of one device goes, in seconds."""
+    """Where the time of one device goes.
+
+    Attributes:
+      device: The number of the device.
+      seconds: All of its time.
+      compute: Seconds of work.
+      exposed: Seconds in which it waits for other devices, in stalls or in synchronous collectives.
+      memory: Seconds in which it waits for copies of its own.
+      causes: The seconds of `exposed` and `memory`, by the operation that was waited for.
+    """
 
     device: int
     seconds: float
     compute: float
-    exposed: float  # stalls and synchronous collectives
+    exposed: float
     memory: float
-    causes: Mapping[str, float]  # of `exposed` and `memory`, by operation
+    causes: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A program in time. Totals are those of the slowest device."""
+    """A program in time. The totals are those of the slowest device. `print` shows a table.
+
+    Attributes:
+      name: The name of the program.
+      chip: The name of the chip.
+      basis: What the times are based on.
+      known_error: How far such times were off where a measurement is known.
+      slices: All slices of all devices.
+      devices: Where the time of each device goes.
+      notes: What a reader should know beside the figures.
+      loops: The loops, in the order in which they ended.
+    """
 
     name: str
     chip: str
@@ -90,18 +129,6 @@ class Timeline:
     def exposed(self) -> float:
         """Seconds in which the slowest device waits for other devices."""
         return self.slowest.exposed
-
-    def save_trace(self, path: Any) -> None:
-        """Writes a Chrome trace (JSON), which Perfetto and chrome://tracing open."""
-        from flaxasync.check.estimate.trace import save_trace
-
-        save_trace(self, path)
-
-    def save_picture(self, path: Any) -> None:
-        """Writes a PNG; needs matplotlib."""
-        from flaxasync.check.estimate.picture import save_picture
-
-        save_picture([self], path)
 
     def __str__(self) -> str:
         lines = [f"timeline of {self.name} on {self.chip}: {self.seconds * 1e3:.3f} ms"]

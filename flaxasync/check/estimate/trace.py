@@ -2,16 +2,23 @@
 
 import json
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from flaxasync.check.estimate.timeline import Timeline
+from flaxasync.check.estimate.timeline import Timeline
 
+# Names of the colours that the trace viewers know.
 _COLOURS = {"compute": "good", "stall": "terrible", "collective": "bad", "memory": "yellow", "repeat": "grey"}
 
 
-def trace_events(timeline: "Timeline") -> list[dict]:
-    """Returns the events: one process per device, one thread per lane, times in microseconds."""
+def write_trace(timeline: Timeline, path: Any) -> None:
+    """Writes the trace. Its metadata says what the times are based on."""
+    about = {"basis": timeline.basis, "known_error": timeline.known_error, "notes": list(timeline.notes)}
+    text = json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms", "otherData": about})
+    pathlib.Path(path).write_text(text)
+
+
+def trace_events(timeline: Timeline) -> list[dict]:
+    """Returns the events: one process for each device, one thread for each lane, times in microseconds."""
     lanes: dict[tuple[int, str], int] = {}
     for s in timeline.slices:
         lanes.setdefault((s.device, s.lane), len(lanes))
@@ -30,10 +37,3 @@ def trace_events(timeline: "Timeline") -> list[dict]:
             event["cname"] = _COLOURS[s.kind]
         events.append(event)
     return events
-
-
-def save_trace(timeline: "Timeline", path: Any) -> None:
-    """Writes the trace file; what it is based on stands in its metadata."""
-    about = {"basis": timeline.basis, "known_error": timeline.known_error, "notes": list(timeline.notes)}
-    text = json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms", "otherData": about})
-    pathlib.Path(path).write_text(text)

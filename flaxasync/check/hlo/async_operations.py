@@ -1,20 +1,21 @@
-"""One model of an asynchronous operation, in every spelling that compilers print.
+"""One model of an asynchronous operation, whichever way the compiler spells it.
 
 | spelling | start | done |
 |---|---|---|
-| first-class | all-gather-, all-reduce-, collective-permute- and copy-start; send, recv | op-done |
+| first-class | all-gather-start, all-reduce-start, collective-permute-start, copy-start; send, recv | op-done |
 | generic | async-start(...), calls=%wrapped | async-update*, async-done |
 | sugar | op-start of any other opcode: slice-start, custom-call-start, reduce-scatter-start | op-update*, op-done |
-| fusion | a fusion that holds a custom call AsyncCollectiveStart | a fusion that holds AsyncCollectiveDone |
+| fusion | a fusion that contains a custom call AsyncCollectiveStart | a fusion that contains AsyncCollectiveDone |
 | kernel | a custom call that returns semaphores, S(2): a Pallas start | the custom calls that consume them |
 
-The future may pass through tuples, loops and branches between the two; a start in a loop's body whose done is in the
-next iteration has several windows. Late-bound starts have no operands: they arrive at an update.
+Between the two, the future may pass through tuples, loops and branches. A start in the body of a loop whose done
+stands in the next iteration has several windows. A start that is bound late has no operands: an update brings them.
 """
 
 import dataclasses
 
-from flaxasync.check.hlo.module import SEMAPHORE, Computation, HloModule, Instruction, Shape
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.shapes import SEMAPHORE, Shape
 from flaxasync.check.hlo.value_flow import Span, Use, trace
 
 FIRST_CLASS = ("all-gather", "all-reduce", "collective-permute", "copy", "send", "recv")
@@ -23,15 +24,24 @@ COLLECTIVES = (
     "collective-broadcast", "send", "recv",
 )  # fmt: skip
 
-_MARKS = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # inside the fusions that start and end a collective
+# The custom calls that mark the fusions in which XLA starts and ends a collective.
+_FUSED_START, _FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What lies between a start and one done: the spans of the schedule that run while the operation is under way."""
+    """What lies between a start and one of its dones.
+
+    Attributes:
+      done: The instruction that waits for the operation.
+      computation: The computation of the done.
+      spans: What runs while the operation is under way.
+      crosses: How the future crosses loops on its way to the done, as in `Use`.
+      copies: The copies that the future passes through, each as (computation, instruction).
+    """
 
     done: Instruction
-    computation: str  # of the done
+    computation: str
     spans: tuple[Span, ...]
     crosses: tuple[str, ...]
     copies: tuple[tuple[str, Instruction], ...]
@@ -39,16 +49,27 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class AsyncOperation:
-    """A start, its updates and its dones."""
+    """A start with its updates and its dones.
 
-    spelling: str  # first-class, generic, sugar, fusion, kernel
-    kind: str  # the opcode of what runs: collective-permute, copy, all-reduce, ...; custom-call for a kernel
+    Attributes:
+      spelling: "first-class", "generic", "sugar", "fusion" or "kernel".
+      kind: The opcode of what runs: "collective-permute", "copy", "all-reduce", ...; "custom-call" for a kernel.
+      computation: The computation of the start.
+      start: The instruction that starts the operation.
+      updates: The instructions that take the future and return it.
+      windows: One window for each done.
+      inner: The wrapped instruction, where the text has one.
+      bytes: The bytes of the arrays that the operation moves or makes.
+    """
+
+    spelling: str
+    kind: str
     computation: str
     start: Instruction
     updates: tuple[Instruction, ...]
     windows: tuple[Window, ...]
-    inner: Instruction | None  # the wrapped instruction, where there is one
-    bytes: int  # of the arrays that it moves or makes
+    inner: Instruction | None
+    bytes: int
 
     @property
     def name(self) -> str:
@@ -60,7 +81,7 @@ class AsyncOperation:
 
     @property
     def communicates(self) -> bool:
-        """Says whether it moves data between devices; the compiler notes that of a kernel."""
+        """Whether the operation moves data between devices. Of a kernel, only the compiler's notes tell this."""
         if self.spelling == "kernel":
             return '"has_communication":true' in self.start.attributes.get("backend_config", "")
         return self.kind in COLLECTIVES
@@ -77,7 +98,7 @@ def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
 
 
 def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
-    """Returns how an instruction spells a start, or "" when it is none."""
+    """Returns the spelling in which an instruction is a start, or "" where it is none."""
     opcode = instruction.opcode
     if opcode == "async-start":
         return "generic"
@@ -86,27 +107,55 @@ def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
     if opcode.endswith("-start"):
         return "first-class" if opcode.removesuffix("-start") in FIRST_CLASS else "sugar"
     if opcode == "fusion":
-        return "fusion" if _holds(module, instruction, _MARKS[0]) else ""
-    if opcode == "custom-call" and instruction.custom_call_target not in _MARKS and semaphores_made(instruction):
+        return "fusion" if _contains_mark(module, instruction, _FUSED_START) else ""
+    marks = (_FUSED_START, _FUSED_DONE)
+    if opcode == "custom-call" and instruction.custom_call_target not in marks and _new_semaphores(instruction):
         return "kernel"
     return ""
 
 
-def semaphores_made(instruction: Instruction) -> list[tuple[int, ...]]:
-    """Returns the index paths of the semaphores that a custom call returns and that are no operand of it passed on."""
-    passed = {alias.output for alias in instruction.aliases}
-    return [path for path, leaf in instruction.shape.leaves() if leaf.memory_space == SEMAPHORE and path not in passed]
+def step_of_opcode(opcode: str) -> str:
+    """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any other opcode.
 
-
-def is_step(opcode: str) -> str:
-    """Returns "update" or "done" for the opcodes that continue or end a first-class, generic or sugared operation."""
+    This covers the first-class, generic and sugar spellings, whose steps have opcodes of their own.
+    """
     for step in ("update", "done"):
         if opcode.endswith("-" + step):
             return step
     return ""
 
 
-def wrapped(module: HloModule, start: Instruction) -> Instruction | None:
+def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction | None:
+    """Returns the collective that a fusion performs, or the custom call that marks it as a start or a done.
+
+    Returns None for a fusion that does neither. A fusion that computes while a collective is under way contains that
+    collective, too, with notes about its progress. Such a fusion does not perform it.
+    """
+    inside = module.instructions_in(fusion)
+    marks = [i for i in inside if i.custom_call_target.startswith("AsyncCollective")]
+    collectives = [i for i in inside if i.opcode in COLLECTIVES]
+    if marks or not collectives:
+        return marks[0] if marks else None
+    config = collectives[0].attributes.get("backend_config", "")
+    return None if "async_collective_fusion_config" in config else collectives[0]
+
+
+def _operation(module: HloModule, computation: Computation, start: Instruction, spelling: str) -> AsyncOperation:
+    inner = _wrapped(module, start)
+    if spelling == "kernel":
+        updates, windows = _kernel_ends(module, computation, start)
+    elif spelling == "fusion":
+        updates, windows = _fusion_ends(module, computation, start)
+    else:
+        updates, windows = _opcode_ends(module, computation, start)
+    kind = start.opcode.removesuffix("-start")
+    if spelling in ("generic", "fusion") or (inner is not None and inner.opcode in COLLECTIVES):
+        kind = inner.opcode if inner is not None else kind
+    moved = _moved_bytes(computation, start, spelling, kind, windows, inner)
+    return AsyncOperation(spelling, kind, computation.name, start, tuple(updates), tuple(windows), inner, moved)
+
+
+def _wrapped(module: HloModule, start: Instruction) -> Instruction | None:
     """Returns the instruction that a generic, sugared or fused start runs, where the text has it."""
     for name in start.called_computations:
         computation = module.computations.get(name)
@@ -120,59 +169,44 @@ def wrapped(module: HloModule, start: Instruction) -> Instruction | None:
     return None
 
 
-def _operation(module: HloModule, computation: Computation, start: Instruction, spelling: str) -> AsyncOperation:
-    inner = wrapped(module, start)
-    if spelling == "kernel":
-        updates, windows = _kernel_ends(module, computation, start)
-    elif spelling == "fusion":
-        updates, windows = _fusion_ends(module, computation, start)
-    else:
-        updates, windows = _opcode_ends(module, computation, start)
-    kind = start.opcode.removesuffix("-start")
-    if spelling in ("generic", "fusion") or (inner is not None and inner.opcode in COLLECTIVES):
-        kind = inner.opcode if inner is not None else kind
-    moved = _moved_bytes(computation, start, spelling, kind, updates, windows, inner)
-    return AsyncOperation(spelling, kind, computation.name, start, tuple(updates), tuple(windows), inner, moved)
-
-
 def _opcode_ends(
     module: HloModule, computation: Computation, start: Instruction
 ) -> tuple[list[Instruction], list[Window]]:
-    """Follows the future's tuple as a whole: its users are updates, dones, or a loop that carries it."""
+    """Finds the updates and dones of a spelling with opcodes of its own.
+
+    The tuple of the future always travels as a whole, so following its first array finds every update and done. An
+    empty tuple is followed as itself.
+    """
     updates: list[Instruction] = []
     windows: list[Window] = []
     pending: list[tuple[Computation, Instruction, tuple[Span, ...]]] = [(computation, start, ())]
     seen: set[str] = set()
     while pending:
-        where, step, before = pending.pop()
+        at, step, before = pending.pop()
         if step.name in seen:
             continue
         seen.add(step.name)
         path = next((p for p, _ in step.shape.leaves()), ())
-        for use in _whole_uses(module, where, step, path):
+        for use in trace(module, at, step, path, stop=lambda i: bool(step_of_opcode(i.opcode))):
             spans = before + use.spans
-            role = is_step(use.instruction.opcode)
+            role = step_of_opcode(use.instruction.opcode)
             if role == "done":
                 windows.append(Window(use.instruction, use.computation, spans, use.crosses, ()))
             elif role == "update" and use.operand == 0:
                 updates.append(use.instruction)
-                late = not start.operands and len(use.instruction.operands) > 1  # it only begins when it has operands
-                pending.append((module.computations[use.computation], use.instruction, () if late else spans))
+                # An operation that is bound late begins only at the update that brings its operands.
+                begins_here = not start.operands and len(use.instruction.operands) > 1
+                pending.append((module.computations[use.computation], use.instruction, () if begins_here else spans))
     return updates, windows
-
-
-def _whole_uses(module: HloModule, computation: Computation, step: Instruction, path: tuple[int, ...]) -> list[Use]:
-    # The tuple travels whole, so following its first array finds every user; an empty tuple is followed as itself.
-    uses = trace(module, computation, step, path, stop=lambda i: bool(is_step(i.opcode)))
-    return [use for use in uses if is_step(use.instruction.opcode)]
 
 
 def _kernel_ends(
     module: HloModule, computation: Computation, start: Instruction
 ) -> tuple[list[Instruction], list[Window]]:
+    """Finds the updates and dones of a kernel pair by following its semaphores."""
     ends: dict[tuple[str, str], Use] = {}
     updates: dict[str, Instruction] = {}
-    for path in semaphores_made(start):
+    for path in _new_semaphores(start):
         for use in trace(module, computation, start, path):
             if use.aliased:
                 updates[use.instruction.name] = use.instruction
@@ -185,11 +219,12 @@ def _kernel_ends(
 def _fusion_ends(
     module: HloModule, computation: Computation, start: Instruction
 ) -> tuple[list[Instruction], list[Window]]:
+    """Finds the updates and dones of a pair of fusions by following all of the start's results."""
     ends: dict[tuple[str, str], Use] = {}
     updates: dict[str, Instruction] = {}
     for path, _ in start.shape.leaves():
-        for use in trace(module, computation, start, path, stop=lambda i: _holds(module, i, _MARKS[1])):
-            if _holds(module, use.instruction, _MARKS[1]):
+        for use in trace(module, computation, start, path, stop=lambda i: _contains_mark(module, i, _FUSED_DONE)):
+            if _contains_mark(module, use.instruction, _FUSED_DONE):
                 ends.setdefault((use.computation, use.instruction.name), use)
             elif use.aliased and use.instruction.opcode == "fusion":
                 updates[use.instruction.name] = use.instruction
@@ -197,15 +232,18 @@ def _fusion_ends(
     return list(updates.values()), windows
 
 
-def _holds(module: HloModule, fusion: Instruction, target: str) -> bool:
-    if fusion.opcode != "fusion":
-        return False
-    return any(
-        i.opcode == "custom-call" and i.custom_call_target == target
-        for name in fusion.called_computations
-        if (computation := module.computations.get(name))
-        for i in computation.instructions
+def _contains_mark(module: HloModule, fusion: Instruction, target: str) -> bool:
+    return fusion.opcode == "fusion" and any(
+        i.opcode == "custom-call" and i.custom_call_target == target for i in module.instructions_in(fusion)
     )
+
+
+def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:
+    """Returns the index paths of the semaphores that a custom call returns and did not get as an operand."""
+    passed_on = {alias.output for alias in instruction.aliases}
+    return [
+        path for path, leaf in instruction.shape.leaves() if leaf.memory_space == SEMAPHORE and path not in passed_on
+    ]
 
 
 def _moved_bytes(
@@ -213,15 +251,14 @@ def _moved_bytes(
     start: Instruction,
     spelling: str,
     kind: str,
-    updates: list[Instruction],
     windows: list[Window],
     inner: Instruction | None,
 ) -> int:
-    """The result's bytes, which a gather makes and a permute moves; of a kernel, its largest buffer."""
+    """Returns the bytes of the result, which a gather makes and a permute moves; of a kernel, its largest buffer."""
     if spelling == "kernel":
-        fresh = {alias.output for alias in start.aliases}
+        aliased = {alias.output for alias in start.aliases}
         arrays = [(path, s) for path, s in start.shape.leaves() if s.memory_space != SEMAPHORE]
-        sizes = [s.bytes for path, s in arrays if path not in fresh] or [s.bytes for _, s in arrays]
+        sizes = [s.bytes for path, s in arrays if path not in aliased] or [s.bytes for _, s in arrays]
         return max(sizes, default=0)
     if kind == "send" and start.operands and (sent := computation.by_name.get(start.operands[0])) is not None:
         return sent.shape.bytes

@@ -1,17 +1,22 @@
-"""The two ways to write a generic asynchronous operation: `to_long_form` and `to_sugar`.
+"""The two spellings of a generic asynchronous operation, and the conversion of a module from one to the other.
 
-Long form is `async-start(...), calls=%wrapped`; sugar is `op-start(...)` with the wrapped instruction's attributes
-and no wrapped computation. Operations with start and done opcodes of their own (collective-permute, copy, ...) have
-neither. A start that wraps more than one instruction, or binds operands late, is sugared as `call-start(...),
-to_apply=%wrapped`. The names of wrapped computations do not survive sugar; nothing else is lost.
+The long form is `async-start(...), calls=%wrapped`. Sugar is `op-start(...)`, which has the attributes of the wrapped
+instruction and no wrapped computation. A start that wraps more than one instruction, or whose operands are bound late,
+is written in sugar as `call-start(...), to_apply=%wrapped`. Operations with start and done opcodes of their own
+(collective-permute, copy, ...) have neither form.
+
+jaxlib's own parser turns sugar into the long form when it reads a text. A comparison of two programs, or of counts
+with jaxlib's, must therefore bring both to one form first. Sugar loses the names of the wrapped computations and
+nothing else.
 """
 
 import dataclasses
 
-from flaxasync.check.hlo.async_operations import FIRST_CLASS, AsyncOperation, async_operations, is_step
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction, Shape
+from flaxasync.check.hlo.async_operations import FIRST_CLASS, AsyncOperation, async_operations, step_of_opcode
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.shapes import Shape
 
-# What belongs to the start itself; every other attribute is the wrapped instruction's.
+# The attributes that belong to the start itself. Every other attribute belongs to the wrapped instruction.
 _OWN = (
     "async_execution_thread", "control-predecessors", "output_to_operand_aliasing", "metadata", "backend_config",
     "frontend_attributes", "sharding", "statistics", "origin",
@@ -19,8 +24,8 @@ _OWN = (
 
 
 def to_long_form(module: HloModule) -> HloModule:
-    """Writes every sugared operation as async-start, async-update and async-done."""
-    made: dict[str, tuple[str, Computation]] = {}  # by name: for whom, what
+    """Returns the module with every sugared operation as async-start, async-update and async-done."""
+    made: dict[str, tuple[str, Computation]] = {}  # by name: the caller, and the new computation
     changed: dict[tuple[str, str], Instruction] = {}
     for op in async_operations(module):
         if op.spelling != "sugar":
@@ -39,7 +44,7 @@ def to_long_form(module: HloModule) -> HloModule:
 
 
 def to_sugar(module: HloModule) -> HloModule:
-    """Writes every async-start as the operation that it wraps, with the suffix -start."""
+    """Returns the module with every async-start as the operation that it wraps, with the suffix -start."""
     changed: dict[tuple[str, str], Instruction] = {}
     gone: set[str] = set()
     for op in async_operations(module):
@@ -50,7 +55,7 @@ def to_sugar(module: HloModule) -> HloModule:
         root = _only_instruction(module.computations[name])
         late = len(op.start.operands) < len(module.computations[name].parameters)
         if root is not None and root.opcode in FIRST_CLASS:
-            continue  # its sugar would read as another opcode
+            continue  # the sugar of a first-class operation would be read as its own start opcode
         if root is None or late or len(module.callers.get(name, ())) > 1:
             opcode, attributes = "call", own | {"to_apply": f"%{name}"}
         else:
@@ -63,7 +68,7 @@ def to_sugar(module: HloModule) -> HloModule:
 
 
 def _wrap(module: HloModule, op: AsyncOperation, name: str, attributes: dict[str, str]) -> Computation:
-    """Makes the computation that holds the wrapped instruction and its parameters."""
+    """Returns a new computation of the wrapped instruction and its parameters."""
     shapes = _operand_shapes(module, op)
     parameters = tuple(Instruction(f"param_{n}", s, "parameter", literal=str(n)) for n, s in enumerate(shapes))
     opcode = op.start.opcode.removesuffix("-start")
@@ -74,37 +79,41 @@ def _wrap(module: HloModule, op: AsyncOperation, name: str, attributes: dict[str
 
 
 def _operand_shapes(module: HloModule, op: AsyncOperation) -> list[Shape]:
-    """Returns the shapes of the operands that start and updates bind; where undefined, what the start's result says."""
+    """Returns the shapes of the operands that the start and the updates bind.
+
+    The shape of an operand that the text does not define is taken from the result of the last step.
+    """
     last = (op.updates or (op.start,))[-1]
     first = last.shape.at((0,))
-    said = list(first.elements if first is not None and first.is_tuple else [first] if first is not None else [])
+    declared = list(first.elements if first is not None and first.is_tuple else [first] if first is not None else [])
     by_name = module.computations[op.computation].by_name
     operands = [*op.start.operands, *(o for update in op.updates for o in update.operands[1:])]
     if first is not None and first.is_tuple:
-        operands = operands[: len(said)]  # what follows are output buffers that an update binds
+        operands = operands[: len(declared)]  # the rest are output buffers that an update binds
     shapes: list[Shape] = []
     for n, operand in enumerate(operands):
         defined = by_name.get(operand)
-        shapes.append(defined.shape if defined is not None else said[n] if n < len(said) else Shape("opaque"))
+        shapes.append(defined.shape if defined is not None else declared[n] if n < len(declared) else Shape("opaque"))
     return shapes
 
 
 def _only_instruction(wrapped: Computation) -> Instruction | None:
-    """Returns the instruction of a computation that holds no other and gives it the parameters in order."""
+    """Returns the only instruction beside the parameters, where it takes all of them in order; None otherwise."""
     root = wrapped.root
     parameters = tuple(wrapped.parameters[n].name for n in sorted(wrapped.parameters))
-    lone = root is not None and len(wrapped.instructions) == len(parameters) + 1 and root.operands == parameters
-    return root if lone else None
+    is_only = root is not None and len(wrapped.instructions) == len(parameters) + 1 and root.operands == parameters
+    return root if is_only else None
 
 
 def _rename_steps(
     module: HloModule, op: AsyncOperation, opcode: str, changed: dict[tuple[str, str], Instruction]
 ) -> None:
+    """Gives the updates and dones of an operation the opcodes that go with its new start."""
     steps = {i.name for i in op.updates} | {w.done.name for w in op.windows}
     for computation in module.computations.values():
         for i in computation.instructions:
-            if i.name in steps and is_step(i.opcode):
-                renamed = dataclasses.replace(i, opcode=f"{opcode}-{is_step(i.opcode)}")
+            if i.name in steps and step_of_opcode(i.opcode):
+                renamed = dataclasses.replace(i, opcode=f"{opcode}-{step_of_opcode(i.opcode)}")
                 changed[computation.name, i.name] = renamed
 
 
@@ -114,11 +123,11 @@ def _rebuild(
     made: dict[str, tuple[str, Computation]],
     gone: set[str],
 ) -> HloModule:
+    """Returns the module with changed instructions, new computations, and without those that are gone."""
     computations: dict[str, Computation] = {}
     for name, computation in module.computations.items():
-        computations |= {
-            new: wrapped for new, (caller, wrapped) in made.items() if caller == name
-        }  # callees come first
+        # A callee is printed before its caller.
+        computations |= {new: wrapped for new, (caller, wrapped) in made.items() if caller == name}
         if name not in gone:
             instructions = tuple(changed.get((name, i.name), i) for i in computation.instructions)
             computations[name] = dataclasses.replace(computation, instructions=instructions)

@@ -1,114 +1,36 @@
-"""A compiled program as data: modules, computations, instructions and shapes of HLO text, frozen.
+"""A compiled program as frozen data: a module of computations, which are lists of instructions.
 
-`parse` in `hlo_reader.py` makes these from text and `format_module` in `hlo_writer.py` makes text from these. Nothing
-here decides what a program means; names, operands and attributes are kept as they were printed, and the properties
-decode them on demand. Standard library only.
+`parse` in reader.py makes these from HLO text, and `format_module` in writer.py makes text from them. Names, operands
+and attributes are kept as they were printed, and the properties decode them when they are asked for. Nothing here
+decides what a program means. The file needs the standard library only.
 """
 
 import dataclasses
 import functools
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}  # the rest carry theirs in the name
-HBM, VMEM, SEMAPHORE, SMEM, HOST = 0, 1, 2, 4, 5  # S(n) in a TPU layout
+from flaxasync.check.hlo.shapes import Shape
+from flaxasync.check.hlo.source_location import op_name, read_stack_frames, source_line
 
 _ALIAS = re.compile(r"\{([\d, ]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d, ]*)\}")
 _REFERENCE = re.compile(r"%?([\w.\-]+)")
+
+# The attributes that name one computation each, and those that list several.
 _CALLS = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter")
 _CALL_LISTS = ("called_computations", "branch_computations")
 
 
-class HloError(ValueError):
-    """HLO text that cannot be read, with the line and the column (both from 1) where reading stopped."""
-
-    def __init__(self, message: str, line: int = 0, column: int = 0):
-        super().__init__(f"line {line}, column {column}: {message}" if line else message)
-        self.line, self.column = line, column
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """Where an array lies: dimensions from minor to major, the text of its tiling, and its memory space (S(n))."""
-
-    minor_to_major: tuple[int, ...] = ()
-    tiling: str = ""
-    memory_space: int = 0
-
-    def __str__(self) -> str:
-        space = f"S({self.memory_space})" if self.memory_space else ""
-        rest = self.tiling + space
-        return "{" + ",".join(map(str, self.minor_to_major)) + (":" + rest if rest else "") + "}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
-    """An array's shape, or a tuple of shapes. A dimension is -1 where it is unbounded; `dynamic` marks bounded ones."""
-
-    element_type: str
-    dimensions: tuple[int, ...] = ()
-    layout: Layout | None = None
-    elements: tuple["Shape", ...] = ()
-    dynamic: tuple[bool, ...] = ()
-
-    @property
-    def is_tuple(self) -> bool:
-        return self.element_type == "tuple"
-
-    @property
-    def memory_space(self) -> int:
-        return self.layout.memory_space if self.layout else HBM
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the elements, without padding of tiles; of a tuple, the sum."""
-        if self.is_tuple:
-            return sum(element.bytes for element in self.elements)
-        return -(-math.prod(max(d, 0) for d in self.dimensions) * element_bits(self.element_type) // 8)
-
-    def leaves(self, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], "Shape"]]:
-        """Yields (index path, array shape) of every array in it."""
-        if not self.is_tuple:
-            yield path, self
-        for i, element in enumerate(self.elements):
-            yield from element.leaves((*path, i))
-
-    def at(self, path: tuple[int, ...]) -> "Shape | None":
-        """Returns the part at an index path, or None where there is no such part."""
-        shape = self
-        for i in path:
-            if i >= len(shape.elements):
-                return None
-            shape = shape.elements[i]
-        return shape
-
-    def same_array(self, other: "Shape") -> bool:
-        """Says whether element types and dimensions agree, whatever the layouts."""
-        if self.is_tuple or other.is_tuple:
-            return len(self.elements) == len(other.elements) and all(
-                a.same_array(b) for a, b in zip(self.elements, other.elements, strict=True)
-            )
-        return (self.element_type, self.dimensions) == (other.element_type, other.dimensions)
-
-    def without_layout(self) -> str:
-        """Returns the text as a signature prints it: no layouts."""
-        if self.is_tuple:
-            return "(" + ", ".join(element.without_layout() for element in self.elements) + ")"
-        dynamic = self.dynamic or (False,) * len(self.dimensions)
-        dims = ("?" if d < 0 else f"<={d}" if b else str(d) for d, b in zip(self.dimensions, dynamic, strict=True))
-        return f"{self.element_type}[{','.join(dims)}]"
-
-    def __str__(self) -> str:
-        if self.is_tuple:
-            return "(" + ", ".join(map(str, self.elements)) + ")"
-        return self.without_layout() + (str(self.layout) if self.layout else "")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alias:
-    """One entry of output_to_operand_aliasing or input_output_alias: this output is this operand (or parameter)."""
+    """One entry of output_to_operand_aliasing: an output that shares its buffer with an operand.
+
+    Attributes:
+      output: The index path in the result.
+      operand: The number of the operand.
+      operand_index: The index path in the operand.
+    """
 
     output: tuple[int, ...]
     operand: int
@@ -117,7 +39,18 @@ class Alias:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of a program. `literal` is what stands in the parentheses of a constant or a parameter."""
+    """One line of a program.
+
+    Attributes:
+      name: The name, without the percent sign.
+      shape: The shape of the result.
+      opcode: "fusion", "collective-permute-start", ...
+      operands: The names of the operands.
+      attributes: Every other "key=value" of the line, as text.
+      is_root: Whether the computation returns this instruction's result.
+      literal: The text in the parentheses of a constant or a parameter.
+      line: The line of the text that the instruction was read from.
+    """
 
     name: str
     shape: Shape
@@ -134,12 +67,12 @@ class Instruction:
 
     @property
     def backend_config(self) -> dict:
-        """The compiler's notes as a dict; {} where there are none, or where they are no JSON object."""
+        """The compiler's own notes. Empty where there are none, or where they are not a JSON object."""
         return _json_object(self.attributes.get("backend_config", ""))
 
     @property
     def called_computations(self) -> tuple[str, ...]:
-        """Names of the computations that it calls, in the order of its attributes."""
+        """The names of the computations that this instruction calls, in the order of its attributes."""
         names: list[str] = []
         for key in _CALLS:
             if (value := self.attributes.get(key)) is not None:
@@ -149,13 +82,17 @@ class Instruction:
         return tuple(names)
 
     @property
+    def loop_body(self) -> str:
+        """The name of the body of a while loop; "" for every other instruction."""
+        return self.attributes.get("body", "").lstrip("%")
+
+    @property
     def aliases(self) -> tuple[Alias, ...]:
-        """The entries of output_to_operand_aliasing."""
-        return read_aliases(self.attributes.get("output_to_operand_aliasing", ""))
+        return _read_aliases(self.attributes.get("output_to_operand_aliasing", ""))
 
     @property
     def tuple_index(self) -> int | None:
-        """The index of a get-tuple-element."""
+        """The index that a get-tuple-element reads."""
         return _small_int(self.attributes.get("index", ""))
 
     @property
@@ -167,15 +104,20 @@ class Instruction:
         return self.attributes.get("custom_call_target", "").strip('"')
 
     @property
+    def op_name(self) -> str:
+        """The path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" where there is none."""
+        return op_name(self.attributes.get("metadata", ""))
+
+    @property
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate, where it made one (TPU fusions, copies and reductions)."""
+        """The compiler's own estimate. It makes one for fusions, copies and reductions on TPU."""
         window = self.backend_config.get("window_config")
         return _small_int(str(window.get("estimated_cycles", ""))) if isinstance(window, dict) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A computation: its instructions in printed order, which is the schedule where the module is scheduled."""
+    """A list of instructions with a name. In a scheduled module the list is in the order of execution."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -188,11 +130,12 @@ class Computation:
 
     @functools.cached_property
     def position(self) -> dict[str, int]:
+        """The index of each instruction in the list."""
         return {i.name: n for n, i in enumerate(self.instructions)}
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads each instruction's result, each user once, in order."""
+        """The instructions that read each instruction's result. Each is listed once, in order."""
         users: dict[str, list[Instruction]] = {}
         for i in self.instructions:
             for operand in dict.fromkeys(i.operands):
@@ -210,13 +153,21 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A program. `tables` keeps the text between header and first computation: files, functions, stack frames."""
+    """A program.
+
+    Attributes:
+      name: The name in the HloModule line.
+      computations: The computations by name, in printed order.
+      attributes: The "key=value" entries of the HloModule line, as text.
+      tables: The text between the HloModule line and the first computation: files, functions and stack frames.
+      is_fragment: Whether the text had no HloModule line. The operands of a fragment may be defined nowhere.
+    """
 
     name: str
     computations: dict[str, Computation]
     attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tables: str = ""
-    is_fragment: bool = False  # text without a HloModule line: operands may be defined nowhere
+    is_fragment: bool = False
 
     @property
     def is_scheduled(self) -> bool:
@@ -228,17 +179,13 @@ class HloModule:
 
     @functools.cached_property
     def entry(self) -> Computation:
-        """The entry computation; of a fragment without one, the last computation."""
+        """The entry computation. In a fragment without one, the last computation."""
         entries = [c for c in self.computations.values() if c.is_entry]
         return entries[0] if entries else list(self.computations.values())[-1]
 
-    @property
-    def input_output_aliases(self) -> tuple[Alias, ...]:
-        return read_aliases(self.attributes.get("input_output_alias", ""))
-
     @functools.cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """Who calls each computation."""
+        """The instructions that call each computation, each with the computation that it stands in."""
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
@@ -246,49 +193,37 @@ class HloModule:
                     callers.setdefault(name, []).append((computation, instruction))
         return callers
 
-    @property
-    def instruction_count(self) -> int:
-        return sum(len(c.instructions) for c in self.computations.values())
-
     def source(self, instruction: Instruction) -> str:
-        """Returns "file:line" of the Python line that an instruction came from, or ""."""
-        metadata = instruction.attributes.get("metadata", "")
-        if match := re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata):
-            return f"{match[1]}:{match[2]}"
-        match = re.search(r"stack_frame_id=(\d+)", metadata)
-        return self._frames.get(match[1], "") if match else ""
+        """Returns "file:line" of the Python that an instruction came from; "" where the text does not say."""
+        return source_line(instruction.attributes.get("metadata", ""), self._stack_frames)
+
+    def instructions_in(self, caller: Instruction) -> list[Instruction]:
+        """Returns the instructions of the computations that an instruction calls, as far as the text defines them."""
+        return [
+            i
+            for name in caller.called_computations
+            if name in self.computations
+            for i in self.computations[name].instructions
+        ]
+
+    def contains_matmul(self, instruction: Instruction) -> bool:
+        """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""
+        pending, seen = [instruction], {""}
+        while pending:
+            i = pending.pop()
+            if i.opcode in ("convolution", "dot"):
+                return True
+            if i.opcode == "fusion" and not seen.issuperset(i.called_computations):
+                seen.update(i.called_computations)
+                pending += self.instructions_in(i)
+        return False
 
     @functools.cached_property
-    def _frames(self) -> dict[str, str]:
-        sections: dict[str, dict[str, str]] = {}
-        entries: dict[str, str] = {}
-        for line in self.tables.splitlines():
-            number, _, rest = line.strip().partition(" ")
-            if number.isdigit():
-                entries[number] = rest
-            elif number:
-                entries = sections.setdefault(number, {})
-        files = {n: text.strip('"') for n, text in sections.get("FileNames", {}).items()}
-        places = {}
-        for n, text in sections.get("FileLocations", {}).items():
-            if match := re.search(r"file_name_id=(\d+).*?\bline=(\d+)", text):
-                places[n] = f"{files.get(match[1], '?')}:{match[2]}"
-        frames = {}
-        for n, text in sections.get("StackFrames", {}).items():
-            if match := re.search(r"file_location_id=(\d+)", text):
-                frames[n] = places.get(match[1], "")
-        return frames
+    def _stack_frames(self) -> dict[str, str]:
+        return read_stack_frames(self.tables)
 
 
-def element_bits(element_type: str) -> int:
-    """Returns the bits of one element: 16 for bf16, 8 for pred and f8e4m3fn, 4 for s4; 0 for a token."""
-    if element_type in BITS:
-        return BITS[element_type]
-    match = re.match(r"[a-z]+(\d+)", element_type)
-    return int(match[1]) if match else 0
-
-
-def read_aliases(text: str) -> tuple[Alias, ...]:
+def _read_aliases(text: str) -> tuple[Alias, ...]:
     """Decodes `{{1}: (0, {}), {2}: (1, {0})}`."""
     return tuple(Alias(_path(out), int(n[:9]), _path(index)) for out, n, index in _ALIAS.findall(text))
 

@@ -1,20 +1,15 @@
-"""Who talks to whom in a collective, read from its attributes, and how long the links need for it.
-
-The times are those of bandwidth-optimal rings on links that nothing else uses: a group of two has one link, a larger
-one sends both ways round. XLA's own collectives reach them within a few percent for large arrays; hops and latency
-rule the small ones.
-"""
+"""Which devices take part in a collective, read from its attributes."""
 
 import math
 import re
 
 from flaxasync.check.hlo.module import Instruction
-from flaxasync.hardware import Chip
+
+MAX_DEVICES = 1 << 16  # groups of more devices than this are not expanded, so that no text can exhaust the memory
 
 _AXIS = re.compile(r"'([^']+)'\s*=\s*(\d{1,9})")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _PAIR = re.compile(r"\{\s*(\d{1,9})\s*,\s*(\d{1,9})\s*\}")
-MAX_DEVICES = 1 << 16
 
 
 def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -23,9 +18,10 @@ def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
 
 
 def replica_groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of devices that a collective joins; one group of all where the text names none.
+    """Returns the groups of devices that exchange data in a collective.
 
-    Reads lists ({{0,1},{2,3}}), iota ([2,4]<=[8]T(1,0)) and named axes (mesh['x'=2,'y'=4] {'y'}).
+    All three notations are read: lists ({{0,1},{2,3}}), iota ([2,4]<=[8]T(1,0)) and named axes (mesh['x'=2,'y'=4]
+    {'y'}). Where the text names no groups, or names them in a way that cannot be read, all devices are one group.
     """
     text = instruction.attributes.get("replica_groups", "")
     everyone = (tuple(range(devices)),)
@@ -34,44 +30,9 @@ def replica_groups(instruction: Instruction, devices: int) -> tuple[tuple[int, .
     elif text.startswith("mesh["):
         groups = _mesh_groups(text)
     else:
-        lists = [tuple(int(n[:9]) for n in re.findall(r"\d+", part)) for part in re.findall(r"\{([\d,\s]+)\}", text)]
+        lists = [tuple(int(n[:9]) for n in re.findall(r"\d+", group)) for group in re.findall(r"\{([\d,\s]+)\}", text)]
         groups = tuple(group for group in lists if group)
     return groups or everyone
-
-
-def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, chip: Chip) -> float:
-    """Returns the time of a collective alone on its links.
-
-    | opcode | bytes over each link direction |
-    |---|---|
-    | all-gather | (R-1)/R of the result |
-    | reduce-scatter | (R-1)/R of the operand |
-    | all-reduce | both of these |
-    | all-to-all | R/4 of the operand: the mean distance in a ring |
-    | collective-permute | the operand, one way |
-
-    Args:
-      opcode: which collective.
-      bytes_in, bytes_out: of one device's operand and result.
-      group: R, devices that take part.
-      chip: whose links.
-    """
-    if group < 2:
-        return 0.0
-    ways = 1 if group == 2 else 2
-    share = (group - 1) / group
-    volumes = {
-        "all-gather": bytes_out * share,
-        "reduce-scatter": bytes_in * share,
-        "all-reduce": 2 * bytes_in * share,
-        "all-to-all": bytes_in * (1 / 2 if group == 2 else group / 4),
-        "ragged-all-to-all": bytes_in * (1 / 2 if group == 2 else group / 4),
-        "collective-broadcast": bytes_in,
-    }
-    if opcode not in volumes:
-        return chip.hop_latency + bytes_in / chip.link_bandwidth
-    hops = (group // 2 if ways == 2 else group - 1) * (2 if opcode == "all-reduce" else 1)
-    return hops * chip.hop_latency + volumes[opcode] / (ways * chip.link_bandwidth)
 
 
 def _iota_groups(match: re.Match) -> tuple[tuple[int, ...], ...]:
@@ -94,7 +55,7 @@ def _mesh_groups(text: str) -> tuple[tuple[int, ...], ...]:
     dims = [size for _, size in axes]
     count = math.prod(dims)
     if not axes or not wanted or "(" in chosen or not 0 < count <= MAX_DEVICES:
-        return ()  # parts of an axis are not read
+        return ()  # this notation can also name a part of an axis, which is not read
     last = [i for i, (name, _) in enumerate(axes) if name in wanted]
     first = [i for i in range(len(axes)) if i not in last]
     ids = _transposed_iota(dims, first + last)
@@ -103,7 +64,7 @@ def _mesh_groups(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _transposed_iota(dims: list[int], order: list[int]) -> list[int]:
-    """Returns iota over `dims`, axes permuted to `order`, flat."""
+    """Returns the numbers 0, 1, ... in an array of shape `dims`, with its axes permuted to `order`, as a flat list."""
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     ids = [0]
     for axis in order:

@@ -1,18 +1,20 @@
-"""HLO text to data: `parse`.
+"""`parse`, which reads HLO text.
 
-Reads what compilers print (TPU, GPU, CPU; scheduled or not; with or without `%`, operand shapes and comments) and
-also fragments: computations or bare instructions without a HloModule line, as documentation shows them. Text that is
-none of these raises HloError with line and column; nothing else is raised, whatever the text. What an opcode means is
-not checked here.
+It reads what compilers print: for TPU, GPU and CPU, scheduled or not, with or without percent signs, operand shapes
+and comments. It also reads fragments as documentation shows them, which are computations or bare instructions without
+a HloModule line. Any other text raises HloError with line and column, and no text raises anything else. What an opcode
+means is not checked here.
 """
 
 import dataclasses
 import re
 
-from flaxasync.check.hlo.module import Computation, HloError, HloModule, Instruction, Shape
+from flaxasync.check.hlo.cursor import Cursor
+from flaxasync.check.hlo.error import HloError
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shape_reader import ARRAY, read_shape, split_at_commas
+from flaxasync.check.hlo.shapes import Shape
 
-_BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
 _BLANK_IN_LINE = re.compile(r"(?:[ \t\r]+|/\*.*?\*/)*", re.DOTALL)
 _TABLE = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*\n(?:\d+ [^\n]*\n?)*")
 _HEADER = re.compile(r"HloModule\s+%?([\w.\-]+)")
@@ -20,26 +22,25 @@ _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
 _INSTRUCTION = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _ATTRIBUTE = re.compile(r"([A-Za-z_][\w\-]*)\s*=\s*")
-_SIMPLE_VALUE = re.compile(r'[^{}()\[\],"\n/]*(?=[,\n}])')
-_SIMPLE_OPERANDS = re.compile(r'[^()"/{}\[\]]*\)')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _BARE_OPERAND = re.compile(r"(?:^|[\s}\])])%?([A-Za-z_][\w.\-]*)\s*$")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
-_CLOSER = {"{": "}", "(": ")", "[": "]"}
+# Most values and operand lists hold no bracket, string or comment. These find their end without matching brackets.
+_SIMPLE_VALUE = re.compile(r'[^{}()\[\],"\n/]*(?=[,\n}])')
+_SIMPLE_OPERANDS = re.compile(r'[^()"/{}\[\]]*\)')
 
 
 def parse(text: str) -> HloModule:
     """Reads HLO text.
 
     Args:
-      text: what `compiled.as_text()` returns, or an HLO dump, or a fragment of one.
+      text: What `compiled.as_text()` returns, or an HLO dump, or a fragment of one.
 
     Returns:
       The module. Two modules are equal when they print alike.
 
     Raises:
-      HloError: the text is not HLO, or is cut short, or names an operand or a computation that it does not define.
+      HloError: The text is not HLO, or is cut short, or names an operand or a computation that it does not define.
     """
     if not isinstance(text, str):
         raise HloError(
@@ -48,18 +49,12 @@ def parse(text: str) -> HloModule:
     return _Reader(text).module()
 
 
-class _Reader:
-    """A cursor over one text."""
+class _Reader(Cursor):
+    """Reads one text from its beginning to its end, one method per construct of the grammar."""
 
     def __init__(self, text: str):
-        self.text = text
-        self.at = 0
-        self.shapes: dict[str, Shape] = {}  # a program repeats few shapes
-        self.line, self.counted = 1, 0
-
-    def error(self, message: str, at: int | None = None) -> HloError:
-        at = min(self.at if at is None else at, len(self.text))
-        return HloError(message, self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at))
+        super().__init__(text)
+        self._shapes: dict[str, Shape] = {}  # shapes by their text, because a program repeats few of them
 
     def module(self) -> HloModule:
         self.skip_blank()
@@ -69,12 +64,12 @@ class _Reader:
         if header:
             name, self.at = header[1], header.end()
             attributes = self.attributes()
-            tables = self.skip_tables()
+            tables = self.tables()
         elif not self.text[self.at :].strip():
             raise self.error("the text is empty; expected a HloModule line")
         computations: dict[str, Computation] = {}
-        loose: list[Instruction] = []
-        named: set[str] = set()
+        bare: list[Instruction] = []  # the instructions that stand outside of any computation
+        bare_names: set[str] = set()
         while True:
             self.skip_blank()
             if self.at >= len(self.text):
@@ -82,42 +77,31 @@ class _Reader:
             if _HEADER.match(self.text, self.at):
                 raise self.error("a second HloModule: read one module at a time")
             if match := _COMPUTATION.match(self.text, self.at):
-                computation = self.computation(match, whole=bool(header))
+                computation = self.computation(match, is_complete=bool(header))
                 if computation.name in computations:
                     raise self.error(f"computation '{computation.name}' is defined twice")
                 computations[computation.name] = computation
             elif not header and (match := _INSTRUCTION.match(self.text, self.at)):
-                where = self.at
-                loose.append(self.instruction(match))
-                if loose[-1].name in named:
-                    raise self.error(f"instruction '{loose[-1].name}' is defined twice", where)
-                named.add(loose[-1].name)
+                begin = self.at
+                bare.append(self.instruction(match))
+                if bare[-1].name in bare_names:
+                    raise self.error(f"instruction '{bare[-1].name}' is defined twice", begin)
+                bare_names.add(bare[-1].name)
             else:
                 raise self.error(f"expected {'a computation' if header else 'HLO text'}: got {self.excerpt()}")
-        if loose:
-            _mark_root(loose)
-            name_of_loose = _free_name("entry", computations)
-            computations[name_of_loose] = Computation(name_of_loose, tuple(loose), is_entry=True)
+        if bare:
+            _mark_root(bare)
+            entry = _free_name("entry", computations)
+            computations[entry] = Computation(entry, tuple(bare), is_entry=True)
         if not computations:
             raise self.error("the module has no computation: the text is cut short", start)
         module = HloModule(name, computations, attributes, tables, is_fragment=not header)
         if header:
-            self.check_calls(module)
+            _check_calls(module)
         return module
 
-    def skip_blank(self) -> None:
-        match = _BLANK.match(self.text, self.at)
-        self.at = match.end() if match else self.at
-
-    def excerpt(self) -> str:
-        return (
-            repr(self.text[self.at : self.at + 40].split("\n")[0])
-            if self.at < len(self.text)
-            else "the end of the text"
-        )
-
-    def skip_tables(self) -> str:
-        """Steps over the tables of file names and stack frames; returns their text."""
+    def tables(self) -> str:
+        """Steps over the tables of file names and stack frames, and returns their text."""
         start = self.at
         while self.at < len(self.text):
             self.skip_blank()
@@ -127,11 +111,12 @@ class _Reader:
             self.at = match.end()
         return self.text[start : self.at].strip()
 
-    def computation(self, match: re.Match, *, whole: bool) -> Computation:
-        opened, entry, name = self.at, bool(match[1]), match[2]
+    def computation(self, match: re.Match, *, is_complete: bool) -> Computation:
+        """Reads one computation. In a complete module every operand must be defined before its use."""
+        begin, is_entry, name = self.at, bool(match[1]), match[2]
         self.at = match.end()
         if self.text[self.at] == "(":
-            self.at = self.balanced(self.at)  # the signature repeats the parameters
+            self.at = self.after_bracket(self.at)  # the signature repeats the parameters
             self.skip_blank()
             if self.text.startswith("->", self.at):
                 self.at += 2
@@ -151,31 +136,27 @@ class _Reader:
             match = _INSTRUCTION.match(self.text, self.at)  # type: ignore[assignment]
             if not match:
                 if self.at >= len(self.text):
-                    raise self.error(f"computation '{name}' is not closed: the text is cut short", opened)
+                    raise self.error(f"computation '{name}' is not closed: the text is cut short", begin)
                 raise self.error(f"expected an instruction in computation '{name}': got {self.excerpt()}")
-            where = self.at
+            start = self.at
             instruction = self.instruction(match)
             if instruction.name in names:
-                raise self.error(f"instruction '{instruction.name}' is defined twice in '{name}'", where)
-            for operand in instruction.operands if whole else ():
+                raise self.error(f"instruction '{instruction.name}' is defined twice in '{name}'", start)
+            for operand in instruction.operands if is_complete else ():
                 if operand not in names:
-                    raise self.error(f"operand '{operand}' of '{instruction.name}' is not defined before it", where)
+                    raise self.error(f"operand '{operand}' of '{instruction.name}' is not defined before it", start)
             names.add(instruction.name)
             instructions.append(instruction)
         if not instructions:
-            raise self.error(f"computation '{name}' is empty", opened)
+            raise self.error(f"computation '{name}' is empty", begin)
         _mark_root(instructions)
         thread = self.attributes().get("execution_thread", '"main"')
         if not re.fullmatch(r'"[^"\\]*"', thread):
             raise self.error(f"execution_thread must be a string: got {thread[:40]!r}")
-        return Computation(name, tuple(instructions), entry, thread[1:-1])
+        return Computation(name, tuple(instructions), is_entry, thread[1:-1])
 
     def instruction(self, match: re.Match) -> Instruction:
-        start = self.at
-        self.line += self.text.count("\n", self.counted, start)
-        self.counted = start
-        line = self.line
-        name = match[2]
+        line, name = self.line_here(), match[2]
         self.at = match.end()
         shape = self.shape()
         opcode = _OPCODE.match(self.text, self.at)
@@ -184,7 +165,7 @@ class _Reader:
             raise self.error(f"expected an opcode and '(' in instruction '{name}': got {self.excerpt()}")
         inside = opcode.end()
         simple = _SIMPLE_OPERANDS.match(self.text, inside)
-        self.at = simple.end() if simple else self.balanced(inside - 1)
+        self.at = simple.end() if simple else self.after_bracket(inside - 1)
         operands_text = self.text[inside : self.at - 1]
         operands: tuple[str, ...] = ()
         literal = ""
@@ -198,7 +179,7 @@ class _Reader:
         return Instruction(name, shape, opcode[1], operands, attributes, bool(match[1]), literal, line)
 
     def operands(self, text: str, at: int) -> tuple[str, ...]:
-        """Reads `%a, f32[2]{0} %b, /*index=2*/c`; the shapes repeat what the definitions say and are dropped."""
+        """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so they are dropped."""
         if "/*" in text:
             text = _COMMENT.sub("", text)
         if not text.strip():
@@ -207,15 +188,15 @@ class _Reader:
         if text.count(",") + 1 == len(names) and "(" not in text:
             return tuple(names)
         names = []
-        for part in split_at_commas(text):
-            match = _BARE_OPERAND.search(part)
-            if not match and (match := _OPERAND.search(part)) is None:
-                raise self.error(f"expected the name of an operand: got {part.strip()[:40]!r}", at)
+        for operand in split_at_commas(text):
+            match = _BARE_OPERAND.search(operand)
+            if not match and (match := _OPERAND.search(operand)) is None:
+                raise self.error(f"expected the name of an operand: got {operand.strip()[:40]!r}", at)
             names.append(match[1])
         return tuple(names)
 
     def attributes(self) -> dict[str, str]:
-        """Reads `, key=value, key=value`, which ends at the end of a line that no comma continues."""
+        """Reads `, key=value, key=value`. It ends at the end of a line that no comma continues."""
         found: dict[str, str] = {}
         while True:
             ahead = _BLANK_IN_LINE.match(self.text, self.at).end()  # type: ignore[union-attr]
@@ -229,66 +210,38 @@ class _Reader:
                 raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
             start = match.end()
             simple = _SIMPLE_VALUE.match(self.text, start)
-            self.at = simple.end() if simple else self.value_end(start)
+            self.at = simple.end() if simple else self.end_of_value(start)
             found[match[1]] = self.text[start : self.at].strip()
-
-    def value_end(self, at: int) -> int:
-        """Returns where an attribute's value ends: at a comma, a line's end or a closing brace outside any bracket."""
-        while token := _TOKEN.search(self.text, at):
-            mark = token[0]
-            if mark in "{([":
-                at = self.balanced(token.start())
-            elif mark in ",\n}":
-                return token.start()
-            elif mark in ')]"':
-                raise self.error(f"unexpected {mark!r}", token.start())
-            else:
-                at = token.end()
-        return len(self.text)
-
-    def balanced(self, at: int) -> int:
-        """Returns the place after the bracket that closes the one at `at`; strings and comments hide theirs."""
-        closers = [_CLOSER[self.text[at]]]
-        for token in _TOKEN.finditer(self.text, at + 1):
-            mark = token[0]
-            if mark in "{([":
-                closers.append(_CLOSER[mark])
-            elif mark in "})]":
-                if mark != closers.pop():
-                    raise self.error(f"unexpected {mark!r}", token.start())
-                if not closers:
-                    return token.end()
-            elif mark == '"':
-                raise self.error("a string is not closed: the text is cut short", token.start())
-        raise self.error(f"{self.text[at]!r} is not closed: the text is cut short", at)
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):
-            end = self.balanced(self.at)
+            end = self.after_bracket(self.at)
         elif match := ARRAY.match(self.text, self.at):
             end = match.end()
         else:
             raise self.error(f"expected a shape: got {self.excerpt()}")
         text = self.text[self.at : end]
-        shape = self.shapes.get(text)
+        shape = self._shapes.get(text)
         if shape is None:
             try:
-                shape = self.shapes[text] = read_shape(_COMMENT.sub("", text) if "/*" in text else text)
+                shape = self._shapes[text] = read_shape(_COMMENT.sub("", text) if "/*" in text else text)
             except HloError as error:
                 raise self.error(str(error)) from None
         self.at = end
         return shape
 
-    def check_calls(self, module: HloModule) -> None:
-        for computation in module.computations.values():
-            for i in computation.instructions:
-                for name in i.called_computations:
-                    if name not in module.computations:
-                        raise HloError(f"'{i.name}' calls '{name}', which the text does not define", i.line, 1)
+
+def _check_calls(module: HloModule) -> None:
+    """Raises HloError where an instruction calls a computation that the text does not define."""
+    for computation in module.computations.values():
+        for i in computation.instructions:
+            for name in i.called_computations:
+                if name not in module.computations:
+                    raise HloError(f"'{i.name}' calls '{name}', which the text does not define", i.line, 1)
 
 
 def _mark_root(instructions: list[Instruction]) -> None:
-    """The last instruction is the root where none is marked."""
+    """Makes the last instruction the root, where none is marked as the root."""
     if not any(i.is_root for i in instructions):
         instructions[-1] = dataclasses.replace(instructions[-1], is_root=True)
 

@@ -1,10 +1,13 @@
-"""The text of one shape to data: arrays with layout and memory space, tuples of them."""
+"""Reads the text of one shape: an array with its layout and memory space, or a tuple of shapes."""
 
 import re
 
-from flaxasync.check.hlo.module import HloError, Layout, Shape
+from flaxasync.check.hlo.error import HloError
+from flaxasync.check.hlo.shapes import Layout, Shape
 
-MAX_DEPTH = 200  # of tuples in a tuple; real programs stay under ten
+# The greatest depth of tuples within tuples that is read. Real programs stay below ten; without a limit a hostile text
+# would exhaust the stack.
+MAX_DEPTH = 200
 
 ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\[\](){}]*)\](\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})?")
 _LAYOUT = re.compile(r"\{\s*([\d,\s]*)(?::(.*))?\}", re.DOTALL)
@@ -17,7 +20,7 @@ def read_shape(text: str) -> Shape:
     """Reads `bf16[8,128]{1,0:T(8,128)S(1)}` or `(f32[2], (s32[], pred[4]))`.
 
     Raises:
-      HloError: it is no shape; without the place, which the caller knows.
+      HloError: The text is not a shape. The error has no line and column, which only the caller knows.
     """
     if _depth(text) > MAX_DEPTH:
         raise HloError(f"tuples nested deeper than {MAX_DEPTH}")
@@ -25,7 +28,7 @@ def read_shape(text: str) -> Shape:
 
 
 def split_at_commas(text: str) -> list[str]:
-    """Splits at commas outside any bracket, string and comment."""
+    """Splits a text at the commas that stand outside of every bracket, string and comment."""
     parts, depth, start = [], 0, 0
     for token in _MARK.finditer(text):
         mark = token[0]

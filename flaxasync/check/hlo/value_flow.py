@@ -1,8 +1,8 @@
-"""Where a value goes: through tuples, loops, branches and aliased outputs, to the instructions that use it.
+"""Where a value goes: through tuples, loops, branches and aliased outputs to the instructions that use it.
 
 `trace` follows one array of one instruction's result forward. Each use comes with the spans of the schedule that run
-between the value's birth and that use, so that a value which a loop carries into its next iteration is seen to live
-through the loop's back edge. Assumes nothing of what the value is.
+between the birth of the value and that use. A value that a loop carries into its next iteration is followed through
+the back edge of the loop. Nothing is assumed about what the value is.
 """
 
 import collections
@@ -17,7 +17,7 @@ _COPIES = ("copy", "copy-start", "copy-done")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Instructions [first, stop) of a computation, in schedule order."""
+    """The instructions [first, stop) of a computation, in schedule order."""
 
     computation: str
     first: int
@@ -26,19 +26,31 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """One instruction that uses a value, and how the value came there."""
+    """One instruction that uses a value, and the path of the value to it.
+
+    Attributes:
+      computation: The computation of the using instruction.
+      instruction: The using instruction.
+      operand: The number of the operand that is the value.
+      spans: What runs between the birth of the value and this use.
+      copies: The copies on the path, each as (computation, instruction).
+      crosses: How the path crosses loops: "enters", "repeats" or "leaves", followed by the name of the loop.
+      aliased: Whether the instruction writes its result over the value.
+    """
 
     computation: str
     instruction: Instruction
     operand: int
-    spans: tuple[Span, ...]  # what runs between the value's birth and this use
-    copies: tuple[tuple[str, Instruction], ...]  # (computation, copy) on the way
-    crosses: tuple[str, ...]  # "enters", "repeats" or "leaves", with the name of the loop
-    aliased: bool  # the use writes its result over the value
+    spans: tuple[Span, ...]
+    copies: tuple[tuple[str, Instruction], ...]
+    crosses: tuple[str, ...]
+    aliased: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Frame:
+class _EnteredLoop:
+    """A loop that the path has entered, with the state to go back to where the loop leaves the value untouched."""
+
     loop: str
     path: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -47,18 +59,38 @@ class _Frame:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
+class _Holder:
+    """One instruction whose result holds the value, and the path of the value to it.
+
+    Attributes:
+      computation: The computation of the instruction.
+      instruction: The instruction.
+      path: The index path of the value in the result.
+      opened: The position in this computation from which on the value is alive.
+      spans: What ran in other computations, or in earlier iterations, since the birth of the value.
+      loops: The loops around this computation that the path has entered, the outermost first.
+      copies: As in `Use`.
+      crosses: As in `Use`.
+    """
+
     computation: Computation
     instruction: Instruction
     path: tuple[int, ...]
     opened: int
     spans: tuple[Span, ...] = ()
-    frames: tuple[_Frame, ...] = ()
+    loops: tuple[_EnteredLoop, ...] = ()
     copies: tuple[tuple[str, Instruction], ...] = ()
     crosses: tuple[str, ...] = ()
 
-    def to(self, instruction: Instruction, path: tuple[int, ...], **changes: object) -> "_Place":
+    def passed_to(self, instruction: Instruction, path: tuple[int, ...], **changes: object) -> "_Holder":
+        """Returns the next holder in the same computation."""
         return dataclasses.replace(self, instruction=instruction, path=path, **changes)  # type: ignore[arg-type]
+
+    def spans_until(self, stop: int) -> tuple[Span, ...]:
+        """Returns the spans up to a position of this computation."""
+        if stop <= self.opened:
+            return self.spans
+        return (*self.spans, Span(self.computation.name, self.opened, stop))
 
 
 def trace(
@@ -72,106 +104,104 @@ def trace(
     """Follows the array at `path` of an instruction's result to its uses.
 
     Args:
-      module, computation, instruction, path: which array.
-      stop: instructions at which to stop following, though they alias the value (a done).
+      module: The program.
+      computation: The computation of the instruction.
+      instruction: The instruction that makes the value.
+      path: The index path of the array in the instruction's result.
+      stop: Says of an instruction that the path ends there even where the instruction aliases the value. The done of
+        an asynchronous operation is the usual case.
 
     Returns:
-      The uses, nearest first. Instructions that only pass the value on are no uses, but a copy is both passed through
-      (and noted in `copies`) and no use; an instruction that aliases the value to its result is a use and is passed
-      through.
+      The uses, the nearest first. An instruction that only passes the value on is not a use. A copy is not a use
+      either: it is passed through and listed in `copies`. An instruction that aliases the value to its result is a use
+      and is also passed through.
     """
     uses: list[Use] = []
     seen: set[tuple[str, str, tuple[int, ...]]] = set()
-    queue = collections.deque([_Place(computation, instruction, path, computation.position[instruction.name] + 1)])
+    queue = collections.deque([_Holder(computation, instruction, path, computation.position[instruction.name] + 1)])
     while queue:
-        place = queue.popleft()
-        key = (place.computation.name, place.instruction.name, place.path)
+        holder = queue.popleft()
+        key = (holder.computation.name, holder.instruction.name, holder.path)
         if key in seen:
             continue
         seen.add(key)
-        for user in place.computation.users.get(place.instruction.name, ()):
+        for user in holder.computation.users.get(holder.instruction.name, ()):
             for number, operand in enumerate(user.operands):
-                if operand == place.instruction.name:
-                    queue.extend(_step(module, place, user, number, uses, stop))
-        if place.instruction.is_root:
-            queue.extend(_leave(module, place))
+                if operand == holder.instruction.name:
+                    queue.extend(_through_user(module, holder, user, number, uses, stop))
+        if holder.instruction.is_root:
+            queue.extend(_through_root(module, holder))
     return uses
 
 
-def _step(
+def _through_user(
     module: HloModule,
-    place: _Place,
+    holder: _Holder,
     user: Instruction,
     number: int,
     uses: list[Use],
     stop: Callable[[Instruction], bool],
-) -> list[_Place]:
-    here, path = place.computation, place.path
-    at = here.position[user.name]
-    passed = _span(place, at)
-
-    def use(aliased: bool) -> None:
-        uses.append(Use(here.name, user, number, passed, place.copies, place.crosses, aliased))
-
+) -> list[_Holder]:
+    """Returns what holds the value after one of its users, and adds the user to `uses` where it is a use."""
+    here, path = holder.computation, holder.path
+    spans = holder.spans_until(here.position[user.name])
     if user.opcode == "get-tuple-element":
-        return [place.to(user, path[1:])] if path and path[0] == user.tuple_index else []
+        return [holder.passed_to(user, path[1:])] if path and path[0] == user.tuple_index else []
     if user.opcode == "tuple":
-        return [place.to(user, (number, *path))]
+        return [holder.passed_to(user, (number, *path))]
     if user.opcode in _SAME_VALUE or (user.opcode == "add-dependency" and number == 0):
-        return [place.to(user, path)]
+        return [holder.passed_to(user, path)]
     if user.opcode in _COPIES and not stop(user):
-        noted = place.copies if user.opcode == "copy-done" else (*place.copies, (here.name, user))
-        return [place.to(user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path), copies=noted)]
+        noted = holder.copies if user.opcode == "copy-done" else (*holder.copies, (here.name, user))
+        return [holder.passed_to(user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path), copies=noted)]
     if user.opcode == "while":
-        body = module.computations.get(user.attributes.get("body", "").lstrip("%"))
+        body = module.computations.get(user.loop_body)
         if body is None or 0 not in body.parameters:
             return []
-        frame = _Frame(user.name, path, place.spans, place.opened, place.crosses)
-        crosses = (*place.crosses, f"enters {user.name}")
-        return [_Place(body, body.parameters[0], path, 0, passed, (*place.frames, frame), place.copies, crosses)]
+        loop = _EnteredLoop(user.name, path, holder.spans, holder.opened, holder.crosses)
+        crosses = (*holder.crosses, f"enters {user.name}")
+        return [_Holder(body, body.parameters[0], path, 0, spans, (*holder.loops, loop), holder.copies, crosses)]
     if user.opcode in ("conditional", "call"):
         called = [module.computations.get(name) for name in user.called_computations]
         branch, parameter = (number - 1, 0) if user.opcode == "conditional" else (0, number)
         target = called[branch] if 0 <= branch < len(called) else None
         if target is not None and parameter in target.parameters:
-            return [
-                _Place(target, target.parameters[parameter], path, 0, passed, place.frames, place.copies, place.crosses)
-            ]
+            argument = target.parameters[parameter]
+            return [_Holder(target, argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
         if not (user.opcode == "conditional" and number == 0):
             return []
     onward = [
-        place.to(user, (*alias.output, *path[len(alias.operand_index) :]))
+        holder.passed_to(user, (*alias.output, *path[len(alias.operand_index) :]))
         for alias in user.aliases
         if alias.operand == number and path[: len(alias.operand_index)] == alias.operand_index
     ]
-    use(aliased=bool(onward) or (user.opcode == "dynamic-update-slice" and number == 0))
+    aliased = bool(onward) or (user.opcode == "dynamic-update-slice" and number == 0)
+    uses.append(Use(here.name, user, number, spans, holder.copies, holder.crosses, aliased))
     return [] if stop(user) else onward
 
 
-def _leave(module: HloModule, place: _Place) -> list[_Place]:
-    """From a computation's root to its callers, and around a loop."""
-    here = place.computation
-    passed = _span(place, len(here.instructions))
-    onward: list[_Place] = []
+def _through_root(module: HloModule, holder: _Holder) -> list[_Holder]:
+    """Returns what holds the value after its computation returned it: the callers, and the next iteration of a loop."""
+    here = holder.computation
+    spans = holder.spans_until(len(here.instructions))
+    copies, crosses = holder.copies, holder.crosses
+    onward: list[_Holder] = []
     for caller, call in module.callers.get(here.name, ()):
         after = caller.position[call.name] + 1
-        if call.opcode == "while" and call.attributes.get("body", "").lstrip("%") == here.name:
-            frame = place.frames[-1] if place.frames and place.frames[-1].loop == call.name else None
-            outer = place.frames[:-1] if frame else place.frames
-            if frame and frame.path == place.path:  # carried through untouched: the whole loop lies in the window
+        if call.opcode == "while" and call.loop_body == here.name:
+            entered = holder.loops[-1] if holder.loops and holder.loops[-1].loop == call.name else None
+            outer = holder.loops[:-1] if entered else holder.loops
+            if entered and entered.path == holder.path:
+                # The loop carries the value through untouched, so the value is alive during the whole loop.
                 onward.append(
-                    _Place(caller, call, place.path, frame.opened, frame.spans, outer, place.copies, frame.crosses)
+                    _Holder(caller, call, holder.path, entered.opened, entered.spans, outer, copies, entered.crosses)
                 )
                 continue
             if 0 in here.parameters:
-                crosses = (*place.crosses, f"repeats {call.name}")
-                onward.append(_Place(here, here.parameters[0], place.path, 0, passed, outer, place.copies, crosses))
-            crosses = (*place.crosses, f"leaves {call.name}")
-            onward.append(_Place(caller, call, place.path, after, passed, outer, place.copies, crosses))
+                again = (*crosses, f"repeats {call.name}")
+                onward.append(_Holder(here, here.parameters[0], holder.path, 0, spans, outer, copies, again))
+            left = (*crosses, f"leaves {call.name}")
+            onward.append(_Holder(caller, call, holder.path, after, spans, outer, copies, left))
         elif call.opcode in ("conditional", "call"):
-            onward.append(_Place(caller, call, place.path, after, passed, place.frames, place.copies, place.crosses))
+            onward.append(_Holder(caller, call, holder.path, after, spans, holder.loops, copies, crosses))
     return onward
-
-
-def _span(place: _Place, stop: int) -> tuple[Span, ...]:
-    return (*place.spans, Span(place.computation.name, place.opened, stop)) if stop > place.opened else place.spans

@@ -1,4 +1,4 @@
-"""Topology names -> chips: who sits where, and which links a transfer between two chips crosses."""
+"""The chips of a topology: their coordinates, and the links that a transfer between two of them crosses."""
 
 import dataclasses
 import functools
@@ -6,16 +6,23 @@ import re
 
 from flaxasync.check.player.errors import MeshMismatchError, PlayerError
 
-CORES = {"tpu7x": 2}  # devices per chip
-WRAP = 16  # a v5e or v6e torus closes on itself in a dimension of a full pod only
+_DEVICES_PER_CHIP = {"tpu7x": 2}  # one for every other chip
+# The chips in a dimension from which on the network closes on itself: on v5e and v6e only in that of a full pod.
+_WRAP, _WRAP_OF_3D_TORUS = 16, 4
 _NAME = re.compile(r"([a-z0-9]+):(\d+)x(\d+)(?:x(\d+))?")
 
 Coords = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Topology:
-    """Chips on a grid, numbered with the first coordinate running fastest, as libtpu numbers them."""
+class ChipGrid:
+    """Chips on a grid. They are numbered with the first coordinate running fastest, as libtpu numbers them.
+
+    Attributes:
+      name: The name of the topology.
+      shape: The number of chips in each of three dimensions.
+      cores: The number of devices of one chip.
+    """
 
     name: str
     shape: Coords
@@ -34,12 +41,14 @@ class Topology:
         return (x, rest % self.shape[1], rest // self.shape[1])
 
     def _wraps(self, axis: int) -> bool:
-        torus = self.name.startswith(("v5p", "tpu7x"))
-        return self.shape[axis] >= (4 if torus else WRAP) and (not torus or self.shape[axis] % 4 == 0)
+        size = self.shape[axis]
+        if self.name.startswith(("v5p", "tpu7x")):
+            return size >= _WRAP_OF_3D_TORUS and size % 4 == 0
+        return size >= _WRAP
 
-    @functools.cache  # noqa: B019  one topology a run
+    @functools.cache  # noqa: B019, there is one grid in a simulation
     def route(self, source: Coords, target: Coords) -> tuple[tuple[str, Coords, Coords], ...]:
-        """Returns the directed links from one chip to another: along x, then y, then z, the short way round."""
+        """Returns the directed links from one chip to another: along x, then y, then z, in the shorter direction."""
         path, here = [], list(source)
         for axis, size in enumerate(self.shape):
             while here[axis] != target[axis]:
@@ -53,29 +62,30 @@ class Topology:
         return tuple(path)
 
 
-def topology(name: str) -> Topology:
+def chip_grid(name: str) -> ChipGrid:
     """Reads a topology's name: "v5e:2x4", "v5p:2x2x2".
 
     Raises:
-      PlayerError: it is no such name.
+      PlayerError: The text is not such a name.
     """
     match = _NAME.fullmatch(name)
     if not match:
         raise PlayerError(f"topology must be a chip and its grid, like 'v5e:2x4' or 'v5p:2x2x2': got {name!r}")
     shape = tuple(int(n or 1) for n in match.groups()[1:])
-    return Topology(name, shape, CORES.get(match[1], 1))
+    return ChipGrid(name, shape, _DEVICES_PER_CHIP.get(match[1], 1))
 
 
-def place_devices(grid: Topology, devices: int, coords: tuple[Coords, ...]) -> tuple[Coords, ...]:
-    """Returns the chip of each partition.
+def coords_of_partitions(grid: ChipGrid, devices: int, coords: tuple[Coords, ...]) -> tuple[Coords, ...]:
+    """Returns the chip of each partition, as three coordinates.
 
     Args:
-      grid: the topology.
-      devices: partitions of the program.
-      coords: the chip of each partition, where known; otherwise that of a mesh in the order of the devices.
+      grid: The topology.
+      devices: The number of partitions of the program.
+      coords: The chip of each partition, where it is known. Otherwise the partitions are taken to be on the chips in
+        the order of the chips' numbers.
 
     Raises:
-      MeshMismatchError: the topology has another number of devices, or lacks a chip.
+      MeshMismatchError: The topology has another number of devices, or a chip is not on its grid.
     """
     if devices != grid.devices:
         raise MeshMismatchError(

@@ -1,356 +1,245 @@
-"""All devices of one program as one simulation: a queue of events, semaphores, transfers, calls.
+"""All devices of one program as one simulation.
 
-Each device runs alone until it asks something of the world; that is answered in the order of time over all devices.
-Events at the same time are answered in the order in which they were asked, so a run is the same every time.
-
-Beside time, each device carries what it has heard of the others (a vector clock of instructions entered, which signals
-and transfers pass on). A kernel that writes into another device without having heard that it has entered the same
-kernel is a race even where the clock happens to be kind.
+Each device runs alone until its next external operation: a transfer, a semaphore, a call or a trace mark. These
+operations are executed in the order of time over all devices. Operations at the same time are executed in the order in
+which they were reached, so a simulation is the same every time.
 """
 
-import heapq
 import re
 from collections import Counter
-from collections.abc import Callable
 
-from flaxasync.check.player import collective_tables
 from flaxasync.check.player.addresses import Addresses
-from flaxasync.check.player.basic_blocks import Action, Code
+from flaxasync.check.player.basic_blocks import Code, ExternalOperation
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
-from flaxasync.check.player.chip_grid import Topology
+from flaxasync.check.player.chip_grid import ChipGrid, Coords
 from flaxasync.check.player.chips import PlayedChip
-from flaxasync.check.player.diagnostics import Verdicts
+from flaxasync.check.player.collective_tables import is_playable
+from flaxasync.check.player.devices import Devices
+from flaxasync.check.player.diagnostics import Diagnostics
 from flaxasync.check.player.dump import Dump
-from flaxasync.check.player.errors import PlayerError, RaceError, UnknownOperationError
+from flaxasync.check.player.errors import UnknownOperationError
+from flaxasync.check.player.event_queue import Answer, EventQueue
 from flaxasync.check.player.launch import Launch
 from flaxasync.check.player.machine import Machine
-from flaxasync.check.player.network import INFINITY, Flow, Network
+from flaxasync.check.player.network import INFINITY
 from flaxasync.check.player.recorder import Recorder
-from flaxasync.check.player.ring_model import Ring, collective_of
+from flaxasync.check.player.ring_model import ModelledCollective, modelled_collective
 from flaxasync.check.player.scalar_operations import signed
-from flaxasync.check.player.transfers import (
-    CHIP_MASK,
-    CHIP_SHIFT,
-    CORE_OF_SIGNAL,
-    FLAG_MASK,
-    Spans,
-    Transfer,
-    read_transfer,
-)
-from flaxasync.check.player.waiting import Waiting
+from flaxasync.check.player.semaphores import Semaphores
+from flaxasync.check.player.transfer_engine import TransferEngine
+from flaxasync.check.player.transfers import CHIP_MASK, CHIP_SHIFT, CORE_BIT_OF_SIGNAL, SEMAPHORE_MASK
+from flaxasync.check.player.vector_clocks import VectorClocks
 
-_CALLED = re.compile(r"%(\S+) = ")
+_CALLED = re.compile(r"%(\S+) = ")  # the name of the HLO instruction, in the comment of a call
 
 
-class Mesh:
+class Simulation:
     """The devices of a dump on a topology, ready to run once.
 
-    Args:
-      dump: the program.
-      grid: the topology.
-      coords: the chip of each partition.
-      chip: the kind of chip.
-      accept: operations that are taken to cost no more than their slot.
+    Attributes:
+      dump: The program.
+      grid: The topology.
+      chip: The kind of chip.
+      machines: The devices.
+      recorder: What the simulation has written down.
     """
 
     def __init__(
-        self, dump: Dump, grid: Topology, coords: tuple[tuple[int, ...], ...], chip: PlayedChip, accept: frozenset[str]
+        self, dump: Dump, grid: ChipGrid, coords: tuple[Coords, ...], chip: PlayedChip, accept: frozenset[str]
     ):
+        """Prepares a simulation.
+
+        Args:
+          dump: The program.
+          grid: The topology.
+          coords: The chip of each partition.
+          chip: The kind of chip.
+          accept: Names of unknown operations that are taken to cost no more than their slot.
+        """
         self.dump, self.grid, self.chip = dump, grid, chip
-        self.addresses = Addresses(chip.hbm_unit)
+        addresses = Addresses(chip.hbm_unit)
         for program in dump.programs.values():
-            self.addresses.add(program)
-        self.codes = {n: Code(p, self.addresses, chip, accept=accept) for n, p in dump.programs.items()}
-        self.network = Network({"hbm": chip.hbm / chip.clock, "link": chip.link / chip.clock})
+            addresses.add(program)
+        self._codes = {n: Code(p, addresses, chip, accept=accept) for n, p in dump.programs.items()}
         self.recorder = Recorder(len(coords))
-        self.spans = Spans(self.addresses)
-        self.notes: Counter[str] = Counter()
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._asked = 0
-        self._queues: list[list[tuple[Action, tuple]]] = [[] for _ in coords]
-        self._waiting: list[Waiting | None] = [None] * len(coords)
-        self._rings: dict[tuple, Ring] = {}
-        self.launch = Launch(dump, self.addresses, grid, coords)
-        self.verdicts = Verdicts(dump, self.addresses, self.recorder)
-        top = self.codes[dump.top.name]
-        self.machines = [self.launch.machine(device, top) for device in range(len(coords))]
-        self._by_chip = {m.chip_id * grid.cores + m.core: m for m in self.machines}
-        # What each device knows of every device's progress, and what each semaphore passes on.
-        self._heard = [[0] * len(coords) for _ in coords]
-        self._told: list[dict[int, list[int]]] = [{} for _ in coords]
+        self._diagnostics = Diagnostics(dump, addresses, self.recorder)
+        launch = Launch(dump, addresses, grid, coords)
+        self._devices = Devices(launch, grid, self._codes[dump.top.name], self._diagnostics)
+        self.machines = self._devices.machines
+        self._queue = EventQueue()
+        self._clocks = VectorClocks(len(coords))
+        self._semaphores = Semaphores(len(coords), self._queue, self._clocks, self.recorder, self._go_on)
+        self._engine = TransferEngine(
+            dump, addresses, grid, chip, launch, self._devices, self._queue, self._clocks, self._semaphores,
+            self.recorder, self._diagnostics,
+        )  # fmt: skip
+        self._network = self._engine.network
+        self._pending: list[list[tuple[ExternalOperation, tuple]]] = [[] for _ in coords]
+        self._collectives: dict[tuple, ModelledCollective] = {}  # those that wait for devices, by name and group
+        self._notes: Counter[str] = Counter()
 
     def run(self) -> None:
         """Runs all devices to the end.
 
         Raises:
-          ProtocolError: the program hangs, halts, races, leaves its buffers, or leaves a semaphore behind.
+          ProtocolError: The program hangs, halts, races, leaves its buffers, or leaves a semaphore behind.
         """
         for machine in self.machines:
-            self._resume(machine)
-        while self._events or self.network.next < INFINITY:
-            if self.network.next <= (self._events[0][0] if self._events else INFINITY):
-                self.network.finish()
+            self._advance(machine)
+        while min(self._queue.next, self._network.next) < INFINITY:
+            if self._network.next <= self._queue.next:
+                self._network.finish()
                 continue
-            now, _, answer = heapq.heappop(self._events)
-            self.network.advance(now)
+            now, answer = self._queue.pop()
+            self._network.advance(now)
             answer(now)
         if any(not m.finished for m in self.machines):
-            raise self.verdicts.deadlock(self.machines, self._waiting)
-        if (left := self.verdicts.left_at_the_end(self.machines)) is not None:
+            raise self._diagnostics.deadlock(self.machines, self._semaphores.waits)
+        if (left := self._diagnostics.left_at_the_end(self.machines)) is not None:
             raise left
 
-    # Devices.
+    def notes(self) -> Counter[str]:
+        """Returns what the simulation could not know, and how often."""
+        return sum((m.notes for m in self.machines), self._notes + self._engine.notes)
 
-    def _at(self, time: float, answer: Callable[[float], None]) -> None:
-        self._asked += 1
-        heapq.heappush(self._events, (time, self._asked, answer))
+    # The devices.
 
-    def _resume(self, machine: Machine) -> None:
-        """Lets a device run to its next question, and queues that for its time."""
-        while not (asked := machine.advance()):
+    def _advance(self, machine: Machine) -> None:
+        """Lets a device run to its next external operations, and queues these for their time."""
+        while not (operations := machine.advance()):
             if not machine.stack:
                 machine.finished = True
                 self.recorder.run_until(machine.device, machine.now, machine.busy)
                 return
             machine.leave()
-        self._queues[machine.device] = asked
-        self._at(machine.now, lambda now: self._answer(machine))
+        self._pending[machine.device] = operations
+        self._queue.at(machine.now, lambda now: self._execute_pending(machine))
 
-    def _answer(self, machine: Machine) -> None:
-        """Answers the questions of one bundle, until one has to wait."""
-        queue = self._queues[machine.device]
-        while queue:
-            action, values = queue[0]
-            if not self._act(machine, action, values):
+    def _execute_pending(self, machine: Machine) -> None:
+        """Executes the external operations of one bundle, until one of them has to wait."""
+        pending = self._pending[machine.device]
+        while pending:
+            operation, values = pending[0]
+            if not self._execute(machine, operation, values):
                 return
-            queue.pop(0)
-        self._resume(machine)
+            pending.pop(0)
+        self._advance(machine)
 
-    def _released(self, machine: Machine) -> None:
-        """Goes on after a wait."""
-        self._queues[machine.device].pop(0)
-        self._answer(machine)
+    def _go_on(self, machine: Machine) -> None:
+        """Lets a device go on after the operation for which it waited."""
+        self._pending[machine.device].pop(0)
+        self._execute_pending(machine)
 
-    def _releaser(self, machine: Machine) -> Callable[[float], None]:
-        return lambda now: self._released(machine)
-
-    def _act(self, machine: Machine, action: Action, values: tuple) -> bool:
-        """Does one thing that a device asked for; False when the device has to wait."""
-        operation = action.operation
+    def _execute(self, machine: Machine, external: ExternalOperation, values: tuple) -> bool:
+        """Executes one external operation. Returns False where the device has to wait for it."""
+        operation = external.operation
         unit = operation.unit
         if unit == "vtrace":
             self._mark(machine, values[0])
         elif unit == "dma" and operation.name != "dma.done.wait":
-            self._start_transfer(machine, action, values)
+            self._engine.start(machine, external, values)
         elif unit in ("dma", "vwait"):
-            return self._wait(machine, action, values)
+            return self._semaphores.wait(machine, external, values)
         elif operation.name == "vsyncadd":
-            self._raise(machine, values[0], signed(values[1]), machine.now, "sync", self._heard[machine.device])
+            message = self._clocks.known_to(machine.device)
+            self._semaphores.add(machine, values[0], signed(values[1]), machine.now, "sync", message)
         elif unit == "vsyncpa":
-            self._scope(machine, values[0], values[1])
+            self._begin_or_end_of_life(machine, values[0], is_end=bool(values[1]))
         elif operation.name == "vsyncmov":
-            machine.flag_values.append(machine.flags[values[0]] & 0xFFFFFFFF)
+            machine.semaphore_values.append(machine.semaphores[values[0]] & 0xFFFFFFFF)
         elif operation.name == "vsyncset":
-            machine.flags[values[0]] = signed(values[1])
+            machine.semaphores[values[0]] = signed(values[1])
         elif operation.name == "vsyncadd.remote":
             self._signal(machine, values)
         elif unit == "shalt":
-            self._halt(machine, action)
+            self._halt(machine, external)
         elif unit == "inlined_call":
-            return self._call(machine, action, values)
+            return self._call(machine, external, values)
         else:
             raise UnknownOperationError(
-                f"{machine.kernel}: {operation.name} is unknown to the player; at {machine.place(action.index)}"
+                f"{machine.kernel}: {operation.name} is unknown to the player; at {machine.location(external.index)}"
             )
         return True
 
     def _mark(self, machine: Machine, mark: int) -> None:
+        """Begins or ends an instruction of the program."""
         if (mark & 0x0FFFFFFF) == MARK_RUN:
             return
-        books = (machine.device, machine.now, machine.issue, machine.stall, machine.busy)
+        counts = machine.now, machine.issue, machine.stall, machine.busy
         if mark < MARK_END:
-            name = self.dump.top_name(mark - MARK_START)
-            self.recorder.open(books[0], name, *books[1:])
-            self._heard[machine.device][machine.device] += 1
+            self.recorder.enter_phase(machine.device, self.dump.instruction_of_mark(mark - MARK_START), *counts)
+            self._clocks.enter(machine.device)
         elif self.recorder.depth(machine.device):
-            self.recorder.close(*books)
+            self.recorder.leave_phase(machine.device, *counts)
 
-    # Semaphores.
-
-    def _raise(self, machine: Machine, flag: int, amount: int, now: float, cause: str, told: list[int] | None) -> None:
-        """Adds to a semaphore of a device, and releases the device if it waited for that."""
-        machine.flags[flag] = value = signed(machine.flags[flag] + amount)
-        if told is not None and amount > 0:
-            known = self._told[machine.device].setdefault(flag, [0] * len(told))
-            known[:] = map(max, known, told)
-        waiting = self._waiting[machine.device]
-        if waiting is None or waiting.flag != flag or not waiting.over(value):
-            return
-        self._waiting[machine.device] = None
-        name = waiting.action.operation.comment or waiting.action.operation.name
-        self.recorder.wait(machine.device, machine.now, max(now, machine.now), name, cause, machine.busy)
-        machine.wait_until(now)
-        self._hear(machine, flag)
-        self._at(machine.now, lambda now: self._released(machine))
-
-    def _hear(self, machine: Machine, flag: int) -> None:
-        if (told := self._told[machine.device].get(flag)) is not None:
-            heard = self._heard[machine.device]
-            heard[:] = map(max, heard, told)
-
-    def _wait(self, machine: Machine, action: Action, values: tuple) -> bool:
-        operation = action.operation
-        order = "ge" if operation.unit == "dma" else operation.name.split(".")[1]
-        waiting = Waiting(values[0], order, signed(values[1]), action)
-        if waiting.over(machine.flags[waiting.flag]):
-            self._hear(machine, waiting.flag)
-            return True
-        self._waiting[machine.device] = waiting
-        return False
-
-    def _signal(self, machine: Machine, values: tuple) -> None:
-        target = self._device((values[0] >> CHIP_SHIFT) & CHIP_MASK, values[0] >> CORE_OF_SIGNAL & 1, machine)
-        flag, amount = values[0] & FLAG_MASK, signed(values[1])
-        told = list(self._heard[machine.device])
-        delay = self.chip.cycles(self.chip.sync_latency) if target is not machine else 0.0
-        self._at(machine.now + delay, lambda now: self._raise(target, flag, amount, now, "sync", told))
-
-    def _scope(self, machine: Machine, flag: int, end: int) -> None:
-        """Begins or ends the life of a semaphore: it is zero at both."""
-        if end and machine.flags[flag]:
-            raise self.verdicts.left_in_scope(machine, flag)
-        machine.flags[flag] = 0
-
-    def _device(self, chip: int, core: int, machine: Machine) -> Machine:
-        number = chip * self.grid.cores + core % self.grid.cores
-        if number not in self._by_chip:
-            raise PlayerError(
-                f"{machine.kernel} on device {machine.device} addresses chip {chip}, which {self.grid.name} lacks: "
-                "name the topology that the program was compiled for"
-            )
-        return self._by_chip[number]
-
-    # Transfers.
-
-    def _start_transfer(self, machine: Machine, action: Action, values: tuple) -> None:
-        phase = self.verdicts.phase(machine)
-        transfer = read_transfer(action.operation, values, machine.code.program.place(action.index), phase)
-        if transfer is None:
-            return
-        target = machine if transfer.chip < 0 else self._device(transfer.chip, transfer.core, machine)
-        size = transfer.granules * self.chip.granule
-        if transfer.target == "smem":
-            self._fill_scalars(machine, transfer)
-        if target is not machine:
-            self._check_entered(machine, target, transfer, phase)
-        spans = self.spans.claim(transfer, machine.device, target.device, phase)
-        uses: dict = {}
-        if transfer.source == "hbm":
-            uses["hbm", machine.device] = 1.0
-        if transfer.target == "hbm":
-            uses["hbm", target.device] = uses.get(("hbm", target.device), 0.0) + 1.0
-        route = self.grid.route(machine.coords, target.coords)
-        uses |= dict.fromkeys(route, 1.0)
-        kind = f"{transfer.source} to {'remote ' if target is not machine else ''}{transfer.target}"
-        self.recorder.move(machine.device, kind, size)
-        lane = f"link to {target.device}" if target is not machine else "memory"
-        told = list(self._heard[machine.device])
-        name = self.recorder.phase(machine.device)
-
-        def done(now: float, flow: Flow) -> None:
-            style = "transfer" if target is not machine else "copy"
-            self.recorder.transfer(machine.device, lane, name, style, flow.started, now)
-            self.spans.release(spans)
-            remote = target is not machine
-            latency = self.chip.cycles(self.chip.remote_latency if remote else self.chip.local_latency)
-            if transfer.sent >= 0:
-                self._raise(machine, transfer.sent, transfer.raised, now, "send" if remote else "memory", None)
-            cause = "receive" if remote else "memory"
-            self._at(
-                now + latency, lambda now: self._raise(target, transfer.received, transfer.raised, now, cause, told)
-            )
-
-        self.network.start(machine.now, size, tuple(uses.items()), done)
-
-    def _check_entered(self, machine: Machine, target: Machine, transfer: Transfer, phase: str) -> None:
-        """Raises RaceError when a kernel writes into a device that it has not heard from since both entered it."""
-        instruction = self.dump.instructions.get(phase)
-        if instruction is None or instruction.opcode != "custom-call":
-            return
-        heard = self._heard[machine.device]
-        if heard[target.device] < heard[machine.device]:
-            raise RaceError(
-                f"{phase}: device {machine.device} writes into device {target.device} "
-                f"({transfer.name}, {transfer.place}) without having heard that it has entered the kernel: "
-                f"a barrier with the receiver is missing{self.verdicts.made(machine)}"
-            )
-
-    def _fill_scalars(self, machine: Machine, transfer: Transfer) -> None:
-        """Writes what a transfer brings into scalar memory: the few tables whose contents can be told.
+    def _begin_or_end_of_life(self, machine: Machine, semaphore: int, *, is_end: bool) -> None:
+        """Begins or ends the life of a semaphore. Its value is zero at both.
 
         Raises:
-          UnknownOperationError: an asynchronous collective reads its table, which the dump lacks.
+          LeftoverSemaphoreError: The value is not zero at the end.
         """
-        buffer = self.addresses.at_granule("hbm", transfer.source_address)
-        words = transfer.granules * self.chip.granule // 4
-        first = (transfer.source_address - self.addresses.granules(buffer)[0]) * self.chip.granule // 4 if buffer else 0
-        contents = self.launch.table(buffer)
-        if contents is None and buffer is not None and "constant" in buffer.label:
-            name = self.recorder.phase(machine.device)
-            contents = collective_tables.contents(self.dump.collective(name), machine.code.program, self.launch.chips)
-            if contents is None and self.dump.is_half(name):
-                raise UnknownOperationError(collective_tables.refusal(self.dump.collective(name), name, transfer.place))
-        if contents is None:
-            what = buffer.label if buffer else "an unknown place"
-            self.notes[f"{self.recorder.phase(machine.device)}: scalars read from {what} are taken as 0"] += 1
-            contents = []
-        for n in range(words):
-            machine.smem[transfer.target_address + n] = contents[first + n] if first + n < len(contents) else 0
+        if is_end and machine.semaphores[semaphore]:
+            raise self._diagnostics.left_in_scope(machine, semaphore)
+        machine.semaphores[semaphore] = 0
 
-    # Calls, collectives, the end.
+    def _signal(self, machine: Machine, values: tuple) -> None:
+        """Signals a semaphore of a device, which may be another one."""
+        chip, core = (values[0] >> CHIP_SHIFT) & CHIP_MASK, values[0] >> CORE_BIT_OF_SIGNAL & 1
+        target = self._devices.addressed(chip, core, machine)
+        semaphore, amount = values[0] & SEMAPHORE_MASK, signed(values[1])
+        message = self._clocks.known_to(machine.device)
+        delay = self.chip.cycles(self.chip.sync_latency) if target is not machine else 0.0
+        self._queue.at(
+            machine.now + delay, lambda now: self._semaphores.add(target, semaphore, amount, now, "sync", message)
+        )
 
-    def _call(self, machine: Machine, action: Action, values: tuple) -> bool:
-        comment = action.operation.comment
+    def _halt(self, machine: Machine, external: ExternalOperation) -> None:
+        if "Megacore" in external.operation.comment:
+            self._notes["the two cores of a chip are taken to keep step: core 0 is played"] += 1
+            return
+        raise self._diagnostics.halted(machine, external)
+
+    # Calls and collectives.
+
+    def _call(self, machine: Machine, external: ExternalOperation, values: tuple) -> bool:
+        """Enters the bundles of an HLO instruction, or a collective that is timed by the ring model."""
+        comment = external.operation.comment
         if "late-" in comment:
-            return True
+            return True  # the runtime's set-up or tear-down
         match = _CALLED.match(comment)
         name = match[1] if match else comment.strip()
         program, dumped_as = self.dump.program_of(name)
         instruction = self.dump.collective(name)
-        collective = collective_of(instruction, self.dump.devices)
-        in_step = self.chip.cores > 1  # two cores share a collective, and one is played
-        if collective is not None and (
-            in_step or not collective_tables.playable(instruction, program, self.dump.devices)
-        ):
-            return self._join_ring(machine, name, collective)
+        collective = modelled_collective(instruction, self.dump.devices)
+        # Two cores of a chip share the work of a collective, and only one core is simulated.
+        cores_share = self.chip.cores > 1
+        if collective is not None and (cores_share or not is_playable(instruction, program, self.dump.devices)):
+            return self._join(machine, name, collective)
         if dumped_as != name:
-            self.notes["an instruction is played with the bundles of another: libtpu dumps identical ones once"] += 1
-        machine.call(self.codes[program.name], values)
+            self._notes["an instruction is played with the bundles of another: libtpu dumps identical ones once"] += 1
+        machine.call(self._codes[program.name], values)
         return True
 
-    def _join_ring(self, machine: Machine, name: str, collective: Ring) -> bool:
-        """Enters a collective that is timed by a ring model; the last device of the group to come releases all."""
+    def _join(self, machine: Machine, name: str, collective: ModelledCollective) -> bool:
+        """Joins a collective that is timed by the ring model. The last device of the group to come releases all."""
         group = collective.group_of(machine.device)
-        ring = self._rings.setdefault((name, group), collective.fresh())
-        ring.arrived[machine.device] = machine.now
+        joined = self._collectives.setdefault((name, group), collective.fresh())
+        joined.arrived.add(machine.device)
         self.recorder.mark_analytic(machine.device)
-        if len(ring.arrived) < len(group):
+        if len(joined.arrived) < len(group):
             return False
-        del self._rings[name, group]
-        end = machine.now + ring.cycles(group, self.chip)
+        del self._collectives[name, group]
+        end = machine.now + joined.cycles(group, self.chip)
+        self._clocks.synchronize(group)
         for device in group:
-            other = self.machines[device]
-            self.recorder.wait(device, other.now, end, name, "collective", other.busy)
-            self.recorder.move(device, "collective (ring model)", ring.volume(group))
-            other.wait_until(end)
-            self._heard[device] = [max(values) for values in zip(*(self._heard[d] for d in group), strict=True)]
-            if other is not machine:
-                self._at(end, self._releaser(other))
-        self._at(end, lambda now: self._released(machine))
+            member = self.machines[device]
+            self.recorder.wait(device, member.now, end, name, "collective", member.busy)
+            self.recorder.count_bytes(device, "collective (ring model)", joined.sent_bytes(group))
+            member.wait_until(end)
+            if member is not machine:
+                self._queue.at(end, self._goes_on(member))
+        self._queue.at(end, self._goes_on(machine))
         return False
 
-    def _halt(self, machine: Machine, action: Action) -> None:
-        if "Megacore" in action.operation.comment:
-            self.notes["the two cores of a chip are taken to keep step: core 0 is played"] += 1
-            return
-        raise self.verdicts.halted(machine, action)
+    def _goes_on(self, machine: Machine) -> Answer:
+        return lambda now: self._go_on(machine)

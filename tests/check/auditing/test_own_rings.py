@@ -1,4 +1,4 @@
-"""The package's own rings, as the TPU compiler leaves them: safe, and with work inside their windows."""
+"""The package's own rings, as the TPU compiler leaves them, are safe and have work inside their windows."""
 
 import functools
 
@@ -16,7 +16,7 @@ RING = 8
 
 @functools.cache
 def program(op, backend):
-    """x[4096, 2048] . w[2048, 4096] over eight chips, the rows or the products sharded."""
+    """Compiles x[4096, 2048] . w[2048, 4096] over eight chips, with rows or products sharded."""
     mesh = topology_mesh("v5e:2x4", (RING,), ("model",))
     gathers = op is fa.all_gather_matmul
     specs = (P("model", None), P(None, "model")) if gathers else (P(None, "model"), P("model", None))

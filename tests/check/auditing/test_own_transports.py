@@ -1,4 +1,4 @@
-"""Every transport of the package in one compiled program: read, counted as jaxlib counts, and found safe."""
+"""Every transport of the package in one compiled program: it is read as jaxlib reads it, and found safe."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from flaxasync.check import audit, format_module, parse
-from tests.check.hlo.test_compiled_programs import counts, counts_of_jaxlib
+from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from tests.transport.compiled import compile_form
 from tests.transport.forms import FORMS
 from tests.transport.test_jax_scenarios import SCENARIOS
@@ -15,13 +15,13 @@ HOPS = 7
 FUTURES = ("gather_pallas_2",)
 REFS = ("swap", "two_slots", "reduce_stateful_2")
 LOCAL = ("multiple_copies", "two_dynamic_slices", "stateful_copies")
-SHARED = ("remote_copies",)  # two transfers of one source
+SHARED = ("remote_copies",)  # it sends one source in two transfers
 STARTS = ("ppermute_start", "ppermute_stateful_start", "ppermute_slots_start", "copy_start", "slice_start")
 
 
 @functools.cache
 def program():
-    """All forms on one block of 2 MiB a device, for v5e:2x2."""
+    """Compiles all forms on one block of 2 MiB per device, for v5e:2x2."""
 
     def fn(x):
         rings = [FORMS[name].run(x, HOPS) for name in (*FUTURES, *REFS)]

@@ -1,4 +1,7 @@
-"""The functions of the study's table, each some 100 ms of matmuls on two CPU cores, and what is expected of them."""
+"""Functions that differ in what may hold the host, and what is expected of each.
+
+All of them do the same matmuls, which take about 100 ms on two CPU cores.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -88,13 +91,23 @@ def dynamic_while(x):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A function, and what is expected of it on one CPU device."""
+    """A function, and what is expected of it on one CPU device.
+
+    Attributes:
+      fn: The function.
+      waits: Whether a call of it holds the host.
+      unordered: Whether it has unordered effects.
+      ordered: The number of its ordered effects.
+      callbacks: The name of the callback in its text; "" where there is none.
+      loops: The number of its loops without a known trip count.
+      branches: The number of its branches.
+    """
 
     fn: Callable
     waits: bool = False
     unordered: bool = False
     ordered: int = 0
-    callbacks: str = ""  # the name of the one there is in the text
+    callbacks: str = ""
     loops: int = 0
     branches: int = 0
 

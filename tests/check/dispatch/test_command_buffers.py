@@ -1,4 +1,4 @@
-"""check/command_buffers.py: flags that the installed jaxlib takes, and that add to its set."""
+"""The XLA flags for while loops on a GPU: the installed jaxlib takes them, and they add to its set."""
 
 import pytest
 

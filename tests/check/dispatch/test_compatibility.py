@@ -1,4 +1,4 @@
-"""check/dispatch.py: the verdict, from public signals, agrees with what is measured."""
+"""What is read from a compiled function agrees with what is measured, and does not need private attributes of JAX."""
 
 import inspect
 import os
@@ -12,11 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
-from flaxasync.check.dispatch import compatibility as dispatch
-from flaxasync.check.dispatch import evidence as dispatch_signals
+from flaxasync.check.dispatch import compatibility
 from tests.check.dispatch.functions import SIZE, TABLE, callback_that_xla_removes, dynamic_while, printing, work
 
-FLOOR = 0.02  # s; far above what the host needs for a call, even where other tests hold both cores
+FLOOR = 0.02  # seconds; far more than the host needs for a call, even while other tests use the cores
 SMALL = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
 
@@ -30,12 +29,12 @@ def compiled(fn, *args):
 
 
 def hide_private(monkeypatch):
-    """As on a JAX that has renamed its insides."""
-    monkeypatch.setattr(dispatch_signals, "read_flags", lambda compiled: None)
+    """Makes JAX look like a version that has renamed its private attributes."""
+    monkeypatch.setattr(compatibility, "read_flags", lambda compiled: None)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.fn.__name__)
-def test_the_studys_table(row, x):
+def test_the_table_of_functions(row, x):
     aot = compiled(row.fn, x)
     info = check.check_async_compatible(aot)
     assert info.compatible is not row.waits, str(info)
@@ -49,7 +48,7 @@ def test_the_studys_table(row, x):
     assert timing.waits is row.waits, str(timing)
 
 
-JITTED = {"work", "printing", "ordered_io", "callback_that_xla_removes", "dynamic_while"}  # of every kind one
+JITTED = {"work", "printing", "ordered_io", "callback_that_xla_removes", "dynamic_while"}  # one of every kind
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,8 @@ def test_a_jitted_function_waits_as_its_executable_does(row, x):
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.fn.__name__)
-def test_the_verdict_needs_no_private_attribute(row, monkeypatch):
-    """But for callbacks that XLA has removed, whose only trace is in the traced function."""
+def test_the_answer_needs_no_private_attribute(row, monkeypatch):
+    """The exception is a callback that XLA has removed. Only the traced function still tells of it."""
     aot = compiled(row.fn)
     assert check.check_async_compatible(aot).signals == ("the program's text", "the executable's private flags")
     hide_private(monkeypatch)
@@ -77,8 +76,8 @@ def test_the_verdict_needs_no_private_attribute(row, monkeypatch):
     assert info.compatible is (traced.compatible or row.fn is callback_that_xla_removes)
 
 
-def test_flags_of_another_jax_are_not_missed(monkeypatch):
-    """The attributes themselves are gone, not only our reading of them."""
+def test_the_flags_of_another_version_of_jax_are_not_needed(monkeypatch):
+    """Here the attributes themselves are gone."""
 
     class Renamed(jax.stages.Compiled):
         def __init__(self, real):
@@ -101,7 +100,9 @@ def test_without_any_text_it_cannot_tell(monkeypatch):
         assert info.compatible is None
         assert "no text" in info.reasons[0] or "could not be read" in info.reasons[0]
         assert "measure_dispatch" in info.remedies[0]
-        assert check.check_async_compatible(compiled(printing)).compatible is False, "the flags can take back, not give"
+        assert check.check_async_compatible(compiled(printing)).compatible is False, (
+            "the flags can turn a True into a False, and not the other way"
+        )
     hide_private(monkeypatch)
     assert check.check_async_compatible(compiled(work)).has_host_callbacks is None
 
@@ -136,13 +137,13 @@ def test_on_several_cpu_devices_a_callback_is_named_and_does_not_make_the_host_w
 
 
 def gpu(monkeypatch, program, devices=1):
-    """The verdict on `program` as if it were one for a GPU."""
-    monkeypatch.setattr(dispatch, "_placement", lambda compiled: ("gpu", devices))
+    """Returns the answer for `program` as if it had been compiled for a GPU."""
+    monkeypatch.setattr(compatibility, "_placement", lambda compiled: ("gpu", devices))
     return check.check_async_compatible(program)
 
 
 def test_on_a_gpu_loops_without_a_trip_count_and_branches_make_the_host_wait(monkeypatch):
-    """By XLA's source: none was at hand to measure."""
+    """The rule is taken from XLA's source. No GPU was there to measure it."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     expected = {"dynamic_while": False, "cond": False, "scan": True, "static_loop": True, "printing": False}
     for row in TABLE:
@@ -158,7 +159,7 @@ def test_on_a_gpu_loops_without_a_trip_count_and_branches_make_the_host_wait(mon
     assert "command buffer" in info.reasons[0]
 
 
-def test_on_a_tpu_the_text_has_no_trip_counts_and_it_says_so():
+def test_on_a_tpu_the_text_has_no_trip_counts_and_the_answer_says_so():
     info = check.check_async_compatible(check.compile_for("v5e:1x1", dynamic_while, SMALL))
     assert (info.compatible, info.platform, info.devices) == (True, "tpu", 1)
     assert "never notes a trip count" in info.reasons[0]
@@ -166,7 +167,7 @@ def test_on_a_tpu_the_text_has_no_trip_counts_and_it_says_so():
 
 
 def test_another_device_is_not_judged(monkeypatch):
-    monkeypatch.setattr(dispatch, "_placement", lambda compiled: ("abacus", 1))
+    monkeypatch.setattr(compatibility, "_placement", lambda compiled: ("abacus", 1))
     info = check.check_async_compatible(compiled(printing))
     assert info.compatible is None
     assert "not measured how programs run on abacus" in info.reasons[0]
@@ -192,7 +193,7 @@ def test_what_was_not_traced_is_refused():
         check.check_async_compatible(compiled(work), traced=work)
 
 
-def test_the_caller_gains_nothing_and_says_so():
+def test_the_caller_makes_the_same_call_and_says_that_nothing_is_gained():
     aot = compiled(work)
     caller = check.make_async_aot_caller(aot)
     assert "nothing is gained" in caller.reason

@@ -1,4 +1,4 @@
-"""check/dispatch_timing.py: what is measured, what is refused; and the study's explanation, tried."""
+"""What `measure_dispatch` measures and refuses, and a test of the study's explanation."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from flaxasync import check
-from flaxasync.check.dispatch import timing as dispatch_timing
+from flaxasync.check.dispatch import timing
 from tests.check.dispatch.functions import SIZE, printing, pure_callback, work
 
-FLOOR = 0.02  # s
+FLOOR = 0.02  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def test_times_are_of_one_call(x):
 
 
 def test_calls_do_not_queue_up(x):
-    """Each begins on idle devices: when it does, every earlier output is there."""
+    """Each call begins on idle devices: every earlier output is ready by then."""
     fn, earlier = jax.jit(work), []
 
     def watched(x):
@@ -76,19 +76,19 @@ def test_repeats_must_be_a_count():
 
 def test_a_control_tells_a_waiting_function_from_a_device_that_always_waits(x, monkeypatch):
     assert check.measure_dispatch(jax.jit(printing), x, repeats=3, floor=FLOOR).waits
-    monkeypatch.setattr(dispatch_timing, "_waits_for_everything", lambda device: True)
+    monkeypatch.setattr(timing, "_waits_for_everything", lambda device: True)
     with pytest.raises(NotImplementedError, match=r"cpu.* has no asynchronous dispatch"):
         check.measure_dispatch(jax.jit(printing), x, repeats=3, floor=FLOOR)
 
 
 def test_a_pure_function_does_not_wait_on_the_python_path(x):
-    """The study took JAX's Python dispatch for the cause. This calls it directly; the attributes are private."""
+    """The study took JAX's Python dispatch for the cause of the waiting. Here it is called, through private names."""
     compiled = jax.jit(work).lower(x).compile()
     assert not check.measure_dispatch(compiled._executable.unsafe_call, x, repeats=3, floor=FLOOR).waits
 
 
 def test_a_callback_waits_on_the_cpp_path_too(x):
-    """The twin: a callback is sent down the C++ path, where JAX itself would not send it."""
+    """The negative test: here a callback takes the C++ path, on which JAX itself would not send it."""
     compiled = jax.jit(pure_callback).lower(x).compile()
     compiled._executable.unsafe_call.has_host_callbacks = False
     assert check.measure_dispatch(compiled, x, repeats=3, floor=FLOOR).waits

@@ -1,6 +1,7 @@
 """benchmarks/timeline.py: the order of the MLP's forms, and the table in docs/check.md.
 
-Two forms of a smaller MLP stand for all. FLAXASYNC_BENCH=1 takes all of them at full size, which compile for a minute.
+A normal run takes two forms of a smaller MLP. FLAXASYNC_BENCH=1 takes all forms at full size, which compile for a
+minute.
 """
 
 import importlib.util
@@ -12,13 +13,13 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[3]
-NOTES_ORDER = (
+EXPECTED_ORDER = (
     "ring by hand, every step written out", "ring by hand, unroll=2", "XLA, post_spmd collective matmul",
     "XLA default", "ring by hand, unroll=1", "XLA, windowed einsum off",
 )  # fmt: skip
 FULL = bool(os.environ.get("FLAXASYNC_BENCH"))
-CHOSEN = NOTES_ORDER if FULL else ("XLA default", "XLA, windowed einsum off")
-SMALL = {"MODEL": 1024, "HIDDEN": 7168}  # of these sizes the ring by hand takes longest: its hops outlast its products
+CHOSEN = EXPECTED_ORDER if FULL else ("XLA default", "XLA, windowed einsum off")
+SMALL = {"MODEL": 1024, "HIDDEN": 7168}  # at this size the ring by hand is slowest: its hops outlast its products
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +40,14 @@ def rows(benchmark):
     return {name: benchmark.run(name) for name in CHOSEN}
 
 
-def test_the_order_of_the_notes(rows):
+def test_the_order_of_the_forms(rows):
     times = [rows[name].best.seconds for name in CHOSEN]
     assert all(a < b for a, b in itertools.pairwise(times)), times
 
 
 @pytest.mark.slow
-def test_copies_at_their_bytes_move_one_row_only(rows):
-    """The ring with unroll=1 copies within vector memory, which the compiler takes for slow."""
+def test_timing_copies_by_their_bytes_moves_one_row_only(rows):
+    """The ring with unroll=1 copies within vector memory, which the compiler estimates to be slow."""
     others = [rows[name].by_bytes.seconds for name in CHOSEN if name != "ring by hand, unroll=1"]
     assert all(a < b for a, b in itertools.pairwise(others)), others
     looped = rows["ring by hand, unroll=1"]
@@ -55,7 +56,7 @@ def test_copies_at_their_bytes_move_one_row_only(rows):
 
 
 def test_the_page_has_these_figures(benchmark, request):
-    """Of the program that was measured; of all of them where they were compiled as large as the page says."""
+    """The page has the figures of the measured program, and of every program that was compiled at the page's size."""
     study = benchmark.run("2x2 jnp.matmul")
     page = (ROOT / "docs" / "check.md").read_text()
     assert benchmark.BEGIN in page

@@ -1,4 +1,4 @@
-"""docs/check.md: every finding code has a section, and each example there has the finding that it stands under."""
+"""docs/check.md has a section for every code, and each example in a section has the finding of that section."""
 
 import pathlib
 import re

@@ -1,9 +1,12 @@
-"""What of a compiled function can make the host wait, and where that is written down.
+"""What in a compiled function can make the host wait, and where that is written down.
 
-Three places are read. The program's text has the callbacks, the loops and the branches that run. A `Traced`, where one
-is given, has the jaxpr's effects, and its lowered text has the callbacks that JAX registers with the executable, even
-those that XLA then removes. The executable's flags are private to JAX: they are read if they are there, and a verdict
-of `dispatch.py` never needs them.
+Three places are read:
+
+1. The text of the program contains the callbacks, the loops and the branches that run.
+2. A `Traced`, where one is given, contains the effects of the jaxpr. Its lowered text contains the callbacks that JAX
+   registers with the executable, even those that XLA removes later.
+3. The flags of the executable say which way of calling JAX chose. They are private to JAX: they are read where they
+   exist, and compatibility.py never depends on them.
 """
 
 import dataclasses
@@ -17,22 +20,30 @@ from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.trip_count import trip_count
 
-CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
-NAMES = {
+_CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
+# The public name of each primitive that calls Python.
+_PUBLIC_NAMES = {
     "debug_print": "jax.debug.print",
     "debug_callback": "jax.debug.callback",
     "pure_callback": "jax.pure_callback",
     "io_callback": "io_callback",
 }
-_HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true: how a TPU reaches a callback
+_HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true, these are how a TPU reaches a callback
 
 
 @dataclasses.dataclass(frozen=True)
 class Callback:
-    """A call from the program into Python."""
+    """A call from the program into Python.
 
-    name: str  # jax.debug.print, jax.pure_callback, ...
-    source: str  # file:line, or ""
+    Attributes:
+      name: The public name of what was called: "jax.debug.print", "jax.pure_callback", ...
+      source: "file:line" of the call; "" where the text does not say.
+      has_effect: Whether the callback runs for its effect.
+      ordered: Whether its effect is ordered.
+    """
+
+    name: str
+    source: str
     has_effect: bool
     ordered: bool
 
@@ -42,11 +53,17 @@ class Callback:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A while loop without a known trip count, or a branch: something depends on a value that the device computes."""
+    """A while loop without a known trip count, or a branch. Its course depends on a value that the device computes.
+
+    Attributes:
+      instruction: The name of the instruction.
+      computation: The name of its computation.
+      source: "file:line" of the Python that made it; "" where the text does not say.
+    """
 
     instruction: str
     computation: str
-    source: str  # file:line, or ""
+    source: str
 
     def __str__(self) -> str:
         return f"{self.computation}/{self.instruction}" + (f" at {self.source}" if self.source else "")
@@ -54,7 +71,7 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """What one place says of effects and callbacks."""
+    """What one of the three places says about effects and callbacks."""
 
     name: str
     has_unordered_effects: bool
@@ -64,7 +81,7 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a program's text says."""
+    """What the text of a program says."""
 
     callbacks: tuple[Callback, ...] = ()
     dynamic_loops: tuple[Decision, ...] = ()
@@ -81,13 +98,13 @@ class Program:
 
 
 def read_text(text: str, platform: str) -> Program:
-    """Reads a compiled program.
+    """Reads the text of a compiled program.
 
-    XLA notes the trip counts that its CPU and GPU runtimes go by. On TPU it never notes one, so counting loops are
-    read by hand.
+    XLA notes the trip counts by which its CPU and GPU runtimes go. On TPU it never notes one, so counting loops are
+    recognized from their instructions there.
 
     Raises:
-      HloError: the text cannot be read.
+      HloError: The text cannot be read.
     """
     module = parse(text)
     callbacks, loops, branches = [], [], []
@@ -95,7 +112,7 @@ def read_text(text: str, platform: str) -> Program:
         for i in computation.instructions:
             if _is_callback(i):
                 callbacks.append(_callback(module, i))
-            elif i.opcode == "while" and not _counted(module, i, platform):
+            elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
                 loops.append(Decision(i.name, computation.name, module.source(i)))
             elif i.opcode == "conditional":
                 branches.append(Decision(i.name, computation.name, module.source(i)))
@@ -103,15 +120,15 @@ def read_text(text: str, platform: str) -> Program:
 
 
 def read_traced(traced: jax.stages.Traced) -> Signal:
-    """Reads `jitted.trace(*args)`; lowers it, for a pure_callback is no effect of the jaxpr."""
+    """Reads `jitted.trace(*args)`. It is lowered for this, because a pure_callback is not an effect of the jaxpr."""
     names = sorted(type(effect).__name__ for effect in traced.jaxpr.effects)
     ordered = tuple(name for name in names if name.startswith("Ordered"))
-    has_callbacks = CALLBACK.search(traced.lower().as_text()) is not None
+    has_callbacks = _CALLBACK.search(traced.lower().as_text()) is not None
     return Signal("the jaxpr's effects and the lowered program", len(ordered) < len(names), ordered, has_callbacks)
 
 
 def read_flags(compiled: Any) -> Signal | None:
-    """Returns the flags that JAX chooses its way of calling by, or None where this JAX has none of that name."""
+    """Returns the flags by which JAX chooses its way of calling; None where this version of JAX has no such flags."""
     call: Any = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
     try:
         ordered = tuple(type(effect).__name__ for effect in call.ordered_effects)
@@ -122,7 +139,7 @@ def read_flags(compiled: Any) -> Signal | None:
 
 
 def listed(things: Iterable[object], most: int = 3) -> str:
-    """Joins what was found, the first few of it."""
+    """Joins the texts of what was found, the first few of them."""
     texts = list(map(str, things))
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
@@ -130,20 +147,18 @@ def listed(things: Iterable[object], most: int = 3) -> str:
 
 def _is_callback(i: Instruction) -> bool:
     if i.opcode == "custom-call":
-        return CALLBACK.fullmatch(i.custom_call_target) is not None
+        return _CALLBACK.fullmatch(i.custom_call_target) is not None
     return i.opcode in _HOST_TRANSFERS and i.attributes.get("is_host_transfer") == "true"
 
 
 def _callback(module: HloModule, i: Instruction) -> Callback:
-    metadata = i.attributes.get("metadata", "")
-    match = re.search(r'op_name="(?:[^"]*/)?([^"/]*)"', metadata)
-    primitive = match[1] if match else i.name.partition(".")[0]
+    primitive = i.op_name.rpartition("/")[2] or i.name.partition(".")[0]
     ordered = "token[]" in i.attributes.get("operand_layout_constraints", "") or i.opcode in _HOST_TRANSFERS
     has_effect = i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in _HOST_TRANSFERS
-    return Callback(NAMES.get(primitive, primitive), module.source(i), has_effect, ordered)
+    return Callback(_PUBLIC_NAMES.get(primitive, primitive), module.source(i), has_effect, ordered)
 
 
-def _counted(module: HloModule, loop: Instruction, platform: str) -> bool:
+def _has_known_trip_count(module: HloModule, loop: Instruction, platform: str) -> bool:
     if platform == "tpu":
         return trip_count(module, loop) is not None
     return "known_trip_count" in loop.backend_config
