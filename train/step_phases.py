@@ -22,7 +22,7 @@ class Phases:
         self._matmuls = {i.name for i in instructions if self._module.contains_matmul(i)}
 
     def path(self, instruction: str) -> str:
-        """Returns the name of the JAX operation that an instruction came from; "" where the program does not say."""
+        """Returns the name of the JAX operation that an instruction came from; "" if the program does not say."""
         found = self._by_name.get(instruction)
         return found.op_name if found is not None else ""
 
@@ -58,7 +58,7 @@ def phase_of(path: str) -> str:
 
 
 def part_of(path: str) -> str:
-    """Returns the first named scope within the last shard_map of a path; "" where there is none."""
+    """Returns the first named scope within the last shard_map of a path; "" if there is none."""
     _, found, inside = path.rpartition("shard_map/")
     if not found:
         return ""

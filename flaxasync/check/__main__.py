@@ -2,8 +2,8 @@
 
     python -m flaxasync.check FILE|- [--json] [--chip v5e] [--expect permute_start=3] [--fail-on error]
 
-The exit status is 0 where nothing as severe as --fail-on was found, 1 where something was, and 2 where the text cannot
-be read.
+The exit status is 0 if nothing as severe as --fail-on was found, 1 if something was, and 2 if the text cannot be
+read.
 """
 
 import argparse

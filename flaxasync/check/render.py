@@ -20,7 +20,7 @@ def save_picture(
 
     Args:
       results: What `timeline` or `play` returned, or several of one kind.
-      path: The file. Its folder is made where it does not exist.
+      path: The file. Its folder is made if it does not exist.
       titles: A title for each result; the name of its program by default.
 
     Raises:

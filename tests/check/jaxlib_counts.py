@@ -19,7 +19,7 @@ for text in json.load(sys.stdin):
 
 
 def counts_of_jaxlib(texts: list[str]) -> list[tuple[int, int] | None]:
-    """Returns (computations, instructions) of each text; None where jaxlib's parser aborts.
+    """Returns (computations, instructions) of each text; None if jaxlib's parser aborts.
 
     It aborts its process on some texts, so it is asked in another process, again for each text after such a one.
     """

@@ -124,8 +124,8 @@ class Finding:
       code: A key of CODES.
       message: What is wrong, with names and figures.
       computation: The computation in which it is.
-      instruction: The instruction; "" where it is the whole computation.
-      source: "file:line" of the Python that made the instruction; "" where the text does not say.
+      instruction: The instruction; "" if it is the whole computation.
+      source: "file:line" of the Python that made the instruction; "" if the text does not say.
       severity: How bad it is.
       count: How often it happens in a run, with the iterations of the loops around it.
     """

@@ -115,7 +115,7 @@ def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
 
 
 def _severity(role: str) -> Severity:
-    """Returns the severity of a read: only a warning where the destination was guessed from its position."""
+    """Returns the severity of a read: only a warning if the destination was guessed from its position."""
     return Severity.ERROR if role == "destination" else Severity.WARNING
 
 

@@ -95,7 +95,7 @@ def _chain(computation: Computation, start: Instruction) -> list[Instruction]:
 
 
 def _operand_shapes(computation: Computation, chain: list[Instruction]) -> list[Shape] | None:
-    """Returns the shapes of all operands that a chain of steps binds; None where the text does not define them all."""
+    """Returns the shapes of all operands that a chain of steps binds; None if the text does not define them all."""
     shapes: list[Shape] = []
     for step in chain:
         if step_of_opcode(step.opcode) == "done":

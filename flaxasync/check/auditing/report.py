@@ -34,8 +34,8 @@ class Pair:
       work: What runs inside the window.
       inside: Seconds of that work.
       transfer: Seconds that the transfer takes alone on its link.
-      crosses: How the future crosses a loop; "" where it crosses none.
-      source: "file:line" of the Python that made the start; "" where the text does not say.
+      crosses: How the future crosses a loop; "" if it crosses none.
+      source: "file:line" of the Python that made the start; "" if the text does not say.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Audit:
       chip: The name of the chip whose times were estimated.
       pairs: The asynchronous operations.
       findings: What is wrong, the most severe first.
-      notes: What the figures are based on, where a reader might expect something else.
+      notes: What the figures are based on, if a reader might expect something else.
     """
 
     module: str
@@ -91,7 +91,7 @@ class Audit:
         return {f.code for f in self.findings}
 
     def worst(self) -> Severity | None:
-        """Returns the highest severity of the findings; None where there are none."""
+        """Returns the highest severity of the findings; None if there are none."""
         return max((f.severity for f in self.findings), default=None)
 
     def to_json(self) -> str:

@@ -26,7 +26,7 @@ class HbmError(RuntimeError):
 
 
 def hbm_error(message: str) -> HbmError | None:
-    """Returns the error for a message of the compiler; None where the message is about something else."""
+    """Returns the error for a message of the compiler; None if the message is about something else."""
     for pattern in _MESSAGES:
         if match := pattern.search(message):
             needed, available = (round(float(match[n]) * _UNITS[match[n + 1]]) for n in (1, 3))

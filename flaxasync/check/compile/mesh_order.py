@@ -59,7 +59,7 @@ def closed_path(sizes: Sequence[int]) -> Path:
 
 
 def _assign_dimensions(sizes: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the mesh axis that takes each dimension of the network; None where no choice fits.
+    """Returns the mesh axis that takes each dimension of the network; None if no choice fits.
 
     Of several choices it takes the one with most closed paths, and among equals the one that closes the last axes.
     """

@@ -22,7 +22,7 @@ def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, M
       args: Arrays or jax.ShapeDtypeStruct, or pytrees of them.
 
     Returns:
-      The arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under. The mesh is None where nothing
+      The arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under. The mesh is None if nothing
       was moved.
 
     Raises:

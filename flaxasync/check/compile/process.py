@@ -32,7 +32,7 @@ class CompilerProcess:
     programs or none, into one folder, from which the dumps of each program are moved away.
 
     Attributes:
-      dumps: The folder into which libtpu dumps; None where it does not.
+      dumps: The folder into which libtpu dumps; None if it does not.
       log: What the child prints.
       process: The child.
     """
@@ -122,7 +122,7 @@ _shared: dict[bool, CompilerProcess] = {}  # by whether it dumps
 
 
 def shared_process(*, dumps: bool = False) -> CompilerProcess:
-    """Returns the process that dumps, or the one that does not. Starts it where there is none."""
+    """Returns the process that dumps, or the one that does not. Starts it if there is none."""
     if dumps in _shared and _shared[dumps].process.poll() is not None:
         _shared.pop(dumps).close()
     if dumps not in _shared:

@@ -17,7 +17,7 @@ class CompiledProgram:
       memory: The *_in_bytes of JAX's memory analysis, of one device.
       cost: XLA's cost analysis.
       coords: The chip of each partition, in the order of the mesh.
-      dumps: The folder with libtpu's final bundles, where they were asked for.
+      dumps: The folder with libtpu's final bundles, if they were asked for.
     """
 
     text: str

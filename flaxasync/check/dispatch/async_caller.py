@@ -36,7 +36,7 @@ def make_async_aot_caller(compiled: Any) -> AsyncCaller:
     """Returns a caller of a compiled function whose calls do not make the host wait, or refuses the function.
 
     The calls are not faster than those of `compiled` itself: where the host need not wait, `compiled(*args)` does not
-    make it wait. Use this where a function that makes the host wait should be an error.
+    make it wait. Use this if a function that makes the host wait should be an error.
 
     Args:
       compiled: What `jitted.lower(*args).compile()` returned.

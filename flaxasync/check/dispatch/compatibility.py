@@ -36,20 +36,20 @@ class DispatchInfo:
     """What `check_async_compatible` found. `print` shows it in words.
 
     Attributes:
-      compatible: True where the call returns while the devices work, False where it makes the host wait, and None
-        where that cannot be told.
+      compatible: True if the call returns while the devices work, False if it makes the host wait, and None
+        if that cannot be told.
       has_unordered_effects: Whether the program has effects that may come in any order, like jax.debug.print; None
-        where that cannot be told.
+        if that cannot be told.
       ordered_effects: The names of the effects that must come in order.
-      has_host_callbacks: Whether the program calls Python; None where that cannot be told.
-      callbacks: The calls into Python, each with its line where the program contains it.
+      has_host_callbacks: Whether the program calls Python; None if that cannot be told.
+      callbacks: The calls into Python, each with its line if the program contains it.
       dynamic_loops: The loops without a known trip count. They matter on a GPU.
       branches: The `lax.cond` and `lax.switch` that are left in the program. They matter on a GPU.
       reasons: The answer in words, and what else is worth knowing.
-      remedies: What to do, where there is something to do.
+      remedies: What to do, if there is something to do.
       signals: The names of what was read.
-      platform: "cpu", "gpu" or "tpu"; "" where nothing tells it.
-      devices: The number of devices that the program runs on; 0 where nothing tells it.
+      platform: "cpu", "gpu" or "tpu"; "" if nothing tells it.
+      devices: The number of devices that the program runs on; 0 if nothing tells it.
     """
 
     compatible: bool | None

@@ -5,7 +5,7 @@ Three places are read:
 1. The text of the program contains the callbacks, the loops and the branches that run.
 2. A `Traced`, where one is given, contains the effects of the jaxpr. Its lowered text contains the callbacks that JAX
    registers with the executable, even those that XLA removes later.
-3. The flags of the executable say which way of calling JAX chose. They are private to JAX: they are read where they
+3. The flags of the executable say which way of calling JAX chose. They are private to JAX: they are read if they
    exist, and compatibility.py never depends on them.
 """
 
@@ -37,7 +37,7 @@ class Callback:
 
     Attributes:
       name: The public name of what was called: "jax.debug.print", "jax.pure_callback", ...
-      source: "file:line" of the call; "" where the text does not say.
+      source: "file:line" of the call; "" if the text does not say.
       has_effect: Whether the callback runs for its effect.
       ordered: Whether its effect is ordered.
     """
@@ -58,7 +58,7 @@ class Decision:
     Attributes:
       instruction: The name of the instruction.
       computation: The name of its computation.
-      source: "file:line" of the Python that made it; "" where the text does not say.
+      source: "file:line" of the Python that made it; "" if the text does not say.
     """
 
     instruction: str
@@ -128,7 +128,7 @@ def read_traced(traced: jax.stages.Traced) -> Signal:
 
 
 def read_flags(compiled: Any) -> Signal | None:
-    """Returns the flags by which JAX chooses its way of calling; None where this version of JAX has no such flags."""
+    """Returns the flags by which JAX chooses its way of calling; None if this version of JAX has no such flags."""
     call: Any = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
     try:
         ordered = tuple(type(effect).__name__ for effect in call.ordered_effects)

@@ -42,7 +42,7 @@ class DispatchTiming:
 
     @property
     def waits(self) -> bool | None:
-        """True where the call waits for the device, False where it does not, None where it is too short to tell."""
+        """True if the call waits for the device, False if it does not, None if it is too short to tell."""
         return None if self.total < self.floor else self.ratio > WAITS
 
     def __str__(self) -> str:

@@ -70,7 +70,7 @@ class Costs:
         """
         key = f"{computation.name}/{instruction.name}"
         if key not in self.known:
-            self.known[key] = (0.0, "nothing")  # ends the recursion where a text has a computation that calls itself
+            self.known[key] = (0.0, "nothing")  # ends the recursion if a computation of the text calls itself
             self.known[key] = self._explain(computation, instruction)
         return self.known[key]
 
@@ -79,7 +79,7 @@ class Costs:
         return sum(self.seconds(computation, i) for i in computation.instructions) if computation else 0.0
 
     def trips(self, loop: Instruction) -> int:
-        """Returns how often a loop runs; 1 where the text does not tell."""
+        """Returns how often a loop runs; 1 if the text does not tell."""
         count = trip_count(self.module, loop)
         return 1 if count is None else count
 
@@ -186,7 +186,7 @@ class Costs:
 
 
 def _flops_of_cost_estimate(kernel: Instruction) -> int | None:
-    """Returns the FLOPs in the `cost_estimate` of a Pallas kernel; None where it was written without one."""
+    """Returns the FLOPs in the `cost_estimate` of a Pallas kernel; None if it was written without one."""
     found = re.search(r'"cost_estimate":\{"flops":"(\d+)"', kernel.attributes.get("backend_config", ""))
     return int(found[1]) if found else None
 

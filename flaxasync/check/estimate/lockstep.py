@@ -234,7 +234,7 @@ class Lockstep:
     # Which devices differ.
 
     def _distinct_devices(self) -> list[int]:
-        """Returns [0] where all devices do the same, and all devices where a permute leaves some of them out."""
+        """Returns [0] if all devices do the same, and all devices if a permute leaves some of them out."""
         count = self.module.num_partitions
         for i in self._communications():
             pairs = [(source, target) for source, target in permute_pairs(i) if source != target]

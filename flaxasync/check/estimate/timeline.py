@@ -1,7 +1,7 @@
 """`Timeline`: a program in time, as slices of work, waits and transfers on the lanes of each device.
 
 The estimate of this folder and the player both make one. Whatever makes a timeline says what its times are based on
-(`basis`), and how far they were off where a measurement is known (`known_error`). The file holds data only: trace.py
+(`basis`), and how far they were off (`known_error`), if a measurement is known. The file holds data only: trace.py
 and picture.py turn it into files.
 """
 
@@ -97,7 +97,7 @@ class Timeline:
       name: The name of the program.
       chip: The name of the chip.
       basis: What the times are based on.
-      known_error: How far such times were off where a measurement is known.
+      known_error: How far such times were off, if a measurement is known.
       slices: All slices of all devices.
       devices: Where the time of each device goes.
       notes: What a reader should know beside the figures.

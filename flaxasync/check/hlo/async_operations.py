@@ -58,7 +58,7 @@ class AsyncOperation:
       start: The instruction that starts the operation.
       updates: The instructions that take the future and return it.
       windows: One window for each done.
-      inner: The wrapped instruction, where the text has one.
+      inner: The wrapped instruction, if the text has one.
       bytes: The bytes of the arrays that the operation moves or makes.
     """
 
@@ -98,7 +98,7 @@ def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
 
 
 def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
-    """Returns the spelling in which an instruction is a start, or "" where it is none."""
+    """Returns the spelling in which an instruction is a start, or "" if it is none."""
     opcode = instruction.opcode
     if opcode == "async-start":
         return "generic"
@@ -156,7 +156,7 @@ def _operation(module: HloModule, computation: Computation, start: Instruction, 
 
 
 def _wrapped(module: HloModule, start: Instruction) -> Instruction | None:
-    """Returns the instruction that a generic, sugared or fused start runs, where the text has it."""
+    """Returns the instruction that a generic, sugared or fused start runs, if the text has it."""
     for name in start.called_computations:
         computation = module.computations.get(name)
         if computation is None:

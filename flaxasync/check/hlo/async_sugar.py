@@ -98,7 +98,7 @@ def _operand_shapes(module: HloModule, op: AsyncOperation) -> list[Shape]:
 
 
 def _only_instruction(wrapped: Computation) -> Instruction | None:
-    """Returns the only instruction beside the parameters, where it takes all of them in order; None otherwise."""
+    """Returns the only instruction beside the parameters, if it takes all of them in order; None otherwise."""
     root = wrapped.root
     parameters = tuple(wrapped.parameters[n].name for n in sorted(wrapped.parameters))
     is_only = root is not None and len(wrapped.instructions) == len(parameters) + 1 and root.operands == parameters

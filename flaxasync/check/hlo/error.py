@@ -5,8 +5,8 @@ class HloError(ValueError):
     """The text is not HLO that can be read.
 
     Attributes:
-      line: The line at which reading stopped, counted from 1; 0 where the position is not known.
-      column: The column at which reading stopped, counted from 1; 0 where the position is not known.
+      line: The line at which reading stopped, counted from 1; 0 if the position is not known.
+      column: The column at which reading stopped, counted from 1; 0 if the position is not known.
     """
 
     def __init__(self, message: str, line: int = 0, column: int = 0):

@@ -35,7 +35,7 @@ def module_of(compiled: Any) -> HloModule:
 
 
 def chip_of(compiled: Any) -> str | None:
-    """Returns the name of the chip that a program was compiled for; None where the object does not tell."""
+    """Returns the name of the chip that a program was compiled for; None if the object does not tell."""
     if isinstance(compiled, HloModule | str):
         return None  # a text does not name its chip, and reading one must not import JAX
     if isinstance(found := getattr(compiled, "chip", None), str):

@@ -67,7 +67,7 @@ class Instruction:
 
     @property
     def backend_config(self) -> dict:
-        """The compiler's own notes. Empty where there are none, or where they are not a JSON object."""
+        """The compiler's own notes. Empty if there are none, or if they are not a JSON object."""
         return _json_object(self.attributes.get("backend_config", ""))
 
     @property
@@ -105,7 +105,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" where there is none."""
+        """The path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" if there is none."""
         return op_name(self.attributes.get("metadata", ""))
 
     @property
@@ -194,7 +194,7 @@ class HloModule:
         return callers
 
     def source(self, instruction: Instruction) -> str:
-        """Returns "file:line" of the Python that an instruction came from; "" where the text does not say."""
+        """Returns "file:line" of the Python that an instruction came from; "" if the text does not say."""
         return source_line(instruction.attributes.get("metadata", ""), self._stack_frames)
 
     def instructions_in(self, caller: Instruction) -> list[Instruction]:

@@ -232,7 +232,7 @@ class _Reader(Cursor):
 
 
 def _check_calls(module: HloModule) -> None:
-    """Raises HloError where an instruction calls a computation that the text does not define."""
+    """Raises HloError if an instruction calls a computation that the text does not define."""
     for computation in module.computations.values():
         for i in computation.instructions:
             for name in i.called_computations:

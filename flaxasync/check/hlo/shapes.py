@@ -19,7 +19,7 @@ class Layout:
     Attributes:
       minor_to_major: The dimensions, from the fastest-varying to the slowest.
       tiling: The text of the tiling, as it was printed.
-      memory_space: The n of S(n); HBM where the layout names none.
+      memory_space: The n of S(n); HBM if the layout names none.
     """
 
     minor_to_major: tuple[int, ...] = ()
@@ -38,10 +38,10 @@ class Shape:
 
     Attributes:
       element_type: "bf16", "f32", ...; "tuple" for a tuple.
-      dimensions: The size of each dimension; -1 where it is unbounded. Empty for a tuple.
-      layout: The layout, where the text has one.
+      dimensions: The size of each dimension; -1 if it is unbounded. Empty for a tuple.
+      layout: The layout, if the text has one.
       elements: The shapes in a tuple.
-      dynamic: For each dimension, whether its size is only an upper bound. Empty where no size is.
+      dynamic: For each dimension, whether its size is only an upper bound. Empty if no size is.
     """
 
     element_type: str
@@ -73,7 +73,7 @@ class Shape:
             yield from element.leaves((*path, i))
 
     def at(self, path: tuple[int, ...]) -> "Shape | None":
-        """Returns the shape at an index path, or None where the path leads nowhere."""
+        """Returns the shape at an index path, or None if the path leads nowhere."""
         shape = self
         for i in path:
             if i >= len(shape.elements):

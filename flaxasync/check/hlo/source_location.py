@@ -14,13 +14,13 @@ _STACK_FRAME = re.compile(r"stack_frame_id=(\d+)")
 
 
 def op_name(metadata: str) -> str:
-    """Returns the path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" where there is none."""
+    """Returns the path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" if there is none."""
     match = _OP_NAME.search(metadata)
     return match[1] if match else ""
 
 
 def source_line(metadata: str, frames: Mapping[str, str]) -> str:
-    """Returns "file:line" of the Python that made the instruction; "" where the text does not say.
+    """Returns "file:line" of the Python that made the instruction; "" if the text does not say.
 
     Args:
       metadata: The instruction's metadata attribute.

@@ -15,7 +15,7 @@ _HOLDS = {"LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b
 
 
 def trip_count(module: HloModule, loop: Instruction) -> int | None:
-    """Returns the number of iterations of a `while`, or None where the text does not tell."""
+    """Returns the number of iterations of a `while`, or None if the text does not tell."""
     known = loop.backend_config.get("known_trip_count")
     if isinstance(known, dict) and str(known.get("n", "")).isascii() and str(known.get("n", "")).isdigit():
         return int(str(known["n"])[:18])
@@ -50,7 +50,7 @@ def _comparison(module: HloModule, condition: Computation) -> tuple[int, int | t
 
     Returns:
       The index i of the counter in the loop's tuple, the bound, and the direction of the comparison. The bound is a
-      number, or (index,) where it is an element of the loop's tuple.
+      number, or (index,) if it is an element of the loop's tuple.
     """
     root = _origin(condition, condition.root)
     if root is None:

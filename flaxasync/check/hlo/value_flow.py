@@ -49,7 +49,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _EnteredLoop:
-    """A loop that the path has entered, with the state to go back to where the loop leaves the value untouched."""
+    """A loop that the path has entered, with the state to go back to if the loop leaves the value untouched."""
 
     loop: str
     path: tuple[int, ...]
@@ -142,7 +142,7 @@ def _through_user(
     uses: list[Use],
     stop: Callable[[Instruction], bool],
 ) -> list[_Holder]:
-    """Returns what holds the value after one of its users, and adds the user to `uses` where it is a use."""
+    """Returns what holds the value after one of its users, and adds the user to `uses` if it is one."""
     here, path = holder.computation, holder.path
     spans = holder.spans_until(here.position[user.name])
     if user.opcode == "get-tuple-element":

@@ -10,7 +10,7 @@ from flaxasync.check.render import save_picture, save_trace
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns 0, or 1 where the program breaks a rule of the machine or cannot be simulated."""
+    """Runs the command. Returns 0, or 1 if the program breaks a rule of the machine or cannot be simulated."""
     parser = argparse.ArgumentParser(prog="python -m flaxasync.check.player", description=__doc__)
     parser.add_argument("folder", help="the folder that --xla_jf_dump_to named")
     parser.add_argument("--topology", help="what it was compiled for, like v5e:2x2 (default: as player.json says)")

@@ -87,7 +87,7 @@ class Addresses:
         if (end := (buffer.address + units) * self._unit[space]) > _END[space]:
             raise PlayerError(
                 f"the program's buffers in {space} need addresses up to {end:#x}, and the player has them up to "
-                f"{_END[space]:#x}, as no two buffers share any: play its parts as programs of their own ({label})"
+                f"{_END[space]:#x}, as no two buffers share any: simulate its parts as programs of their own ({label})"
             )
         self._next[space] += units + _GAP[space] // self._unit[space]
         starts, buffers = self._ordered[space]
@@ -115,7 +115,7 @@ class Addresses:
         return placed[name]
 
     def at_granule(self, space: str, granule: int) -> Buffer | None:
-        """Returns the buffer that contains a granule of vmem or hbm; None where there is none."""
+        """Returns the buffer that contains a granule of vmem or hbm; None if there is none."""
         return self.at(space, granule * GRANULE // self._unit[space])
 
     def granules(self, buffer: Buffer) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class Addresses:
         return buffer.address * scale, (buffer.address + buffer.size) * scale
 
     def at(self, space: str, address: int) -> Buffer | None:
-        """Returns the buffer that contains an address; None where there is none."""
+        """Returns the buffer that contains an address; None if there is none."""
         starts, buffers = self._ordered[space]
         index = bisect.bisect_right(starts, address) - 1
         if index < 0 or address >= buffers[index].address + buffers[index].size:
@@ -132,7 +132,7 @@ class Addresses:
         return buffers[index]
 
     def _declared(self, program: Program, declaration: Declaration) -> Buffer:
-        """Returns the buffer of a declaration, at its fixed address where it has one."""
+        """Returns the buffer of a declaration, at its fixed address if it has one."""
         space = declaration.space
         if space not in self._unit:
             space = "smem"  # the core that is simulated never uses its address

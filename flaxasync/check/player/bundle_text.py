@@ -43,7 +43,7 @@ class Operation(NamedTuple):
     Attributes:
       name: The name, like "sadd.s32".
       unit: The name up to the first dot, like "sadd".
-      result: The register that it writes; "" where it writes none.
+      result: The register that it writes; "" if it writes none.
       operands: The operands, as text.
       predicate: "" or the condition under which it is executed: "%p3_p1", "!%p3_p1", "1" or "!1".
       target: The region that a branch goes to; -1 for every other operation.
@@ -82,8 +82,8 @@ class Declaration:
       name: The name, like "allocation3".
       shape: The HLO shape, as text.
       space: The memory space: "hbm", "vmem", "smem", "sflag", ...
-      size: The size in bytes; -1 where the text does not say.
-      offset: The address in bytes where the compiler fixed it; -1 otherwise.
+      size: The size in bytes; -1 if the text does not say.
+      offset: The address in bytes if the compiler fixed it; -1 otherwise.
       tag: What it is for, in the compiler's words.
     """
 

@@ -81,7 +81,7 @@ def coords_of_partitions(grid: ChipGrid, devices: int, coords: tuple[Coords, ...
     Args:
       grid: The topology.
       devices: The number of partitions of the program.
-      coords: The chip of each partition, where it is known. Otherwise the partitions are taken to be on the chips in
+      coords: The chip of each partition, if it is known. Otherwise the partitions are taken to be on the chips in
         the order of the chips' numbers.
 
     Raises:

@@ -45,7 +45,7 @@ class PlayedChip:
       granule: Bytes of the unit in which transfers are counted.
       hbm_unit: Bytes of the unit in which HBM addresses are counted.
       cores: Cores of one device. A second core is taken to do half of the work, in step with the first one.
-      known_error: How far simulated times were off where a measurement is known.
+      known_error: How far simulated times were off, if a measurement is known.
     """
 
     name: str

@@ -31,7 +31,7 @@ def is_playable(instruction: Instruction | None, program: Program, devices: int)
 
 
 def table_of(instruction: Instruction | None, program: Program, chips: list[int]) -> list[int] | None:
-    """Returns the words of a collective's table; None where they are not known.
+    """Returns the words of a collective's table; None if they are not known.
 
     Args:
       instruction: The collective.
@@ -67,7 +67,7 @@ def refusal(instruction: Instruction | None, name: str, location: str) -> str:
     return (
         f"{name}: the start of {what} of XLA reads a table that the dump lacks, and the player knows those of pairs "
         f"of devices only; at {location}. Compile with {SYNCHRONOUS_OPTIONS}, which makes the collective synchronous: "
-        "it is then played, or timed by a ring model"
+        "it is then simulated, or timed by a ring model"
     )
 
 

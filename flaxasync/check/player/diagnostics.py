@@ -62,7 +62,7 @@ class Diagnostics:
         )
 
     def left_at_the_end(self, machines: Sequence[Machine]) -> LeftoverSemaphoreError | None:
-        """Semaphores are not zero at the end of the program. Returns None where all of them are."""
+        """Semaphores are not zero at the end of the program. Returns None if all of them are."""
         left = [f"device {m.device}: {self.semaphore(number)} is {value}" for m, number, value in leftovers(machines)]
         if not left:
             return None

@@ -29,9 +29,9 @@ class Note:
     """What only the process that compiled the program knows.
 
     Attributes:
-      topology: The topology; "" where it is unknown.
-      libtpu: The version of libtpu; "" where it is unknown.
-      coords: The chip of each partition, in the order of the mesh; empty where it is unknown.
+      topology: The topology; "" if it is unknown.
+      libtpu: The version of libtpu; "" if it is unknown.
+      coords: The chip of each partition, in the order of the mesh; empty if it is unknown.
     """
 
     topology: str = ""
@@ -70,12 +70,12 @@ class Dump:
         return self.top.marks.get(mark, f"instruction {mark}")
 
     def source(self, instruction: str) -> str:
-        """Returns "file:line" of the Python that made an HLO instruction; "" where the dump does not say."""
+        """Returns "file:line" of the Python that made an HLO instruction; "" if the dump does not say."""
         found = self.instructions.get(instruction)
         return self.module.source(found) if found else ""
 
     def collective(self, name: str) -> Instruction | None:
-        """Returns the instruction of this name, or the collective in it where it is a fusion.
+        """Returns the instruction of this name, or the collective in it if it is a fusion.
 
         Returns None for a fusion without a collective.
         """
@@ -195,7 +195,7 @@ def _original(path: pathlib.Path) -> pathlib.Path:
 
 
 def _check_complete(program: Program) -> None:
-    """Raises DumpError where the text ends before the program does."""
+    """Raises DumpError if the text ends before the program does."""
     last = program.bundles[-1]
     if program.name == TOP:
         complete = any(o.name == "inlined_call" and "late-finalization" in o.comment for o in last.operations)

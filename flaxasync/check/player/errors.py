@@ -52,9 +52,9 @@ class Blocked:
       semaphore: The name of the semaphore that it waits for.
       value: The value of the semaphore.
       needed: The value that it waits for, in words.
-      comment: The compiler's comment on the wait; "" where it has none.
+      comment: The compiler's comment on the wait; "" if it has none.
       location: The file and line of the dump.
-      source: "file:line" of the Python that made the operation; "" where the dump does not say.
+      source: "file:line" of the Python that made the operation; "" if the dump does not say.
     """
 
     device: int

@@ -20,7 +20,7 @@ class EventQueue:
 
     @property
     def next(self) -> float:
-        """The time of the next event; infinity where there is none."""
+        """The time of the next event; infinity if there is none."""
         return self._events[0][0] if self._events else INFINITY
 
     def at(self, time: float, answer: Answer) -> None:

@@ -82,7 +82,7 @@ class Machine:
         """Runs until the next bundle with external operations.
 
         Returns:
-          These operations, each with the values of its operands. The list is empty where the program has ended, which
+          These operations, each with the values of its operands. The list is empty if the program has ended, which
           may be the callee of another one.
         """
         registers, predicates = self.registers, self.predicates

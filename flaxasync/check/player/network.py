@@ -47,7 +47,7 @@ class Network:
     """All transfers of the mesh. Times are in cycles, rates in bytes per cycle.
 
     Attributes:
-      next: When the next transfer ends; infinity where none is under way.
+      next: When the next transfer ends; infinity if none is under way.
     """
 
     def __init__(self, capacity: Mapping[str, float]):

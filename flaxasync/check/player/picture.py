@@ -157,7 +157,7 @@ def _step(values: Any) -> Any:
 
 
 def _name_phases(axes: Any, device: Device, top: float, end: float, letters: float) -> None:
-    """Writes the names of the phases above a band, where they fit."""
+    """Writes the names of the phases above a band, if they fit."""
     for phase in device.phases:
         start, seconds = phase.start * 1e3, phase.seconds * 1e3
         if phase.depth == 0 and phase.runs == 1:

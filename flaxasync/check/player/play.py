@@ -32,7 +32,7 @@ def play(
       *args: Arrays or jax.ShapeDtypeStruct, with shardings on a `topology_mesh`.
       topology: The chip and its grid: "v5e:2x4", ...
       keep_dumps: An empty folder in which the dumps are left. By default they are deleted.
-      measured: Seconds that the same program took on a TPU, where they are known. The result then states its error.
+      measured: Seconds that the same program took on a TPU, if they are known. The result then states its error.
       accept: Names of operations that the player does not know and that are to cost their slot only.
       compiler_options: libtpu's own options.
 

@@ -24,7 +24,7 @@ class Stretch:
       kind: "run", "wait", "transfer" or "copy".
       start: When it begins.
       end: When it ends.
-      cause: A key of CAUSES where the core waits; the instruction of a transfer.
+      cause: A key of CAUSES if the core waits; the instruction if it is a transfer.
       busy: Cycles of it in which a matrix unit multiplied.
     """
 
@@ -103,7 +103,7 @@ class Recorder:
         self._run_busy = [0] * devices
 
     def phase(self, device: int) -> str:
-        """Returns the innermost instruction that a device is in; "" where it is in none."""
+        """Returns the innermost instruction that a device is in; "" if it is in none."""
         return self._open[device][-1].name if self._open[device] else ""
 
     def depth(self, device: int) -> int:

@@ -89,7 +89,7 @@ class Device:
         return self.matrix_busy / self.seconds if self.seconds else 0.0
 
     def phase(self, name: str) -> Phase:
-        """Returns the phase whose name begins so, and the longest of them where there are several.
+        """Returns the phase whose name begins so, or the longest of them if there are several.
 
         Raises:
           KeyError: There is no such phase.
@@ -109,12 +109,12 @@ class Result:
       topology: The topology.
       chip: The name of the chip.
       basis: What the times are based on.
-      known_error: How far such times were off where a measurement is known.
+      known_error: How far such times were off, if a measurement is known.
       devices: The devices, in the order of the partitions.
       notes: What a reader should know beside the figures.
       stretches: All stretches of time, in cycles.
       clock: Cycles per second.
-      measured: Seconds that the program took on a TPU; None where it was not measured.
+      measured: Seconds that the program took on a TPU; None if it was not measured.
     """
 
     name: str
@@ -147,7 +147,7 @@ class Result:
 
     @property
     def error(self) -> float | None:
-        """How far the total is from the measurement, as a share of it; None where there is no measurement."""
+        """How far the total is from the measurement, as a share of it; None if there is no measurement."""
         return None if self.measured is None else self.seconds / self.measured - 1
 
     @property

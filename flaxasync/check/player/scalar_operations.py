@@ -99,7 +99,7 @@ Resolve = Callable[[str], int]  # from the name of an allocation to its address
 
 
 def result_register(operation: Operation) -> tuple[str, int] | None:
-    """Returns the register that an operation writes, as ("s" or "p", number); None where it writes none."""
+    """Returns the register that an operation writes, as ("s" or "p", number); None if it writes none."""
     match = _RESULT.match(operation.result)
     return (match[1], int(match[2])) if match else None
 
@@ -146,7 +146,7 @@ def predicate_value(text: str, resolve: Resolve) -> str:
 
 
 def result_value(operation: Operation, resolve: Resolve) -> str | None:
-    """Returns Python for what an operation writes to its result register; None where it writes nothing.
+    """Returns Python for what an operation writes to its result register; None if it writes nothing.
 
     Raises:
       NoScalarError: The operation is unknown.

@@ -50,7 +50,7 @@ class Semaphores:
     """Raises semaphores, and lets devices wait for them.
 
     Attributes:
-      waits: The wait of each device; None where it does not wait for a semaphore.
+      waits: The wait of each device; None if it does not wait for a semaphore.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Semaphores:
           amount: What is added.
           now: The time.
           cause: What a wait that this ends was for, a key of recorder.CAUSES.
-          message: What the sender knew; None where the semaphore is raised by the device's own transfer.
+          message: What the sender knew; None if the semaphore is raised by the device's own transfer.
         """
         machine.semaphores[semaphore] = value = signed(machine.semaphores[semaphore] + amount)
         if message is not None and amount > 0:
@@ -102,7 +102,7 @@ class Semaphores:
         self._queue.at(machine.now, lambda now: self._resume(machine))
 
     def wait(self, machine: Machine, operation: ExternalOperation, values: tuple) -> bool:
-        """Waits for a semaphore. Returns True where it has the value already, and False where the device must wait."""
+        """Waits for a semaphore. Returns True if it has the value already, and False if the device must wait."""
         kind = operation.operation
         comparison = "ge" if kind.unit == "dma" else kind.name.split(".")[1]
         wait = Wait(values[0], comparison, signed(values[1]), operation)

@@ -131,7 +131,7 @@ class Simulation:
         self._execute_pending(machine)
 
     def _execute(self, machine: Machine, external: ExternalOperation, values: tuple) -> bool:
-        """Executes one external operation. Returns False where the device has to wait for it."""
+        """Executes one external operation. Returns False if the device has to wait for it."""
         operation = external.operation
         unit = operation.unit
         if unit == "vtrace":
@@ -195,7 +195,7 @@ class Simulation:
 
     def _halt(self, machine: Machine, external: ExternalOperation) -> None:
         if "Megacore" in external.operation.comment:
-            self._notes["the two cores of a chip are taken to keep step: core 0 is played"] += 1
+            self._notes["the two cores of a chip are taken to keep step: core 0 is simulated"] += 1
             return
         raise self._diagnostics.halted(machine, external)
 
@@ -216,7 +216,9 @@ class Simulation:
         if collective is not None and (cores_share or not is_playable(instruction, program, self.dump.devices)):
             return self._join(machine, name, collective)
         if dumped_as != name:
-            self._notes["an instruction is played with the bundles of another: libtpu dumps identical ones once"] += 1
+            self._notes[
+                "an instruction is simulated with the bundles of another: libtpu dumps identical ones once"
+            ] += 1
         machine.call(self._codes[program.name], values)
         return True
 

@@ -13,7 +13,7 @@ def summarize(simulation: Simulation, *, measured: float | None, notes: tuple[st
 
     Args:
       simulation: The simulation.
-      measured: Seconds that the program took on a TPU, where they are known.
+      measured: Seconds that the program took on a TPU, if they are known.
       notes: Further notes, which come first.
     """
     chip, recorder = simulation.chip, simulation.recorder
@@ -51,7 +51,7 @@ def _basis(simulation: Simulation) -> str:
     version = simulation.dump.note.libtpu or "unknown"
     chip = simulation.chip
     return (
-        f"a played prediction, nothing was run on a TPU: libtpu {version}'s final bundles executed for "
+        f"a simulated prediction, nothing was run on a TPU: libtpu {version}'s final bundles executed for "
         f"{len(simulation.machines)} devices, {chip.clock / 1e9:g} GHz, HBM {chip.hbm / 1e9:.0f} GB/s, links "
         f"{chip.link / 1e9:.1f} GB/s each way"
     )

@@ -111,7 +111,7 @@ class TransferEngine:
         return tuple(uses.items())
 
     def _check_entered(self, machine: Machine, target: Machine, transfer: Transfer, phase: str) -> None:
-        """Raises RaceError where a kernel writes into a device that is not known to have entered the kernel."""
+        """Raises RaceError if a kernel writes into a device that is not known to have entered the kernel."""
         instruction = self._dump.instructions.get(phase)
         if instruction is None or instruction.opcode != "custom-call":
             return

@@ -6,7 +6,7 @@
 | dma.general | source, granules, destination, destination semaphore, source semaphore, strides, override, semaphore |
 
 The override of a dma.general names the chip of the destination, and its comment names the memory spaces. A transfer
-raises its semaphores by its number of granules, or by one where a bit in the number of the source semaphore says so.
+raises its semaphores by its number of granules, or by one if a bit in the number of the source semaphore says so.
 libtpu 0.0.52 sets this bit in XLA's permutes and waits for one, where libtpu 0.0.51 waits for the granules.
 """
 
@@ -22,8 +22,8 @@ CHIP_SHIFT, CHIP_MASK = 17, 0x3FFF  # where the number of a chip stands in the o
 CORE_BIT_OF_SIGNAL = 14  # the bit of the semaphore operand that names the core of the chip
 
 _CORE_BIT_OF_TRANSFER = 13
-_REMOTE = 0x4000  # the bit of the override that is set where the destination is on another chip
-_COUNTED_ONCE = 0x10000  # the bit of the source semaphore that is set where both ends are raised by one
+_REMOTE = 0x4000  # the bit of the override that is set if the destination is on another chip
+_COUNTED_ONCE = 0x10000  # the bit of the source semaphore that is set if both ends are raised by one
 _SPACES = re.compile(r"(hbm|vmem|smem)[-_]to[-_](hbm|vmem|smem)")
 
 
@@ -38,8 +38,8 @@ class Transfer:
       target_address: The first address that is written.
       granules: The size.
       received: The semaphore that is raised at the destination.
-      sent: The semaphore that is raised at the source; -1 where none is.
-      chip: The number of the destination's chip; -1 where it is the same chip.
+      sent: The semaphore that is raised at the source; -1 if none is.
+      chip: The number of the destination's chip; -1 if it is the same chip.
       core: The core on that chip.
       strided: Whether the transfer skips addresses.
       raised: By how much each semaphore is raised.

@@ -98,7 +98,7 @@ class Row:
       waits: Whether a call of it holds the host.
       unordered: Whether it has unordered effects.
       ordered: The number of its ordered effects.
-      callbacks: The name of the callback in its text; "" where there is none.
+      callbacks: The name of the callback in its text; "" if there is none.
       loops: The number of its loops without a known trip count.
       branches: The number of its branches.
     """
