@@ -1,4 +1,4 @@
-"""Draws docs/img/player_study.png: the fused and the overlapped kernel of the 2x2 study, played, side by side.
+"""Draws docs/img/player_study.png: the fused and the overlapped kernel of the 2x2 study, simulated, side by side.
 
 python docs/player_picture.py
 """
@@ -12,7 +12,7 @@ from flaxasync.check.player import play
 
 
 def main() -> None:
-    """Plays both at the study's size, which takes about twenty seconds, and draws them."""
+    """Simulates both kernels at the size of the study, which takes about twenty seconds, and draws them."""
     mesh = topology_mesh(TOPOLOGY, (2, 2), ("x", "y"))
     results = []
     for variant in DRAWN:

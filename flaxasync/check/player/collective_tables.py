@@ -23,7 +23,7 @@ _NONE = 0xFFFFFFFF  # -1 as an unsigned word
 _PAIRED = ("all-gather", "all-reduce", "reduce-scatter")
 
 
-def is_playable(instruction: Instruction | None, program: Program, devices: int) -> bool:
+def can_be_simulated(instruction: Instruction | None, program: Program, devices: int) -> bool:
     """Says whether a synchronous collective can be simulated: it reads no table, or one that can be written again."""
     if not any(o.name == "dma.hbm_to_smem" for bundle in program.bundles for o in bundle.operations):
         return True

@@ -13,7 +13,7 @@ from flaxasync.check.player.basic_blocks import Code, ExternalOperation
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
 from flaxasync.check.player.chip_grid import ChipGrid, Coords
 from flaxasync.check.player.chips import PlayedChip
-from flaxasync.check.player.collective_tables import is_playable
+from flaxasync.check.player.collective_tables import can_be_simulated
 from flaxasync.check.player.devices import Devices
 from flaxasync.check.player.diagnostics import Diagnostics
 from flaxasync.check.player.dump import Dump
@@ -213,7 +213,7 @@ class Simulation:
         collective = modelled_collective(instruction, self.dump.devices)
         # Two cores of a chip share the work of a collective, and only one core is simulated.
         cores_share = self.chip.cores > 1
-        if collective is not None and (cores_share or not is_playable(instruction, program, self.dump.devices)):
+        if collective is not None and (cores_share or not can_be_simulated(instruction, program, self.dump.devices)):
             return self._join(machine, name, collective)
         if dumped_as != name:
             self._notes[

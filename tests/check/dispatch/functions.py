@@ -15,13 +15,13 @@ SIZE, TRIPS = 1024, 6
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 
-def turn(x):
+def step(x):
     return jnp.tanh(x @ x * 1e-2)
 
 
 def work(x):
     for _ in range(TRIPS):
-        x = turn(x)
+        x = step(x)
     return x
 
 
@@ -78,15 +78,15 @@ def cond(x):
 
 
 def scan(x):
-    return lax.scan(lambda c, _: (turn(c), None), x, length=TRIPS)[0]
+    return lax.scan(lambda c, _: (step(c), None), x, length=TRIPS)[0]
 
 
 def static_loop(x):
-    return lax.fori_loop(0, TRIPS, lambda _, c: turn(c), x)
+    return lax.fori_loop(0, TRIPS, lambda _, c: step(c), x)
 
 
 def dynamic_while(x):
-    return lax.while_loop(lambda s: (s[0] < TRIPS) & (s[1][0, 0] < 1e9), lambda s: (s[0] + 1, turn(s[1])), (0, x))[1]
+    return lax.while_loop(lambda s: (s[0] < TRIPS) & (s[1][0, 0] < 1e9), lambda s: (s[0] + 1, step(s[1])), (0, x))[1]
 
 
 @dataclasses.dataclass(frozen=True)
