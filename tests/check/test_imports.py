@@ -30,7 +30,7 @@ def imports(source, known):
     return found & known.keys()
 
 
-def room(name):
+def level(name):
     folder, _, file = name.removeprefix("flaxasync.check.").rpartition(".")
     return ORDER.index("" if file == "__main__" else folder)
 
@@ -46,7 +46,7 @@ def test_there_is_no_cycle():
 
 
 def test_folders_import_downwards():
-    assert [(a, b) for a, targets in graph().items() for b in targets if room(b) > room(a)] == []
+    assert [(a, b) for a, targets in graph().items() for b in targets if level(b) > level(a)] == []
 
 
 def test_a_planted_cycle_is_found():
@@ -61,4 +61,4 @@ def test_a_planted_cycle_is_found():
 def test_a_planted_import_upwards_is_found():
     name, target = "flaxasync.check.hlo.reader", "flaxasync.check.auditing.audit"
     planted = graph({name: f"import {target}"})
-    assert [(a, b) for a, targets in planted.items() for b in targets if room(b) > room(a)] == [(name, target)]
+    assert [(a, b) for a, targets in planted.items() for b in targets if level(b) > level(a)] == [(name, target)]

@@ -104,5 +104,5 @@ def _basis(chip: Chip, copies: str) -> str:
     return (
         f"the compiler's cycle estimates of {cycles} at {chip.clock / 1e9:g} GHz, other work by its bytes in HBM of "
         f"{chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of {chip.link_bandwidth / 1e9:g} GB/s "
-        "each way; nothing was run"
+        "in each direction; nothing was run"
     )

@@ -53,7 +53,7 @@ def _basis(simulation: Simulation) -> str:
     return (
         f"a simulated prediction, nothing was run on a TPU: libtpu {version}'s final bundles executed for "
         f"{len(simulation.machines)} devices, {chip.clock / 1e9:g} GHz, HBM {chip.hbm / 1e9:.0f} GB/s, links "
-        f"{chip.link / 1e9:.1f} GB/s each way"
+        f"{chip.link / 1e9:.1f} GB/s in each direction"
     )
 
 
