@@ -66,6 +66,7 @@ bench: .venv/.bench  ## measure the tables that the documents quote and draw the
 pictures: .venv/.dev  ## draw the pictures in docs/img
 	$(BIN)/python docs/loop_picture.py
 	$(BIN)/python docs/ring_step_picture.py
+	$(BIN)/python docs/design_picture.py
 	$(CPU) $(BIN)/python docs/player_picture.py
 	$(BIN)/python docs/ring_pictures.py
 
