@@ -1,19 +1,20 @@
-# Everything runs from .venv, which any target makes first. The targets are what CI runs.
+# Every target runs from .venv and makes it first if it is missing. CI runs the same targets.
 PYTHON ?= python3
 BIN := .venv/bin
 CPU := JAX_PLATFORMS=cpu
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 ARGS ?=
 
-# pip would compile every module that comes with the packages, in as long as all else that it does takes. Python compiles
-# the few that are imported, once, when it first imports them: an environment that forbids it would have it each time.
-# The pip that comes with Python can be years old, and takes twice as long as today's to choose among versions.
+# pip gets --no-compile because compiling every module of every package doubles the time of an installation. Python
+# compiles the modules that are imported when it first imports them, and stores the result unless the environment has
+# PYTHONDONTWRITEBYTECODE, which is therefore emptied here. pip is upgraded first because the version that comes with
+# Python can be years old and needs twice as long to resolve versions.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup train test test-all check format bench pictures clean
+.PHONY: help setup train test test-slow check format bench pictures clean
 
-help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+help:  ## list all targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
@@ -32,27 +33,30 @@ help:  ## list the targets
 	$(PIP) --editable '.[bench]'
 	@touch $@ .venv/.dev .venv/.train
 
-setup: .venv/.dev  ## make .venv with everything a developer needs
+setup: .venv/.dev  ## make .venv with every tool that development needs
 
-train: .venv/.train  ## train configs/tiny.py tensor-parallel on 8 simulated CPU devices; ARGS='--steps 100' adds options
+train: .venv/.train  ## train the preset configs/tiny.py on 8 simulated CPU devices; ARGS='--steps 100' adds options
 	$(CPU) $(BIN)/python train/run.py configs/tiny.py $(ARGS)
 
-test: .venv/.dev  ## run the tests; ARGS='tests/test_ring.py -k both' narrows them
-	$(CPU) $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder tests)
+PYTEST := $(CPU) $(BIN)/python -m pytest
+EVERYTHING := -n 2 --dist loadfile --no-loadscope-reorder tests
 
-check: .venv/.dev  ## format check, lint, types
+test: .venv/.dev  ## run the tests that every change needs; ARGS='tests/test_ring.py -k both' selects some of them
+	$(PYTEST) $(or $(ARGS),$(EVERYTHING))
+
+test-slow: .venv/.dev  ## run all other tests; ARGS selects some of them
+	$(PYTEST) -m slow $(or $(ARGS),$(EVERYTHING))
+
+check: .venv/.dev  ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: .venv/.dev  ## format and mend what ruff can mend
+format: .venv/.dev  ## format the code and fix the lint errors that ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-all: .venv/.dev  ## run the slow tests, too
-	FLAXASYNC_BENCH=1 $(MAKE) test
-
-bench: .venv/.bench  ## measure the tables that the documents quote, and draw their pictures
+bench: .venv/.bench  ## measure the tables that the documents quote and draw their pictures
 	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md
 	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
 	$(CPU) $(BIN)/python benchmarks/async_table.py --write docs/async.md
@@ -64,6 +68,8 @@ bench: .venv/.bench  ## measure the tables that the documents quote, and draw th
 
 pictures: .venv/.dev  ## draw the pictures in docs/img
 	$(BIN)/python docs/loop_picture.py
+	$(BIN)/python docs/ring_step_picture.py
+	$(BIN)/python docs/design_picture.py
 	$(CPU) $(BIN)/python docs/player_picture.py
 	$(BIN)/python docs/ring_pictures.py
 

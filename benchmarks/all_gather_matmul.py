@@ -1,17 +1,19 @@
-"""`all_gather_matmul` as one kernel against XLA: predicted without a TPU, measured on one.
+"""`all_gather_matmul` as one fused kernel, compared with XLA: predicted without a TPU, measured on TPUs.
 
-    python benchmarks/all_gather_matmul.py                            plays both (minutes; no TPU)
-    python benchmarks/all_gather_matmul.py --write docs/kernels.md    also puts the table between the markers there
-    python benchmarks/all_gather_matmul.py --small                    small sizes: seconds, and nothing to compare with
+    python benchmarks/all_gather_matmul.py                            predict both programs (minutes; no TPU)
+    python benchmarks/all_gather_matmul.py --write docs/kernels.md    also write the table between the markers there
+    python benchmarks/all_gather_matmul.py --small                    use small sizes (seconds; no reference figures)
 
-The products are those that a public all-gather-matmul kernel was compared with XLA on (v6e), the up projection of a
-tensor-parallel MLP (v5e), and the product of its backward pass, dy @ w.T, which keeps the gathered dy. All are in bf16
-on a ring of 8. "Played" are totals of the final instructions of all devices, executed by `flaxasync.check.player`;
-"public kernel" and "its XLA" are the same totals of that kernel and of XLA's program beside it, as they were played
-before. XLA's program is compiled as it is by default; where the player refuses that one (it does not know all of
-XLA's asynchronous all-gathers), without fusions around asynchronous collectives, which a star marks. A dash is a
-program that it refuses both ways; the reason is printed above the table. Where eight TPUs are attached the same command
-runs both there and prints the times.
+The matmuls on v6e are those on which a public all-gather-matmul kernel was compared with XLA. Those on v5e are the up
+projection of a tensor-parallel MLP and the matmul of its backward pass, dy @ w.T, which also returns the gathered dy.
+All are in bfloat16 on a ring of 8.
+
+"Played" times are totals of the simulator `fa.check.play`, which executes the final instructions of all devices. The
+columns "public kernel" and "its XLA" are earlier results of the same simulator for that kernel and for XLA's program
+beside it. The simulator does not know all of XLA's asynchronous all-gathers. If it refuses XLA's default program, the
+program is compiled without fusions around asynchronous collectives, which a star marks. A dash marks a program that it
+refuses both ways; the reason is printed above the table. On a machine with eight TPUs the same command also runs both
+programs there and prints the measured times.
 """
 
 import argparse
@@ -30,19 +32,19 @@ from flaxasync.check.player import Result, play
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul
 
-Shape = tuple[int, int, int, int, bool]  # batches, rows of a device, k, columns of a device, y = x @ w.T
+Shape = tuple[int, int, int, int, bool]  # batches, rows per device, k, columns per device, whether y = x @ w.T
 SHAPES: list[Shape] = [
     (1, 256, 5120, 6400, False), (1, 256, 8192, 7168, False), (1, 512, 5120, 6400, False),
     (8, 256, 8192, 3584, False), (8, 512, 8192, 3584, False), (8, 256, 4096, 3584, False), (8, 256, 8192, 3584, True),
 ]  # fmt: skip
 TOPOLOGIES = ["v6e:2x4"] * 3 + ["v5e:2x4"] * 4
-KNOWN = ["0.225, 0.399", "0.417, 0.464", "0.437, 0.467"]  # ms: the public kernel, XLA
+KNOWN = ["0.225, 0.399", "0.417, 0.464", "0.437, 0.467"]  # public kernel and its XLA, in ms
 SMALL: Shape = (2, 64, 512, 512, False)
-PLAIN = {"xla_tpu_enable_async_collective_fusion": "false"}
+SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}
 
 
 def program(backend: str, topology: str, shape: Shape, mesh: Any = None, directions: int = 2) -> tuple:
-    """The jitted function of a backend ("xla" or "fused") on all devices, and its arguments without values."""
+    """Makes the jitted function of a backend, "xla" or "fused"; returns it and its abstract arguments."""
     batch, m, k, n, transposed = shape
     size = topology_size(topology) if mesh is None else mesh.size
     mesh = topology_mesh(topology, (size,), ("model",)) if mesh is None else mesh
@@ -69,7 +71,7 @@ def program(backend: str, topology: str, shape: Shape, mesh: Any = None, directi
 
 
 def measured_ms(backend: str, shape: Shape) -> float | None:
-    """The fastest of some runs on eight attached TPUs; None where there are none."""
+    """Returns the time of the fastest of several runs on eight TPUs, or None if the machine does not have them."""
     if jax.default_backend() != "tpu" or jax.device_count() != 8:
         return None
     fn, *arguments = program(backend, "", shape, jax.make_mesh((8,), ("model",)))
@@ -78,7 +80,7 @@ def measured_ms(backend: str, shape: Shape) -> float | None:
 
 
 def played(backend: str, topology: str, shape: Shape, options: dict[str, str] | None = None) -> Result | None:
-    """The program of a backend, played; None, with the reason printed, where that cannot be done."""
+    """Simulates the program of a backend; prints the reason and returns None if the simulator refuses it."""
     fn, *arguments = program(backend, topology, shape)
     try:
         return play(fn, *arguments, topology=topology, compiler_options=options)
@@ -92,7 +94,7 @@ def row(topology: str, shape: Shape, known: str) -> tuple[str, ...]:
     size = topology_size(topology)
     fused, xla, star = played("fused", topology, shape), played("xla", topology, shape), ""
     if xla is None:
-        xla, star = played("xla", topology, shape, PLAIN), " *"
+        xla, star = played("xla", topology, shape, SYNCHRONOUS), " *"
     ours = ["-"] * 4
     if fused:
         kernel = fused.slowest.phase("all_gather_matmul")
@@ -120,8 +122,10 @@ def _ms(seconds: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="small sizes: seconds, and nothing to compare with")
-    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
+    parser.add_argument(
+        "--small", action="store_true", help="use small sizes, for which there are no reference figures"
+    )
+    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
     chosen = parser.parse_args()
     cases = [("v5e:2x4", SMALL)] if chosen.small else list(zip(TOPOLOGIES, SHAPES, strict=True))
     known = [] if chosen.small else KNOWN

@@ -1,4 +1,4 @@
-"""How the benchmarks time a program on attached devices."""
+"""Timing of programs on attached devices, for the benchmarks."""
 
 import time
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-RUNS = 10
+RUNS = 10  # timed runs of a program
 
 
 def fastest_ms(fn: Callable, *values: Any) -> float:
-    """Milliseconds of the fastest of some runs, after one that compiles."""
+    """Returns the time of the fastest of several runs in milliseconds; a first run, which compiles, is not counted."""
     jax.block_until_ready(fn(*values))
     spent = []
     for _ in range(RUNS):

@@ -1,14 +1,14 @@
-"""`fa.mesh_matmul` by backend on the published 2 x 2 study: predicted without a TPU, measured on one.
+"""`fa.mesh_matmul` on every backend, with the sizes of a published 2 x 2 study: predicted, and measured on TPUs.
 
-    python benchmarks/mesh_matmul.py                            plays every backend (half a minute; no TPU)
-    python benchmarks/mesh_matmul.py --write docs/kernels.md    also puts the table between the markers there
-    python benchmarks/mesh_matmul.py --small                    1/8 a side: seconds, and nothing to compare with
-    python benchmarks/mesh_matmul.py --meshes [--write FILE]    the same on other meshes of four and eight v5e
+    python benchmarks/mesh_matmul.py                            predict every backend (half a minute; no TPU)
+    python benchmarks/mesh_matmul.py --write docs/kernels.md    also write the table between the markers there
+    python benchmarks/mesh_matmul.py --small                    divide all sizes by 8 (seconds; no reference figures)
+    python benchmarks/mesh_matmul.py --meshes [--write FILE]    predict other meshes of four and eight v5e chips
 
-LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] with m, k, n = 16384, 16384, 8192 in bf16 on four v5e chips. "Predicted" are
-totals of the final instructions of all devices, executed by `flaxasync.check.player`; "published" is what the study
-measured for its own kernel of that name. Where four TPUs are attached the same command runs the backends there and
-prints both.
+The matmul is LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] with m, k, n = 16384, 16384, 8192 in bfloat16 on four v5e chips.
+"Predicted" times are totals of the simulator `fa.check.play`, which executes the final instructions of all devices.
+"Published" times are those that the study measured for its own kernel of that name. On a machine with four TPUs the
+same command also runs the backends there and prints the measured times.
 """
 
 import argparse
@@ -27,8 +27,7 @@ from flaxasync.kernels.tiles import Tiles
 
 STUDY, SMALL = (16384, 16384, 8192), (2048, 2048, 1024)  # m, k, n
 TOPOLOGY = "v5e:2x2"
-PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  # ms
-PEAK_MS = 5.58  # the matmul alone at the data sheet's peak
+PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  # measured by the study, in ms
 MESHES = (("v5e:2x2", (4, 1)), ("v5e:2x2", (1, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)))
 FORMS = (("none", None), ("overlapped", 1), ("overlapped", 2))
 
@@ -36,7 +35,7 @@ FORMS = (("none", None), ("overlapped", 1), ("overlapped", 2))
 def program(
     backend: str, mesh: Mesh, shape: tuple[int, int, int], tiles: Tiles | None = None, directions: int | None = None
 ) -> tuple:
-    """The jitted function of a backend, and its arguments without values."""
+    """Makes the jitted function of a backend; returns it and its abstract arguments."""
     m, k, n = shape
     arguments = tuple(
         jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -49,12 +48,12 @@ def program(
 
 
 def exit_copy_ms(result: Result) -> float:
-    """The copy of a kernel's result that XLA adds where the kernel ends the program."""
+    """Returns the time of the copy that XLA adds if the result of a kernel is the result of the program."""
     return sum(p.seconds for p in result.slowest.phases if p.name.startswith("copy")) * 1e3
 
 
 def measured_ms(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) -> float | None:
-    """The fastest of some runs on four attached TPUs; None where there are none."""
+    """Returns the time of the fastest of several runs on four TPUs, or None if the machine does not have them."""
     if jax.default_backend() != "tpu" or jax.device_count() != 4:
         return None
     fn, *arguments = program(backend, jax.make_mesh((2, 2), ("x", "y")), shape, tiles)
@@ -63,7 +62,7 @@ def measured_ms(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) 
 
 
 def play_meshes() -> str:
-    """The table of other meshes."""
+    """Simulates the backends on other meshes; returns the table."""
     rows = []
     for topology, mesh_shape in MESHES:
         mesh = fa.check.topology_mesh(topology, mesh_shape, ("x", "y"))
@@ -90,9 +89,11 @@ def play_meshes() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="small sizes: seconds, and nothing to compare with")
-    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
-    parser.add_argument("--meshes", action="store_true", help="other meshes than the study's")
+    parser.add_argument(
+        "--small", action="store_true", help="divide all sizes by 8, for which there are no reference figures"
+    )
+    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
+    parser.add_argument("--meshes", action="store_true", help="predict other meshes than that of the study")
     chosen = parser.parse_args()
     if chosen.meshes:
         table = play_meshes()

@@ -1,8 +1,9 @@
-"""The decoder of models/transformer.py in plain nnx.Linear and nnx.Embed, left to XLA's automatic sharding.
+"""The decoder of models/transformer.py made of nnx.Linear and nnx.Embed, with XLA's automatic sharding.
 
-What a user would write without flaxasync: kernels are annotated as in ours (columns, then rows), the residual stream is
-constrained to the layout that ours has, and XLA chooses every collective operation. Parameters have the same names and
-shapes, so that either model loads the other's. Needs Auto axes.
+This is what a user would write without flaxasync. The kernels are annotated as those of models/transformer.py (columns,
+then rows), the residual stream is constrained to the same layout, and XLA chooses every collective operation. The
+parameters have the same names and shapes, so that either model loads the parameters of the other. The mesh must have
+Auto axes.
 """
 
 import jax
@@ -19,7 +20,7 @@ COLUMNS, ROWS = (None, "model"), ("model", None)
 
 
 def linear(inputs: int, outputs: int, sharding: tuple, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Linear:
-    """A plain layer without a bias, its kernel annotated."""
+    """Makes an nnx.Linear without a bias, whose kernel is annotated with a sharding."""
     return nnx.Linear(
         inputs,
         outputs,
@@ -32,12 +33,12 @@ def linear(inputs: int, outputs: int, sharding: tuple, config: TransformerConfig
 
 
 def constrain(x: Array, *spec: str | None) -> Array:
-    """Tells XLA how to shard `x`."""
+    """Constrains the sharding of `x`."""
     return lax.with_sharding_constraint(x, P(*spec))
 
 
 class PlainMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), or down(silu(up(x)))."""
+    """down(silu(gate(x)) * up(x)) if gated, else down(silu(up(x)))."""
 
     def __init__(self, config: TransformerConfig, *, gated: bool = True, rngs: nnx.Rngs):
         self.up = linear(config.width, config.mlp_width, COLUMNS, config, rngs)
@@ -85,7 +86,7 @@ class PlainLayer(nnx.Module):
 
 
 class PlainTransformer(nnx.Module):
-    """Tokens to logits, without a remat policy."""
+    """The whole decoder from tokens to logits, without rematerialization."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.embed = nnx.Embed(
@@ -116,6 +117,6 @@ class PlainTransformer(nnx.Module):
         return constrain(self.output(self.final_norm(run(self.layers, x))), "data", None, "model")
 
     def loss(self, tokens: Int[Array, "B L"], targets: Int[Array, "B L"]) -> Float[Array, ""]:
-        """Mean cross-entropy of the targets, nats a token."""
+        """Returns the mean cross-entropy of the targets, in nats per token."""
         log_probabilities = jax.nn.log_softmax(self(tokens).astype(jnp.float32))
         return -jnp.mean(jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1))

@@ -1,11 +1,11 @@
-"""Tables of the benchmarks: printed as Markdown, and put between the markers of a document."""
+"""Tables of the benchmarks, which are printed as Markdown and written between markers of a document."""
 
 import pathlib
 from collections.abc import Sequence
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Prints a Markdown table with its columns aligned, and returns it. Numbers are aligned to the right."""
+    """Prints a Markdown table with aligned columns, those of numbers to the right, and returns its text."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     numeric = [all(row[i][:1].isdigit() for row in rows) for i in range(len(header))]
 
@@ -20,10 +20,10 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_between_markers(path: str, name: str, text: str) -> None:
-    """Replaces what stands between `<!-- name -->` and `<!-- /name -->` in a file.
+    """Replaces the text between `<!-- name -->` and `<!-- /name -->` in a file.
 
     Raises:
-      ValueError: the file has no such pair of markers.
+      ValueError: The file has no such pair of markers.
     """
     file = pathlib.Path(path)
     before, opening, rest = file.read_text().partition(f"<!-- {name} -->")

@@ -1,16 +1,18 @@
-"""A tensor-parallel MLP, forward and with all gradients, by backend: predicted without a TPU, measured on TPUs.
+"""A tensor-parallel MLP, forward and with all gradients, on every backend: predicted without a TPU, measured on TPUs.
 
-    python benchmarks/tp_mlp.py                            plays every backend on v5e:2x4 (half an hour on two cores)
-    python benchmarks/tp_mlp.py --write docs/kernels.md    also puts the table between the markers there
-    python benchmarks/tp_mlp.py --quick                    the first shape alone, which all backends have
+    python benchmarks/tp_mlp.py                            predict every backend on v5e:2x4 (half an hour on two cores)
+    python benchmarks/tp_mlp.py --write docs/kernels.md    also write the table between the markers of that file
+    python benchmarks/tp_mlp.py --quick                    predict the first shape only, on every backend
 
-y = silu(x @ up) @ down in bf16, activations sharded over the sequence before and after, hidden features over the same
-eight devices. "automatic" is the same in jnp, left to XLA with its default options. "gradients" is the value and the
-gradients of sum(y^2) by x, up and down: both passes in one program. "Predicted" are totals of the final instructions
-of all devices, executed by `flaxasync.check.player`. Asynchronous all-gathers of XLA cannot be played: where
-"automatic" or "none" has them, the prediction is of the program with xla_tpu_enable_async_collective_fusion=false, and
-marked with a *. Where eight TPUs are attached the same command runs the programs there, with XLA's default options, and
-prints both.
+The MLP is y = silu(x @ up) @ down in bfloat16. Its input and output are sharded over the sequence, and its hidden
+features over the same eight devices. The backend "automatic" is the same formula in jax.numpy, which XLA partitions
+with its default options. "Gradients" means one program that computes sum(y^2) and its gradients with respect to x, up
+and down.
+
+A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. It
+cannot execute XLA's asynchronous all-gathers. Where "automatic" or "none" has them, the program is compiled with
+xla_tpu_enable_async_collective_fusion=false, and its prediction is marked with a *. On a machine with eight TPUs the
+same command also runs the programs there, with XLA's default options, and prints the measured times.
 """
 
 import argparse
@@ -34,13 +36,13 @@ from flaxasync.check.player.errors import PlayerError, UnknownOperationError
 
 TOPOLOGY = "v5e:2x4"
 VARIANTS = ("automatic", "none", "xla", "pallas", "fused")
-XLA_GATHERS = ("automatic", "none")  # whose collectives are XLA's choice
-SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # collectives that the player can time
+XLA_GATHERS = ("automatic", "none")  # variants whose collective operations XLA chooses
+SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of the MLP: x [batch, sequence, model], up [model, hidden], down [hidden, model]."""
+    """Sizes of an MLP with x [batch, sequence, model], up [model, hidden] and down [hidden, model]."""
 
     batch: int = 8
     sequence: int = 2048
@@ -51,7 +53,7 @@ class Shape:
         return f"B{self.batch} S{self.sequence} D{self.model} F{self.hidden}"
 
     def ideal_ms(self, topology: str, *, backward: bool) -> float:
-        """All products at the data sheet's peak, and nothing else: two forward, four backward."""
+        """Returns the time of all matmuls at the peak of the data sheet: two forward, four backward."""
         flops = 2 * self.batch * self.sequence * self.model * self.hidden * (6 if backward else 2)
         return flops / topology_size(topology) / hardware.chip(topology).flops * 1e3
 
@@ -63,7 +65,11 @@ MORE_ROWS = [
 
 
 def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[Callable, Sequence[Any]]:
-    """The jitted function of a variant, and its arguments without values: parameters, x. Call it under the mesh."""
+    """Makes the jitted function of a variant; must be called under `jax.set_mesh(mesh)`.
+
+    Returns:
+      The function, and its abstract arguments: the parameters and x.
+    """
     x_shape = jax.ShapeDtypeStruct((shape.batch, shape.sequence, shape.model), jnp.bfloat16)
     rows = P(None, "model", None)
 
@@ -104,13 +110,13 @@ def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[
 
 
 def ring(topology: str, variant: str) -> Mesh:
-    """All devices of a topology, neighbours beside each other; axis types as the variant needs them."""
+    """Makes a mesh of one ring over all devices of a topology, with the axis type that the variant needs."""
     kind = AxisType.Auto if variant == "automatic" else AxisType.Explicit
     return topology_mesh(topology, (topology_size(topology),), ("model",), axis_types=(kind,))
 
 
 def predicted(variant: str, shape: Shape, *, backward: bool, topology: str = TOPOLOGY) -> tuple[Result, str]:
-    """The played program, and "*" where it had to be compiled with synchronous collectives."""
+    """Simulates a program; returns the result, and "*" if it had to be compiled with synchronous collectives."""
     mesh = ring(topology, variant)
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, shape, mesh, backward=backward)
@@ -123,7 +129,7 @@ def predicted(variant: str, shape: Shape, *, backward: bool, topology: str = TOP
 
 
 def measured_ms(variant: str, shape: Shape, *, backward: bool) -> float | None:
-    """The fastest of some runs on attached TPUs; None where there are not as many."""
+    """Returns the time of the fastest of several runs, or None if the machine does not have that many TPUs."""
     if jax.default_backend() != "tpu" or jax.device_count() != topology_size(TOPOLOGY):
         return None
     kind = AxisType.Auto if variant == "automatic" else AxisType.Explicit
@@ -135,12 +141,12 @@ def measured_ms(variant: str, shape: Shape, *, backward: bool) -> float | None:
 
 
 def longest_wait(result: Result) -> float:
-    """The longest wait of the slowest device for others, in one instruction; as a share of its time."""
+    """Returns the longest wait of the slowest device for others in one instruction, as a share of the whole time."""
     return max((p.exposed for p in result.slowest.phases), default=0.0) / result.seconds
 
 
 def row(variant: str, shape: Shape) -> tuple[str, ...]:
-    """A row of the table: of both programs the total, what it is above the ideal, and the longest wait."""
+    """Makes a row of the table: for each program its total, the excess over the ideal time, and the longest wait."""
     cells: list[str] = []
     for backward in (False, True):
         try:
@@ -168,8 +174,8 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the first shape alone")
-    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
+    parser.add_argument("--quick", action="store_true", help="predict the first shape only")
+    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
     chosen = parser.parse_args()
     text = table([row(variant, shape) for shape, variant in (ROWS if chosen.quick else ROWS + MORE_ROWS)])
     if chosen.write:

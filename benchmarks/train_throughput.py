@@ -1,16 +1,17 @@
-"""Tokens a second of a training step, ours against plain nnx with automatic sharding; temporary bytes on a TPU.
+"""Throughput of a training step with our layers and with plain nnx layers, and temporary memory on a TPU.
 
     python benchmarks/train_throughput.py [--rounds N] [--write README.md]
 
-Throughput is measured on 8 simulated CPU devices (data 2 x model 4), all variants in turn, round by round, so that a
-busy machine slows all of them: the table gives the median over rounds of each round's ratio to plain. The bytes are the
-TPU compiler's own, for v5e:2x4, with no TPU; that part needs libtpu.
+Throughput is measured on 8 simulated CPU devices (data 2 x model 4). Every round runs one step of each variant, so that
+other work on the machine slows all of them, and the speedup over plain is the median of the ratios within the rounds.
+The memory figures are those of the TPU compiler for v5e:2x4. They need libtpu, but no TPU.
 """
 
 import argparse
 import dataclasses
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,21 +22,26 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from plain_transformer import PlainMLP, PlainTransformer
-from table import print_table, write_between_markers
 
 import flaxasync as fa
 import flaxasync.check
+from benchmarks.plain_transformer import PlainMLP, PlainTransformer
+from benchmarks.table import print_table, write_between_markers
 from configs.tiny import tiny
 from models.transformer import Transformer, TransformerConfig
 from train.optimizer import make_optimizer
 
 BACKENDS = ("xla", "none")
 TPU, MLP_SHAPE = "v5e:2x4", {"batch": 8, "rows": 2048, "features": 8192, "hidden": 28672}
+SPEED_NOTE = (
+    "Tokens per second are medians over {rounds} rounds, each of which runs one step of every variant. The speedup is "
+    "the median of the ratios to *plain* within each round. Other load on the machine slows all variants of a round, "
+    "so this median varies less than the quotient of the two medians, from which it can differ."
+)
 
 
 class Stack(nnx.Module):
-    """Residual MLPs, scanned; the loss is the mean square of what comes out."""
+    """A stack of residual MLPs as one scan, whose loss is the mean square of its output."""
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=layers)
@@ -54,7 +60,7 @@ class Stack(nnx.Module):
 
 
 def training_step(model: nnx.Module, batch: tuple[jax.Array, ...]) -> Callable[[], Any]:
-    """Compiles value, gradient and AdamW update of a model; returns a function that runs it once, to the end."""
+    """Compiles a training step of a model with AdamW; returns a function that runs it once and waits for the result."""
     graphdef, params = nnx.split(model)
     params = nnx.to_pure_dict(params)
     optimizer = make_optimizer(tiny().optimizer, steps=1000)
@@ -71,12 +77,12 @@ def training_step(model: nnx.Module, batch: tuple[jax.Array, ...]) -> Callable[[
 
 
 def measure(steps: dict[str, Callable[[], Any]], tokens: int, rounds: int, title: str) -> list[list[str]]:
-    """Runs all steps in turn; returns a row for each: tokens a second, and the ratio to the first."""
+    """Runs one step of each variant per round; returns a row per variant, with its speedup over the first one."""
     for run in steps.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for done in range(rounds):
-        # Each round begins with another one: what ran before a step changes what it costs.
+        # Each round begins with another variant, because the time of a step depends on what ran before it.
         for name in [*steps][done % len(steps) :] + [*steps][: done % len(steps)]:
             start = time.perf_counter()
             steps[name]()
@@ -93,7 +99,7 @@ def measure(steps: dict[str, Callable[[], Any]], tokens: int, rounds: int, title
 
 
 def throughput(rounds: int) -> list[list[str]]:
-    """The rows of all three programs."""
+    """Measures both models and the MLPs alone; returns the rows of the table."""
     base = tiny()
     wide = dataclasses.replace(base.model, width=4 * base.model.width, mlp_width=4 * base.model.mlp_width)
     batch, length = base.data.batch_size, base.data.sequence_length
@@ -117,13 +123,13 @@ def throughput(rounds: int) -> list[list[str]]:
 
 
 def parallel_mlp(config: TransformerConfig, backend: str, rngs: nnx.Rngs, *, gated: bool = True) -> fa.nn.ParallelMLP:
-    """Our MLP in the dtypes of a config."""
+    """Makes the parallel MLP with the sizes and dtypes of a config."""
     dtypes = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
     return fa.nn.ParallelMLP(config.width, config.mlp_width, gated=gated, backend=backend, **dtypes, rngs=rngs)
 
 
 def temporary_bytes() -> list[list[str]]:
-    """The compiler's temporary bytes a device of an MLP's forward pass, not gated, for a TPU."""
+    """Compiles the forward pass of an ungated MLP for a TPU; returns rows of its temporary memory per device."""
     shape = MLP_SHAPE
     config = TransformerConfig(
         width=shape["features"], mlp_width=shape["hidden"], dtype="bfloat16", param_dtype="bfloat16"
@@ -152,20 +158,28 @@ def temporary_bytes() -> list[list[str]]:
 
 
 def main() -> None:
-    """Measures, prints, and writes where asked to."""
+    """Measures, prints the tables, and writes them to a file on request."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="training steps of each variant (default: 15)")
-    parser.add_argument("--write", metavar="FILE", help="replace the tables between FILE's markers")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=15,
+        help="number of rounds, each of which runs one step of every variant (default: 15)",
+    )
+    parser.add_argument("--write", metavar="FILE", help="file whose tables, between markers, are replaced")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     speed = print_table(
-        ["training step on 8 simulated CPU devices (2 x 4)", "layers", "tokens/s", "plain = 1"], throughput(args.rounds)
+        ["training step on 8 simulated CPU devices (2 x 4)", "layers", "median tokens/s", "median speedup over plain"],
+        throughput(args.rounds),
     )
+    note = textwrap.fill(SPEED_NOTE.format(rounds=args.rounds), 120)
+    print(f"\n{note}\n")
     title = "MLP forward, not gated, B{batch} S{rows} D{features} F{hidden} bf16, compiled for ".format(**MLP_SHAPE)
-    memory = print_table([title + TPU, "temporary MiB a device", "plain = 1"], temporary_bytes())
+    memory = print_table([title + TPU, "temporary MiB per device", "relative to plain"], temporary_bytes())
     if args.write:
-        write_between_markers(args.write, "throughput", f"{speed}\n\n{memory}")
+        write_between_markers(args.write, "throughput", f"{speed}\n\n{note}\n\n{memory}")
 
 
 if __name__ == "__main__":

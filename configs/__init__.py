@@ -1,1 +1,1 @@
-"""Presets for train/run.py: one file each, with one function that returns a full Config."""
+"""Presets for train/run.py. Each file has one function, which returns a complete Config."""

@@ -1,14 +1,15 @@
-"""A decoder of the size of Llama 3 8B, for a v5p or v6e slice."""
+"""A decoder of the size of Llama 3 8B, for a slice of TPU v5p or v6e."""
 
 from models.transformer import TransformerConfig
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 
 
 def llama_8b() -> Config:
-    """Four million tokens a step; give `--data.path` a .bin file of uint32 tokens.
+    """Trains with four million tokens per step; `--data.path` must name a .bin file of uint32 tokens.
 
-    By the TPU compiler's count the state takes 11.2 GiB on each device of a model axis of 8, and a step of 32 sequences
-    90 GiB in all: on v5p a batch of 512 wants a data axis of 16. `--dry-run --topology NAME` says what fits.
+    On v5p with a model axis of 8 the TPU compiler counts 11.2 GiB per device for the state, and 81 GiB in all for a
+    step with 64 sequences per data shard. A batch of 512 therefore needs a data axis of 8. These figures are from
+    `--dry-run --topology v5p:2x2x2 --data.batch_size 64`.
     """
     return Config(
         workdir="runs/llama_8b",

@@ -1,11 +1,11 @@
-"""A small byte-level decoder on sequences of 8192 bytes, each split over four simulated CPU devices."""
+"""A small byte-level decoder for sequences of 8192 bytes, each of which is split over four simulated CPU devices."""
 
 from models.transformer import TransformerConfig
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 
 
 def long_context() -> Config:
-    """Ring attention over 4 devices, tensor-parallel over 2; narrow and shallow, so that two cores can train it."""
+    """Trains with ring attention over 4 devices and tensor parallelism over 2; small enough for two CPU cores."""
     return Config(
         workdir="runs/long_context",
         steps=100,

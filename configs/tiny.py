@@ -1,11 +1,11 @@
-"""A small byte-level decoder on eight simulated CPU devices: minutes on two cores."""
+"""A small byte-level decoder for eight simulated CPU devices, which two CPU cores train in minutes."""
 
 from models.transformer import TransformerConfig
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 
 
 def tiny() -> Config:
-    """Learns the Python standard library, tensor-parallel over 4 devices and data-parallel over 2."""
+    """Trains on the Python standard library with tensor parallelism over 4 devices and data parallelism over 2."""
     return Config(
         workdir="runs/tiny",
         steps=400,

@@ -1,12 +1,12 @@
-"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP. Read it top to bottom.
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP. Read it from top to bottom.
 
-The residual stream is sharded over the sequence: each device of the model axis holds its own rows of it, norms and
-residuals run on those, and the parallel layers gather and scatter rows while they multiply. With a context axis the
-sequence is split over that, too, and keys and values travel along it. Layers are stacked along a leading dimension of
-their parameters and run as one scan.
+The residual stream is sharded over the sequence: each device of the model axis holds its own rows of it. Norms and
+residuals run on those rows, and the parallel layers gather and scatter rows while they multiply. With a context axis
+the sequence is split over that axis too, and keys and values travel along it. Layers are stacked along a leading
+dimension of their parameters and run as one scan.
 
 Shape suffixes: B batch, L sequence, D width, V vocabulary. On a mesh (data, model), x_BLD is sharded
-P(data, model, None) and tokens_BL is P(data, None); with a context axis, P(data, (context, model), None) and
+P(data, model, None) and tokens_BL is P(data, None); with a context axis, they are P(data, (context, model), None) and
 P(data, context).
 """
 
@@ -31,27 +31,27 @@ class TransformerConfig:
     """The architecture, and how it is computed."""
 
     vocab_size: int = 256
-    """Entries of the vocabulary; a multiple of the model axis. 256 for bytes."""
+    """The entries of the vocabulary; a multiple of the model axis. Bytes need 256."""
     layers: int = 4
-    """Decoder layers."""
+    """The number of decoder layers."""
     width: int = 256
-    """Features of the residual stream."""
+    """The features of the residual stream."""
     heads: int = 8
-    """Query heads of each layer; a multiple of the model axis and of kv_heads."""
+    """The query heads of each layer; a multiple of the model axis and of kv_heads."""
     kv_heads: int = 4
-    """Key-value heads of each layer; a multiple of the model axis."""
+    """The key-value heads of each layer; a multiple of the model axis."""
     mlp_width: int = 768
-    """Hidden features of the gated MLP; a multiple of the model axis."""
+    """The hidden features of the gated MLP; a multiple of the model axis."""
     rope_theta: float = 10_000.0
-    """Base of the rotary position embedding."""
+    """The base of the rotary position embedding."""
     norm_epsilon: float = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """What RMSNorm adds to the mean square."""
     tie_embeddings: bool = False
-    """Whether the output projection is the embedding, transposed."""
+    """Whether the output projection is the transposed embedding."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and of the operands of matmuls, which accumulate in float32."""
+    """The dtype of activations and of the operands of matmuls, which accumulate in float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the parameters and of the optimizer's state."""
+    """The dtype of the parameters and of the optimizer's state."""
     remat: Remat = "none"
     """What the backward pass computes again: nothing; all but the results of matmuls ("dots"); or each whole layer."""
 
@@ -69,32 +69,20 @@ class DecoderLayer(nnx.Module):
         backend: str | None,
         rngs: nnx.Rngs,
     ):
-        dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+        options = _layer_options(config, axis_name, backend)
         self.attention_norm = RMSNorm(config, rngs=rngs)
         self.attention = fa.nn.ParallelSelfAttention(
             config.width,
             config.heads,
             kv_heads=config.kv_heads,
             rope_theta=config.rope_theta,
-            axis_name=axis_name,
             context_axis=context_axis,
             context_layout=context_layout,
-            context_backend={"none": "gather", "fused": None}.get(backend or "", backend),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            backend=backend,
             rngs=rngs,
+            **options,
         )
         self.mlp_norm = RMSNorm(config, rngs=rngs)
-        self.mlp = fa.nn.ParallelMLP(
-            config.width,
-            config.mlp_width,
-            axis_name=axis_name,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            backend=backend,
-            rngs=rngs,
-        )
+        self.mlp = fa.nn.ParallelMLP(config.width, config.mlp_width, rngs=rngs, **options)
 
     def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
@@ -102,7 +90,7 @@ class DecoderLayer(nnx.Module):
 
 
 def RMSNorm(config: TransformerConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:  # noqa: N802 (used as a module)
-    """Root-mean-square normalisation of the width, computed in float32."""
+    """Returns a root-mean-square normalisation of the width, computed in float32."""
     return nnx.RMSNorm(
         config.width,
         epsilon=config.norm_epsilon,
@@ -113,20 +101,20 @@ def RMSNorm(config: TransformerConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:  # noq
 
 
 class Transformer(nnx.Module):
-    """Tokens to logits.
+    """Turns tokens into logits.
 
     Args:
-      config: the architecture.
-      axis_name: the mesh axis that splits heads, hidden features, vocabulary and sequence.
-      context_axis: the mesh axis that splits sequences; None for none.
-      context_layout: the order of positions on it. Tokens and targets are given in the order of
+      config: The architecture.
+      axis_name: The mesh axis that splits heads, hidden features, vocabulary and sequence.
+      context_axis: The mesh axis that splits sequences; None for none.
+      context_layout: The order of positions on it. Tokens and targets are given in the order of
         `flaxasync.sequence_order`.
-      backend: of all rings; see `flaxasync.all_gather_matmul`. With "none" keys and values are gathered, too. With
-        "fused" embeddings and attention, which have no such kernel, choose for themselves.
-      rngs: the random streams; draws from `params`.
+      backend: What executes the collective ops of all layers; see `flaxasync.all_gather_matmul`. An op that lacks this
+        backend chooses for itself.
+      rngs: The random streams; the model draws from `params`.
 
     Raises:
-      ValueError: no mesh is set, or a size does not divide by the axis.
+      ValueError: No mesh is set, or the axis does not divide a size.
     """
 
     def __init__(
@@ -139,18 +127,11 @@ class Transformer(nnx.Module):
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
-        dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+        options = _layer_options(config, axis_name, backend)
         self.config = config
         self.axis_name = axis_name
         self.embed = fa.nn.VocabParallelEmbed(
-            config.vocab_size,
-            config.width,
-            axis_name=axis_name,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            embedding_init=nnx.initializers.normal(0.02),
-            backend=None if backend == "fused" else backend,
-            rngs=rngs,
+            config.vocab_size, config.width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs, **options
         )
 
         @nnx.split_rngs(splits=config.layers)
@@ -170,20 +151,11 @@ class Transformer(nnx.Module):
         self.output = (
             None
             if config.tie_embeddings
-            else fa.nn.ColumnParallelLinear(
-                config.width,
-                config.vocab_size,
-                axis_name=axis_name,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                backend=backend,
-                rngs=rngs,
-            )
+            else fa.nn.ColumnParallelLinear(config.width, config.vocab_size, use_bias=False, rngs=rngs, **options)
         )
 
     def __call__(self, tokens_BL: Int[Array, "B L"]) -> Float[Array, "B L V"]:
-        """Logits of the next token at every position, sharded over the vocabulary."""
+        """Returns the logits of the next token at every position, sharded over the vocabulary."""
 
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
         def run(layer: DecoderLayer, x_BLD: Array) -> Array:
@@ -193,21 +165,9 @@ class Transformer(nnx.Module):
         return self.embed.attend(x_BLD) if self.output is None else self.output(x_BLD)
 
     def loss(self, tokens_BL: Int[Array, "B L"], targets_BL: Int[Array, "B L"]) -> Float[Array, ""]:
-        """Mean cross-entropy of the targets, nats a token, float32."""
+        """Returns the mean cross-entropy of the targets, in nats a token, as float32."""
         losses_BL = fa.nn.softmax_cross_entropy(self(tokens_BL), targets_BL, axis_name=self.axis_name)
         return jnp.mean(losses_BL)
-
-
-def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array], Array]:
-    """A function of a layer and its input, with what the backward pass computes again."""
-
-    def apply(layer: DecoderLayer, x_BLD: Array) -> Array:
-        return layer(x_BLD)
-
-    if remat == "none":
-        return apply
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    return nnx.remat(apply, policy=policy)
 
 
 def check_fits(
@@ -220,13 +180,14 @@ def check_fits(
     """Checks that a model can be laid out on a mesh before anything is built.
 
     Args:
-      config: the architecture.
-      sequence_length: tokens of a sequence.
-      mesh_shape: devices of each mesh axis; the model is split over "model", sequences over "context" if there is one.
-      context_layout: the order of positions on "context".
+      config: The architecture.
+      sequence_length: The tokens of a sequence.
+      mesh_shape: The devices of each mesh axis. The model is split over "model", and sequences over "context" if the
+        mesh has it.
+      context_layout: The order of positions on "context".
 
     Raises:
-      ValueError: a size is not positive, or something does not divide; the message names both and what would do.
+      ValueError: A size is not positive, or something does not divide; the message names both, and a size that would.
     """
     sizes = {
         field: getattr(config, field) for field in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width")
@@ -258,3 +219,21 @@ def check_fits(
                 f"{name} must be divisible by the 'model' axis: got {name}={size} on {devices} devices; "
                 f"use {up}, or a smaller axis"
             )
+
+
+def _layer_options(config: TransformerConfig, axis_name: str, backend: str | None) -> fa.nn.LayerOptions:
+    """Returns the keywords that all parallel layers share."""
+    dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+    return {"axis_name": axis_name, "dtype": dtype, "param_dtype": param_dtype, "backend": backend}
+
+
+def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array], Array]:
+    """Returns a function that applies a layer to its input, and says what the backward pass computes again."""
+
+    def apply(layer: DecoderLayer, x_BLD: Array) -> Array:
+        return layer(x_BLD)
+
+    if remat == "none":
+        return apply
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    return nnx.remat(apply, policy=policy)

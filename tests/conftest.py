@@ -1,45 +1,47 @@
-"""What every test process has: eight CPU devices, the settings that let libtpu compile with no TPU, and a watchdog."""
+"""The settings of every test process: eight CPU devices, libtpu as a compiler without a TPU, and a watchdog."""
 
 import faulthandler
 import os
 
-# Before jax is imported. A test that compiles for a TPU topology needs the TPU_* names, and several processes at once.
+# These variables must be set before jax is imported. Tests that compile for a TPU topology need the TPU_* variables,
+# and several processes must be able to load libtpu at once.
 os.environ.update(
     JAX_PLATFORMS="cpu",
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_ACCELERATOR_TYPE="v5litepod-8",
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    OPENBLAS_NUM_THREADS="1",  # its threads wait by spinning, and a fork loses them (tests/train/launcher.py)
+    OPENBLAS_NUM_THREADS="1",  # its threads wait by spinning, and tests/train/launcher.py forks, which drops threads
 )
 
 import hypothesis
 import jax
 import pytest
 
-WATCHDOG_SECONDS = 420  # a deadlocked collective hangs for ever; no test takes half of this
+WATCHDOG_SECONDS = 420  # a deadlocked collective never returns; no test takes half of this time
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Compiling takes far longer than a test body, and varies: no deadline. One seed: a failure is the change's.
+# There is no deadline, because compilation takes much longer than a test body and its time varies. The examples are
+# derandomized, so that a failure is caused by the change and not by the draw.
 hypothesis.settings.register_profile("flaxasync", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("flaxasync")
 
 
+def pytest_configure(config):
+    if os.environ.get("FLAXASYNC_BENCH") and config.option.markexpr == "not slow":  # the former way to run slow tests
+        config.option.markexpr = ""
+
+
 def pytest_collection_modifyitems(items):
-    """Leaves slow tests to `make test-all`, and begins with the files that take long: two workers end together."""
+    """Runs long files first, so that both workers end together."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
-    if os.environ.get("FLAXASYNC_BENCH"):
-        return
-    for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason="slow, and others of its kind run: FLAXASYNC_BENCH=1 runs it"))
 
 
 @pytest.fixture(autouse=True)
 def watchdog():
-    """Ends the process with every thread's stack when one test hangs."""
+    """Prints the stack of every thread and ends the process if a test hangs."""
     faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -47,7 +49,10 @@ def watchdog():
 
 @pytest.fixture
 def quick_compile(request):
-    """Compiles with few optimizations, in about half the time: for tests of values. `optimized` exempts one test."""
+    """Compiles with few optimizations, which takes about half the time, for tests that look at values only.
+
+    The mark `optimized` exempts a test.
+    """
     if request.node.get_closest_marker("optimized"):
         yield
         return

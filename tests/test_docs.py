@@ -1,4 +1,4 @@
-"""What the documents show runs, and what they point at is there."""
+"""Tests that the code in the documents runs and that their links point at existing files."""
 
 import os
 import pathlib
@@ -36,6 +36,17 @@ def test_examples_run(example):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_point_at_something(document):
-    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
-    assert [target for target in targets if not (document.parent / target).exists()] == []
+def test_links_point_at_existing_files(document):
+    assert broken_links(document.read_text(), document.parent) == []
+
+
+def test_a_broken_link_is_found():
+    """The negative test: one link of three points at no file."""
+    text = "[JAX](https://docs.jax.dev), [README](README.md#layers) and [a page](docs/no_such_page.md)"
+    assert broken_links(text, ROOT) == ["docs/no_such_page.md"]
+
+
+def broken_links(text, folder):
+    """Returns the relative links in a Markdown text that point at no file."""
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    return [target for target in targets if not (folder / target).exists()]

@@ -1,4 +1,4 @@
-"""The shapes in the signatures are true, and every public name is documented."""
+"""Tests that the shapes in the signatures are correct and that every public name is documented."""
 
 import inspect
 import types
@@ -19,7 +19,7 @@ DOWN, ACROSS = P("model", None), P(None, "model")
 
 
 def checked(fn):
-    """`fn` with its shape annotations checked at every call."""
+    """Returns `fn` with its shape annotations checked at every call."""
     return jaxtyping.jaxtyped(fn, typechecker=beartype.beartype)
 
 
@@ -76,14 +76,15 @@ def test_loss_and_model():
     nnx.eval_shape(lambda model: checked(Transformer.loss)(model, targets, targets), model)
 
 
-def test_a_shape_that_the_signature_excludes_is_seen():
+def test_a_shape_that_the_signature_excludes_is_detected():
+    """The negative test: a vector is not [..., rows, features]."""
     layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)))
-    with pytest.raises(jaxtyping.TypeCheckError):
+    with pytest.raises(jaxtyping.TypeCheckError, match="problem arose whilst typechecking parameter 'x'"):
         on_layer(fa.nn.ColumnParallelLinear, "__call__", layer, jnp.ones(8), P())
 
 
 def public(module, prefix):
-    """(qualified name, object) of every public name of a module, and of every public method of its classes."""
+    """Yields (qualified name, object) of every public name of a module and of every public method of its classes."""
     for name, value in vars(module).items():
         if name.startswith("_") or not callable(value) or isinstance(value, types.ModuleType):
             continue
@@ -102,5 +103,5 @@ def test_every_public_name_is_documented(name, value):
     assert documentation, name
     if inspect.isfunction(value) and "." not in value.__qualname__:
         explained = "Args:" in documentation or "Arguments and errors as" in documentation
-        assert explained or len(inspect.signature(value).parameters) <= 3, f"{name} explains no arguments"
-        assert "\n" in documentation, f"{name} has one line alone"
+        assert explained or len(inspect.signature(value).parameters) <= 3, f"{name} does not explain its arguments"
+        assert "\n" in documentation, f"{name} has a docstring of one line only"

@@ -1,1 +1,1 @@
-"""The training script and its parts: `python train/run.py` is the way in."""
+"""The training script and its modules. `python train/run.py` is the entry point."""

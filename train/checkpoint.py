@@ -1,8 +1,9 @@
-"""Checkpoints of a run: saved while training goes on, restored onto any mesh, never silently wrong.
+"""Checkpoints of a run: saved while training continues, restored onto any mesh, and verified when they are restored.
 
-A checkpoint of step s is `checkpoints/s/`, and appears there by one rename when all of it is on disk. It holds the
-train state (arrays, in their global shapes) and a record: the data position, the architecture and the fingerprint of
-the state. Nothing here deletes a checkpoint other than the oldest ones beyond `checkpoint.keep`.
+The checkpoint of step s is the folder `checkpoints/s/`. It appears there by one rename when all of its files are on
+disk, so that a killed process never leaves half a checkpoint under that name. It holds the train state (arrays in their
+global shapes) and a record: the data position, the architecture and the fingerprint of the state. Only the oldest
+checkpoints beyond `checkpoint.keep` are ever deleted.
 """
 
 import contextlib
@@ -25,17 +26,19 @@ from train.fingerprint import fingerprint
 from train.step import TrainState
 from train.workdir import require_same
 
-SHARED_BYTES = 2**20  # Of an array that replicas share the writing of: each shape takes a program that cuts it.
+# Replicas share the writing of arrays of at least this many bytes. Each shape needs a compiled program that slices it,
+# which costs more than it saves for small arrays.
+MIN_BYTES_TO_SHARE = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a checkpoint says beside its arrays; JSON.
+    """What a checkpoint stores beside its arrays, as JSON.
 
     Attributes:
-      data: position of the training batches.
-      architecture: {"model.layers": 4, ...} of the run that saved it.
-      fingerprint: of the train state, see `train.fingerprint`.
+      data: Position of the training batches.
+      architecture: Architecture of the run that saved it, {"model.layers": 4, ...}.
+      fingerprint: Fingerprint of the train state, see `train.fingerprint`.
     """
 
     data: dict[str, Any]
@@ -44,15 +47,15 @@ class Record:
 
 
 class Checkpoints:
-    """The checkpoints in a folder. Use it as a context: leaving waits until what was begun is on disk."""
+    """The checkpoints in a folder. Use it as a context manager: leaving it waits until every save is on disk."""
 
     def __init__(self, folder: Path, *, keep: int):
-        self.folder = folder.resolve()  # orbax wants it absolute
+        self.folder = folder.resolve()  # orbax needs an absolute path
         self._remove_half_written()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.preservation_policy.LatestN(keep)
         )
-        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
+        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_BYTES_TO_SHARE)
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
         handlers = {
             "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
@@ -73,10 +76,16 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def choose(self, step: int | None) -> int:
-        """Returns `step`, which must be here, or the newest one where it is None; 0 where there is none.
+        """Chooses the step to restore.
+
+        Args:
+          step: The requested step, or None for the newest one.
+
+        Returns:
+          The step, or 0 if `step` is None and there is no checkpoint.
 
         Raises:
-          InputError: there is no checkpoint of that step.
+          InputError: There is no checkpoint of the requested step.
         """
         steps = self.steps()
         if step is None:
@@ -89,74 +98,87 @@ class Checkpoints:
         return step
 
     def path(self, step: int) -> Path:
-        """Returns the folder of one checkpoint."""
+        """Returns the folder of the checkpoint of a step."""
         return self.folder / str(step)
 
     def save(self, step: int, state: TrainState, *, data: dict[str, Any], architecture: dict[str, Any]) -> None:
-        """Copies the state to the host, then writes it in the background.
+        """Copies the state to the host, then writes it to disk in the background.
 
-        Waits for the devices, and for the checkpoint before if that is still being written.
+        The call waits for the devices, and for the previous checkpoint if that is still being written.
         """
         record = Record(data, architecture, fingerprint(state))
         args = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(_named(state)), record=ocp.args.JsonSave(dataclasses.asdict(record))
+            state=ocp.args.PyTreeSave(_as_dict(state)), record=ocp.args.JsonSave(dataclasses.asdict(record))
         )
         self._manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
-        """Returns when everything that was saved is on disk."""
+        """Waits until everything that was saved is on disk."""
         self._manager.wait_until_finished()
 
     def restore(
         self, step: int, abstract: TrainState, *, architecture: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Reads the checkpoint of `step` onto the devices that `abstract` names, whatever mesh it was saved on.
+        """Reads the checkpoint of a step onto the devices that `abstract` names, whatever mesh it was saved on.
+
+        Args:
+          step: The step of the checkpoint.
+          abstract: Shape, type and sharding of every array of the state.
+          architecture: The architecture that the checkpoint must have.
 
         Returns:
-          (the state, the data position).
+          The state and the data position.
 
         Raises:
-          InputError: it is of another architecture, or it is damaged. The message offers the one before it; nothing
-            is deleted.
+          InputError: The checkpoint has another architecture, or it is damaged. The message of a damaged one names the
+            checkpoint before it; nothing is deleted.
         """
         record = Record(**self._read(step, "record", ocp.args.JsonRestore()))
         require_same(record.architecture, architecture, where=str(self.path(step)), what="another architecture")
-        named = _named(abstract)
-        places = ocp.checkpoint_utils.construct_restore_args(named)
-        state = TrainState(**self._read(step, "state", ocp.args.PyTreeRestore(named, restore_args=places)))
-        wrong = [name for name, bits in fingerprint(state).items() if record.fingerprint.get(name) != bits]
-        if wrong:
-            raise InputError(self._damaged(step, f"{wrong[0]} is not what was saved"))
+        targets = _as_dict(abstract)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+        state = TrainState(**self._read(step, "state", ocp.args.PyTreeRestore(targets, restore_args=restore_args)))
+        damaged = [name for name, bits in fingerprint(state).items() if record.fingerprint.get(name) != bits]
+        if damaged:
+            raise InputError(self._describe_damage(step, f"{damaged[0]} is not what was saved"))
         return state, record.data
 
     def set_aside(self, after: int, folder: Path) -> list[int]:
-        """Moves the checkpoints of later steps than `after` into `folder`, where nothing deletes them."""
+        """Moves the checkpoints of steps later than `after` into `folder`, where nothing deletes them.
+
+        Returns:
+          The steps whose checkpoints were moved.
+        """
         later = [step for step in self.steps() if step > after]
         if later and jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for step in later:
-                self.path(step).rename(_free(folder / str(step)))
+                self.path(step).rename(_unused_path(folder / str(step)))
         if later and jax.process_count() > 1:
             multihost_utils.sync_global_devices("checkpoints set aside")
         self._manager.reload()
         return later
 
     def _remove_half_written(self) -> None:
-        """Removes what a killed process left. orbax would, in a thread that a run that is complete does not await."""
+        """Removes half-written checkpoints that a killed process left.
+
+        orbax does the same, but in a background thread that may still be at work when the process of a complete run
+        ends.
+        """
         if jax.process_index() == 0:
-            for left in self.folder.glob(f"*{ocp.path.step.TMP_DIR_SUFFIX}*"):
-                shutil.rmtree(left)
+            for half_written in self.folder.glob(f"*{ocp.path.step.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(half_written)
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> dict[str, Any]:
         arguments = ocp.args.Composite(**{item: args})
-        with _abandoned_reads_are_quiet():
+        with _silenced_abandoned_reads():
             try:
                 restored = self._manager.restore(step, args=arguments)
-            except Exception as error:  # orbax, tensorstore and json each have their own kinds
-                raise InputError(self._damaged(step, f"{type(error).__name__}: {error}")) from error
+            except Exception as error:  # orbax, tensorstore and json each raise types of their own
+                raise InputError(self._describe_damage(step, f"{type(error).__name__}: {error}")) from error
         return dict(restored[item])
 
-    def _damaged(self, step: int, cause: str) -> str:
+    def _describe_damage(self, step: int, cause: str) -> str:
         earlier = [other for other in self.steps() if other < step]
         cause = " ".join(cause.split())
         return (
@@ -171,12 +193,12 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _abandoned_reads_are_quiet() -> Iterator[None]:
-    """Keeps quiet the reads that orbax leaves behind when one of them fails.
+def _silenced_abandoned_reads() -> Iterator[None]:
+    """Silences the reads that orbax abandons when one of them fails.
 
-    It reads all arrays at once. After the first failure the others find that nobody waits for them any more, and each
-    says so on standard error, with a traceback, at some later time: so after a failure the quiet stays. The failure
-    itself is raised, and loses nothing.
+    orbax reads all arrays concurrently. After the first failure each of the other reads prints a traceback to standard
+    error because its event loop is closed, possibly much later. The settings are therefore restored after success
+    only. The failure itself is raised to the caller with its message.
     """
     hook, level, filters = sys.unraisablehook, logging.getLogger("asyncio").level, warnings.filters[:]
 
@@ -193,12 +215,12 @@ def _abandoned_reads_are_quiet() -> Iterator[None]:
     warnings.filters[:] = filters  # type: ignore[index]
 
 
-def _named(state: TrainState) -> dict[str, Any]:
+def _as_dict(state: TrainState) -> dict[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
 
-def _free(path: Path) -> Path:
-    """Returns `path`, or `path-1`, `path-2`, ... where there is nothing yet."""
+def _unused_path(path: Path) -> Path:
+    """Returns the first of `path`, `path-1`, `path-2`, ... that does not exist."""
     candidate, count = path, 0
     while candidate.exists():
         count += 1

@@ -1,8 +1,8 @@
-"""What a training run is made of: one frozen dataclass a section, from a preset file and the command line.
+"""The configuration of a training run: one frozen dataclass per section, read from a preset and the command line.
 
 A preset is a Python file with one public function that returns a `Config`. Options on the command line then replace
-single fields. Nothing here touches a device: `check` looks at the values alone, and what depends on the mesh or on
-the data is checked where those are opened.
+single fields. Nothing here touches a device: `check` looks at the values alone. What depends on the mesh or on the data
+is checked where those are opened.
 """
 
 import dataclasses
@@ -20,102 +20,103 @@ import tyro
 from models.transformer import TransformerConfig
 
 DEFAULT_PRESET = Path(__file__).resolve().parent.parent / "configs" / "tiny.py"
+_PRESET_MODULE = "_preset"  # name under which a preset file is imported
 
 
 class InputError(ValueError):
-    """A mistake that the person who starts the run can mend; `run.py` prints it and exits with code 2."""
+    """A mistake that the person who starts the run can correct; `run.py` prints it and exits with code 2."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The devices, as a grid of data x context x model."""
+    """The devices, as a mesh of data x context x model."""
 
     data: int = -1
-    """Devices the batch is split over; -1 takes what the other two leave (devices)."""
+    """Size of the mesh axis that splits the batch; -1 takes all devices that the other axes leave (devices)."""
     context: int = 1
-    """Devices every sequence is split over, by ring attention (devices)."""
+    """Size of the mesh axis that splits every sequence, for ring attention (devices)."""
     model: int = 1
-    """Devices every layer is split over; -1 takes what the other two leave (devices)."""
+    """Size of the mesh axis that splits every layer; -1 takes all devices that the other axes leave (devices)."""
     context_layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """Which positions a device of mesh.context holds; zigzag gives all of them the same work."""
+    """Order in which mesh.context splits the positions of a sequence; zigzag gives every device the same work."""
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    """Kind of device; auto leaves the choice to JAX."""
+    """Kind of device to run on; auto leaves the choice to JAX."""
     cpu_devices: int = 8
-    """Devices the CPU is divided into, when mesh.platform is cpu (devices)."""
+    """Number of devices that the CPU simulates if mesh.platform is cpu (devices)."""
     distributed: bool = False
-    """Several processes train together: join them before the first device is touched (TPU pods, SLURM, Open MPI)."""
+    """Whether several processes train together, as on a TPU pod, under SLURM or under Open MPI."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The text, and how it is cut into batches."""
+    """The training data, and how it is divided into batches."""
 
     path: str | None = None
-    """A text file, a folder of text files, or tokens in a .npy or .bin file; None takes Python's standard library."""
+    """A text file, a folder of text files, or a .npy or .bin file of tokens; None takes Python's standard library."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Type of the tokens in a .bin file; a .npy file says so itself."""
+    """Type of the tokens in a .bin file; a .npy file records its own type."""
     sequence_length: int = 256
-    """Tokens the model sees at once (tokens)."""
+    """Length of the sequences that the model is trained on (tokens)."""
     batch_size: int = 16
-    """Sequences in a step, over all devices (sequences)."""
+    """Sequences per step, over all devices (sequences)."""
     validation_fraction: float = 0.05
-    """Part of the data, from its end, that is kept for validation (fraction of the tokens, 0 to 1)."""
+    """Share of the data, taken from its end, that is kept for validation (fraction of the tokens, 0 to 1)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, with a linear warm-up and a cosine decay."""
+    """AdamW with a linear warm-up and a cosine decay of the learning rate."""
 
     learning_rate: float = 1e-3
-    """Highest learning rate, reached after the warm-up (change per update)."""
+    """Peak of the learning rate, reached at the end of the warm-up (change per update)."""
     warmup_steps: int = 100
-    """Updates over which the learning rate rises from 0 (steps)."""
+    """Length of the warm-up, over which the learning rate rises from 0 to its peak (steps)."""
     decay_floor: float = 0.1
-    """Learning rate of the last step (fraction of optimizer.learning_rate, 0 to 1)."""
+    """Learning rate of the last step, relative to its peak (fraction of optimizer.learning_rate, 0 to 1)."""
     weight_decay: float = 0.1
-    """Pull of the matrices to 0; norms, biases and embeddings have none (fraction per unit of learning rate)."""
+    """Weight decay of the matmul kernels; nothing else is decayed (fraction per update and unit of learning rate)."""
     b1: float = 0.9
-    """Decay of the mean of the gradients (fraction per step, 0 to 1)."""
+    """Decay of Adam's running mean of the gradients (fraction per step, 0 to 1)."""
     b2: float = 0.95
-    """Decay of the mean of their squares (fraction per step, 0 to 1)."""
+    """Decay of Adam's running mean of the squared gradients (fraction per step, 0 to 1)."""
     epsilon: float = 1e-8
-    """Added to the root of the mean square (units of the gradient)."""
+    """Constant that Adam adds to the root of the mean squared gradient (units of the gradient)."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this norm; inf never does (units of the gradient)."""
+    """Global norm to which larger gradients are scaled down; inf turns clipping off (units of the gradient)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and which of it a run continues from."""
+    """What is saved, and what a run continues from."""
 
     every: int = 500
-    """Steps between checkpoints; the last step is always saved (steps)."""
+    """Interval between checkpoints; the last step is always saved (steps)."""
     keep: int = 3
-    """Newest checkpoints that are kept (checkpoints)."""
+    """Number of checkpoints to keep; older ones are deleted (checkpoints)."""
     step: int | None = None
-    """Go back to the checkpoint of this step and set newer ones aside; None takes the newest (steps)."""
+    """Step of the checkpoint to continue from, moving later ones to set_aside/; None takes the newest (steps)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Validation, and the sample at the end."""
+    """Validation, and the text that is generated at the end."""
 
     every: int = 500
-    """Steps between validations; 0 never validates (steps)."""
+    """Interval between validations; 0 turns them off (steps)."""
     batches: int = 8
-    """Batches in a validation, the same ones each time (batches of data.batch_size sequences)."""
+    """Batches per validation, the same ones each time (batches of data.batch_size sequences)."""
     sample_tokens: int = 128
-    """Tokens generated at the end; 0 generates none (tokens)."""
+    """Number of tokens to generate when the run is complete; 0 generates none (tokens)."""
     temperature: float = 0.8
-    """Spread of the generated tokens: below 1 likelier ones, above 1 wilder ones (ratio)."""
+    """Temperature of sampling; below 1 favours likely tokens, above 1 unlikely ones (divisor of the logits)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportConfig:
-    """What is shown while the run goes on."""
+    """What is reported during the run."""
 
     every: int = 10
-    """Steps between progress reports. Between them the host never waits for the devices (steps)."""
+    """Interval between progress reports; the host waits for the devices only at reports and checkpoints (steps)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +124,13 @@ class Config:
     """One training run."""
 
     workdir: str
-    """Folder of the run, made if missing. A run that is started again with the same folder continues."""
+    """Folder of the run; a run that is started again with the same folder continues."""
     steps: int
-    """Optimizer updates in the whole run (steps)."""
+    """Length of the whole run (steps, which are optimizer updates)."""
     seed: int = 0
-    """Seeds the parameters, the order of the data and the sample (whole number, 0 to 2**31 - 1)."""
+    """Seed of the parameters, the order of the data and the sample (integer, 0 to 2**31 - 1)."""
     backend: Literal["auto", "xla", "pallas", "stateful", "fused", "none"] = "auto"
-    """How layers move blocks: xla anywhere; pallas, stateful, fused on TPUs; none gathers first; auto: by fa.plan."""
+    """How layers communicate: none or xla anywhere; pallas, stateful or fused on TPUs; auto lets fa.plan choose."""
     mesh: MeshConfig = MeshConfig()
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     data: DataConfig = DataConfig()
@@ -141,22 +142,22 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     dry_run: bool = False
-    """Compile the training step for --topology and report whether it fits and how fast it would be; run nothing."""
+    """Compile the training step for --topology and report memory and estimated speed, without running it."""
     topology: str | None = None
-    """Of a dry run: TPU chips to compile for, like v5e:2x4 or v5p:2x2x2; none of them has to be there."""
+    """TPU chips that --dry-run compiles for, such as v5e:2x4 or v5p:2x2x2; the machine does not need to have them."""
 
 
 def parse(arguments: Sequence[str]) -> Command:
-    """Reads a command line, `[CONFIG] [--section.field VALUE ...] [--dry-run --topology NAME]`, and checks the values.
+    """Parses a command line, `[CONFIG] [--section.field VALUE ...] [--dry-run --topology NAME]`, and checks the values.
 
-    Exits with code 2 (through tyro) on an unknown field or a value of the wrong type.
+    An unknown field or a value of the wrong type makes tyro exit the process with code 2.
 
     Raises:
-      InputError: the preset is missing or holds no configuration, or a value is out of its range.
+      InputError: The preset is missing or has no configuration, or a value is out of its range.
     """
     preset, options = DEFAULT_PRESET, list(arguments)
     if options and not options[0].startswith("-"):
@@ -167,8 +168,8 @@ def parse(arguments: Sequence[str]) -> Command:
         default=Command(load_preset(preset)),
         prog="train/run.py [CONFIG]",
         description=(
-            f"Trains a decoder tensor-parallel. CONFIG, which comes first, is a preset file; here it is {preset.name}, "
-            "whose values are shown below as the defaults."
+            "Trains a decoder with tensor parallelism. CONFIG is a preset file and must come first. "
+            f"The defaults shown below are those of {preset.name}."
         ),
         config=(tyro.conf.FlagCreatePairsOff,),
         use_underscores=True,
@@ -183,7 +184,11 @@ def parse(arguments: Sequence[str]) -> Command:
 
 
 def load_preset(path: Path) -> Config:
-    """Returns what the one public function of the Python file at `path` returns."""
+    """Loads the configuration that the one public function of a Python file returns.
+
+    Raises:
+      InputError: There is no such file, it is not Python, or it has no such function.
+    """
     if not path.is_file():
         raise InputError(f"CONFIG must be a preset file such as configs/tiny.py: there is no file {path}")
     functions = [
@@ -204,7 +209,11 @@ def load_preset(path: Path) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raises InputError when a value is out of its range, whatever the devices and the data."""
+    """Checks the range of every value, as far as that does not depend on the devices or the data.
+
+    Raises:
+      InputError: A value is out of its range; the message names the field.
+    """
     at_least_one = {
         "steps": config.steps,
         "data.sequence_length": config.data.sequence_length,
@@ -240,24 +249,29 @@ def check(config: Config) -> None:
         "eval.temperature": config.eval.temperature,
     }
     for name, value in at_least_one.items():
-        _need(value >= 1, name, value, "at least 1")
+        _require(value >= 1, name, value, "at least 1")
     for name, number in at_least_zero.items():
-        _need(number >= 0 and math.isfinite(number), name, number, "at least 0")
+        _require(number >= 0 and math.isfinite(number), name, number, "at least 0")
     for name, number in fractions.items():
-        _need(0 <= number < 1, name, number, "at least 0 and below 1")
+        _require(0 <= number < 1, name, number, "at least 0 and below 1")
     for name, number in positive.items():
-        _need(number > 0, name, number, "above 0")
-    _need(config.seed < 2**31, "seed", config.seed, "below 2**31")
-    _need(0 <= config.optimizer.decay_floor <= 1, "optimizer.decay_floor", config.optimizer.decay_floor, "0 to 1")
+        _require(number > 0, name, number, "above 0")
+    _require(config.seed < 2**31, "seed", config.seed, "below 2**31")
+    _require(0 <= config.optimizer.decay_floor <= 1, "optimizer.decay_floor", config.optimizer.decay_floor, "0 to 1")
     if config.eval.every:
         fraction = config.data.validation_fraction
-        _need(fraction > 0, "data.validation_fraction", fraction, "above 0 where eval.every is not 0")
+        _require(fraction > 0, "data.validation_fraction", fraction, "above 0 where eval.every is not 0")
     length, sample = config.data.sequence_length, config.eval.sample_tokens
-    _need(sample < length, "eval.sample_tokens", sample, f"below data.sequence_length={length}: a prompt comes first")
+    _require(
+        sample < length,
+        "eval.sample_tokens",
+        sample,
+        f"below data.sequence_length={length}, to leave a prompt",
+    )
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields ("section.field", value) of a configuration that `dataclasses.asdict` or JSON made."""
+    """Yields ("section.field", value) pairs of a nested dict, as `dataclasses.asdict` or JSON gives it."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")
@@ -265,15 +279,12 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-_PRESET_MODULE = "_preset"
-
-
 def _run_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_PRESET_MODULE, path)
     if spec is None or spec.loader is None:
         raise InputError(f"CONFIG must be a Python file: got {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_PRESET_MODULE] = module  # dataclasses that a preset defines look their module up here
+    sys.modules[_PRESET_MODULE] = module  # `dataclasses` looks up the module of a class that a preset defines
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -281,6 +292,6 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _need(holds: bool, name: str, value: object, needed: str) -> None:
+def _require(holds: bool, name: str, value: object, needed: str) -> None:
     if not holds:
         raise InputError(f"{name} must be {needed}: got {value}")

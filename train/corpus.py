@@ -1,7 +1,7 @@
-"""The tokens a run learns from: one long 1-D array, from this Python's standard library, from text or from tokens.
+"""The tokens of a run: one 1-D array, made from Python's standard library, from text, or from a file of tokens.
 
-Text is taken as bytes, a token a byte. A text file and a token file are mapped, not loaded; a folder of text and the
-standard library are read into memory (the library is about 9 MB, read in a tenth of a second, so nothing is cached).
+Every byte of a text is one token. Text files and token files are memory-mapped. A folder of text and the standard
+library are read into memory; the library is about 10 MB and takes a tenth of a second to read, so it is not cached.
 """
 
 import dataclasses
@@ -13,21 +13,22 @@ import numpy as np
 
 from train.config import DataConfig, InputError
 
-CHUNK_TOKENS = 1 << 24  # a check looks at this many tokens at once
+CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
 _TOKEN_DTYPES = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
-# Not code that was written to be read: tests, character tables, and modules with this machine's paths in them.
+# These folders and modules are not code that was written to be read, or differ between machines: tests, character
+# tables, and build settings that contain local paths.
 _LIBRARY_SKIPS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})
 _LIBRARY_SKIPPED_PREFIX = "_sysconfigdata"
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens, and what to call them.
+    """Tokens and where they come from.
 
     Attributes:
-      name: where they are from, for people.
-      tokens: [tokens], uint8, uint16 or uint32; often mapped from a file.
-      is_text: whether a token is a byte of text, so that a sample can be shown as text.
+      name: Name of the source, for messages.
+      tokens: The tokens, a 1-D array of uint8, uint16 or uint32 that may be mapped from a file.
+      is_text: Whether every token is a byte of text, so that generated tokens can be shown as text.
     """
 
     name: str
@@ -36,10 +37,10 @@ class Corpus:
 
 
 def open_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:
-    """Opens what `data.path` names and checks every token.
+    """Opens the data that `data.path` names and checks every token.
 
     Raises:
-      InputError: it is missing, empty, no text, no tokens, or holds a token id that the vocabulary lacks.
+      InputError: The data is missing, empty or of an unknown kind, or has a token that is not in the vocabulary.
     """
     if config.path is None:
         corpus = _standard_library()
@@ -85,7 +86,7 @@ def _folder(root: Path) -> Corpus:
     ]
     files = [path for path in files if path.stat().st_size]
     if not files:
-        raise InputError(f"data.path must hold text: the folder {root} has no file with something in it")
+        raise InputError(f"data.path must hold text: the folder {root} has no file that is not empty")
     files.sort(key=lambda path: path.relative_to(root).as_posix())
     for path in files:
         _map_text(path)
@@ -93,7 +94,7 @@ def _folder(root: Path) -> Corpus:
 
 
 def _join(files: Iterable[Path]) -> np.ndarray:
-    """Returns the bytes of all files, a line break between any two, read-only."""
+    """Returns a read-only array of the bytes of all files, separated by line breaks."""
     return np.frombuffer(b"\n".join(path.read_bytes() for path in files), np.uint8)
 
 
@@ -130,7 +131,7 @@ def _map_bin(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _check_tokens(corpus: Corpus, vocab_size: int) -> None:
-    """Looks at every token, a chunk at a time, unless the type alone says that all fit."""
+    """Checks every token, one chunk at a time, unless no value of the type can leave the vocabulary."""
     tokens = corpus.tokens
     if tokens.size == 0:
         raise InputError(f"data.path must hold data: {corpus.name} has no tokens")
@@ -139,8 +140,8 @@ def _check_tokens(corpus: Corpus, vocab_size: int) -> None:
     for start in range(0, tokens.size, CHUNK_TOKENS):
         chunk = tokens[start : start + CHUNK_TOKENS]
         if chunk.max() >= vocab_size:
-            at = int(np.argmax(chunk >= vocab_size))
+            index = int(np.argmax(chunk >= vocab_size))
             raise InputError(
-                f"token ids must be below model.vocab_size={vocab_size}: token {start + at} of {corpus.name} "
-                f"is {chunk[at]}; raise model.vocab_size, or check data.token_dtype"
+                f"token ids must be below model.vocab_size={vocab_size}: token {start + index} of {corpus.name} "
+                f"is {chunk[index]}; raise model.vocab_size, or check data.token_dtype"
             )

@@ -1,9 +1,9 @@
 """Batches of token windows: shuffled, endless, and able to continue from a saved position.
 
-The tokens are cut into windows of `sequence_length + 1`, each beginning with the last token of the one before, so that
-every token is a target once an epoch. Each epoch has an order of its own, which the seed decides. Every process loads
-only the rows of a batch that its own devices hold; which sequences make up a step does not depend on how many
-processes there are. Where the mesh splits sequences, their positions are put in its order here, once.
+The tokens are divided into windows of `sequence_length + 1`. Each window begins with the last token of the one before
+it, so that every token is a target once per epoch. The seed determines the order of the windows, which differs between
+epochs. Every process loads only the rows of a batch that its own devices hold; the sequences of a step do not depend on
+the number of processes. If the mesh splits sequences, their positions are reordered here, once.
 """
 
 import dataclasses
@@ -19,16 +19,19 @@ from train.corpus import Corpus
 from train.mesh import sequence_order, token_spec
 
 Batch = tuple[jax.Array, jax.Array]
-"""(tokens, targets), int32 [batch, sequence] each; targets are the tokens one place on, both in the mesh's order."""
+"""Tokens and targets, int32 [batch, sequence] each, laid out in the order of the mesh.
+
+The target of a position is the token of the next position.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """A random-access source for grain: window `i` of a token array.
+    """A random-access data source for grain, whose elements are the windows of a token array.
 
     Attributes:
-      tokens: [tokens], any unsigned type; mapped files stay on disk.
-      length: L, tokens the model sees (tokens).
+      tokens: The tokens, a 1-D array of any unsigned type; mapped files stay on disk.
+      length: L, the number of tokens that the model sees.
     """
 
     tokens: np.ndarray
@@ -38,16 +41,16 @@ class Windows:
         return max(0, (self.tokens.size - 1) // self.length)
 
     def __getitem__(self, index: SupportsIndex) -> np.ndarray:
-        """Returns int32 [L + 1]."""
+        """Returns one window, int32 [L + 1]."""
         start = int(index) * self.length
         return self.tokens[start : start + self.length + 1].astype(np.int32)
 
 
 def split(corpus: Corpus, config: Config) -> tuple[Windows, Windows]:
-    """Returns the windows for training and for validation; the latter are the end of the tokens.
+    """Splits the tokens into windows for training and, from the end of the tokens, windows for validation.
 
     Raises:
-      InputError: one of them is too short.
+      InputError: One of the two parts is too short.
     """
     length, batch_size = config.data.sequence_length, config.data.batch_size
     if corpus.tokens.size < length + 1:
@@ -71,83 +74,80 @@ def split(corpus: Corpus, config: Config) -> tuple[Windows, Windows]:
 
 
 class TrainingBatches:
-    """An endless iterator of global batches, loaded ahead by a thread; its position can be saved and set."""
+    """An endless iterator over global batches, which a thread prefetches; its position can be saved and restored."""
 
     def __init__(self, windows: Windows, config: Config, mesh: jax.sharding.Mesh):
-        self._place = _Placer(config, mesh)
+        self._sharding = _BatchSharding(config, mesh)
         dataset = grain.MapDataset.source(windows).shuffle(seed=config.seed).repeat()
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        self._iterator = iter(self._place.local(dataset).to_iter_dataset(options))
+        self._iterator = iter(self._sharding.local(dataset).to_iter_dataset(options))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return self._place(next(self._iterator))
+        return self._sharding.to_global(next(self._iterator))
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position, which JSON can hold; the same in every process, however many there are."""
+        """Returns the position as JSON data; it is the same in every process, however many there are."""
         return self._iterator.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues after the last batch taken when `state` was got."""
+        """Continues after the last batch that had been taken when `get_state` returned `state`."""
         self._iterator.set_state(state)
 
 
 class ValidationBatches:
-    """The first `eval.batches` batches of the validation windows, or as many as there are; the same each time."""
+    """The first `eval.batches` batches of the validation windows, or as many as there are, the same each time."""
 
     def __init__(self, windows: Windows, config: Config, mesh: jax.sharding.Mesh):
-        self._place = _Placer(config, mesh)
-        self._dataset = self._place.local(grain.MapDataset.source(windows))
+        self._sharding = _BatchSharding(config, mesh)
+        self._dataset = self._sharding.local(grain.MapDataset.source(windows))
         self._length = min(config.eval.batches, len(windows) // config.data.batch_size)
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self._place(self._dataset[index]) for index in range(self._length))
+        return (self._sharding.to_global(self._dataset[index]) for index in range(self._length))
 
 
 def share_of_batch(starts: set[int], shard_rows: int, *, batch_size: int) -> tuple[int, int]:
-    """Returns (first, stride) of the sequences in a batch that this process loads.
+    """Returns which sequences of a batch a process loads, as the first one and the stride.
 
-    Processes that split only `model` among them hold the same rows, so the stride is not the number of processes.
+    Processes that split only the model axis among them hold the same rows, so the stride can be smaller than the number
+    of processes.
 
     Args:
-      starts: first rows of the shards that its devices hold.
-      shard_rows: rows of a shard.
-      batch_size: rows of the batch.
+      starts: The first row of each shard that the devices of the process hold.
+      shard_rows: The number of rows in a shard.
+      batch_size: The number of rows in the batch.
     """
     rows = len(starts) * shard_rows
     return min(starts) // rows, batch_size // rows
 
 
-class _Placer:
-    """Knows which rows of a batch this process holds: picks them from a dataset, and makes global arrays of them."""
+class _BatchSharding:
+    """How a batch lies on the mesh: selects the rows of this process from a dataset and makes global arrays of them."""
 
     def __init__(self, config: Config, mesh: jax.sharding.Mesh):
         self._sharding = jax.NamedSharding(mesh, token_spec(mesh))
         self._shape = (config.data.batch_size, config.data.sequence_length)
-        if self._shape[0] % mesh.shape["data"]:
-            raise InputError(
-                f"data.batch_size must be divisible by the 'data' axis: got {self._shape[0]} on "
-                f"{mesh.shape['data']} devices"
-            )
         shards = [s for s in self._sharding.addressable_devices_indices_map(self._shape).values() if s is not None]
         starts = {index[0].indices(self._shape[0])[0] for index in shards}
-        # The positions that its devices hold, in the mesh's order; all of them unless processes split sequences.
-        held = {place for index in shards for place in range(*index[1].indices(self._shape[1]))}
-        self._positions = sequence_order(mesh, config.mesh, self._shape[1])[sorted(held)]
+        # The positions that the devices of this process hold are all positions, unless processes split sequences.
+        columns = {column for index in shards for column in range(*index[1].indices(self._shape[1]))}
+        self._positions = sequence_order(mesh, config.mesh, self._shape[1])[sorted(columns)]
         self._share = share_of_batch(starts, self._shape[0] // mesh.shape["data"], batch_size=self._shape[0])
 
     def local(self, dataset: grain.MapDataset) -> grain.MapDataset:
-        """Picks the windows of this process and stacks them: [rows of this process, L + 1]."""
+        """Selects the windows of this process and stacks them, [rows of this process, L + 1]."""
         first, stride = self._share
         rows = self._shape[0] // stride
         return dataset.slice(slice(first, None, stride)).batch(rows, drop_remainder=True)
 
-    def __call__(self, windows: np.ndarray) -> Batch:
+    def to_global(self, windows: np.ndarray) -> Batch:
+        """Makes the global batch from the windows of this process."""
         make = jax.make_array_from_process_local_data
         tokens, targets = windows[:, self._positions], windows[:, self._positions + 1]
         return make(self._sharding, tokens, self._shape), make(self._sharding, targets, self._shape)

@@ -1,11 +1,11 @@
-"""`run.py --dry-run --topology v5e:2x4`: does a run fit on those chips, and how fast would it be? Needs none of them.
+"""`run.py --dry-run --topology v5e:2x4` reports whether a run fits those chips and how fast it would be, without them.
 
-The whole training step is compiled for the topology, by libtpu in a process of its own. Memory is the compiler's
-count. Times are estimates of `flaxasync.check` from the compiled program; nothing is run. Where the step does not fit,
-the same step is compiled smaller, with options that the report names, and the estimates are of that one.
+The whole training step is compiled for the topology by libtpu, in a separate process. The memory figures are the
+compiler's own. Times are estimated by `flaxasync.check` from the compiled program; nothing is run. If the step does not
+fit, a smaller version of it is compiled: the report names the options that make it smaller, and the estimates are those
+of the smaller step.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -18,28 +18,30 @@ import jax
 import numpy as np
 
 from flaxasync import check
-from models.transformer import check_fits
 from train.config import Config, InputError
 from train.dry_run_picture import save_picture
 from train.dry_run_report import DryRun, render
-from train.mesh import grid
+from train.mesh import check_fits_mesh, mesh_shape
 from train.model_flops import model_flops_per_token
 from train.show import say
-from train.step import Trainer, TrainState
+from train.step import Trainer, TrainState, backend_limits_are_input_errors
 
-COMFORT = 0.5  # part of the memory that a smaller batch is chosen for; near the limit the compiler recomputes, for long
-COMPILE_SECONDS = 1200
+# A smaller batch is chosen to fill this share of the memory. Close to the limit the compiler searches long for values
+# that it could recompute.
+MEMORY_TARGET = 0.5
+COMPILE_SECONDS = 1200  # time limit of one compilation
 
 
 def dry_run(config: Config, topology: str) -> int:
-    """Reports on a run, and leaves the details in the folder `dry_run` of its workdir; returns the exit code.
+    """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and returns the exit code.
 
     Raises:
-      InputError: the topology is unknown or does not suit the mesh, libtpu is missing, or the model does not divide.
+      InputError: The topology is unknown or does not match the mesh, libtpu is missing, the model or the batch does not
+        divide over the mesh, or the step cannot be compiled at all.
     """
-    jax.config.update("jax_platforms", "cpu")  # to trace on; a run on the chips of this machine is not disturbed
-    mesh = _mesh(config, topology)
-    with jax.set_mesh(mesh), _bad_input(config):
+    jax.config.update("jax_platforms", "cpu")  # tracing must not occupy the chips of this machine
+    mesh = _topology_mesh(config, topology)
+    with jax.set_mesh(mesh), backend_limits_are_input_errors(config):
         began = time.monotonic()
         found = _compile_what_fits(config, topology, mesh)
         folder = Path(config.workdir) / "dry_run"
@@ -48,64 +50,49 @@ def dry_run(config: Config, topology: str) -> int:
         text = render(report)
         say(text)
         _save(report, text, folder)
-    say(f"in full    {folder}: timeline.png, trace.json (ui.perfetto.dev), audit.txt, program.txt, report.json")
+    say(f"details    {folder}: timeline.png, trace.json (ui.perfetto.dev), audit.txt, program.txt, report.json")
     return 0
 
 
-def _mesh(config: Config, topology: str) -> jax.sharding.Mesh:
+def _topology_mesh(config: Config, topology: str) -> jax.sharding.Mesh:
     try:
         size = check.topology_size(topology)
-        shape = grid(config.mesh, size, topology)
+        shape = mesh_shape(config.mesh, size, topology)
         explicit = (jax.sharding.AxisType.Explicit,) * len(shape)
         mesh = check.topology_mesh(topology, tuple(shape.values()), tuple(shape), axis_types=explicit)
-        check_fits(
-            config.model,
-            sequence_length=config.data.sequence_length,
-            mesh_shape=shape,
-            context_layout=config.mesh.context_layout,
-        )
     except InputError:
         raise
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    if config.data.batch_size % mesh.shape["data"]:
-        raise InputError(
-            f"data.batch_size must be divisible by the 'data' axis: got {config.data.batch_size} on "
-            f"{mesh.shape['data']} devices"
-        )
+    check_fits_mesh(config, shape)
     return mesh
 
 
-@contextlib.contextmanager
-def _bad_input(config: Config) -> Iterator[None]:
-    try:
-        yield
-    except NotImplementedError as error:
-        raise InputError(f"backend={config.backend} cannot serve this run: {error}") from error
-
-
 def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh) -> DryRun:
-    """Compiles the step as it was asked for, or else the first of the smaller ones that fits."""
+    """Compiles the step that was requested or, if that does not fit, the first smaller step that does."""
     refused: list[check.HbmError] = []
-    for smaller in _attempts(config, mesh, refused):
-        tried = _with(config, smaller)
+    for smaller in _smaller_steps(config, mesh, refused):
+        tried = _replace_options(config, smaller)
         trainer = Trainer(tried, mesh)
         state, batch = trainer.abstract_state(), trainer.abstract_batch()
-        named = " ".join(f"--{name} {value}" for name, value in smaller.items()) or "as asked"
+        named = " ".join(f"--{name} {value}" for name, value in smaller.items()) or "as requested"
         say(f"compiling  for {topology}, {named} ...")
         try:
             program = check.compile_for(topology, trainer.train_step, state, batch, batch, timeout=COMPILE_SECONDS)
         except check.HbmError as error:
             refused.append(error)
             continue
-        except RuntimeError as error:  # it crashed, hung, or refused for another reason
+        except RuntimeError as error:  # a crash, a timeout, or a refusal for another reason than memory
             raise InputError(f"the training step could not be compiled for {topology}: {error}") from error
-        return _measure(config, tried, smaller, refused, topology, mesh, state, program)
+        return _estimate(config, tried, smaller, refused, topology, mesh, state, program)
     raise InputError(f"not even one layer fits on {topology}: {refused[-1]}; use a larger topology, or a smaller model")
 
 
-def _attempts(config: Config, mesh: jax.sharding.Mesh, refused: list[check.HbmError]) -> Iterator[dict[str, Any]]:
-    """Yields options: none; a smaller batch; bfloat16 parameters, too; fewer layers, too."""
+def _smaller_steps(config: Config, mesh: jax.sharding.Mesh, refused: list[check.HbmError]) -> Iterator[dict[str, Any]]:
+    """Yields the options to try, from no change to the smallest step.
+
+    A smaller batch comes first, then bfloat16 parameters in addition, then fewer layers in addition.
+    """
     yield {}
     smaller: dict[str, Any] = {}
     shards, batch = mesh.shape["data"], config.data.batch_size
@@ -125,24 +112,25 @@ def _attempts(config: Config, mesh: jax.sharding.Mesh, refused: list[check.HbmEr
 
 
 def _batch_that_fits(config: Config, mesh: jax.sharding.Mesh, refusal: check.HbmError) -> int:
-    """Returns the sequences a data shard, a power of two below those refused, that should fit with room to spare.
+    """Predicts the number of sequences per data shard, a power of two, that fits with a margin.
 
-    What is needed is taken for the state, gradients as large as the parameters, and a part for each sequence.
+    The bytes that were needed are modelled as the state, gradients as large as the parameters, and an equal share for
+    each sequence.
     """
     trainer = Trainer(config, mesh)
     state = trainer.abstract_state()
-    fixed = _device_bytes(state) + _device_bytes(state.params)
+    fixed = _bytes_per_device(state) + _bytes_per_device(state.params)
     refused = config.data.batch_size // mesh.shape["data"]
-    each = max(refusal.needed - fixed, 1) / refused
-    room = max(COMFORT * refusal.available - fixed, 0)
+    per_sequence = max(refusal.needed - fixed, 1) / refused
+    available = max(MEMORY_TARGET * refusal.available - fixed, 0)
     sequences = 1
-    while sequences * 2 < refused and sequences * 2 * each <= room:
+    while sequences * 2 < refused and sequences * 2 * per_sequence <= available:
         sequences *= 2
     return sequences
 
 
-def _with(config: Config, options: dict[str, Any]) -> Config:
-    """Returns a configuration with fields replaced: {"data.batch_size": 8}."""
+def _replace_options(config: Config, options: dict[str, Any]) -> Config:
+    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
     for name, value in options.items():
         section, field = name.split(".")
         config = dataclasses.replace(
@@ -151,7 +139,7 @@ def _with(config: Config, options: dict[str, Any]) -> Config:
     return config
 
 
-def _measure(
+def _estimate(
     config: Config,
     tried: Config,
     smaller: dict[str, Any],
@@ -171,8 +159,8 @@ def _measure(
         chip=check.CHIPS[program.chip],
         mesh=dict(mesh.shape),
         parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-        parameter_bytes=_device_bytes(state.params),
-        optimizer_bytes=_device_bytes(state.opt_state),
+        parameter_bytes=_bytes_per_device(state.params),
+        optimizer_bytes=_bytes_per_device(state.opt_state),
         tokens=tried.data.batch_size * sequence,
         flops_per_token=model_flops_per_token(tried.model, sequence),
         program=program,
@@ -182,8 +170,8 @@ def _measure(
     )
 
 
-def _device_bytes(tree: Any) -> int:
-    """Returns the bytes that the arrays of a tree take on one device."""
+def _bytes_per_device(tree: Any) -> int:
+    """Returns the bytes that the arrays of a tree occupy on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -193,5 +181,5 @@ def _save(report: DryRun, text: str, folder: Path) -> None:
     (folder / "report.json").write_text(json.dumps(report.figures(), indent=2) + "\n")
     (folder / "audit.txt").write_text(f"{report.audit}\n\n{report.timeline}\n")
     (folder / "program.txt").write_text(report.program.as_text())
-    report.timeline.save_trace(folder / "trace.json")
+    check.save_trace(report.timeline, folder / "trace.json")
     save_picture(report, folder / "timeline.png")

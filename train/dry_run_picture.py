@@ -1,9 +1,9 @@
-"""The picture of a dry run: the memory of a device, the whole step in time, and one layer's turn each way in detail."""
+"""The picture of a dry run: the memory of a device, the whole step, and one layer in each direction in detail."""
 
 from pathlib import Path
 from typing import Any
 
-from flaxasync.check.timeline import Loop, Slice, Timeline
+from flaxasync.check import Loop, Slice, Timeline
 from train.dry_run_report import GIB, DryRun, gib, time_text
 from train.step_phases import Phases
 
@@ -21,17 +21,17 @@ LABELS = {
     "matmul": "matmuls",
     "work": "other work",
     "stall": "waits for other devices",
-    "collective": "held by a collective",
-    "memory": "waits for its memory",
-    "transfer": "transfer under way",
-    "copy": "local copy under way",
-    "repeat": "more turns of a loop",
+    "collective": "synchronous collective",
+    "memory": "waits for its own memory",
+    "transfer": "transfer in flight",
+    "copy": "local copy in flight",
+    "repeat": "further iterations of a loop",
 }
 MEMORY_COLOURS = ("#34495e", "#5d7ea3", "#7fb3a4", "#c9c9c9", "#8c6bb1")
-BLOCK = 0.02  # part of the step from which a loop is drawn as a block
-LETTER = 0.0048  # width of one, in parts of a panel
-SHORT = 0.01  # part of a turn that is too short to interrupt the name of an op
-INK = "#333333"
+MIN_LOOP = 0.02  # a loop that takes at least this share of the step is drawn as one block
+LETTER = 0.0048  # width of a letter, as a share of the width of a panel
+SHORT = 0.01  # slices shorter than this share of an iteration do not interrupt the name of an op
+INK = "#333333"  # colour of text
 
 
 def save_picture(report: DryRun, path: Path) -> None:
@@ -56,7 +56,7 @@ def save_picture(report: DryRun, path: Path) -> None:
         _draw_memory(figure.add_subplot(grid[0]), report)
         _draw_step(figure.add_subplot(grid[1]), t, phases, drawn)
         for n, loop in enumerate(zooms):
-            _draw_turn(figure.add_subplot(grid[2 + n]), t, loop, phases, drawn)
+            _draw_iteration(figure.add_subplot(grid[2 + n]), t, loop, phases, drawn)
         figure.text(0.012, 1 - 0.3 / size, _title(report), fontsize=13, fontweight="bold", va="center")
         figure.text(0.012, 1 - 0.56 / size, _subtitle(report), fontsize=10, color=INK, va="center")
         patches = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in COLOURS if kind in drawn]
@@ -80,14 +80,14 @@ def _subtitle(report: DryRun) -> str:
     )
     if not report.fits:
         options = ", ".join(f"{name.partition('.')[2]} {value}" for name, value in report.smaller.items())
-        text += f"   ·   as asked it does not fit; drawn with {options}"
+        text += f"   ·   the requested step does not fit; drawn with {options}"
     return text
 
 
 def _draw_memory(axes: Any, report: DryRun) -> None:
-    """One bar of what the drawn step holds, the chip's memory as a frame, and what the run as asked would need."""
-    there, left = report.chip.hbm_bytes / GIB, 0.0
-    end = 1.02 * max(there, report.program.bytes_by_kind["total"] / GIB)
+    """Draws the memory that the drawn step uses as one bar, and the memory of the chip as a line."""
+    available, left = report.chip.hbm_bytes / GIB, 0.0
+    end = 1.02 * max(available, report.program.bytes_by_kind["total"] / GIB)
     for colour, (what, count) in zip(MEMORY_COLOURS, report.memory().items(), strict=True):
         width = count / GIB
         axes.barh(0, width, left=left, height=0.62, color=colour, edgecolor="white", linewidth=0.6)
@@ -99,25 +99,25 @@ def _draw_memory(axes: Any, report: DryRun) -> None:
             axes.text(left + width / 2, 0, f"{short}\n{gib(count)}", ha="center", va="center", color="white",
                       fontsize=6.5)  # fmt: skip
         left += width
-    axes.plot([there, there], [-0.5, 0.5], color="#b03030", lw=1.6)
+    axes.plot([available, available], [-0.5, 0.5], color="#b03030", lw=1.6)
     used = f"{gib(report.program.bytes_by_kind['total'])} used of {gib(report.chip.hbm_bytes)}"
     axes.set_title(f"Memory of a device (GiB): {used}", loc="left", fontweight="bold")
     if not report.fits:
-        axes.set_title(f"as asked: {gib(report.needed)}, which does not fit", loc="right", color="#b03030")
+        axes.set_title(f"requested: {gib(report.needed)}, which does not fit", loc="right", color="#b03030")
     axes.set_xlim(0, end)
     axes.set_ylim(-0.55, 0.55)
     axes.set_yticks([])
-    _plain(axes)
+    _remove_frame(axes)
 
 
 def _draw_step(axes: Any, t: Timeline, phases: Phases, drawn: set[str]) -> None:
-    """The core over the whole step: a loop over layers as a block whose height is divided as its time is."""
+    """Draws the core over the whole step; a long loop becomes a block that is divided by the share of each kind."""
     scale, unit = _unit(t.seconds)
     device = t.devices[0].device
-    blocks = [loop for loop in t.loops if loop.depth == 0 and loop.end - loop.start > BLOCK * t.seconds]
+    blocks = [loop for loop in t.loops if loop.depth == 0 and loop.end - loop.start > MIN_LOOP * t.seconds]
     core = [s for s in t.slices if s.device == device and s.lane == "core"]
     loose = [s for s in core if not any(b.start <= s.start < b.end for b in blocks)]
-    _bars(axes, loose, 0, 1, scale, phases, drawn)
+    _draw_slices(axes, loose, 0, 1, scale, phases, drawn)
     for block in blocks:
         bottom, width = 0.0, (block.end - block.start) * scale
         for kind, share in _shares(core, block, phases):
@@ -132,43 +132,44 @@ def _draw_step(axes: Any, t: Timeline, phases: Phases, drawn: set[str]) -> None:
             drawn.add(kind)
         axes.barh(0.5, width, left=block.start * scale, height=1, color="none", edgecolor="white", linewidth=1.2)
         if width > 0.06 * t.seconds * scale:
-            turn = time_text(block.iteration[1] - block.iteration[0])
-            text = f"{_what(phases, block)}: {block.trips} x {turn}" if block.trips > 1 else _what(phases, block)
+            iteration = time_text(block.iteration[1] - block.iteration[0])
+            name = _describe_loop(phases, block)
+            text = f"{name}: {block.trips} x {iteration}" if block.trips > 1 else name
             axes.text((block.start + block.end) / 2 * scale, 1.05, text, ha="center", va="bottom", fontsize=8.5)
-    axes.set_title(f"The step ({unit}); a loop is divided from bottom to top as its time is", loc="left",
+    axes.set_title(f"The step ({unit}); the height of a colour in a loop is its share of the time", loc="left",
                    fontweight="bold", pad=20)  # fmt: skip
     axes.set_xlim(0, t.seconds * scale)
     axes.set_ylim(0, 1.01)
     axes.set_yticks([])
-    _plain(axes)
+    _remove_frame(axes)
 
 
-def _draw_turn(axes: Any, t: Timeline, loop: Loop, phases: Phases, drawn: set[str]) -> None:
-    """One turn of a loop: what the core does, by op, and what is under way on each link."""
+def _draw_iteration(axes: Any, t: Timeline, loop: Loop, phases: Phases, drawn: set[str]) -> None:
+    """Draws one iteration of a loop: what the core does, with the names of ops, and what is in flight on each link."""
     begin, end = loop.iteration
     scale, unit = _unit(end - begin)
     device, lanes = t.devices[0].device, _lanes(t, loop)
     top, ticks = 0.0, []
     for lane in lanes:
         height = 1.0 if lane == "core" else 0.42
-        mine = [s for s in t.slices if s.device == device and s.lane == lane and s.end > begin and s.start < end]
-        moved = [_clipped(s, begin, end) for s in mine]
-        _bars(axes, moved, top, height, scale, phases, drawn)
+        inside = [s for s in t.slices if s.device == device and s.lane == lane and s.end > begin and s.start < end]
+        slices = [_clipped(s, begin, end) for s in inside]
+        _draw_slices(axes, slices, top, height, scale, phases, drawn)
         if lane == "core":
-            _name_parts(axes, moved, phases, scale, (end - begin) * scale)
+            _draw_op_names(axes, slices, phases, scale, (end - begin) * scale)
         ticks.append((top + height / 2, {"memory": "own memory"}.get(lane, lane)))
         top += height + 0.1
-    title = f"One turn of the {_what(phases, loop)} ({unit})" if loop.trips > 1 else f"{_what(phases, loop)} ({unit})"
+    title = f"{'One iteration: ' if loop.trips > 1 else ''}{_describe_loop(phases, loop)} ({unit})"
     axes.set_title(title, loc="left", fontweight="bold", pad=30)
     axes.set_xlim(0, (end - begin) * scale)
     axes.set_ylim(top, 0)
     axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
-    _plain(axes)
+    _remove_frame(axes)
 
 
-def _name_parts(axes: Any, core: list[Slice], phases: Phases, scale: float, width: float) -> None:
+def _draw_op_names(axes: Any, core: list[Slice], phases: Phases, scale: float, width: float) -> None:
     """Writes above the core which op it works on, where that takes long enough for a name."""
-    runs: list[list[Any]] = []  # part, start, end
+    runs: list[list[Any]] = []  # [name of the op, start, end] of consecutive slices of one op
     for s in sorted(core, key=lambda s: s.start):
         part = phases.part(s.cause or s.name)
         if not part and s.seconds * scale > SHORT * width:
@@ -176,28 +177,28 @@ def _name_parts(axes: Any, core: list[Slice], phases: Phases, scale: float, widt
         elif part and runs and runs[-1][0] == part:
             runs[-1][2] = s.end
         elif part and len(runs) > 1 and runs[-2][0] == part and runs[-1][2] - runs[-1][1] < SHORT * width / scale:
-            runs[-2][2] = s.end  # what interrupted it was short
+            runs[-2][2] = s.end  # the interruption was short
             del runs[-1]
         elif part:
             runs.append([part, s.start, s.end])
     for part, start, end in runs:
-        room = int((end - start) * scale / (LETTER * width))
-        if part and (text := _wrapped(part, room)):
+        letters = int((end - start) * scale / (LETTER * width))
+        if part and (text := _wrapped(part, letters)):
             axes.plot([start * scale, end * scale], [-0.07, -0.07], color="#888888", lw=1.2, clip_on=False)
             axes.text((start + end) / 2 * scale, -0.12, text, ha="center", va="bottom", fontsize=7.5, color=INK,
                       linespacing=1.1)  # fmt: skip
 
 
-def _wrapped(name: str, room: int) -> str:
-    """Returns a name in one line or in two of up to `room` letters; "" where it does not fit."""
-    if len(name) <= room:
+def _wrapped(name: str, letters: int) -> str:
+    """Breaks a name into at most two lines of up to `letters` letters; returns "" if it does not fit."""
+    if len(name) <= letters:
         return name
     breaks = [n + 1 for n, letter in enumerate(name) if letter == "_"]
     middle = min(breaks, key=lambda n: abs(2 * n - len(name)), default=0)
-    return f"{name[:middle]}\n{name[middle:]}" if middle and max(middle, len(name) - middle) <= room else ""
+    return f"{name[:middle]}\n{name[middle:]}" if middle and max(middle, len(name) - middle) <= letters else ""
 
 
-def _bars(
+def _draw_slices(
     axes: Any, slices: list[Slice], top: float, height: float, scale: float, phases: Phases, drawn: set[str]
 ) -> None:
     by_kind: dict[str, list[tuple[float, float]]] = {}
@@ -209,7 +210,7 @@ def _bars(
 
 
 def _shares(core: list[Slice], loop: Loop, phases: Phases) -> list[tuple[str, float]]:
-    """Returns the kinds of work and waiting of a typical turn, as parts of it that add up to 1."""
+    """Returns the kinds of work and waiting in a typical iteration with their shares of its time, which sum to 1."""
     begin, end = loop.iteration
     sums = dict.fromkeys(COLOURS, 0.0)
     for s in core:
@@ -227,12 +228,12 @@ def _kind(s: Slice, phases: Phases) -> str:
 
 
 def _clipped(s: Slice, begin: float, end: float) -> Slice:
-    """A slice within a stretch of time, counted from its begin."""
+    """Returns the part of a slice that lies in an interval, in seconds from the start of the interval."""
     return Slice(s.device, s.lane, s.name, s.kind, max(s.start, begin) - begin, min(s.end, end) - begin, s.cause)
 
 
 def _zooms(t: Timeline) -> list[Loop]:
-    """Returns the two longest loops of the step in their order, or the whole step where it has none."""
+    """Returns the two longest loops of the step in order of time, or the whole step if it has no long loop."""
     loops = [loop for loop in t.loops if loop.depth == 0 and loop.end - loop.start > 0.1 * t.seconds]
     longest = sorted(loops, key=lambda loop: loop.start - loop.end)[:2]
     return sorted(longest, key=lambda loop: loop.start) or [Loop("", 0, 1, 0.0, t.seconds, (0.0, t.seconds))]
@@ -244,7 +245,7 @@ def _lanes(t: Timeline, loop: Loop) -> list[str]:
     return sorted(lanes | {"core"}, key=lambda lane: (lane != "core", lane == "memory", lane))
 
 
-def _what(phases: Phases, loop: Loop) -> str:
+def _describe_loop(phases: Phases, loop: Loop) -> str:
     phase, part = phases.phase(loop.name), phases.part(loop.name)
     if part:
         return f"{part}{' of ' + phase if phase else ''}"
@@ -255,7 +256,7 @@ def _unit(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 2 else (1e3, "ms") if seconds >= 2e-3 else (1e6, "us")
 
 
-def _plain(axes: Any) -> None:
+def _remove_frame(axes: Any) -> None:
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

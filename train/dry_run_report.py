@@ -1,4 +1,4 @@
-"""What a dry run found, as figures and as text."""
+"""The report of a dry run, as figures and as text."""
 
 import collections
 import dataclasses
@@ -12,54 +12,76 @@ from train.model_flops import FORMULA
 from train.step_phases import Phases
 
 GIB = 1 << 30
-LISTED = 5  # causes of waits, and findings, that the text names
+LISTED = 5  # number of causes of waits that the text names, and half the number of findings
 
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """One compiled training step, of the run that was asked for or of a smaller one that fits."""
+    """One compiled training step: the step that was requested or, if that does not fit, a smaller one.
 
-    config: Config  # as asked for
-    tried: Config  # what the program is of
-    smaller: dict[str, Any]  # the options in which the two differ; {} where it fits as asked
-    needed: int  # bytes a device that the run as asked for needs
+    Attributes:
+      config: The configuration that was requested.
+      tried: The configuration that the program was compiled from.
+      smaller: The options in which the two differ; empty if the requested step fits.
+      needed: Memory that the requested step needs, in bytes per device.
+      topology: Name of the chips, such as "v5e:2x4".
+      chip: Data-sheet figures of the chip.
+      mesh: Axis names of the mesh and their sizes.
+      parameters: Number of parameters of the tried model, over all devices.
+      parameter_bytes: Size of the parameters, in bytes per device.
+      optimizer_bytes: Size of the optimizer state, in bytes per device.
+      tokens: Tokens per step.
+      flops_per_token: Model FLOPs per token.
+      program: The compiled step.
+      audit: Audit of the program's transfers.
+      timeline: Estimate of the program's time.
+      seconds: Time that the dry run itself took, in seconds.
+    """
+
+    config: Config
+    tried: Config
+    smaller: dict[str, Any]
+    needed: int
     topology: str
     chip: Chip
     mesh: dict[str, int]
-    parameters: int  # elements, on all devices
-    parameter_bytes: int  # on one device
-    optimizer_bytes: int  # on one device
-    tokens: int  # a step
+    parameters: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    tokens: int
     flops_per_token: float
     program: CompiledProgram
     audit: Audit
     timeline: Timeline
-    seconds: float  # that the dry run itself took
+    seconds: float
 
     @property
     def fits(self) -> bool:
+        """Whether the step that was requested fits the memory of the chips."""
         return not self.smaller
 
     @property
     def devices(self) -> int:
+        """Number of devices."""
         return len(self.program.coords)
 
     @property
     def tokens_per_second(self) -> float:
+        """Estimated throughput of all devices together, in tokens per second."""
         return self.tokens / self.timeline.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: what the model needs, as a part of what the chips could do in that time."""
+        """Model FLOPs utilization: model FLOPs of a step as a share of what the chips could do in its time."""
         return self.flops_per_token * self.tokens_per_second / (self.devices * self.chip.flops)
 
     @property
     def exposed_share(self) -> float:
-        """Part of the step in which the slowest device waits for others."""
+        """Share of the step in which the slowest device waits for other devices."""
         return self.timeline.exposed / self.timeline.seconds
 
     def memory(self) -> dict[str, int]:
-        """Returns bytes on a device, by what they hold."""
+        """Returns the memory of a device in bytes, by use."""
         kinds = self.program.bytes_by_kind
         batch = max(0, kinds["arguments"] - self.parameter_bytes - self.optimizer_bytes)
         return {
@@ -71,7 +93,7 @@ class DryRun:
         }
 
     def figures(self) -> dict[str, Any]:
-        """Returns the figures of report.json; bytes are of one device."""
+        """Returns the figures of report.json; all sizes are in bytes per device."""
         t = self.timeline
         return {
             "topology": self.topology,
@@ -96,7 +118,7 @@ class DryRun:
 
 
 def render(report: DryRun) -> str:
-    """Returns the report as text, a paragraph a question."""
+    """Formats the report as text."""
     shape = " x ".join(f"{name} {size}" for name, size in report.mesh.items())
     lines = [
         f"dry run    {report.devices} devices of {report.topology}, as {shape}; {report.parameters:,} parameters; "
@@ -109,21 +131,21 @@ def render(report: DryRun) -> str:
 
 
 def _memory_lines(report: DryRun) -> list[str]:
-    there, kinds = report.chip.hbm_bytes, report.program.bytes_by_kind
-    verdict = "fits" if report.fits else "does not fit"
+    kinds = report.program.bytes_by_kind
     lines = [
-        f"memory     {verdict}: {gib(report.needed)} a device for batch {report.config.data.batch_size} x "
-        f"{report.config.data.sequence_length} tokens; {gib(there)} are there"
+        f"memory     {'fits' if report.fits else 'does not fit'}: {gib(report.needed)} per device for batch "
+        f"{report.config.data.batch_size} x {report.config.data.sequence_length} tokens; "
+        f"{gib(report.chip.hbm_bytes)} are available"
     ]
     state = f"parameters {gib(report.parameter_bytes)} and optimizer state {gib(report.optimizer_bytes)}"
     if not report.fits:
         options = " ".join(f"--{name} {value}" for name, value in report.smaller.items())
-        lines.append(f"fits       with {options}: {gib(kinds['total'])} a device. All that follows is of that step")
-        if proportion := _largest_batch(report):
-            lines.append(f"           in proportion, up to --data.batch_size {proportion} would (a prediction)")
+        lines.append(f"fits       with {options}: {gib(kinds['total'])} per device. All figures below are of that step")
+        if batch := _largest_batch(report):
+            lines.append(f"           by extrapolation, batches up to --data.batch_size {batch} would fit, too")
     aliased = report.program.memory["alias_size_in_bytes"]
     lines += [
-        f"           arguments {gib(kinds['arguments'])} ({state}; {gib(aliased)} of it are donated to the outputs)",
+        f"           arguments {gib(kinds['arguments'])} ({state}; {gib(aliased)} of these are donated to the outputs)",
         f"           further outputs {gib(kinds['outputs'])}, temporaries {gib(kinds['temporaries'])} (activations, "
         f"gradients), code {gib(kinds['code'])}",
     ]
@@ -131,14 +153,14 @@ def _memory_lines(report: DryRun) -> list[str]:
 
 
 def _largest_batch(report: DryRun) -> int | None:
-    """Returns the batch that would fill the memory, if only the temporaries beyond the gradients grow with it."""
+    """Extrapolates the largest batch that fits, assuming that only temporaries other than gradients grow with it."""
     if set(report.smaller) != {"data.batch_size"}:
         return None
     fixed = report.program.bytes_by_kind["total"] - report.program.bytes_by_kind["temporaries"] + report.parameter_bytes
     shards = report.mesh["data"]
     sequences = report.tried.data.batch_size // shards
-    each = (report.program.bytes_by_kind["total"] - fixed) / sequences
-    return int((report.chip.hbm_bytes - fixed) / each) * shards if each > 0 else None
+    per_sequence = (report.program.bytes_by_kind["total"] - fixed) / sequences
+    return int((report.chip.hbm_bytes - fixed) / per_sequence) * shards if per_sequence > 0 else None
 
 
 def _speed_lines(report: DryRun) -> list[str]:
@@ -147,9 +169,9 @@ def _speed_lines(report: DryRun) -> list[str]:
     lines = [
         f"step       {time_text(t.seconds)} estimated: work {d.compute / t.seconds:.1%}, waiting for other devices "
         f"{report.exposed_share:.1%}, for its own memory {d.memory / t.seconds:.1%}",
-        f"speed      {report.tokens_per_second:,.0f} tokens/s, {report.tokens_per_second / report.devices:,.0f} a "
+        f"speed      {report.tokens_per_second:,.0f} tokens/s, {report.tokens_per_second / report.devices:,.0f} per "
         f"device; MFU {report.mfu:.1%} of {report.chip.flops / 1e12:g} TFLOP/s",
-        f"           model FLOPs: {report.flops_per_token:.4g} a token = {FORMULA}",
+        f"           model FLOPs: {report.flops_per_token:.4g} per token = {FORMULA}",
     ]
     for part, seconds in Phases(report.program).waits(t)[:LISTED]:
         if seconds > 1e-3 * t.seconds:
@@ -163,20 +185,20 @@ def _audit_lines(audit: Audit) -> list[str]:
     hidden = sum(p.runs * min(p.inside, p.transfer) for p in moving)
     counts = collections.Counter(f.code for f in audit.findings)
     lines = [
-        f"audit      {'ok' if audit.ok else 'NOT OK'}: {sum(p.runs for p in moving):,} transfers a step, "
+        f"audit      {'ok' if audit.ok else 'NOT OK'}: {sum(p.runs for p in moving):,} transfers per step, "
         f"{sum(p.runs * p.bytes for p in moving) / GIB:,.1f} GiB, {time_text(total)} on their links"
-        + (f", {hidden / total:.0%} of it beside work" if total else "")
+        + (f", {hidden / total:.0%} of it hidden behind work" if total else "")
     ]
     for code, count in list(counts.items())[: 2 * LISTED]:
         worst = next(f for f in audit.findings if f.code == code)
         source = f" ({_relative(worst.source)})" if worst.source else ""
         lines.append(f"           {worst.severity} {code} x{count}: {worst.message}{source}")
-        lines.append(f"               do {worst.remedy}")
+        lines.append(f"               remedy: {worst.remedy}")
     return lines
 
 
 def _relative(source: str) -> str:
-    """A file of this directory without the way to it."""
+    """Returns a source location relative to the current directory, if it lies in there."""
     return source.removeprefix(os.getcwd() + os.sep)
 
 

@@ -1,7 +1,8 @@
-"""A sum over the bits of every array of a state, to notice a checkpoint that reads well but holds something else.
+"""A checksum of every array of a state, which detects a checkpoint that can be read but holds other values.
 
-Integer sums wrap and do not depend on their order, so the fingerprint is the same on every mesh. It finds any single
-damaged element; it is no defence against someone who means harm.
+The checksum is the sum of the elements' bits as unsigned integers, modulo 2**32. Such a sum does not depend on the
+order of its terms, so the fingerprint is the same on every mesh. It detects any single damaged element; it is no
+protection against deliberate changes.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 
 def fingerprint(state: Any) -> dict[str, int]:
-    """Returns {"params.layers.kernel": sum of the bits modulo 2**32, ...}; waits for the devices."""
+    """Computes the checksum of each array, {"params.layers.kernel": checksum, ...}, and waits for the devices."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
     return {name: int(total) for name, total in zip(names, jax.device_get(_sums(leaves)), strict=True)}

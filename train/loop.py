@@ -1,4 +1,4 @@
-"""The training loop. The host runs ahead of the devices, and waits for them only where it reports or saves."""
+"""The training loop. The host dispatches steps ahead of the devices and waits for them only to report or to save."""
 
 import dataclasses
 
@@ -16,28 +16,32 @@ from train.workdir import architecture
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """The parts of a run, opened and checked."""
+    """The parts of a run, each of them opened and checked by the caller."""
 
     config: Config
     trainer: Trainer
     train_step: jax.stages.Compiled
     batches: TrainingBatches
-    held_out: ValidationBatches
+    validation_batches: ValidationBatches
     checkpoints: Checkpoints
     recorder: Recorder
     stop: StopRequest
 
     def run(self, state: TrainState, *, start: int) -> tuple[TrainState, int]:
-        """Trains from step `start` to the last one, or to the one in hand when a stop is asked for; then it is saved.
+        """Trains from step `start` to the last step, or until a stop is requested, and saves the final state.
 
-        Reports are one interval late: at a report the devices still have an interval of steps to do, so that they
-        never wait for the host.
+        Reports are one interval late: when the host waits for a report, one more interval of steps has already been
+        dispatched, so the devices never run out of work.
+
+        Args:
+          state: The train state of step `start`; its buffers are donated to the first step.
+          start: The number of steps that are done.
 
         Returns:
-          (the state, its step).
+          The state and its step.
 
         Raises:
-          DivergedError: the loss is not finite; nothing is saved from that step on.
+          DivergedError: The loss or the gradient norm is not finite; nothing is saved from that step on.
         """
         config, step = self.config, start
         self.recorder.start_clock()
@@ -50,7 +54,7 @@ class Loop:
                 self.recorder.add(step, validation_loss=self.validate(state))
             if step % config.report.every == 0:
                 self.recorder.report(step - config.report.every)
-            stopping = self.stop.came(step)
+            stopping = self.stop.should_stop(step)
             if last or stopping or step % config.checkpoint.every == 0:
                 self.save(step, state)
             if stopping:
@@ -59,14 +63,14 @@ class Loop:
         return state, step
 
     def validate(self, state: TrainState) -> jax.Array:
-        """Returns the mean loss over the validation batches, nats per token; does not wait for it."""
+        """Computes the mean loss over the validation batches, in nats per token, without waiting for the devices."""
         total = jnp.float32(0)
-        for tokens, targets in self.held_out:
+        for tokens, targets in self.validation_batches:
             total = self.trainer.eval_step(state.params, tokens, targets, total)
-        return total / len(self.held_out)
+        return total / len(self.validation_batches)
 
     def save(self, step: int, state: TrainState) -> None:
-        """Saves a step, after every line up to it is on disk and every loss up to it is known to be finite."""
+        """Saves a step, but first checks that every loss up to it is finite and writes every line up to it to disk."""
         self.recorder.report(step)
         self.recorder.flush()
         with self.recorder.waiting():

@@ -1,23 +1,29 @@
-"""The devices of a run: their platform, and the data x context x model grid.
+"""The devices of a run: their platform, and the mesh of data x context x model.
 
-`open_platform` has to come before anything asks JAX for a device; `make_mesh` is the first that does.
+`configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does.
 """
+
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 import flaxasync as fa
-from train.config import InputError, MeshConfig
+from models.transformer import check_fits
+from train.config import Config, InputError, MeshConfig
 
 CONTEXT = "context"
-"""The axis that splits sequences; a mesh has it where mesh.context is more than 1."""
-TOKENS = jax.P("data", None)
-"""Sharding of every [batch, sequence] array: rows over `data`, the same on all of `model`; see `token_spec`."""
+"""Name of the mesh axis that splits sequences. A mesh has this axis only if mesh.context is more than 1."""
 
 
-def open_platform(config: MeshConfig) -> None:
-    """Chooses the platform, divides the CPU into devices, and joins the other processes if there are any."""
-    if config.platform in ("cpu", "tpu"):  # "gpu" names a family, not a platform of JAX; make_mesh looks at what came
+def configure_jax(config: MeshConfig) -> None:
+    """Selects the platform, divides the CPU into devices, and joins the other processes if there are any.
+
+    Raises:
+      InputError: The processes could not be joined.
+    """
+    # JAX has no platform called "gpu", only "cuda" and "rocm"; make_mesh checks which devices JAX found.
+    if config.platform in ("cpu", "tpu"):
         jax.config.update("jax_platforms", config.platform)
     if config.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
@@ -32,10 +38,10 @@ def open_platform(config: MeshConfig) -> None:
 
 
 def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
-    """Returns the grid over all devices, with Explicit axes.
+    """Makes the mesh over all devices, with Explicit axes.
 
     Raises:
-      InputError: there is no such platform, or the grid does not multiply to the number of devices.
+      InputError: JAX has no devices of that platform, or the axis sizes do not multiply to the number of devices.
     """
     try:
         devices = jax.devices()
@@ -46,41 +52,80 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
         ) from error
     if config.platform not in ("auto", devices[0].platform):
         raise InputError(
-            f"mesh.platform={config.platform} was asked for, but JAX runs on {devices[0].platform}; "
+            f"mesh.platform={config.platform} was requested, but JAX runs on {devices[0].platform}; "
             "use --mesh.platform auto, or install JAX for that platform"
         )
     kind = "simulated cpu" if devices[0].platform == "cpu" else devices[0].platform
-    shape = grid(config, len(devices), kind)
+    shape = mesh_shape(config, len(devices), kind)
     explicit = (jax.sharding.AxisType.Explicit,) * len(shape)
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=explicit, devices=devices)
 
 
-def grid(config: MeshConfig, devices: int, kind: str = "") -> dict[str, int]:
-    """Returns the axes and their sizes, or raises InputError when they do not multiply to `devices`.
+def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, int]:
+    """Returns the axis names of the mesh and their sizes, major axis first.
 
-    Heads are split between neighbours: their blocks travel at every matmul, those of a sequence once a layer.
+    The model axis is the minor one, whose devices are neighbours: its blocks travel at every matmul, those of the
+    context axis only once per layer.
+
+    Args:
+      config: The requested sizes, of which one may be -1.
+      devices: The number of devices.
+      kind: The kind of device that error messages name, such as "tpu".
+
+    Raises:
+      InputError: The sizes do not multiply to `devices`.
     """
-    data, model = fill_in(config.data, config.model, devices, kind, context=config.context)
-    return {"data": data, CONTEXT: config.context, "model": model} if config.context > 1 else {
-        "data": data, "model": model
-    }  # fmt: skip
+    data, model = infer_sizes(config.data, config.model, devices, kind, context=config.context)
+    return {"data": data} | ({CONTEXT: config.context} if config.context > 1 else {}) | {"model": model}
 
 
 def token_spec(mesh: jax.sharding.Mesh) -> jax.P:
-    """Sharding of every [batch, sequence] array on a mesh."""
-    return jax.P("data", CONTEXT) if CONTEXT in mesh.shape else TOKENS
+    """Returns the sharding of every [batch, sequence] array; such an array is replicated over the model axis."""
+    return jax.P("data", CONTEXT if CONTEXT in mesh.shape else None)
 
 
 def sequence_order(mesh: jax.sharding.Mesh, config: MeshConfig, length: int) -> np.ndarray:
-    """Returns the order in which the positions of a sequence lie on a mesh, int [length]."""
+    """Returns the position of each token in the order in which the mesh lays a sequence out, int [length]."""
     return fa.sequence_order(config.context_layout, length, mesh.shape.get(CONTEXT, 1))
 
 
-def fill_in(data: int, model: int, devices: int, kind: str = "", *, context: int = 1) -> tuple[int, int]:
-    """Returns (data, model) with -1 inferred, or raises InputError when they and `context` do not multiply.
+def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
+    """Checks that the model, its sequences and the batch divide evenly over a mesh.
 
-    >>> fill_in(-1, 4, 8)
+    Args:
+      config: The run.
+      shape: Axis names of the mesh and their sizes.
+
+    Raises:
+      InputError: Something does not divide; the message names the sizes.
+    """
+    try:
+        check_fits(
+            config.model,
+            sequence_length=config.data.sequence_length,
+            mesh_shape=shape,
+            context_layout=config.mesh.context_layout,
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if config.data.batch_size % shape["data"]:
+        raise InputError(
+            f"data.batch_size must be divisible by the 'data' axis: got {config.data.batch_size} on "
+            f"{shape['data']} devices"
+        )
+
+
+def infer_sizes(data: int, model: int, devices: int, kind: str = "", *, context: int = 1) -> tuple[int, int]:
+    """Infers the data or the model size that is -1, and checks that all sizes multiply to the number of devices.
+
+    >>> infer_sizes(-1, 4, 8)
     (2, 4)
+
+    Returns:
+      The sizes of the data and of the model axis.
+
+    Raises:
+      InputError: A size is not positive, both are -1, or the sizes do not multiply to `devices`.
     """
     if context < 1:
         raise InputError(f"mesh.context must be at least 1: got {context}")

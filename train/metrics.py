@@ -1,8 +1,9 @@
-"""What a run measured: one line a step in metrics.jsonl, and the same numbers as TensorBoard events.
+"""The measurements of a run: one line per step in metrics.jsonl, and the same numbers as TensorBoard events.
 
-The loop hands over device arrays that may not exist yet. `Recorder.report` fetches those up to a step. There, and where
-a checkpoint is copied, the host waits for the devices, and it is recorded for how much of the time. A step that is done
-again after a restart replaces its line, so that each step is there exactly once, whenever the process was killed.
+The loop hands over device arrays that may not have been computed yet, and `Recorder.report` fetches those up to a given
+step. The host waits for the devices there and where a checkpoint is copied; the share of its time that it waits is a
+metric, too. A step that is repeated after a restart replaces its line, so that the file has each step exactly once,
+whenever the process was killed.
 """
 
 import contextlib
@@ -17,11 +18,15 @@ from typing import Any, Protocol
 import jax
 
 Line = dict[str, float | int | None]
-"""One step: step, loss, grad_norm, learning_rate, tokens, tokens_per_second, host_wait_share; validation_loss."""
+"""The values of one step by name: step, loss, grad_norm, learning_rate, tokens, tokens_per_second, host_wait_share.
+
+A step with a validation also has validation_loss.
+"""
+_MUST_BE_FINITE = ("loss", "grad_norm")
 
 
 class DivergedError(ArithmeticError):
-    """The loss or the gradient of a step is not a finite number."""
+    """The loss or the gradient norm of a step is not a finite number."""
 
     def __init__(self, step: int, name: str, value: float):
         super().__init__(f"{name} is {value} at step {step}")
@@ -29,7 +34,7 @@ class DivergedError(ArithmeticError):
 
 
 class Sink(Protocol):
-    """Takes finished lines: a file, TensorBoard, a terminal."""
+    """A destination of finished lines, such as a file, TensorBoard or a terminal."""
 
     def write(self, lines: list[Line]) -> None: ...
 
@@ -39,11 +44,11 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """metrics.jsonl. Opening it drops the lines after step `start`, and a last line that was cut off."""
+    """The file metrics.jsonl. Opening it drops the lines after step `start` and an incomplete last line."""
 
     def __init__(self, path: Path, *, start: int):
-        keep_until(path, start)
-        self._file = open(path, "a")  # noqa: SIM115 (lives as long as the run)
+        drop_lines_after(path, start)
+        self._file = open(path, "a")  # noqa: SIM115 (`close` closes it)
 
     def write(self, lines: list[Line]) -> None:
         self._file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
@@ -57,10 +62,10 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """Event files. What an earlier process wrote after step `start` is marked as undone."""
+    """Event files of TensorBoard, which is told to discard what an earlier process wrote after step `start`."""
 
     def __init__(self, folder: Path, *, start: int):
-        from tensorboardX import SummaryWriter  # a tenth of a second that a run without it need not pay
+        from tensorboardX import SummaryWriter  # this import takes a tenth of a second
 
         self._writer = SummaryWriter(str(folder), purge_step=start + 1)
 
@@ -78,7 +83,7 @@ class TensorBoard:
 
 
 class Recorder:
-    """Collects the metrics of dispatched steps and gives finished lines to the sinks."""
+    """Collects the metrics of dispatched steps and writes finished lines to the sinks."""
 
     def __init__(self, sinks: Iterable[Sink], *, tokens_per_step: int):
         self._sinks = list(sinks)
@@ -87,12 +92,12 @@ class Recorder:
         self.start_clock()
 
     def start_clock(self) -> None:
-        """Counts the time of the next report from now."""
+        """Starts the interval whose time the next report measures."""
         self._fetched_at, self._waited = time.perf_counter(), 0.0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts what is done in it as time that the host waited for the devices."""
+        """Counts the time inside the context as time in which the host waited for the devices."""
         began = time.perf_counter()
         try:
             yield
@@ -100,14 +105,14 @@ class Recorder:
             self._waited += time.perf_counter() - began
 
     def add(self, step: int, **metrics: jax.Array) -> None:
-        """Notes metrics of a step, without waiting for them. A step may get some now and others later."""
+        """Adds metrics of a step without waiting for them; more metrics of the same step may be added later."""
         self._pending.setdefault(step, {}).update(metrics)
 
     def report(self, until: int) -> None:
-        """Fetches the steps up to `until` and hands their lines on. Waits until the devices have done them.
+        """Waits for the steps up to `until` and writes their lines to the sinks.
 
         Raises:
-          DivergedError: the loss or the gradient norm of one of them is not finite; lines up to it are handed on.
+          DivergedError: The loss or the gradient norm of a step is not finite; the lines up to that step are written.
         """
         steps = [step for step in self._pending if step <= until]
         if not steps:
@@ -125,7 +130,7 @@ class Recorder:
             values = {name: float(value) for name, value in metrics.items()}
             lines.append(self._line(step, values) | pace)
             diverged = next(
-                (DivergedError(step, name, values[name]) for name in _WATCHED if not _finite(values, name)), None
+                (DivergedError(step, name, values[name]) for name in _MUST_BE_FINITE if not _finite(values, name)), None
             )
             if diverged:
                 break
@@ -135,7 +140,7 @@ class Recorder:
             raise diverged
 
     def flush(self) -> None:
-        """Returns when what was handed on is on disk; a checkpoint must not be newer than its lines."""
+        """Waits until all written lines are on disk, because a checkpoint must not be newer than its lines."""
         for sink in self._sinks:
             sink.flush()
 
@@ -153,11 +158,8 @@ class Recorder:
         }
 
 
-_WATCHED = ("loss", "grad_norm")
-
-
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yields the lines of a metrics.jsonl, up to the first that is not whole."""
+    """Yields the lines of a metrics.jsonl up to the first incomplete or invalid one."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -169,14 +171,14 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def step_of(line: Line) -> int:
-    """Returns the step of a line, which every line has."""
+    """Returns the step of a line."""
     step = line["step"]
     assert isinstance(step, int)
     return step
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Drops every line after `step`, and what follows a line that is not whole, in one rename."""
+def drop_lines_after(path: Path, step: int) -> None:
+    """Drops the lines of later steps than `step`, and everything from the first invalid line on, by one rename."""
     if not path.exists():
         return
     temporary = path.with_name(f".{path.name}.tmp")

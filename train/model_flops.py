@@ -1,4 +1,6 @@
-"""The arithmetic that a model needs, whatever a program does to compute it: what model FLOPs utilization counts.
+"""The number of floating-point operations that a model needs, however a program computes it.
+
+Model FLOPs utilization (MFU) divides this number by what the chips could do in the same time.
 
 Reference: Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B,
 https://arxiv.org/abs/2204.02311
@@ -6,20 +8,20 @@ https://arxiv.org/abs/2204.02311
 
 from models.transformer import TransformerConfig
 
-FORMULA = "6 x matmul parameters + 12 x layers x width x sequence, a token; nothing computed again is counted"
+FORMULA = "6 x matmul parameters + 12 x layers x width x sequence; recomputation is not counted"
 
 
 def model_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
-    """Returns the FLOPs of forward and backward for one token (FLOPs).
+    """Computes the FLOPs of the forward and the backward pass for one token.
 
     ```
     matmul parameters  P = layers * (2 * width^2 + 2 * width * kv_width + 3 * width * mlp_width) + vocab * width
-    forward            2 * P + 4 * layers * width * sequence        every token attends to the whole sequence
-    with the backward  3 times that
+    forward            2 * P + 4 * layers * width * sequence
+    backward           twice the forward pass
     ```
 
-    The embedding's lookup is no matmul; the output projection is one, tied or not. The causal mask is not counted as
-    work saved.
+    Every token is counted as attending to the whole sequence: the work that the causal mask saves is not subtracted.
+    The lookup in the embedding is not a matmul; the output projection is one, whether it is tied or not.
     """
     kv_width = config.width // config.heads * config.kv_heads
     layer = 2 * config.width**2 + 2 * config.width * kv_width + 3 * config.width * config.mlp_width

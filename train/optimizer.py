@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, gradient clipping, and weight decay on the matrices alone.
+"""AdamW with warm-up and cosine decay, gradient clipping, and weight decay on the matmul kernels only.
 
 Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, https://arxiv.org/abs/1711.05101
 """
@@ -15,10 +15,17 @@ _NOT_DECAYED = frozenset({"scale", "bias", "embedding"})
 
 
 def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
-    """Returns the learning rate after `count` updates: linear up to the peak, then a cosine down to the floor.
+    """Makes the schedule of the learning rate: a linear warm-up to the peak, then a cosine decay to the floor.
 
-    The first update already moves, and the last one of the run has the floor's learning rate. A run that is shorter
-    than its warm-up ends while still warming up.
+    The schedule counts from 1, so that the first update has a learning rate above 0 and the last update of the run has
+    that of the floor. A run that is shorter than its warm-up ends during the warm-up.
+
+    Args:
+      config: The peak, the floor and the length of the warm-up.
+      steps: The number of updates in the run.
+
+    Returns:
+      A function from the number of updates that are done to the learning rate of the next one.
     """
     rate = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -31,7 +38,7 @@ def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTransformation:
-    """Returns clipping by the global norm, then AdamW."""
+    """Makes the optimizer: clipping by the global norm, then AdamW."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -46,12 +53,13 @@ def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTran
 
 
 def decay_mask(params: Any) -> Any:
-    """Says of each parameter whether it decays: kernels do; norm scales, biases and embeddings do not.
+    """Returns a tree of booleans that says which parameters decay: kernels do, scales, biases and embeddings do not.
 
-    The name decides, not the rank: layers are stacked for `scan`, which gives a norm scale two dimensions.
+    The decision follows the name of the parameter and not its rank, because layers are stacked for `scan`, which gives
+    the scale of a norm two dimensions.
 
     Raises:
-      ValueError: a parameter has a name that is neither.
+      ValueError: The name of a parameter is none of these.
     """
     return jax.tree_util.tree_map_with_path(lambda path, _: _decays(path), params)
 

@@ -3,18 +3,23 @@
 import itertools
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from train.metrics import Line, read_lines
 
-_TRAINING, _VALIDATION, _GRID = "#2a6f97", "#d1495b", "#d9d9d9"
-_SMOOTH_OVER = 50  # the strong curve averages over a fiftieth of the run to either side
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-
-_REST_SECONDS = 60.0  # drawing reads all lines so far; a long run should not do that at every validation
+_TRAINING, _VALIDATION, _GRID = "#2a6f97", "#d1495b", "#d9d9d9"  # colours
+_SMOOTH_OVER = 50  # the bold curve averages over a fiftieth of the run on either side
+_MIN_SECONDS_BETWEEN_PLOTS = 60.0  # drawing reads all lines so far, which takes long in a long run
 
 
 class LossPicture:
-    """Draws after a validation, at most once a minute, and when the run ends. Goes after the file it draws from."""
+    """A sink that draws loss.png after validations, at most once per minute, and when the run ends.
+
+    It reads metrics.jsonl, so it must come after the sink that writes that file.
+    """
 
     def __init__(self, metrics: Path, picture: Path):
         self._metrics, self._picture = metrics, picture
@@ -23,7 +28,7 @@ class LossPicture:
     def write(self, lines: list[Line]) -> None:
         self._is_new = self._is_new and not lines
         validated = any("validation_loss" in line for line in lines)
-        if validated and time.monotonic() - self._drawn_at > _REST_SECONDS:
+        if validated and time.monotonic() - self._drawn_at > _MIN_SECONDS_BETWEEN_PLOTS:
             self._draw()
 
     def flush(self) -> None:
@@ -39,11 +44,19 @@ class LossPicture:
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draws the picture anew. Matplotlib is imported here: it takes longer than many a report."""
+    """Draws the curves of a metrics.jsonl and replaces the picture by one rename."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    lines = [line for line in read_lines(metrics) if line.get("loss") is not None]
+    figure = loss_figure(list(read_lines(metrics)))
+    temporary = picture.with_name(f".{picture.name}.tmp")
+    FigureCanvasAgg(figure).print_figure(temporary, dpi=150, format="png")
+    temporary.replace(picture)
+
+
+def loss_figure(lines: list[Line]) -> "Figure":
+    """Draws the training loss, faint as measured and bold as averaged, and the validation loss over the steps."""
+    from matplotlib.figure import Figure  # matplotlib is imported late because it takes long to import
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     steps, losses = _series(lines, "loss")
@@ -62,12 +75,11 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if steps or validated:
         axes.legend(frameon=False)
-    temporary = picture.with_name(f".{picture.name}.tmp")
-    FigureCanvasAgg(figure).print_figure(temporary, dpi=150, format="png")
-    temporary.replace(picture)
+    return figure
 
 
 def _series(lines: list[Line], name: str) -> tuple[list[float], list[float]]:
+    """Returns the steps that have a finite value of that name, and the values."""
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     return [float(step) for step, _ in points if step is not None], [
         float(value) for _, value in points if value is not None
@@ -75,7 +87,11 @@ def _series(lines: list[Line], name: str) -> tuple[list[float], list[float]]:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Returns a moving average over as many values before a place as after it, but for the last places."""
+    """Returns a centred moving average.
+
+    At the first values the window shrinks on both sides, so that the curve begins at the first value. At the last
+    values it shrinks on the right side only, so that the end of the curve is still an average.
+    """
     reach = len(values) // _SMOOTH_OVER
     sums = [0.0, *itertools.accumulate(values)]
     smoothed = []

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line in a terminal, plain lines anywhere else."""
+"""The progress report of a run: one live line in a terminal, plain lines anywhere else."""
 
 import datetime
 import sys
@@ -6,11 +6,11 @@ import time
 
 from train.metrics import Line
 
-_WIDTH_FOR_BAR = 110  # characters; a narrower terminal needs all of them for the numbers
+_WIDTH_FOR_BAR = 110  # columns of a terminal; a narrower one has room for the numbers only
 
 
 class PlainProgress:
-    """A line a report, and one a validation."""
+    """A sink that prints one line per report and one line per validation."""
 
     def __init__(self, *, start: int, steps: int):
         self._estimate = _Estimate(start, steps)
@@ -34,11 +34,11 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A bar that is redrawn in place; validations stay above it."""
+    """A sink that redraws one progress line in place and prints validations above it."""
 
     def __init__(self, *, start: int, steps: int):
         import rich.console
-        import rich.progress  # only a terminal needs it
+        import rich.progress  # imported late, because only a terminal needs it
 
         self._estimate = _Estimate(start, steps)
         console = rich.console.Console()
@@ -68,23 +68,23 @@ class LiveProgress:
 
 
 def make_progress(*, start: int, steps: int) -> PlainProgress | LiveProgress:
-    """Returns the one that suits standard output."""
+    """Returns a live line if standard output is a terminal, and plain lines otherwise."""
     return (LiveProgress if sys.stdout.isatty() else PlainProgress)(start=start, steps=steps)
 
 
 def describe(line: Line) -> str:
-    """Returns "loss 2.3101  grad norm 0.512  81,920 tokens/s"."""
+    """Formats a line as "loss 2.3101  grad norm 0.512  81,920 tokens/s"."""
     loss, norm = _number(line.get("loss"), ".4f"), _number(line.get("grad_norm"), ".3f")
     return f"loss {loss}  grad norm {norm}  {_number(line.get('tokens_per_second'), ',.0f')} tokens/s"
 
 
 def describe_validation(line: Line) -> str:
-    """Returns "step 200: validation loss 2.3456 nats per token"."""
+    """Formats a line as "step 200: validation loss 2.3456 nats per token"."""
     return f"step {line['step']}: validation loss {_number(line['validation_loss'], '.4f')} nats per token"
 
 
 class _Estimate:
-    """Time that is left, from the mean speed of this process."""
+    """The time that the run still needs, estimated from the mean speed of this process."""
 
     def __init__(self, start: int, steps: int):
         self._start, self._steps, self._began = start, steps, time.monotonic()

@@ -1,4 +1,4 @@
-"""What the script prints before and after the training: the configuration, the devices, the sample, the places."""
+"""What the script prints before and after training: the configuration, the devices, the data and the sample."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from train.corpus import Corpus
 
 
 def say(text: str) -> None:
-    """Prints a line, in the first of several processes only, and at once."""
+    """Prints a line and flushes it, in the first of several processes only."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
@@ -33,14 +33,14 @@ def show_setup(config: Config, mesh: jax.sharding.Mesh, corpus: Corpus, *, param
 
 
 def render_sample(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
-    """Returns the prompt and what the model made of it: as text where the tokens are bytes, else as token ids."""
+    """Formats the prompt and its continuation, as text if the tokens are bytes and as token ids otherwise."""
     if corpus.is_text:
         return f"{_text(prompt)}\u2502{_text(generated)}"
     return f"{prompt} \u2502 {generated}"
 
 
 def _text(tokens: list[int]) -> str:
-    """Returns bytes as text; a vocabulary may be larger than 256, and what is no byte shows as a question mark."""
+    """Decodes bytes as text; tokens from 256 on, which a larger vocabulary has, become question marks."""
     return bytes(token if token < 256 else ord("?") for token in tokens).decode(errors="replace")
 
 

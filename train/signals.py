@@ -1,7 +1,8 @@
-"""A wish to stop: SIGTERM and Ctrl-C, noticed between two steps.
+"""Requests to stop a run: SIGTERM and Ctrl-C, which the loop notices between two steps.
 
-The first signal asks; the run finishes the step in hand and saves. A second Ctrl-C ends the process without. With
-several processes the runtime of JAX listens for SIGTERM and tells all of them, so that they stop after the same step.
+After the first signal the run finishes the current step and saves it. A second Ctrl-C ends the process without saving.
+If several processes train together, JAX's runtime receives SIGTERM and informs all of them, so that they stop after
+the same step.
 """
 
 import signal
@@ -14,14 +15,14 @@ EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
 
 
 class StopRequest:
-    """Remembers the first signal while the context lasts.
+    """A context manager that records the first signal instead of letting it end the process.
 
     Attributes:
-      signal: the signal that came, or None.
+      signal: The first signal that arrived, or None.
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """Prepares to watch; `shared` says that several processes train together."""
+        """Makes a request that is not watching yet; `shared` says that several processes train together."""
         self.signal: signal.Signals | None = None
         self._shared = shared
         self._watched = () if shared else tuple(EXIT_CODES)
@@ -37,15 +38,15 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def came(self, step: int) -> bool:
-        """Says whether to stop after `step`; every process of a run gets the same answer for the same step."""
+    def should_stop(self, step: int) -> bool:
+        """Returns whether to stop after `step`; every process of a run gets the same answer for the same step."""
         if self._shared and multihost_utils.reached_preemption_sync_point(step):
             self.signal = signal.SIGTERM
         return self.signal is not None
 
     @property
     def exit_code(self) -> int:
-        """0 after SIGTERM, 130 after Ctrl-C."""
+        """The exit code of the process: 0 after SIGTERM, 130 after Ctrl-C."""
         return EXIT_CODES[self.signal] if self.signal else 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,11 +1,13 @@
-"""One training step, one validation step, and the state they work on.
+"""One training step, one validation step, and the state that they work on.
 
-The state is a plain pytree of sharded arrays: what `nnx.split` leaves of the model, the optimizer's moments, the step
-and the random key. Its parts keep the names of the model's attributes, which are the names in a checkpoint.
+The state is a plain pytree of sharded arrays: the parameters that `nnx.split` returns, the optimizer's moments, the
+step and the random key. The parameters keep the names of the model's attributes, in checkpoints as well.
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import optax
 from flax import nnx
 
 from models.transformer import Transformer
-from train.config import Config
+from train.config import Config, InputError
 from train.mesh import CONTEXT, token_spec
 from train.optimizer import make_optimizer, make_schedule
 
@@ -22,13 +24,13 @@ from train.optimizer import make_optimizer, make_schedule
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "step", "key"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything on the devices that a checkpoint holds.
+    """All arrays of a run; a checkpoint stores them.
 
     Attributes:
-      params: nested dict of the model's parameters.
-      opt_state: optax's state; its moments are sharded as the parameters are.
-      step: int32 scalar, updates done (steps).
-      key: uint32 [2], the run's random key; what is drawn at a step folds the step in.
+      params: Parameters of the model, as nested dicts.
+      opt_state: State of the optax optimizer, whose moments are sharded as the parameters are.
+      step: Number of updates that are done, an int32 scalar.
+      key: Random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it.
     """
 
     params: Any
@@ -38,7 +40,7 @@ class TrainState:
 
 
 class Trainer:
-    """The programs of a run. Needs the mesh to be the ambient one (`jax.set_mesh`)."""
+    """The compiled functions of a run. They must be called under `jax.set_mesh(mesh)`."""
 
     def __init__(self, config: Config, mesh: jax.sharding.Mesh):
         self._config = config
@@ -48,36 +50,36 @@ class Trainer:
         self._graphdef = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))[0]
         self._jitted_init = jax.jit(self._init)
         self.train_step = jax.jit(self._train_step, donate_argnums=0)
-        """(state, tokens, targets) -> (state, metrics). The state given is used up: its buffers hold the new one."""
+        """(state, tokens, targets) -> (state, metrics). The given state is donated: its buffers hold the new state."""
         self.eval_step = jax.jit(self._eval_step)
-        """(params, tokens, targets, total) -> total + the mean loss of the batch, nats per token."""
+        """(params, tokens, targets, total) -> total + mean loss of the batch, in nats per token."""
 
     def init(self) -> TrainState:
-        """Draws the parameters of step 0, each on the devices that will hold it."""
+        """Makes the state of step 0; every parameter is drawn on the devices that hold it."""
         return self._jitted_init(self._config.seed)
 
     def abstract_state(self) -> TrainState:
-        """Returns the shape, type and sharding of every array of the state, and makes none of them."""
+        """Returns the shape, type and sharding of every array of the state without making any."""
         state = self._jitted_init.eval_shape(self._config.seed)
 
-        def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             spec = leaf.sharding.spec if leaf.sharding else jax.P()
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(self._mesh, spec))
 
-        return jax.tree.map(place, state)
+        return jax.tree.map(with_sharding, state)
 
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and sharding of a batch's tokens; its targets have the same."""
+        """Returns the shape, type and sharding of the tokens of a batch, which are those of its targets, too."""
         shape = (self._config.data.batch_size, self._config.data.sequence_length)
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(self._mesh, token_spec(self._mesh)))
 
     def compile_train_step(self) -> jax.stages.Compiled:
-        """Compiles `train_step` before there is anything to run it on."""
+        """Compiles `train_step` ahead of time, from abstract values."""
         batch = self.abstract_batch()
         return self.train_step.lower(self.abstract_state(), batch, batch).compile()
 
     def model(self, params: Any) -> Transformer:
-        """Puts parameters back into the model."""
+        """Returns the model with the given parameters."""
         return nnx.merge(self._graphdef, params)
 
     def _build(self, key: jax.Array) -> Transformer:
@@ -102,7 +104,7 @@ class Trainer:
             return self.model(params).loss(tokens, targets)
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):  # optax mixes ints and floats
+        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
             updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             metrics = {
@@ -113,11 +115,20 @@ class Trainer:
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
     def _eval_step(self, params: Any, tokens: jax.Array, targets: jax.Array, total: jax.Array) -> jax.Array:
-        # The total goes from one batch into the next, so that they run one after the other: many programs with
-        # collectives at once can starve the threads of simulated devices.
+        # Each batch takes the total of the batch before it, so that the batches run one after the other. Many programs
+        # with collectives that run at once can exhaust the thread pool of simulated devices.
         return total + self.model(params).loss(tokens, targets).astype(jnp.float32)
 
 
+@contextlib.contextmanager
+def backend_limits_are_input_errors(config: Config) -> Iterator[None]:
+    """Turns the NotImplementedError of a layer, whose backend cannot serve this run, into an InputError."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise InputError(f"backend={config.backend} cannot serve this run: {error}") from error
+
+
 def count_parameters(params: Any) -> int:
-    """Returns the number of elements in all parameters, on all devices together and counted once."""
+    """Returns the number of elements in all parameters, each counted once however many devices hold it."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

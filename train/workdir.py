@@ -1,14 +1,14 @@
-"""The folder of a run: what is where, that one process group uses it at a time, and that it holds *this* run.
+"""The folder of a run: its paths, a lock that admits one run at a time, and the check that it belongs to this run.
 
 ```
-config.json      the configuration as it was resolved, last time
-metrics.jsonl    a line a step
-tensorboard/     the same as event files
-loss.png         the curves
-sample.txt       text generated at the end
-checkpoints/     a folder a step
-set_aside/       checkpoints that a return to an earlier step moved out of the way
-dry_run/         what `--dry-run` found; it begins no run
+config.json      the resolved configuration of the last start
+metrics.jsonl    one line per step
+tensorboard/     the same metrics as event files
+loss.png         plot of the losses
+sample.txt       text that was generated at the end
+checkpoints/     one folder per checkpoint
+set_aside/       later checkpoints, moved here when the run went back to an earlier one
+dry_run/         report of the last `--dry-run`, which does not start a run
 ```
 """
 
@@ -17,7 +17,7 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,13 @@ import jax
 from train.config import Config, InputError, flatten
 
 _ABSENT = "absent"
-# How the model is computed, not what it is: a run may go on with another value.
+# These fields say how the model is computed and not what it is, so a run may continue with other values of them.
 _NOT_ARCHITECTURE = frozenset({"model.dtype", "model.remat"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """The paths in a run's folder."""
+    """The paths in the folder of a run."""
 
     root: Path
 
@@ -66,9 +66,13 @@ class Workdir:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Makes the folder and keeps other runs out of it; the lock goes with the process, however that ends.
+        """Makes the folder and locks it against other runs while the context lasts.
 
-        Of several processes of a run the first one holds it.
+        The operating system releases the lock when the process ends, even if it is killed. If several processes train
+        together, the first one holds the lock.
+
+        Raises:
+          InputError: The folder cannot be made, or another run uses it.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -85,10 +89,14 @@ class Workdir:
             yield
 
     def changes(self, config: Config) -> list[str]:
-        """Returns how `config` differs from the run that is here already, a line a field; [] if there is none.
+        """Compares a configuration with that of the run that is already in this folder, if there is one.
+
+        Returns:
+          One line for each field that differs.
 
         Raises:
-          InputError: it differs in the architecture, or in what the saved data position refers to.
+          InputError: They differ in the architecture, or in a field that determines the order of the data, to which
+            the saved data position refers.
         """
         if not self.config.exists():
             return []
@@ -97,12 +105,12 @@ class Workdir:
         except (ValueError, AttributeError) as error:
             raise InputError(
                 f"{self.config} cannot be read ({error}), so it is not known which run is there; "
-                "mend it, or choose another --workdir"
+                "repair the file, or choose another --workdir"
             ) from error
-        where, now = f"workdir {self.root}", _plain(config)
-        require_same(_pick(saved, is_architecture), architecture(config), where=where, what="another architecture")
+        where, now = f"workdir {self.root}", _as_json(config)
+        require_same(_pick(saved, _is_architecture), architecture(config), where=where, what="another architecture")
         require_same(_pick(saved, _is_data), _pick(now, _is_data), where=where, what="other data")
-        ignored = {"workdir", "checkpoint.step"}
+        ignored = {"workdir", "checkpoint.step"}  # these do not change what is trained
         return [
             f"{name} was {before} and is {after}"
             for name, before, after in _differences(saved, now)
@@ -110,33 +118,38 @@ class Workdir:
         ]
 
     def begin(self, config: Config) -> None:
-        """Notes that training goes on: writes config.json, and removes the sample, which marks a run that is over."""
+        """Marks the run as unfinished: writes config.json, and removes the sample, which only a complete run has."""
         write_atomically(self.config, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
         self.sample.unlink(missing_ok=True)
 
 
 def architecture(config: Config) -> dict[str, Any]:
-    """Returns the fields that say which parameters there are and what they mean: {"model.layers": 4, ...}."""
-    return _pick(_plain(config), is_architecture)
-
-
-def is_architecture(name: str) -> bool:
-    """Says whether a run with another value of this field is another model."""
-    return name.startswith("model.") and name not in _NOT_ARCHITECTURE
+    """Returns the fields that determine the parameters and what they mean, {"model.layers": 4, ...}."""
+    return _pick(_as_json(config), _is_architecture)
 
 
 def require_same(saved: dict[str, Any], now: dict[str, Any], *, where: str, what: str) -> None:
-    """Raises InputError that names each field in which two flat configurations differ."""
+    """Checks that two flat configurations are equal.
+
+    Args:
+      saved: The configuration that was saved.
+      now: The configuration of this start.
+      where: What the saved one belongs to, for the message.
+      what: What a difference means, for the message.
+
+    Raises:
+      InputError: They differ; the message names each field that does.
+    """
     lines = [f"{name} is {before} there and {after} here" for name, before, after in _differences(saved, now)]
     if lines:
         raise InputError(
-            f"{where} holds a run with {what}: {'; '.join(lines)}. Give it the values it was begun with, "
+            f"{where} holds a run with {what}: {'; '.join(lines)}. Give it the values that it was started with, "
             "or choose another --workdir"
         )
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is either the old one or the new one, whenever the process is killed."""
+    """Replaces a file by one rename, so that a killed process leaves either the old or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w") as file:
         file.write(text)
@@ -145,20 +158,24 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def _is_architecture(name: str) -> bool:
+    return name.startswith("model.") and name not in _NOT_ARCHITECTURE
+
+
 def _is_data(name: str) -> bool:
     return name == "seed" or name.startswith("data.")
 
 
-def _plain(config: Config) -> dict[str, Any]:
-    """Returns {"section.field": value} with the types that JSON gives back."""
+def _as_json(config: Config) -> dict[str, Any]:
+    """Returns {"section.field": value} with the types that values have after a round trip through JSON."""
     return dict(flatten(json.loads(json.dumps(dataclasses.asdict(config)))))
 
 
-def _pick(fields: dict[str, Any], wanted: Any) -> dict[str, Any]:
+def _pick(fields: dict[str, Any], wanted: Callable[[str], bool]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if wanted(name)}
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Returns (name, value saved, value now) of each field that differs."""
+    """Returns the name, the saved value and the present value of each field that differs."""
     pairs = [(name, saved.get(name, _ABSENT), now.get(name, _ABSENT)) for name in dict.fromkeys([*now, *saved])]
     return [pair for pair in pairs if pair[1] != pair[2]]

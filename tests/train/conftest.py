@@ -1,4 +1,4 @@
-"""A minuscule run: small enough that a process trains it in seconds, large enough for every mesh of eight devices."""
+"""Fixtures for a minuscule run, which a process trains in seconds and which fits every mesh of eight devices."""
 
 import dataclasses
 import functools
@@ -15,7 +15,8 @@ from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshC
 from train.mesh import make_mesh
 from train.step import Trainer
 
-# The rate of step s is s * 3e-4 in a run of any length, so that all runs share the few programs that are compiled here.
+# With this warm-up the learning rate of step s is s * 3e-4 in a run of any length, so that all runs share the few
+# programs that are compiled here.
 RISING = OptimizerConfig(learning_rate=300.0, warmup_steps=10**6)
 PRESET = """
 from models.transformer import TransformerConfig
@@ -39,15 +40,18 @@ def minuscule():
 
 @pytest.fixture(scope="session")
 def compiled_programs(tmp_path_factory) -> Path:
-    """A folder of compiled programs: the tests here, and the processes they start, compile the same few again."""
+    """A cache of compiled programs, shared by all workers and by the processes that tests start."""
     folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # that of this worker, in that of all
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # the folder of all workers
     return folder / "compiled"
 
 
 @pytest.fixture(autouse=True)
 def compile_little(compiled_programs, request):
-    """Most of the time here would be compiling. `optimized` exempts a test: there the program itself is the matter."""
+    """Compiles with few optimizations and caches the programs, because these tests would mostly compile.
+
+    The mark `optimized` exempts a test whose subject is the compiled program itself.
+    """
     if request.node.get_closest_marker("optimized"):
         yield {}
         return
@@ -56,8 +60,8 @@ def compile_little(compiled_programs, request):
         "jax_compilation_cache_dir": str(compiled_programs),
         "jax_persistent_cache_min_compile_time_secs": 0.1,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        "jax_compilation_cache_max_size": 2
-        ** 30,  # with a limit JAX locks it: no process reads what another still writes
+        # With a limit on its size JAX locks the cache, so that no process reads a file that another still writes.
+        "jax_compilation_cache_max_size": 2**30,
     }
     before = {name: jax.config.values[name] for name in settings}
     compilation_cache.reset_cache()
@@ -71,7 +75,7 @@ def compile_little(compiled_programs, request):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """24 kB of ASCII that no two lines of are alike."""
+    """24 kB of ASCII text in which no two lines are equal."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog {i * i}\n" for i in range(400)))
     return path
@@ -79,7 +83,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(text, tmp_path) -> Config:
-    """The minuscule run on all eight devices of the test process."""
+    """The configuration of the minuscule run on all eight devices of the test process."""
     return Config(
         workdir=str(tmp_path / "run"),
         steps=20,
@@ -95,7 +99,7 @@ def config(text, tmp_path) -> Config:
 
 @pytest.fixture
 def mesh(config):
-    """The mesh of `config`, as the ambient one."""
+    """The mesh of `config`, entered with `jax.set_mesh`."""
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         yield mesh
@@ -103,13 +107,13 @@ def mesh(config):
 
 @pytest.fixture(scope="session")
 def trainer_of():
-    """Makes one trainer for all that the same programs serve: (config, mesh) -> Trainer.
+    """A function (config, mesh) -> Trainer that makes one trainer for all configurations with the same programs.
 
-    Tracing takes longer than most tests. The length of a run makes no other program with RISING.
+    Tracing takes longer than most tests. With RISING the length of a run does not change the programs.
     """
 
     @functools.cache
-    def make(config, mesh, _compiled_little):
+    def make(config, mesh, _few_optimizations):
         trainer = Trainer(config, mesh)
         trainer.compile_train_step = functools.cache(trainer.compile_train_step)
         return trainer
@@ -125,7 +129,7 @@ def trainer_of():
 
 @pytest.fixture
 def preset(text, tmp_path):
-    """Writes the minuscule run as a preset file; `platform="auto"` suits a test that stays in this process."""
+    """A function that writes the minuscule run as a preset file; tests that train in this process pass "auto"."""
 
     def write(platform: str = "cpu") -> Path:
         path = tmp_path / f"minuscule_{platform}.py"
@@ -137,7 +141,7 @@ def preset(text, tmp_path):
 
 @pytest.fixture(scope="session")
 def launcher():
-    """Forks processes; it imports what they need while the first test that asks for it goes on."""
+    """The process that forks runs; it imports their modules while the first test that needs it is still running."""
     launcher = Launcher(os.environ)
     yield launcher
     launcher.close()
@@ -145,7 +149,7 @@ def launcher():
 
 @pytest.fixture
 def start(preset, compile_little, launcher):
-    """Starts train/run.py on the minuscule run in a process of its own, which is forked and need not import."""
+    """A function that starts train/run.py on the minuscule run in a process that is forked after all imports."""
     runs = []
 
     def launch(*options: object, terminal: int | None = None, **environment: str) -> Run:

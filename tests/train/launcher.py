@@ -1,9 +1,9 @@
-"""Starts train/run.py many times and imports once: a process that forks another one for each start.
+"""A process that imports train/run.py once and forks for every start of it.
 
-Importing takes half of what a short run takes. A run that is started here is still a process of its own, with its
-pipes, environment and signals; it runs the script as its main module, and ends as Python ends. What it shares with the
-others is modules, imported already, and the seed of hashes. JAX is asked for no device before the fork: its devices
-have threads, which a fork loses.
+Imports take half of the time of a short run. A forked run is still a separate process with its own pipes, environment
+and signals; it runs the script as its main module and exits as Python exits. It shares the imported modules and the
+hash seed with the other runs. JAX must not be asked for a device before the fork, because its devices have threads,
+which a fork does not copy.
 """
 
 import gc
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "train" / "run.py"
 
 
 class Launcher:
-    """The process that forks. Closing it ends it, and none of the runs."""
+    """The forking process. `close` ends it but none of the runs."""
 
     def __init__(self, environment: Mapping[str, str]):
         self._requests, theirs = socket.socketpair()
@@ -34,11 +34,17 @@ class Launcher:
                 env=dict(environment),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the tests, which end it
+                start_new_session=True,  # Ctrl-C must reach only the tests, which then end this process
             )
 
     def start(self, options: list[str], *, environment: Mapping[str, str], terminal: int | None = None) -> "Run":
-        """Starts `python train/run.py OPTIONS`, which prints to `terminal`, or to a pipe where that is None."""
+        """Starts `python train/run.py OPTIONS`.
+
+        Args:
+          options: The command line.
+          environment: The environment variables of the run.
+          terminal: File descriptor of a terminal that the run prints to; None makes a pipe.
+        """
         news, write_news = os.pipe()
         out, write_out = os.pipe() if terminal is None else (None, os.dup(terminal))
         err = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the run closes it)
@@ -55,13 +61,13 @@ class Launcher:
 
 
 class Run:
-    """A run that was started; it has what the tests use of subprocess.Popen."""
+    """A started run, with the methods of subprocess.Popen that the tests use."""
 
     def __init__(self, news, stdout, stderr):
         self.stdout = stdout
         self.pid = int(news.readline())
         self.returncode: int | None = None
-        self._news, self._stderr = news, stderr  # `news` has the exit code as its second line
+        self._news, self._stderr = news, stderr  # the second line of `news` is the exit code
         self._printed: tuple[str, str] | None = None
 
     def poll(self) -> int | None:
@@ -81,7 +87,11 @@ class Run:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float = 300) -> tuple[str, str]:
-        """Waits until it ends, `timeout` seconds at most; returns (stdout, where that was not read yet, and stderr)."""
+        """Waits for the run to end, and kills it after `timeout` seconds.
+
+        Returns:
+          What it printed to stdout and has not been read yet, and what it printed to stderr.
+        """
         if self._printed is None:
             killer = threading.Timer(timeout, os.kill, [self.pid, signal.SIGKILL])
             killer.start()
@@ -98,8 +108,8 @@ class Run:
 
 
 def serve(requests: socket.socket) -> None:
-    """Forks a process for each request and returns in it, with its streams, arguments and environment in place."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for the runs
+    """Forks a process for each request; returns in the forked process, once its streams and arguments are set."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for the intermediate processes below
     while True:
         request, streams, _, _ = socket.recv_fds(requests, 2**16, 3)
         if not request:
@@ -114,7 +124,7 @@ def serve(requests: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     news, out, err = streams
     if run := os.fork():
-        os.close(out)  # its reader waits until nobody can write there any more
+        os.close(out)  # the reader of a pipe sees its end only when every writer has closed it
         os.write(news, f"{run}\n".encode())
         os.write(news, f"{os.waitstatus_to_exitcode(os.waitpid(run, 0)[1])}\n".encode())
         os._exit(0)
@@ -131,7 +141,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def read_settings(environment: Mapping[str, str]) -> None:
-    """Gives JAX the settings that it would have read from the environment when it was imported."""
+    """Applies the settings that JAX would have read from the environment when it was imported."""
     for name, value in environment.items():
         setting = name.lower()
         if setting in jax.config.values and os.environ.get(name) != value:
@@ -141,12 +151,12 @@ def read_settings(environment: Mapping[str, str]) -> None:
 
 if __name__ == "__main__":
     import jax
-    import matplotlib.backends.backend_agg  # noqa: F401 (a run imports this one, and the next, late)
+    import matplotlib.backends.backend_agg  # noqa: F401 (a run imports this module and the next one late)
     import tensorboardX  # noqa: F401
 
     import train.run  # noqa: F401
 
-    gc.freeze()  # what is there stays: without this each run would collect, and copy, all of it
+    gc.freeze()  # otherwise garbage collection in each run would copy the memory pages of all these objects
     serve(socket.socket(fileno=int(sys.argv[1])))
     sys.path[0] = str(SCRIPT.parent)
     runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -1,4 +1,4 @@
-"""train/checkpoint.py: what is saved comes back to the bit, on any mesh, or is said to be damaged."""
+"""Tests of train/checkpoint.py: a checkpoint is restored bit by bit, on any mesh, or reported as damaged."""
 
 import dataclasses
 import gc
@@ -9,13 +9,16 @@ import jax
 import numpy as np
 import pytest
 
+from train import checkpoint
 from train.checkpoint import Checkpoints
 from train.config import InputError, MeshConfig
+from train.fingerprint import fingerprint
 from train.mesh import make_mesh
 from train.workdir import architecture
 
-# Each of its reads that nobody waits for any more says so when it is collected; pytest would make that an error.
-quiet = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+# When one of orbax's concurrent reads fails, the others warn when they are garbage-collected, and pytest would turn
+# these warnings into errors.
+ignore_abandoned_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 POSITION = {"next_index": 7}
 
 
@@ -31,7 +34,7 @@ def kept(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(config, trainer, kept, tmp_path) -> Path:
-    """Two checkpoints, of steps 5 and 10, of different states."""
+    """A folder with the checkpoints of steps 5 and 10, whose states differ."""
     if not kept.exists():
         state = trainer.init()
         with Checkpoints(kept, keep=3) as checkpoints:
@@ -46,7 +49,7 @@ def assert_equal(state, other):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, other))
 
 
-def test_a_state_comes_back_to_the_bit(config, trainer, folder):
+def test_a_restored_state_is_equal_bit_by_bit(config, trainer, folder):
     with Checkpoints(folder, keep=3) as checkpoints:
         assert checkpoints.steps() == [5, 10]
         state, position = checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
@@ -55,7 +58,7 @@ def test_a_state_comes_back_to_the_bit(config, trainer, folder):
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (4, 2)])
-def test_it_comes_back_on_another_mesh(shape, config, trainer, trainer_of, folder):
+def test_a_state_is_restored_onto_another_mesh(shape, config, trainer, trainer_of, folder):
     expected = jax.tree.map(np.asarray, trainer.init().params)
     other = make_mesh(MeshConfig(data=shape[0], model=shape[1]))
     with jax.set_mesh(other), Checkpoints(folder, keep=3) as checkpoints:
@@ -66,8 +69,8 @@ def test_it_comes_back_on_another_mesh(shape, config, trainer, trainer_of, folde
         assert leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
 
 
-def test_saving_does_not_see_what_training_does_next(config, trainer, tmp_path):
-    """The state is donated right after `save` returns, while its copy is still being written."""
+def test_training_does_not_change_a_state_that_is_being_saved(config, trainer, tmp_path):
+    """The next step reuses the buffers of the state once `save` has returned, while the copy is still being written."""
     step, batch = trainer.train_step, trainer.abstract_batch()
     tokens = jax.device_put(np.ones(batch.shape, np.int32), batch.sharding)
     state = trainer.init()
@@ -83,7 +86,7 @@ def test_saving_does_not_see_what_training_does_next(config, trainer, tmp_path):
             assert_equal(restored, expected)
 
 
-def test_only_the_newest_are_kept(config, trainer, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(config, trainer, tmp_path):
     state = trainer.init()
     with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
         for step in (1, 2, 3, 4):
@@ -92,7 +95,7 @@ def test_only_the_newest_are_kept(config, trainer, tmp_path):
         assert checkpoints.steps() == [3, 4]
 
 
-def test_what_a_killed_process_left_half_written_is_no_checkpoint(folder):
+def test_a_half_written_checkpoint_of_a_killed_process_is_removed(folder):
     left = folder / "15.orbax-checkpoint-tmp"
     shutil.copytree(folder / "10", left)
     with Checkpoints(folder, keep=3) as checkpoints:
@@ -100,7 +103,7 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(folder):
         assert checkpoints.choose(None) == 10
 
 
-def test_choosing(folder, tmp_path):
+def test_the_newest_checkpoint_or_the_requested_one_is_chosen(folder, tmp_path):
     with Checkpoints(folder, keep=3) as checkpoints:
         assert checkpoints.choose(None) == 10
         assert checkpoints.choose(5) == 5
@@ -112,7 +115,7 @@ def test_choosing(folder, tmp_path):
             checkpoints.choose(7)
 
 
-def test_another_architecture_is_named(config, trainer, folder, replace):
+def test_a_checkpoint_of_another_architecture_is_refused(config, trainer, folder, replace):
     other = architecture(replace(config, model={"layers": 3}))
     with (
         Checkpoints(folder, keep=3) as checkpoints,
@@ -121,8 +124,8 @@ def test_another_architecture_is_named(config, trainer, folder, replace):
         checkpoints.restore(10, trainer.abstract_state(), architecture=other)
 
 
-def files_of(checkpoint: Path) -> list[Path]:
-    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def flip(path: Path) -> None:
@@ -141,20 +144,22 @@ DAMAGE = {
 
 @pytest.fixture
 def reads_abandoned():
-    """Collects what orbax leaves behind when one of its reads fails, where its complaints are ignored."""
+    """Collects the reads that orbax abandons within the test, where their warnings are ignored."""
     yield
     gc.collect()
 
 
-@quiet
+@ignore_abandoned_reads
 @pytest.mark.usefixtures("reads_abandoned")
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_damage_to_any_file_is_named_or_harmless(damage, config, trainer, folder, tmp_path):
-    """Whatever happens to a file of the newest checkpoint: an error that names it, or the very same state."""
-    one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])  # onto eight it is read in many more pieces
-    place, messages = jax.NamedSharding(one, jax.P()), []
+def test_damage_to_any_file_is_reported_or_harmless(damage, config, trainer, folder, tmp_path):
+    """After damage to any one file of the newest checkpoint, restoring reports the damage or gives the same state."""
+    one = jax.make_mesh(
+        (1,), ("data",), devices=jax.devices()[:1]
+    )  # restoring onto eight devices takes many more reads
+    sharding, messages = jax.NamedSharding(one, jax.P()), []
     abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), trainer.abstract_state()
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), trainer.abstract_state()
     )
     expected = jax.tree.map(np.asarray, dataclasses.replace(trainer.init(), step=np.int32(10)))
     for file in files_of(folder / "10"):
@@ -179,20 +184,31 @@ def test_damage_to_any_file_is_named_or_harmless(damage, config, trainer, folder
         assert "run again with --checkpoint.step 5 to continue from there" in message
 
 
-@quiet
+@ignore_abandoned_reads
 @pytest.mark.usefixtures("reads_abandoned")
-def test_a_whole_item_that_is_gone_is_damage_too(config, trainer, folder):
+def test_a_missing_item_is_reported_as_damage(config, trainer, folder):
     shutil.rmtree(folder / "10" / "state")
     with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match=r"step 10, .* is damaged"):
         checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
 
 
-@quiet
+@ignore_abandoned_reads
 @pytest.mark.usefixtures("reads_abandoned")
-def test_with_no_earlier_checkpoint_the_advice_is_another_folder(config, trainer, folder):
+def test_a_damaged_checkpoint_without_an_earlier_one_suggests_another_workdir(config, trainer, folder):
     shutil.rmtree(folder / "5")
     shutil.rmtree(folder / "10" / "state")
     with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match="none before it: choose another"):
+        checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
+
+
+def test_readable_values_that_were_not_saved_are_reported_as_damage(config, trainer, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+        patch.setattr(checkpoint, "fingerprint", lambda state: fingerprint(state) | {"step": 1})
+        checkpoints.save(10, trainer.init(), data=POSITION, architecture=architecture(config))
+    with (
+        Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints,
+        pytest.raises(InputError, match=r"step 10, .* is damaged \(step is not what was saved\)"),
+    ):
         checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
 
 

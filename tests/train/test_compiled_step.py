@@ -1,4 +1,4 @@
-"""The compiled program of one training step: which collectives there are, over which axis, and how often."""
+"""Tests of the compiled training step: which collectives it has, over which axis, and how many."""
 
 import collections
 import dataclasses
@@ -17,11 +17,11 @@ COLLECTIVE = re.compile(
 
 
 @pytest.fixture(params=[
-    "little",  # the compiler chooses collectives before it optimizes code, and these programs others here need, too
-    pytest.param("fully", marks=[pytest.mark.optimized, pytest.mark.slow]),  # as a run of configs/tiny.py has it
+    "little",  # collectives are chosen before code is optimized, and other tests share these programs
+    pytest.param("fully", marks=[pytest.mark.optimized, pytest.mark.slow]),  # the program of a run of configs/tiny.py
 ])  # fmt: skip
 def compiled(request, config, trainer_of):
-    """backend -> (HLO of a training step on a (2, 4) mesh, abstract parameters)."""
+    """A function from a backend to the HLO of a training step on a (2, 4) mesh and the abstract parameters."""
     config = dataclasses.replace(tiny(), mesh=config.mesh) if request.param == "fully" else config
 
     def compile_step(backend):
@@ -33,7 +33,7 @@ def compiled(request, config, trainer_of):
 
 
 def collectives(text):
-    """[(opcode, axes, local shapes)] of every collective of a program."""
+    """Returns (opcode, axes, local shapes) of every collective of a program."""
     found = []
     for line in text.splitlines():
         if match := COLLECTIVE.search(line):
@@ -41,13 +41,13 @@ def collectives(text):
                 tuple(map(int, dims.split(","))) if dims else () for dims in re.findall(r"\w+\[([\d,]*)\]", match[1])
             ]
             found.append((match[2], set(re.findall(r"'(\w+)'", match[3])), shapes))
-    # A collective that the pattern does not know must not go uncounted.
+    # A collective whose line the pattern does not match must not be left out silently.
     assert len(found) == len(re.findall(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(", text))
     return found
 
 
 def gradient_shapes(params):
-    """How often each local shape of a gradient occurs; a stacked layer's is reduced inside the loop over layers."""
+    """Counts the local shapes of all gradients; those of stacked layers are reduced inside the loop over layers."""
     shapes = collections.Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         local = leaf.sharding.shard_shape(leaf.shape)
@@ -55,7 +55,7 @@ def gradient_shapes(params):
     return shapes
 
 
-def test_the_ring_has_no_all_gather_and_one_sum_over_data_a_gradient(compiled):
+def test_the_ring_has_no_all_gather_and_one_all_reduce_over_data_per_gradient(compiled):
     text, params = compiled("xla")
     found = collectives(text)
     assert [op for op, _, _ in found if op in ("all-gather", "reduce-scatter", "all-to-all")] == []
@@ -65,9 +65,10 @@ def test_the_ring_has_no_all_gather_and_one_sum_over_data_a_gradient(compiled):
     assert reduced == gradient_shapes(params)
 
 
-def test_the_same_check_sees_the_gathers_of_the_other_backend(compiled):
+def test_the_gathering_backend_has_the_collectives_that_the_ring_lacks(compiled):
+    """The negative test: the same search finds all-gathers and reduce-scatters where there are some."""
     found = collectives(compiled("none")[0])
     gathers = [axes for op, axes, _ in found if op == "all-gather"]
     assert len(gathers) >= 4
     assert all(axes == {"model"} for axes in gathers)
-    assert [op for op, axes, _ in found if op == "reduce-scatter"] or pytest.fail("no reduce-scatter either")
+    assert "reduce-scatter" in {op for op, _, _ in found}

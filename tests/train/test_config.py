@@ -1,4 +1,4 @@
-"""train/config.py: presets, the command line, and what it refuses."""
+"""Tests of train/config.py: presets, the command line, and the input that is refused."""
 
 import dataclasses
 import re
@@ -44,8 +44,8 @@ def test_help_explains_every_field_with_its_unit(capsys):
     shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
     for name, default in _fields(load_preset(DEFAULT_PRESET)):
         described = re.search(rf"--{re.escape(name)} (.*?)\(default: (.*?)\)", shown)
-        assert described, f"--help does not explain {name}"
-        assert len(described[1].split()) >= 3, f"--help says nothing of {name}: {described[1]}"
+        assert described, f"--help does not have {name}"
+        assert len(described[1].split()) >= 3, f"--help does not explain {name}: {described[1]}"
         if isinstance(default, (int, float)) and not isinstance(default, bool) and not name.startswith("model."):
             assert re.search(r"\([^)]+\)", described[1]), f"{name} has no unit: {described[1]}"
 
@@ -63,7 +63,7 @@ def test_help_explains_every_field_with_its_unit(capsys):
         (["extra.py"], "extra.py"),
     ],
 )
-def test_a_bad_command_line_exits_with_2_and_names_it(options, named, capsys):
+def test_a_bad_command_line_exits_with_2_and_names_the_mistake(options, named, capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse([str(DEFAULT_PRESET), *options])
     assert exit_info.value.code == 2
@@ -80,12 +80,18 @@ def test_a_bad_command_line_exits_with_2_and_names_it(options, named, capsys):
         ("def one(): return 1", r"one\(\) .* returned int"),
     ],
 )
-def test_a_bad_preset_is_named(content, message, tmp_path):
+def test_a_bad_preset_is_refused(content, message, tmp_path):
     path = tmp_path / "preset.py"
     if content is not None:
         path.write_text(content)
     with pytest.raises(InputError, match=message):
         load_preset(path)
+
+
+def test_a_preset_that_is_not_python_is_refused(tmp_path):
+    (tmp_path / "preset.toml").write_text("steps = 1")
+    with pytest.raises(InputError, match=r"must be a Python file: got .*preset\.toml"):
+        load_preset(tmp_path / "preset.toml")
 
 
 @pytest.mark.parametrize(
@@ -108,21 +114,16 @@ def test_a_bad_preset_is_named(content, message, tmp_path):
         ("--report.every", 0, "report.every must be at least 1"),
     ],
 )
-def test_a_value_out_of_range_is_named(option, value, message):
+def test_a_value_out_of_range_is_refused(option, value, message):
     with pytest.raises(InputError, match=message):
         parse([str(DEFAULT_PRESET), option, str(value)])
 
 
-def test_reading_a_configuration_makes_no_device(preset):
-    # In this process the devices exist already; what counts is that parse does not ask for them.
-    asked = []
-    devices = jax.devices
-    jax.devices = lambda *arguments: asked.append(arguments) or devices(*arguments)
-    try:
-        parse([str(preset())])
-    finally:
-        jax.devices = devices
-    assert not asked
+def test_parsing_asks_for_no_device(preset, monkeypatch):
+    """The devices of this process exist already, so the test forbids the calls that would make them."""
+    for name in ("devices", "local_devices", "device_count", "default_backend"):
+        monkeypatch.setattr(jax, name, lambda *_, name=name: pytest.fail(f"parse called jax.{name}"))
+    parse([str(preset())])
 
 
 def _fields(config: Config):

@@ -1,6 +1,7 @@
-"""Sequences split over devices: the same losses, the same text and the same checkpoints as on any other mesh."""
+"""Tests of the context axis: losses, text and checkpoints are the same as on a mesh that does not split sequences."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from train.config import InputError, MeshConfig
 from train.corpus import open_corpus
 from train.data import TrainingBatches, split
-from train.mesh import fill_in, make_mesh, sequence_order
+from train.mesh import infer_sizes, make_mesh, sequence_order
 from train.run import main
 from train.sample import generate
 
@@ -36,13 +37,13 @@ SPLIT_UP, WHOLE = {"data": 2, "context": 2, "model": 2}, {"data": 2, "model": 4}
 @pytest.mark.parametrize(
     "split_up", [SPLIT_UP, pytest.param({"data": 1, "context": 4, "model": 2}, marks=pytest.mark.slow)], ids=str
 )
-def test_losses_are_those_of_whole_sequences(split_up, config, trainer_of):
+def test_losses_match_those_of_whole_sequences(split_up, config, trainer_of):
     split_up = losses(on(config, **split_up), trainer_of)
     np.testing.assert_allclose(split_up, losses(on(config, **WHOLE), trainer_of), atol=1e-4)
     assert split_up[-1] < split_up[0]
 
 
-def test_a_batch_lies_in_the_order_of_the_mesh(config):
+def test_a_batch_is_laid_out_in_the_order_of_the_mesh(config):
     config = on(config, data=2, context=4)
     mesh = make_mesh(config.mesh)
     assert dict(mesh.shape) == {"data": 2, "context": 4, "model": 1}
@@ -54,7 +55,7 @@ def test_a_batch_lies_in_the_order_of_the_mesh(config):
     assert not np.array_equal(back, np.arange(16))
 
 
-def test_the_text_is_the_same(config, replace, trainer_of):
+def test_the_generated_text_is_the_same(config, replace, trainer_of):
     texts = []
     for mesh in (SPLIT_UP, WHOLE):
         now = replace(on(config, **mesh), eval={"temperature": 1e-6})
@@ -64,8 +65,8 @@ def test_the_text_is_the_same(config, replace, trainer_of):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow  # test_run.py goes on with rows and kernels split anew
-def test_a_run_goes_on_with_sequences_split_and_back(preset, tmp_path):
+@pytest.mark.slow  # test_run.py continues a run with other data and model axes
+def test_a_run_continues_with_sequences_split_and_back(preset, tmp_path):
     def run(workdir, steps, *options):
         command = [
             str(preset("auto")),
@@ -77,8 +78,7 @@ def test_a_run_goes_on_with_sequences_split_and_back(preset, tmp_path):
             "2",
         ]
         assert main([*command, "--eval.sample_tokens", "0", "--eval.every", "0", *options]) == 0
-        lines = (tmp_path / workdir / "metrics.jsonl").read_text().splitlines()
-        return [float(line.split('"loss": ')[1].split(",")[0]) for line in lines]
+        return [json.loads(line)["loss"] for line in (tmp_path / workdir / "metrics.jsonl").read_text().splitlines()]
 
     straight = run("one", 9, "--mesh.data", "4")
     run("two", 3, "--mesh.data", "4")
@@ -93,7 +93,10 @@ def test_a_run_goes_on_with_sequences_split_and_back(preset, tmp_path):
         ({"context": 0}, "mesh.context must be at least 1: got 0"),
     ],
 )
-def test_a_grid_that_does_not_fit_is_named(mesh, message):
+def test_a_mesh_that_does_not_match_the_devices_is_refused(mesh, message):
     with pytest.raises(InputError, match=message):
         make_mesh(MeshConfig(**mesh))
-    assert fill_in(-1, 2, 8, context=2) == (2, 2)
+
+
+def test_a_size_is_inferred_beside_the_context_axis():
+    assert infer_sizes(-1, 2, 8, context=2) == (2, 2)

@@ -1,4 +1,4 @@
-"""train/data.py: windows, order, position."""
+"""Tests of train/data.py: windows, their order, and the position that is saved."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from train.data import TrainingBatches, ValidationBatches, Windows, share_of_bat
 
 
 @given(size=st.integers(0, 200), length=st.integers(1, 50))
-def test_windows_have_every_token_as_a_target_once(size, length):
+def test_every_token_is_a_target_of_one_window(size, length):
     tokens = np.arange(size, dtype=np.uint16)
     windows = Windows(tokens, length)
     targets = [int(token) for index in range(len(windows)) for token in windows[index][1:]]
@@ -26,7 +26,7 @@ def test_windows_have_every_token_as_a_target_once(size, length):
 
 @pytest.fixture
 def config(config, replace):
-    """Four rows a batch: what is counted here is small."""
+    """The minuscule run with four sequences per batch."""
     return replace(config, data={"batch_size": 4})
 
 
@@ -39,7 +39,7 @@ def take(batches, count):
     return [np.asarray(tokens) for tokens, _ in (next(batches) for _ in range(count))]
 
 
-def test_targets_are_the_tokens_one_place_on_and_sharded_over_data(config, mesh, windows):
+def test_targets_are_the_next_tokens_and_sharded_over_data(config, mesh, windows):
     tokens, targets = next(TrainingBatches(windows[0], config, mesh))
     np.testing.assert_array_equal(np.asarray(tokens)[:, 1:], np.asarray(targets)[:, :-1])
     assert tokens.shape == (4, 16)
@@ -47,7 +47,7 @@ def test_targets_are_the_tokens_one_place_on_and_sharded_over_data(config, mesh,
     assert tokens.sharding.spec == jax.P("data", None)
 
 
-def test_the_seed_alone_decides_the_order(config, mesh, windows):
+def test_the_seed_alone_determines_the_order(config, mesh, windows):
     first, again = (take(TrainingBatches(windows[0], config, mesh), 5) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     other = take(TrainingBatches(windows[0], dataclasses.replace(config, seed=1), mesh), 5)
@@ -62,8 +62,8 @@ def test_the_order_does_not_depend_on_the_mesh(config, mesh, windows):
 
 
 @given(data=st.sampled_from([1, 2, 4, 8]), model=st.sampled_from([1, 2, 4]), processes=st.sampled_from([1, 2, 4, 8]))
-def test_processes_share_a_batch_as_their_devices_do(data, model, processes):
-    """Devices go to processes in order, row by row of the mesh, as `jax.make_mesh` gives them out."""
+def test_each_process_loads_the_rows_that_its_devices_hold(data, model, processes):
+    """Devices belong to processes in order, row by row of the mesh, as `jax.make_mesh` arranges them."""
     if data * model % processes:
         return
     each, shard_rows = data * model // processes, 3
@@ -75,7 +75,7 @@ def test_processes_share_a_batch_as_their_devices_do(data, model, processes):
         sequences = list(range(data * shard_rows))[first::stride]
         assert len(sequences) == len(starts) * shard_rows
         loaded.setdefault(min(starts), sequences)
-        assert loaded[min(starts)] == sequences, "the same rows hold the same sequences"
+        assert loaded[min(starts)] == sequences, "processes with the same rows must load the same sequences"
     assert sorted(sequence for part in loaded.values() for sequence in part) == list(range(data * shard_rows))
 
 
@@ -88,7 +88,7 @@ def test_each_epoch_has_every_window_once_in_its_own_order(config, mesh):
 
 
 @pytest.mark.parametrize("before", [0, 1, 7, 400])
-def test_a_saved_position_continues_where_it_was(before, config, mesh, windows):
+def test_batches_continue_from_a_saved_position(before, config, mesh, windows):
     batches = TrainingBatches(windows[0], config, mesh)
     take(batches, before)
     state = json.loads(json.dumps(batches.get_state()))
@@ -109,7 +109,7 @@ def test_validation_is_the_end_of_the_tokens_and_the_same_each_time(config, mesh
     np.testing.assert_array_equal(windows[1].tokens, everything[-windows[1].tokens.size :])
 
 
-def test_validation_takes_what_there_is(config, mesh, replace):
+def test_validation_takes_all_batches_if_there_are_too_few(config, mesh, replace):
     config = replace(config, eval={"batches": 50})
     windows = Windows(np.arange(16 * 9 + 1, dtype=np.uint16), 16)
     assert len(list(ValidationBatches(windows, config, mesh))) == 2
@@ -126,8 +126,3 @@ def test_data_that_is_too_short_is_refused(config, replace):
     with pytest.raises(InputError, match=r"one batch of data.batch_size=4 sequences: it has 1"):
         split(corpus(400), config)
     split(corpus(400), replace(config, eval={"every": 0}))
-
-
-def test_a_batch_that_the_data_axis_does_not_divide_is_refused(config, mesh, windows, replace):
-    with pytest.raises(InputError, match=r"data.batch_size must be divisible by the 'data' axis: got 5 on 2 devices"):
-        TrainingBatches(windows[0], replace(config, data={"batch_size": 5}), mesh)

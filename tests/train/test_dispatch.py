@@ -1,4 +1,4 @@
-"""train/dispatch.py: what would hold the host in the training step is named before the first one."""
+"""Tests of train/dispatch.py: anything in the training step that holds the host is reported before the first step."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from train.step import Trainer
 
 @pytest.fixture
 def print_in_the_loss(monkeypatch):
-    """Puts a print into the loss, of the embedding alone, which is soon compiled; returns its "file:line"."""
+    """Replaces the loss by a small one that prints; returns "file:line" of the print."""
 
     def printing_loss(self, tokens, targets):
         value = jnp.mean(self.embed(tokens) ** 2)
@@ -27,7 +27,7 @@ def print_in_the_loss(monkeypatch):
     return f"{__file__}:{first + next(n for n, line in enumerate(lines) if 'jax.debug.print' in line)}"
 
 
-def test_a_run_begins_with_the_name_and_the_line_of_a_print(preset, capsys, print_in_the_loss):
+def test_a_run_reports_the_line_of_a_print_in_the_model(preset, capsys, print_in_the_loss):
     code = main([str(preset("auto")), "--steps", "1", "--eval.every", "0", "--eval.sample_tokens", "0"])
     assert code == 0
     (line,) = re.findall("^dispatch.*", capsys.readouterr().out, re.MULTILINE)
@@ -37,20 +37,20 @@ def test_a_run_begins_with_the_name_and_the_line_of_a_print(preset, capsys, prin
 @pytest.mark.parametrize("printing", [False, True])
 def test_on_one_device_a_print_makes_every_step_wait(config, printing, request):
     if printing:
-        place = request.getfixturevalue("print_in_the_loss")
+        location = request.getfixturevalue("print_in_the_loss")
     mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         lines = describe_dispatch(Trainer(config, mesh).compile_train_step())
     if not printing:
         assert lines == []
         return
-    verdict, remedy = lines
-    assert verdict.startswith(f"the host waits in every training step: jax.debug.print at {place} calls Python")
+    finding, remedy = lines
+    assert finding.startswith(f"the host waits in every training step: jax.debug.print at {location} calls Python")
     assert remedy.startswith("do: take it out of the function")
 
 
-def test_where_it_cannot_be_told_that_is_said(monkeypatch):
+def test_a_platform_without_program_text_is_reported_as_unknown(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: None)
-    verdict, remedy = describe_dispatch(jax.jit(lambda x: x + 1).lower(1.0).compile())
-    assert verdict.startswith("it cannot be told whether the host waits in every training step: this platform gives no")
+    finding, remedy = describe_dispatch(jax.jit(lambda x: x + 1).lower(1.0).compile())
+    assert finding.startswith("it cannot be told whether the host waits in every training step: this platform gives no")
     assert "measure_dispatch" in remedy

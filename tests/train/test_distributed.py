@@ -1,4 +1,4 @@
-"""Several processes train as one: each loads its rows, the losses are those of a single process."""
+"""Tests of a run of several processes: each loads its own rows, and the losses are those of a single process."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from train.run import main
 
 @pytest.fixture
 def launch(start):
-    """Starts two processes that join as Open MPI would have them, of four devices each."""
+    """A function that starts two processes of four devices each, with the environment variables of Open MPI."""
 
     def two(*options: object):
         with socket.socket() as probe:
@@ -51,6 +51,6 @@ def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, 
     printed = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], printed
     assert "stopped by SIGTERM after step" in printed[0][0]
-    assert not any("step" in line for line in printed[1][0].splitlines()), "only the first process speaks"
+    assert not any("step" in line for line in printed[1][0].splitlines()), "only the first process prints"
     assert len(list((tmp_path / "two" / "checkpoints").iterdir())) == 1
     np.testing.assert_allclose(losses_of(tmp_path / "two")[:10], losses_of(tmp_path / "one"), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""train/run.py --dry-run: what it reports of a run on chips that are not there, and where the run does not fit."""
+"""Tests of train/run.py --dry-run: its report on a run, on chips that are not there, and on a run that does not fit."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from flaxasync import check
-from tests.check.test_hlo_compiled import counts, counts_of_jaxlib
+from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train import dry_run as dry_run_module
 from train.config import load_preset
 from train.dry_run_report import GIB
@@ -25,13 +25,13 @@ TOPOLOGY = "v5e:2x2"
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """The minuscule training step on 2 x 2 chips, compiled once."""
+    """A dict that holds the minuscule training step on 2 x 2 chips once it has been compiled."""
     return {}
 
 
 @pytest.fixture
 def compiled_once(program, monkeypatch):
-    """Lets every dry run of this module share one compilation; returns the calls as (topology, state)."""
+    """Makes all dry runs of this module share one compiled program; returns the calls as (topology, state)."""
     calls = []
     compile_for = check.compile_for
 
@@ -46,7 +46,7 @@ def compiled_once(program, monkeypatch):
 
 
 def refuse(monkeypatch, count):
-    """Makes the compiler refuse the first programs it is given, for want of memory."""
+    """Makes the compiler refuse its first `count` programs for lack of memory."""
     compile_for, left = check.compile_for, [count]
 
     def refusing(*args, **options):
@@ -59,16 +59,16 @@ def refuse(monkeypatch, count):
     monkeypatch.setattr(check, "compile_for", refusing)
 
 
-def test_a_dry_run_says_whether_it_fits_and_how_fast_it_would_be(preset, compiled_once, tmp_path, capsys):
+def test_a_dry_run_reports_memory_and_estimated_speed(preset, compiled_once, tmp_path, capsys):
     assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 0
     out = capsys.readouterr().out
     assert "4 devices of v5e:2x2, as data 2 x model 2" in out
-    assert re.search(r"memory +fits: .* MiB a device for batch 8 x 16 tokens; 15.75 GiB are there", out)
+    assert re.search(r"memory +fits: .* MiB per device for batch 8 x 16 tokens; 15.75 GiB are available", out)
     assert re.search(r"step +[\d.]+ ms estimated: work [\d.]+%, waiting for other devices [\d.]+%", out)
     assert re.search(r"speed +[\d,]+ tokens/s, .* MFU [\d.]+% of 197 TFLOP/s", out)
     assert "model FLOPs:" in out
     assert "nothing was run" in out
-    assert re.search(r"audit +ok: \d+ transfers a step", out)
+    assert re.search(r"audit +ok: \d+ transfers per step", out)
 
     folder = tmp_path / "run" / "dry_run"
     assert {path.name for path in folder.iterdir()} == {
@@ -82,7 +82,7 @@ def test_a_dry_run_says_whether_it_fits_and_how_fast_it_would_be(preset, compile
     assert used["optimizer state"] >= 2 * used["parameters"]
     assert sum(used.values()) == figures["bytes_by_kind"]["total"]
     assert "collective-permute" in (folder / "audit.txt").read_text()
-    assert not (tmp_path / "run" / "config.json").exists(), "a dry run begins no run"
+    assert not (tmp_path / "run" / "config.json").exists(), "a dry run must not start a run"
 
 
 def test_the_compiled_step_is_read_as_jaxlib_reads_it(preset, compiled_once, program, tmp_path):
@@ -91,9 +91,9 @@ def test_the_compiled_step_is_read_as_jaxlib_reads_it(preset, compiled_once, pro
     assert counts_of_jaxlib([text]) == [counts(check.parse(text))]
 
 
-@pytest.mark.slow  # the one above reads a step, too, of two layers
+@pytest.mark.slow  # the test above does the same with a step of two layers
 def test_the_step_of_the_8b_preset_for_cpu_devices_is_read_as_jaxlib_reads_it():
-    """All layers at their widths, with one sequence for each of the devices; nothing is allocated."""
+    """The step has all layers at their full width and one sequence per device; nothing is allocated."""
     config = load_preset(ROOT / "configs" / "llama_8b.py")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=8))
     mesh = make_mesh(config.mesh)
@@ -105,7 +105,7 @@ def test_the_step_of_the_8b_preset_for_cpu_devices_is_read_as_jaxlib_reads_it():
 
 @pytest.mark.slow
 def test_the_step_of_the_8b_preset_is_read_as_jaxlib_reads_it(tmp_path):
-    """For v5e: on the programs for v5p, which gather on the SparseCore, jaxlib's parser aborts."""
+    """The step is compiled for v5e, because jaxlib's parser aborts on the SparseCore gathers of programs for v5p."""
     options = f"--workdir {tmp_path} --data.batch_size 2 --model.param_dtype bfloat16 --dry-run --topology v5e:4x4"
     with jax.numpy_dtype_promotion("standard"):
         assert main([str(ROOT / "configs" / "llama_8b.py"), *options.split()]) == 0
@@ -123,13 +123,13 @@ def test_the_step_of_the_8b_preset_is_read_as_jaxlib_reads_it(tmp_path):
         (3, {"data.batch_size": 2, "model.param_dtype": "bfloat16", "model.layers": 1}),
     ],
 )
-def test_where_it_does_not_fit_a_smaller_step_is_measured(
+def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(
     refusals, options, preset, compiled_once, monkeypatch, tmp_path, capsys
 ):
     refuse(monkeypatch, refusals)
     assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 0
     out = capsys.readouterr().out
-    assert "memory     does not fit: 40 GiB a device" in out
+    assert "memory     does not fit: 40 GiB per device" in out
     assert "fits       with " + " ".join(f"--{name} {value}" for name, value in options.items()) in out
     figures = json.loads((tmp_path / "run" / "dry_run" / "report.json").read_text())
     assert (figures["fits"], figures["estimates_are_of"]) == (False, options)
@@ -138,22 +138,22 @@ def test_where_it_does_not_fit_a_smaller_step_is_measured(
     assert ("bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)}) == (refusals > 1)
 
 
-def test_a_batch_is_chosen_by_what_a_sequence_needs(preset, replace):
-    """Of 40 GiB for 64 sequences a shard, half of 16 GiB holds 12: the power of two below is 8."""
+def test_the_batch_is_chosen_by_the_memory_of_a_sequence(preset, replace):
+    """If 64 sequences per shard need 40 GiB, half of 16 GiB holds 12, and the power of two below 12 is 8."""
     config = replace(load_preset(preset("auto")), mesh={"model": 2}, data={"batch_size": 128})
-    mesh = dry_run_module._mesh(config, TOPOLOGY)
+    mesh = dry_run_module._topology_mesh(config, TOPOLOGY)
     refusal = check.HbmError("no room", 40 * GIB, 16 * GIB)
     with jax.set_mesh(mesh):
         assert dry_run_module._batch_that_fits(config, mesh, refusal) == 8
 
 
-def test_a_step_of_which_not_one_layer_fits(preset, compiled_once, monkeypatch, capsys):
+def test_a_step_that_does_not_fit_with_one_layer_is_refused(preset, compiled_once, monkeypatch, capsys):
     refuse(monkeypatch, 99)
     assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 2
     assert "not even one layer fits on v5e:2x2" in capsys.readouterr().err
 
 
-def test_a_compiler_that_dies_is_said_to_have_died(preset, monkeypatch, capsys):
+def test_a_crash_of_the_compiler_is_reported(preset, monkeypatch, capsys):
     def die(*args, **options):
         raise RuntimeError("the TPU compiler died of SIGSEGV")
 
@@ -173,7 +173,7 @@ def test_a_compiler_that_dies_is_said_to_have_died(preset, monkeypatch, capsys):
         (["--dry-run", "--topology", "v9:2x2"], "topology must be one that libtpu describes"),
         (["--dry-run", "--topology", "v5e:2x4"], "must multiply to the number of devices: there are 8 v5e:2x4 devices"),
         (["--dry-run", "--topology", TOPOLOGY, "--data.batch_size", "3"], "data.batch_size must be divisible by"),
-        (["--dry-run", "--topology", TOPOLOGY, "--model.heads", "3"], "heads"),
+        (["--dry-run", "--topology", TOPOLOGY, "--model.heads", "3"], "width must be an even multiple of heads"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, preset, capsys):
@@ -183,14 +183,14 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, preset, ca
     assert message in err
 
 
-def test_without_libtpu_it_says_what_to_install(preset, monkeypatch, capsys):
+def test_without_libtpu_the_error_names_the_extras_to_install(preset, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 2
     assert "'tpu' or 'dev' extra" in capsys.readouterr().err
 
 
 def test_model_flops_count_every_kernel_once(config, mesh):
-    """6 FLOPs a token for each element of a kernel, and attention's two products over the sequence."""
+    """A token takes 6 FLOPs for each element of a kernel, and the two products of attention over the sequence."""
     params = Trainer(config, mesh).abstract_state().params
     kernels = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"]
     model = config.model
@@ -199,7 +199,7 @@ def test_model_flops_count_every_kernel_once(config, mesh):
     expected = 6 * sum(kernels) + 12 * model.layers * model.width * length
     assert model_flops_per_token(model, length) == expected
     tied = dataclasses.replace(model, tie_embeddings=True)
-    assert model_flops_per_token(tied, length) == expected, "a tied output projection is a matmul, too"
+    assert model_flops_per_token(tied, length) == expected, "a tied output projection is still a matmul"
 
 
 def test_operations_are_named_by_their_paths():

@@ -1,4 +1,4 @@
-"""train/fingerprint.py: the same on every mesh, and another one after any damage."""
+"""Tests of train/fingerprint.py: it is the same on every mesh and changes with any damaged bit."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def test_the_names_are_those_of_the_leaves():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8])
-def test_it_does_not_depend_on_the_sharding(dtype):
+def test_the_fingerprint_does_not_depend_on_the_sharding(dtype):
     values = np.asarray(jax.random.normal(jax.random.key(0), (8, 16)) * 50).astype(dtype)
     prints = []
     for shape in ((1, 8), (2, 4), (8, 1)):
@@ -25,7 +25,7 @@ def test_it_does_not_depend_on_the_sharding(dtype):
 
 
 @given(element=st.integers(0, 63), bit=st.integers(0, 31))
-def test_any_flipped_bit_is_noticed(element, bit):
+def test_any_flipped_bit_is_detected(element, bit):
     values = np.linspace(-3, 3, 64, dtype=np.float32)
     damaged = values.copy()
     damaged.view(np.uint32)[element] ^= np.uint32(1) << np.uint32(bit)

@@ -1,15 +1,17 @@
-"""train/metrics.py: each step once, whatever happened, and nothing that is no JSON."""
+"""Tests of train/metrics.py: each step has one line whatever happened, and every line is valid JSON."""
 
 import json
-import time
+import struct
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from train.metrics import DivergedError, MetricsFile, Recorder, TensorBoard, keep_until, read_lines
+from train import metrics as metrics_module
+from train.metrics import DivergedError, MetricsFile, Recorder, TensorBoard, drop_lines_after, read_lines
 
 
 class Sink:
@@ -31,8 +33,8 @@ def fill(path, steps):
 
 
 @given(done=st.integers(0, 30), restored=st.integers(0, 30), cut=st.integers(0, 25))
-def test_a_restart_leaves_each_step_once(done, restored, cut, tmp_path_factory):
-    """The file of a process that was killed while it wrote, then a process that continues from a checkpoint."""
+def test_each_step_has_one_line_after_a_restart(done, restored, cut, tmp_path_factory):
+    """One process is killed while it writes the file, then another one continues from a checkpoint."""
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
     fill(path, range(1, done + 1))
     if cut:
@@ -45,24 +47,24 @@ def test_a_restart_leaves_each_step_once(done, restored, cut, tmp_path_factory):
     assert list(read_lines(path)) == [{"step": step, "loss": 1.0 / step} for step in range(1, 41)]
 
 
-def test_a_line_that_is_not_whole_ends_the_file(tmp_path):
+def test_an_invalid_line_ends_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for broken in ('{"step": 3, "loss', '{"step": 3}', "garbage\n", "[1]\n", '{"loss": 1}\n', "\0\0\0\n"):
         fill(path, [1, 2])
         with open(path, "a") as file:
             file.write(broken)
-        keep_until(path, 100)
+        drop_lines_after(path, 100)
         assert [line["step"] for line in read_lines(path)] == [1, 2], broken
         assert path.read_text().endswith("\n")
 
 
-def test_dropping_lines_leaves_no_other_file_behind(tmp_path):
+def test_dropping_lines_leaves_no_temporary_file(tmp_path):
     fill(tmp_path / "metrics.jsonl", [1, 2, 3])
-    keep_until(tmp_path / "metrics.jsonl", 2)
+    drop_lines_after(tmp_path / "metrics.jsonl", 2)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_line_has_what_was_measured():
+def test_a_line_has_all_metrics_of_its_step():
     sink = Sink()
     recorder = Recorder([sink], tokens_per_step=64)
     recorder.add(3, loss=jnp.float32(2.5), grad_norm=jnp.float32(0.1), learning_rate=jnp.float32(1e-3))
@@ -79,39 +81,50 @@ def test_a_line_has_what_was_measured():
         "validation_loss": 2.75,
         "tokens": 192,
     }
-    assert jnp.float32(json.loads(json.dumps(line))["grad_norm"]) == jnp.float32(0.1), "the line holds every bit"
+    assert jnp.float32(json.loads(json.dumps(line))["grad_norm"]) == jnp.float32(0.1), (
+        "a float32 must survive the round trip through JSON"
+    )
 
 
-def test_the_share_of_waiting_is_of_the_report_and_begins_anew_with_each():
+def test_every_report_has_the_speed_and_the_wait_of_its_own_interval(monkeypatch):
+    class Clock:
+        """Stands for the module `time`."""
+
+        now = 0.0
+
+        def perf_counter(self):
+            return self.now
+
     class Late:
-        """A loss that is there after a while."""
+        """A loss that the devices need three seconds for."""
 
         def __array__(self, dtype=None, copy=None):
-            time.sleep(0.2)
+            clock.now += 3
             return np.float32(1)
 
-    sink = Sink()
-    recorder = Recorder([sink], tokens_per_step=1)
-    recorder.start_clock()
+    clock, sink = Clock(), Sink()
+    monkeypatch.setattr(metrics_module, "time", clock)
+    recorder = Recorder([sink], tokens_per_step=60)
+    clock.now += 1
     recorder.add(1, loss=Late())
     recorder.report(1)
-    time.sleep(0.2)
+    clock.now += 2
     recorder.add(2, loss=jnp.float32(1))
     recorder.report(2)
+    clock.now += 1
     with recorder.waiting():  # as when a checkpoint is copied
-        time.sleep(0.2)
+        clock.now += 1
     recorder.add(3, loss=jnp.float32(1))
-    recorder.report(3)
-    shares = [line["host_wait_share"] for line in sink.lines]
-    assert shares[0] > 0.5, shares
-    assert shares[1] < 0.5, shares
-    assert shares[2] > 0.5, shares
+    recorder.add(4, loss=jnp.float32(1))
+    recorder.report(4)
+    assert [line["host_wait_share"] for line in sink.lines] == [0.75, 0, 0.5, 0.5]
+    assert [line["tokens_per_second"] for line in sink.lines] == [15, 30, 60, 60]
 
 
-def test_a_report_fetches_no_further_than_it_is_told():
+def test_a_report_does_not_wait_for_later_steps():
     class Unfinished:
         def __array__(self):
-            raise AssertionError("waited for a step that was not asked for")
+            raise AssertionError("waited for a later step")
 
     sink = Sink()
     recorder = Recorder([sink], tokens_per_step=1)
@@ -124,7 +137,7 @@ def test_a_report_fetches_no_further_than_it_is_told():
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stops_with_its_step_and_stays_json(name, value, tmp_path):
+def test_a_value_that_is_not_finite_stops_with_its_step_and_stays_valid_json(name, value, tmp_path):
     file, sink = MetricsFile(tmp_path / "metrics.jsonl", start=0), Sink()
     recorder = Recorder([file, sink], tokens_per_step=1)
     for step in range(1, 6):
@@ -140,12 +153,23 @@ def test_what_is_not_finite_stops_with_its_step_and_stays_json(name, value, tmp_
     assert lines[2][name] is None
 
 
-def test_event_files_are_written_and_an_undone_part_is_marked(tmp_path):
-    for start in (0, 1):
-        board = TensorBoard(tmp_path, start=start)
-        board.write([{"step": start + 1, "loss": 1.0, "grad_norm": None}])
-        board.flush()
-        board.close()
-    written = sorted(tmp_path.iterdir())
-    assert 1 <= len(written) <= 2  # two in one second share a name
-    assert b"loss" in b"".join(path.read_bytes() for path in written)
+def events_in(folder):
+    """Reads all events of a folder. A record is its length, a checksum of that, the event, and a checksum of that."""
+    for path in sorted(folder.iterdir()):
+        records = path.read_bytes()
+        while records:
+            (length,) = struct.unpack("<Q", records[:8])
+            yield Event.FromString(records[12 : 12 + length])
+            records = records[12 + length + 4 :]
+
+
+def test_event_files_have_the_metrics_and_discard_later_steps_of_an_earlier_process(tmp_path):
+    board = TensorBoard(tmp_path, start=4)
+    board.write([{"step": 5, "loss": 1.5, "grad_norm": None}])
+    board.flush()
+    board.close()
+    events = list(events_in(tmp_path))
+    # TensorBoard drops what other files of the folder have from the step of this event on.
+    assert [event.step for event in events if event.session_log.status == SessionLog.START] == [5]
+    written = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
+    assert written == [(5, "loss", 1.5)]

@@ -1,4 +1,4 @@
-"""train/optimizer.py: what decays, and the learning rate."""
+"""Tests of train/optimizer.py: which parameters decay, the learning rate, and clipping."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def test_kernels_decay_and_nothing_else_does(config, mesh):
         assert value == name.endswith(".kernel"), name
 
 
-def test_the_name_decides_not_the_rank():
+def test_weight_decay_follows_the_name_and_not_the_rank():
     stacked = {
         "norm": {"scale": jnp.ones((4, 16))},
         "mlp": {"kernel": jnp.ones((4, 16, 32)), "bias": jnp.ones((4, 32))},
@@ -30,14 +30,14 @@ def test_the_name_decides_not_the_rank():
     assert decay_mask(stacked) == {"norm": {"scale": False}, "mlp": {"kernel": True, "bias": False}}
 
 
-def test_a_parameter_of_an_unknown_kind_is_refused():
+def test_a_parameter_with_an_unknown_name_is_refused():
     with pytest.raises(
         ValueError, match=r"parameter head.gate must end in one of \['bias', 'embedding', 'kernel', 'sc"
     ):
         decay_mask({"head": {"gate": jnp.ones(3)}})
 
 
-def test_with_no_gradient_only_the_kernels_shrink():
+def test_without_a_gradient_only_kernels_shrink():
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5), steps=10)
     params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones((2, 2)), "embedding": jnp.ones((2, 2))}
     with jax.numpy_dtype_promotion("standard"):
@@ -55,7 +55,7 @@ def test_the_learning_rate_rises_then_falls_to_the_floor(steps, warmup, percent)
     config = OptimizerConfig(learning_rate=2.0, warmup_steps=warmup, decay_floor=floor)
     with jax.numpy_dtype_promotion("standard"):
         schedule = make_schedule(config, steps=steps)
-        rates = np.asarray(schedule(np.arange(200)))[:steps]  # always 200: operations are compiled for each shape
+        rates = np.asarray(schedule(np.arange(200)))[:steps]  # the same shape each time, because each shape is compiled
     peak = min(max(warmup - 1, 0), steps - 1)
     assert np.all(rates > 0) or floor == 0
     assert np.all(np.diff(rates[: peak + 1]) > 0)
@@ -67,7 +67,8 @@ def test_the_learning_rate_rises_then_falls_to_the_floor(steps, warmup, percent)
 
 
 def test_gradients_are_scaled_down_to_the_norm():
-    # Adam is blind to a constant factor, so the moments show it: after one update mu is (1 - b1) x gradient.
+    # Adam's update does not depend on the scale of the gradient, so the test looks at its first moment, which is
+    # (1 - b1) * gradient after one update.
     optimizer = make_optimizer(OptimizerConfig(clip_norm=1.0, b1=0.9), steps=10)
     params = {"kernel": jnp.zeros(4)}
     with jax.numpy_dtype_promotion("standard"):

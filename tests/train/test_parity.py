@@ -1,4 +1,4 @@
-"""Twenty training steps give the same losses on every mesh and with every backend."""
+"""Tests that twenty training steps give the same losses on every mesh and with every backend."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ STEPS = 20
 
 @pytest.fixture
 def losses(config, trainer_of):
-    """Returns the losses of twenty steps: (data, model, backend, state) -> (losses, the state they began with)."""
+    """A function (data, model, backend, state) -> (losses of twenty steps, state that they began with)."""
 
     def train(data: int, model: int, backend: str, state: TrainState | None = None) -> tuple[list[float], TrainState]:
         mesh = jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model])
@@ -30,7 +30,7 @@ def losses(config, trainer_of):
                 )
             began = jax.tree.map(np.array, state)
             for _ in range(STEPS):
-                # Each token is half of the one before, rounded: something that twenty steps can begin to learn.
+                # Each token is half of the one before it, rounded down, which twenty steps can begin to learn.
                 first = rng.integers(0, 64, (8, 1))
                 batch = (first >> np.arange(17) % 6).astype(np.int32)
                 state, metrics = trainer.train_step(
@@ -49,18 +49,18 @@ def reference(losses):
 
 @pytest.mark.parametrize(("data", "model", "backend"), [
     (1, 1, "xla"), (1, 8, "xla"), (8, 1, "xla"), (2, 4, "xla"), (2, 4, "none"),
-    pytest.param(2, 4, "xla", marks=[pytest.mark.optimized, pytest.mark.slow]),  # as a run has it
+    pytest.param(2, 4, "xla", marks=[pytest.mark.optimized, pytest.mark.slow]),  # the program of a real run
     *(pytest.param(*mesh, "none", marks=pytest.mark.slow) for mesh in [(1, 8), (8, 1)]),
 ])  # fmt: skip
-def test_losses_are_those_of_one_device(reference, losses, data, model, backend):
+def test_losses_match_those_of_one_device(reference, losses, data, model, backend):
     expected, state = reference
-    # Where both axes are split the parameters are drawn there, and the others are given what one device drew: each
-    # program that draws takes as long to compile as all twenty steps.
+    # Only the meshes that split both axes draw their own parameters; the others are given those that one device drew.
+    # A program that draws parameters takes as long to compile as all twenty steps take to run.
     history, began = losses(data, model, backend, None if data > 1 and model > 1 else state)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), began.params, state.params)
     np.testing.assert_allclose(history, expected, atol=1e-4)
 
 
-def test_the_model_learns_meanwhile(reference):
+def test_the_model_learns_in_these_steps(reference):
     history, _ = reference
     assert history[-1] < 0.8 * history[0]

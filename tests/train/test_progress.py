@@ -1,28 +1,33 @@
-"""train/progress.py: plain lines for a file, a live line for a terminal."""
+"""Tests of train/progress.py: plain lines for a file, a live line for a terminal."""
 
 import sys
+import types
 
 import pytest
 
+from train import progress as progress_module
 from train.progress import LiveProgress, PlainProgress, describe, make_progress
 
 LINE = {"step": 20, "loss": 2.34567, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens_per_second": 81920.4}
 
 
-def test_a_report_is_one_line(capsys):
-    progress = PlainProgress(start=0, steps=40)
+def test_a_report_is_one_line(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    progress = PlainProgress(start=10, steps=40)
+    now[0] = 60.0
     progress.write([{**LINE, "step": 19}, LINE])
     progress.close()
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("step 20/40  loss 2.3457  grad norm 0.500  81,920 tokens/s  eta 0:00:0")
+    assert line == "step 20/40  loss 2.3457  grad norm 0.500  81,920 tokens/s  eta 0:02:00"
 
 
-def test_a_validation_has_a_line_of_its_own(capsys):
+def test_a_validation_has_its_own_line(capsys):
     PlainProgress(start=0, steps=40).write([{**LINE, "step": 10, "validation_loss": 2.5}, LINE])
     assert capsys.readouterr().out.splitlines()[0] == "step 10: validation loss 2.5000 nats per token"
 
 
-def test_numbers_that_are_not_finite_are_said():
+def test_a_number_that_is_not_finite_is_named_so():
     assert describe({**LINE, "loss": None}).startswith("loss not finite  grad norm 0.500")
 
 

@@ -1,7 +1,7 @@
-"""A run that is killed at any moment, again and again, ends exactly as one that never was.
+"""Tests that a run which is killed at any moment, several times, ends exactly as a run that was not killed.
 
-`kill -9` gives a process no time for anything. It is sent at ten moments that differ in kind: while the process
-starts, between and inside steps, and while a checkpoint is being written. Each time the same command starts again.
+`kill -9` gives a process no time to react. It is sent at ten moments of different kinds: while the process starts,
+between and inside steps, and while a checkpoint is being written. The same command is then started again.
 """
 
 import json
@@ -21,7 +21,7 @@ import pytest
 from tests.train.launcher import SCRIPT, Run
 
 STEPS = 60
-SEED = 20  # of the moments
+SEED = 20  # determines the moments
 
 
 def lines_of(workdir: Path) -> list[dict]:
@@ -30,7 +30,7 @@ def lines_of(workdir: Path) -> list[dict]:
 
 
 def checkpoints(workdir: Path) -> set[str]:
-    """Returns the names of the finished ones, and of those that are being written."""
+    """Returns the names of all checkpoints, finished or still being written."""
     try:
         return set(os.listdir(workdir / "checkpoints"))
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def after(seconds: float) -> Callable[[], bool]:
 
 
 def when_done(workdir: Path, step: int, extra: float) -> Callable[[], bool]:
-    """True `extra` seconds after metrics.jsonl has come to `step`."""
+    """Returns a function that is true from `extra` seconds after metrics.jsonl has the line of `step`."""
     path, reached = workdir / "metrics.jsonl", []
 
     def moment() -> bool:
@@ -64,7 +64,7 @@ def when_done(workdir: Path, step: int, extra: float) -> Callable[[], bool]:
 
 
 def when_saved(workdir: Path, extra: float) -> Callable[[], bool]:
-    """True `extra` seconds after a checkpoint has been finished that was not there before."""
+    """Returns a function that is true from `extra` seconds after a new checkpoint is finished."""
     before, finished = newest(workdir), []
 
     def moment() -> bool:
@@ -76,7 +76,7 @@ def when_saved(workdir: Path, extra: float) -> Callable[[], bool]:
 
 
 def while_saving(workdir: Path, extra: float) -> Callable[[], bool]:
-    """True `extra` seconds after a checkpoint has begun to be written that was not there before."""
+    """Returns a function that is true from `extra` seconds after the process begins to write a new checkpoint."""
     before, began = checkpoints(workdir), []
 
     def moment() -> bool:
@@ -88,22 +88,22 @@ def while_saving(workdir: Path, extra: float) -> Callable[[], bool]:
 
 
 def kill_at(process: Run, moment: Callable[[], bool]) -> None:
-    """Kills the process when the moment comes, which must be before it ends by itself."""
+    """Kills the process when `moment` is true; the process must not end before that."""
     while not moment():
-        assert process.poll() is None, f"it ended before it was killed: {process.communicate()}"
+        assert process.poll() is None, f"the process ended before it was killed: {process.communicate()}"
         time.sleep(0.001)
     process.kill()
     process.communicate()
 
 
-# Compiled little, and as a run has it: the compiler takes longer over the latter than the test over the former.
+# A run compiles with all optimizations, which takes longer than the whole test with few of them.
 @pytest.mark.parametrize("compiled", ["little", pytest.param("fully", marks=pytest.mark.slow)])
-def test_a_run_killed_ten_times_ends_as_one_that_never_was(compiled, start, preset, compile_little, tmp_path):
+def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(compiled, start, preset, compile_little, tmp_path):
     one, killed = tmp_path / "one", tmp_path / "killed"
     little = {"JAX_DISABLE_MOST_OPTIMIZATIONS": {"little": "1", "fully": "0"}[compiled]}
     command = [str(preset()), "--steps", str(STEPS), "--workdir"]
 
-    # What a person types, and the others are forked: that makes no difference either.
+    # The first run is started as a user starts it, the others are forked; they must give the same results.
     environment = os.environ | compile_little | little
     process = subprocess.run([sys.executable, SCRIPT, *command, one], env=environment, capture_output=True, text=True)
     assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
@@ -129,12 +129,12 @@ def test_a_run_killed_ten_times_ends_as_one_that_never_was(compiled, start, pres
     out, err = process.communicate()
     assert (process.returncode, err) == (0, ""), out + err
 
-    assert len(set(resumed_from)) >= 3, resumed_from  # the two that waited for a checkpoint to be there
+    assert len(set(resumed_from)) >= 3, resumed_from  # two moments wait for a new checkpoint
     expected, lines = lines_of(one), lines_of(killed)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line, other in zip(lines, expected, strict=True):
-        timed = {"tokens_per_second": 0, "host_wait_share": 0}
-        assert line | timed == other | timed
+        times = {"tokens_per_second": 0, "host_wait_share": 0}  # these depend on the machine
+        assert line | times == other | times
     state, other = state_of(killed), state_of(one)
     assert jax.tree.structure(state) == jax.tree.structure(other)
     jax.tree.map(np.testing.assert_array_equal, state, other)

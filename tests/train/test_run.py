@@ -1,4 +1,4 @@
-"""train/run.py: whole runs, in this process and in ones of their own."""
+"""Tests of train/run.py: whole runs, in this process and in separate processes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def kept(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def finished(run, kept, tmp_path) -> Path:
-    """A run of 12 steps that is over, with checkpoints of steps 7 and 12."""
+    """The workdir of a complete run of 12 steps, with checkpoints of steps 7 and 12."""
     if not kept.exists():
         code, out, err = run("--steps", 12, "--workdir", kept)
         assert (code, err) == (0, "")
@@ -51,7 +51,7 @@ def losses_of(workdir: Path) -> list[float]:
     return [line["loss"] for line in lines_of(workdir)]
 
 
-def test_a_run_from_beginning_to_end_and_again(run, finished):
+def test_a_run_completes_and_continues_with_more_steps(run, finished):
     out = (finished / "printed.txt").read_text()
     (finished / "printed.txt").unlink()
     assert "8 cpu, as data 2 x model 4" in out
@@ -79,22 +79,22 @@ def test_a_run_from_beginning_to_end_and_again(run, finished):
     assert [line["step"] for line in lines_of(finished)] == list(range(1, 15))
 
 
-def test_a_run_that_ended_before_its_sample_makes_it_then(run, finished):
+def test_a_run_without_its_sample_makes_it_at_the_next_start(run, finished):
     sample = (finished / "sample.txt").read_text()
     (finished / "sample.txt").unlink()
     assert run("--steps", 12)[0] == 0
     assert (finished / "sample.txt").read_text() == sample
 
 
-def test_a_run_goes_on_with_the_same_losses_on_another_mesh(run, finished):
+def test_a_run_continues_with_the_same_losses_on_another_mesh(run, finished):
     expected = losses_of(finished)
     shutil.rmtree(finished / "checkpoints" / "12")
-    losses_only = ("--eval.every", 0, "--eval.sample_tokens", 0)  # test_context.py has text on several meshes
+    losses_only = ("--eval.every", 0, "--eval.sample_tokens", 0)  # test_context.py compares the text
     code, out, _ = run("--steps", 12, "--mesh.data", 1, "--mesh.model", 8, *losses_only)
     assert code == 0
     assert f"resumed    {finished / 'checkpoints' / '7'}" in out
     assert "mesh.model was 4 and is 8" in out
-    np.testing.assert_allclose(losses_of(finished), expected, rtol=1e-4)  # sums in another order
+    np.testing.assert_allclose(losses_of(finished), expected, rtol=1e-4)  # another mesh adds in another order
 
 
 BAD_INPUT = [
@@ -124,14 +124,14 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, run, tmp_p
     assert re.match(f"error: .*{message}", err), err
     assert err.count("\n") == 1
     assert "Traceback" not in err
-    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a run was begun"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a run was started"
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_with_another_architecture_is_left_alone(run, finished, tmp_path):
+def test_a_workdir_with_another_architecture_is_not_changed(run, finished, tmp_path):
     before = contents(finished)
     code, _, err = run("--steps", 15, "--model.layers", 3)
     assert code == 2
@@ -144,12 +144,12 @@ def test_a_folder_with_another_architecture_is_left_alone(run, finished, tmp_pat
     assert contents(finished) == before
 
 
-def test_a_damaged_newest_checkpoint_offers_the_one_before_it(run, start, finished):
+def test_the_error_of_a_damaged_checkpoint_names_the_one_before_it(run, start, finished):
     for file in (finished / "checkpoints" / "12" / "state").rglob("d/*"):
         file.write_bytes(file.read_bytes()[:20])
     before = contents(finished)
 
-    process = start("--steps", 15)  # a process of its own: what orbax prints at its end counts, too
+    process = start("--steps", 15)  # a separate process, because orbax may print when it exits
     _, err = process.communicate()
     assert process.returncode == 2
     assert re.match(
@@ -179,14 +179,20 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, finished):
     assert err.count("\n") == 1
 
 
-def test_a_real_mistake_in_the_code_keeps_its_traceback(run, monkeypatch):
+def test_divergence_before_the_first_checkpoint_is_explained(run):
+    code, _, err = run("--steps", 60, "--optimizer.learning_rate", 1e30)
+    assert code == 3
+    assert "there is no good checkpoint, because none was due before that step. Starting again repeats it" in err
+
+
+def test_an_error_in_the_code_keeps_its_traceback(run, monkeypatch):
     monkeypatch.setattr("train.run.split", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("--steps", 3)
 
 
 def stop(start, number: signal.Signals, code: int, *, after: int, work: Path) -> int:
-    """Starts a run, or goes on with it, stops it after a step, and returns the step that it saved."""
+    """Starts or continues a run, stops it after a step, and returns the step that it saved."""
     process = start("--workdir", work, "--steps", 100_000, "--checkpoint.every", 100_000, "--eval.every", 0)
     for line in process.stdout:
         if line.startswith(f"step {after}/"):
@@ -203,8 +209,8 @@ def stop(start, number: signal.Signals, code: int, *, after: int, work: Path) ->
     return step
 
 
-def test_a_run_that_was_asked_to_end_goes_on_later(start, run, finished, tmp_path):
-    """SIGTERM, then Ctrl-C in the run that goes on; the run that was never stopped has the same losses."""
+def test_a_stopped_run_continues_with_the_same_losses(start, run, finished, tmp_path):
+    """A run is stopped by SIGTERM and then by Ctrl-C; a run that was not stopped has the same losses."""
     work = tmp_path / "stopped"
     terminated = stop(start, signal.SIGTERM, 0, after=3, work=work)
     interrupted = stop(start, signal.SIGINT, 130, after=terminated + 5, work=work)
@@ -215,7 +221,7 @@ def test_a_run_that_was_asked_to_end_goes_on_later(start, run, finished, tmp_pat
 
 def test_a_signal_while_it_starts_leaves_no_traceback(start):
     process = start("--steps", 10)
-    process.stdout.readline()  # the configuration: what follows is the model, and the first compile
+    process.stdout.readline()  # the configuration; the model is built and compiled after it
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
@@ -230,7 +236,7 @@ def test_two_processes_do_not_train_in_one_folder(start, tmp_path):
     assert "is in use by another run" in err
 
 
-def test_a_terminal_shows_one_live_line(preset, start, tmp_path):
+def test_a_terminal_shows_a_live_line(preset, start, tmp_path):
     ours, theirs = pty.openpty()
     process = start("--steps", 12, "--eval.sample_tokens", 0, terminal=theirs, TERM="xterm-256color", COLUMNS="100")
     os.close(theirs)

@@ -1,4 +1,4 @@
-"""train/sample.py: the continuation of a prompt."""
+"""Tests of train/sample.py: the continuation of a prompt."""
 
 import jax
 import numpy as np
@@ -15,14 +15,14 @@ def trainer(config, mesh, trainer_of):
 def test_the_same_state_gives_the_same_text(config, trainer):
     prompt, state = np.arange(17), trainer.init()
     used, text = generate(trainer, state, prompt, config)
-    assert used == list(range(12)), "as many of the prompt as leave room for eval.sample_tokens=4 of 16"
+    assert used == list(range(12)), "eval.sample_tokens=4 of 16 leave room for 12 tokens of the prompt"
     assert len(text) == 4
     assert all(0 <= token < config.model.vocab_size for token in text)
     assert (used, text) == generate(trainer, state, prompt, config)
 
 
-def test_near_temperature_zero_every_token_is_the_likeliest(config, trainer, replace):
-    """Which also proves that the padding on the right is not seen: the reference has none of it filled in."""
+def test_near_temperature_zero_every_token_is_the_most_likely_one(config, trainer, replace):
+    """The reference has other padding on the right, so this also proves that the padding has no influence."""
     state = trainer.init()
     config = replace(config, eval={"temperature": 1e-6})
     used, text = generate(trainer, state, np.arange(17), config)
@@ -35,6 +35,6 @@ def test_near_temperature_zero_every_token_is_the_likeliest(config, trainer, rep
         window[:, position] = token
 
 
-def test_a_short_prompt_is_used_whole(config, trainer):
+def test_a_short_prompt_is_used_completely(config, trainer):
     assert generate(trainer, trainer.init(), np.arange(3), config)[0] == [0, 1, 2]
     assert PROMPT_TOKENS >= 3

@@ -1,4 +1,4 @@
-"""train/signals.py: the first signal asks, the second Ctrl-C insists."""
+"""Tests of train/signals.py: the first signal requests a stop, and a second Ctrl-C ends the process."""
 
 import os
 import signal
@@ -9,18 +9,18 @@ from train.signals import StopRequest
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_is_remembered_and_gives_the_exit_code(number, code):
+def test_a_signal_is_recorded_and_determines_the_exit_code(number, code):
     before = signal.getsignal(number)
     with StopRequest(shared=False) as stop:
-        assert not stop.came(1)
+        assert not stop.should_stop(1)
         os.kill(os.getpid(), number)
-        assert stop.came(2)
+        assert stop.should_stop(2)
         assert stop.signal == number
         assert stop.exit_code == code
     assert signal.getsignal(number) == before
 
 
-def test_the_first_signal_counts():
+def test_the_first_signal_determines_the_exit_code():
     with StopRequest(shared=False) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
@@ -28,6 +28,6 @@ def test_the_first_signal_counts():
         assert stop.exit_code == 0
 
 
-def test_no_signal_is_success():
+def test_without_a_signal_the_exit_code_is_0():
     with StopRequest(shared=False) as stop:
         assert (stop.signal, stop.exit_code) == (None, 0)

@@ -1,4 +1,4 @@
-"""train/step.py: the state, one training step, one validation step."""
+"""Tests of train/step.py: the train state, the training step and the validation step."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.mesh import TOKENS
+from train.mesh import token_spec
 from train.step import Trainer, count_parameters
 
 
@@ -19,11 +19,11 @@ def trainer(config, mesh, trainer_of):
 @pytest.fixture
 def batch(config, mesh):
     rows = jax.random.randint(jax.random.key(1), (8, 17), 0, config.model.vocab_size, jnp.int32)
-    place = jax.NamedSharding(mesh, TOKENS)
-    return jax.device_put(np.asarray(rows[:, :-1]), place), jax.device_put(np.asarray(rows[:, 1:]), place)
+    sharding = jax.NamedSharding(mesh, token_spec(mesh))
+    return tuple(jax.device_put(np.asarray(part), sharding) for part in (rows[:, :-1], rows[:, 1:]))
 
 
-def test_the_abstract_state_is_what_init_makes(trainer, mesh):
+def test_the_abstract_state_matches_the_initial_state(trainer, mesh):
     abstract, state = trainer.abstract_state(), trainer.init()
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
@@ -40,7 +40,7 @@ def test_moments_are_sharded_as_their_parameters(trainer):
     assert moments == specs * 2
 
 
-def test_the_seed_decides_the_parameters(config, trainer, mesh):
+def test_the_seed_determines_the_parameters(config, trainer, mesh):
     def flat(trainer):
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(trainer.init().params)])
 
@@ -48,7 +48,7 @@ def test_the_seed_decides_the_parameters(config, trainer, mesh):
     assert not np.array_equal(flat(trainer), flat(Trainer(dataclasses.replace(config, seed=1), mesh)))
 
 
-def test_steps_on_one_batch_learn_it(trainer, batch):
+def test_repeated_steps_on_one_batch_lower_its_loss(trainer, batch):
     state, losses = trainer.init(), []
     step = trainer.compile_train_step()
     for _ in range(20):
@@ -58,11 +58,11 @@ def test_steps_on_one_batch_learn_it(trainer, batch):
         )
         losses.append(float(metrics["loss"]))
     assert int(state.step) == 20
-    assert abs(losses[0] - np.log(128)) < 1.0, "a new model should be about as good as guessing"
+    assert abs(losses[0] - np.log(128)) < 1.0, "a new model should be about as good as a uniform guess"
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_the_gradient_norm_is_of_the_gradients_before_clipping(trainer, batch):
+def test_the_gradient_norm_is_measured_before_clipping(trainer, batch):
     params = trainer.init().params
     grads = jax.jit(jax.grad(lambda params: trainer.model(params).loss(*batch)))(params)
     expected = np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(grads)))
@@ -70,13 +70,13 @@ def test_the_gradient_norm_is_of_the_gradients_before_clipping(trainer, batch):
     np.testing.assert_allclose(float(metrics["grad_norm"]), expected, rtol=1e-5)
 
 
-def test_a_step_uses_up_the_state_it_is_given(trainer, batch):
+def test_a_step_donates_its_state(trainer, batch):
     state = trainer.init()
     trainer.train_step(state, *batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
-def test_steps_are_repeatable_to_the_bit(trainer, batch):
+def test_steps_are_repeatable_bit_by_bit(trainer, batch):
     def run():
         state = trainer.init()
         for _ in range(3):
@@ -86,7 +86,7 @@ def test_steps_are_repeatable_to_the_bit(trainer, batch):
     jax.tree.map(np.testing.assert_array_equal, run(), run())
 
 
-def test_validation_adds_up_losses(trainer, batch):
+def test_validation_adds_to_the_total(trainer, batch):
     state = trainer.init()
     once = trainer.eval_step(state.params, *batch, jnp.float32(0))
     twice = trainer.eval_step(state.params, *batch, once)

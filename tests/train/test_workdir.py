@@ -1,4 +1,4 @@
-"""train/workdir.py: whose folder it is."""
+"""Tests of train/workdir.py: the folder is locked and belongs to one run."""
 
 import dataclasses
 import json
@@ -16,14 +16,14 @@ def work(config, tmp_path):
         yield work
 
 
-def test_a_new_folder_differs_in_nothing(work, config):
+def test_a_new_or_unchanged_run_has_no_changes(work, config):
     assert work.changes(config) == []
     work.begin(config)
     assert work.changes(config) == []
     assert json.loads(work.config.read_text())["model"]["layers"] == 2
 
 
-def test_another_architecture_is_named_field_by_field(work, config, replace):
+def test_another_architecture_is_refused_field_by_field(work, config, replace):
     work.begin(config)
     with pytest.raises(InputError) as error:
         work.changes(replace(config, model={"layers": 3, "mlp_width": 64}))
@@ -35,7 +35,7 @@ def test_another_architecture_is_named_field_by_field(work, config, replace):
     assert "model.width" not in message
 
 
-def test_other_data_is_named_because_the_position_would_mean_nothing(work, config, replace):
+def test_other_data_is_refused_because_the_saved_position_refers_to_it(work, config, replace):
     work.begin(config)
     with pytest.raises(
         InputError, match=r"other data: seed is 0 there and 1 here; data.batch_size is 8 there and 4 here"
@@ -43,7 +43,7 @@ def test_other_data_is_named_because_the_position_would_mean_nothing(work, confi
         work.changes(replace(dataclasses.replace(config, seed=1), data={"batch_size": 4}))
 
 
-def test_what_may_change_is_listed(work, config, replace):
+def test_permitted_changes_are_listed(work, config, replace):
     work.begin(config)
     changed = replace(config, model={"remat": "layer"}, optimizer={"learning_rate": 0.5})
     changed = dataclasses.replace(changed, steps=40, mesh=MeshConfig(data=1, model=8), workdir="elsewhere")
@@ -56,7 +56,7 @@ def test_what_may_change_is_listed(work, config, replace):
     ]
 
 
-def test_a_field_that_one_of_them_lacks_is_named(work, config):
+def test_a_missing_field_is_named(work, config):
     work.begin(config)
     saved = json.loads(work.config.read_text())
     del saved["model"]["rope_theta"]
@@ -66,7 +66,7 @@ def test_a_field_that_one_of_them_lacks_is_named(work, config):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", ""])
-def test_a_configuration_that_cannot_be_read_is_named(content, work, config):
+def test_an_unreadable_configuration_is_refused(content, work, config):
     work.config.write_text(content)
     with pytest.raises(InputError, match=r"config.json cannot be read .*, so it is not known which run is there"):
         work.changes(config)
@@ -77,7 +77,7 @@ def test_two_runs_do_not_share_a_folder(work):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(InputError, match="workdir must be a folder that can be written"),
@@ -86,13 +86,13 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         pass
 
 
-def test_the_architecture_is_what_the_parameters_are(config, replace):
+def test_the_architecture_does_not_depend_on_how_the_model_is_computed(config, replace):
     assert architecture(config) == architecture(replace(config, model={"dtype": "bfloat16", "remat": "dots"}))
     assert architecture(config)["model.kv_heads"] == 8
     assert all(name.startswith("model.") for name in architecture(config))
 
 
-def test_a_file_is_replaced_whole(tmp_path):
+def test_a_file_is_replaced_without_a_temporary_file_left(tmp_path):
     write_atomically(tmp_path / "a", "1")
     write_atomically(tmp_path / "a", "2")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "2")]
