@@ -1,5 +1,4 @@
 """prototype"""
-
 import dataclasses, os
 from collections.abc import Callable, Sequence
 
@@ -20,7 +19,7 @@ from flaxasync.kernels.engine.vmem import available, chip_in_use
 
 PIECE = 256
 ROOM = 3072
-CYCLES = int(dict(kv.split("=") for kv in os.environ.get("RES", "").split(",") if kv).get("C", 13500))
+CYCLES = int(dict(kv.split('=') for kv in os.environ.get('RES', '').split(',') if kv).get('C', 13500))
 _FIELDS = len(dataclasses.fields(Task))
 ENV = dict(kv.split("=") for kv in os.environ.get("RES", "").split(",") if kv)
 
@@ -60,89 +59,38 @@ def plan(cut, size, k, widths, transposed, tiles, dtype):
     chip, itemsize = chip_in_use(), jnp.dtype(dtype).itemsize
     hbm = chip.hbm_bandwidth * chip.hbm_efficiency
     for chunks in (1, 2, 4, 8):
-        if "chunks" in ENV and chunks != int(ENV["chunks"]):
-            continue
+        if "chunks" in ENV and chunks != int(ENV["chunks"]): continue
         one = cut.in_chunks(chunks)
-        if one is None or (chunks > 1 and one.arrival < 128) or one.arrival > 512:
-            continue
+        if one is None or (chunks > 1 and one.arrival < 128) or one.arrival > 512: continue
         for n in map(int, ENV.get("ns", "512 1024 1280").split()):
-            if "n" in ENV and n != int(ENV["n"]):
-                continue
-            if n > max(widths) and n > 512:
-                continue
+            if "n" in ENV and n != int(ENV["n"]): continue
+            if n > max(widths) and n > 512: continue
             columns = Tiling(tuple(widths), min(n, max(widths)))
             n = columns.size
             tile, fixed = itemsize * k * n, 0
             S = min(int(ENV.get("S", 3)), max(2, columns.count - 1))
-            if "only" in ENV and columns.count * n > sum(widths) * 1.1:
-                pass
+            if "only" in ENV and columns.count * n > sum(widths) * 1.1: pass
             limit = CYCLES * chip.flops / (2 * one.arrival * n * k * chip.clock)
-            if limit < 1:
-                continue
+            if limit < 1: continue
             most = max(q for q in (1, 2, 4, 8) if q <= limit and q * one.arrival <= int(ENV.get("M", 512)))
-            if "most" in ENV:
-                most = int(ENV["most"])
+            if "most" in ENV: most = int(ENV["most"])
             room = max(2 * most, ROOM // one.arrival)
-            pieces = (
-                n // PIECE
-                if all(w % n == 0 for w in widths) and n % PIECE == 0 and ENV.get("pieces", "1") == "1"
-                else 1
-            )
-            need = (
-                itemsize * (size * chunks * one.arrival * k + S * k * n + room * one.arrival * n)
-                + 4 * most * one.arrival * n
-            )
+            pieces = n // PIECE if all(w % n == 0 for w in widths) and n % PIECE == 0 and ENV.get("pieces", "1") == "1" else 1
+            need = itemsize * (size * chunks * one.arrival * k + S * k * n + room * one.arrival * n) + 4 * most * one.arrival * n
             while need > available() and S > 2:
                 S, need = S - 1, need - itemsize * k * n
-            if need > available():
-                continue
+            if need > available(): continue
             rates = Rates(
-                multiply=2 * one.arrival * k * n / chip.flops,
-                product=float(ENV.get("P", 16)) * 2 * k * n / chip.flops,
-                task=float(ENV.get("T", 180)) / chip.clock,
-                load=k * n * itemsize / hbm,
-                latency=0.5e-6,
-                store=one.arrival * n * itemsize / hbm,
-                trip=float(ENV.get("L", 1.0)) * (one.arrival // one.directions * k * itemsize / chip.link_bandwidth),
-                hop_latency=1e-6,
-                entry=1.5e-6,
-                own=one.arrival * k * itemsize / hbm,
-            )
+                multiply=2 * one.arrival * k * n / chip.flops, product=float(ENV.get("P", 16)) * 2 * k * n / chip.flops, task=float(ENV.get("T", 180)) / chip.clock,
+                load=k * n * itemsize / hbm, latency=0.5e-6, store=one.arrival * n * itemsize / hbm,
+                trip=float(ENV.get("L", 1.0)) * (one.arrival // one.directions * k * itemsize / chip.link_bandwidth), hop_latency=1e-6, entry=1.5e-6,
+                own=one.arrival * k * itemsize / hbm)
             tasks, loads, seconds = schedule(size * chunks, chunks, columns.count, S, most, room, pieces, rates)
-            plans.append(
-                Plan(
-                    one, size, k, columns, transposed, S, most, room, pieces, tuple(tasks), tuple(loads), seconds, need
-                )
-            )
-    if not plans:
-        return None
+            plans.append(Plan(one, size, k, columns, transposed, S, most, room, pieces, tuple(tasks), tuple(loads), seconds, need))
+    if not plans: return None
     best = min(plans, key=lambda p: p.seconds)
-    print(
-        "PLAN",
-        "chunks",
-        best.cut.chunks,
-        "n",
-        best.columns.size,
-        "cols",
-        best.columns.count,
-        "S",
-        best.slots,
-        "most",
-        best.most,
-        "room",
-        best.room,
-        "pieces",
-        best.pieces,
-        "tasks",
-        len(best.tasks),
-        "loads",
-        len(best.loads) + sum(t.fetches >= 0 for t in best.tasks),
-        "us",
-        round(best.seconds * 1e6, 1),
-        flush=True,
-    )
-    if "v" in ENV:
-        print(*best.tasks, sep="\n")
+    print("PLAN", "chunks", best.cut.chunks, "n", best.columns.size, "cols", best.columns.count, "S", best.slots, "most", best.most, "room", best.room, "pieces", best.pieces, "tasks", len(best.tasks), "loads", len(best.loads) + sum(t.fetches >= 0 for t in best.tasks), "us", round(best.seconds * 1e6, 1), flush=True)
+    if "v" in ENV: print(*best.tasks, sep="\n")
     return best
 
 
@@ -182,12 +130,7 @@ class Resident:
         @pl.loop(0, self.plan.cut.chunks)
         def _(chunk):
             for d in range(self.plan.cut.directions):
-                start_copy(
-                    self.trips.x.at[self.plan.cut.chunk(d, chunk)],
-                    self.scratch.x.at[chunk, d],
-                    self.scratch.x_sem.at[chunk],
-                )
-
+                start_copy(self.trips.x.at[self.plan.cut.chunk(d, chunk)], self.scratch.x.at[chunk, d], self.scratch.x_sem.at[chunk])
         for column, slot in self.plan.loads:
             self.fetch(column, slot)
 
@@ -217,9 +160,7 @@ class Resident:
         self.trips.send(a)
         if self.keep:
             for d in range(self.plan.cut.directions):
-                start_copy(
-                    self.scratch.x.at[a, d], self.trips.gathered.at[self.trips.place(d, a)], self.scratch.kept_sem
-                )
+                start_copy(self.scratch.x.at[a, d], self.trips.gathered.at[self.trips.place(d, a)], self.scratch.kept_sem)
 
     def wait_left(self, slot, column):
         D, b, r = self.plan.cut.shape
@@ -257,28 +198,19 @@ class Resident:
                 pl.when(here.count == q)(lambda q=q: self.product(here, here.first, here.place, q))
         for q in (2, 4, 8, 16):
             if q > plan.most:
-                if q <= 2 * plan.most:
-
-                    @sometimes(here.count == q)
-                    def _(q=q):
-                        pl.loop(0, q // plan.most)(
-                            lambda i: self.product(
-                                here, here.first + i * plan.most, here.place + i * plan.most, plan.most
-                            )
-                        )
-
+              if q <= 2 * plan.most:
+                @sometimes(here.count == q)
+                def _(q=q):
+                    pl.loop(0, q // plan.most)(lambda i: self.product(here, here.first + i * plan.most, here.place + i * plan.most, plan.most))
         if plan.pieces > 1:
-
             @sometimes(here.count < 0)
             def _():
                 @pl.loop(0, plan.pieces)
                 def _(p):
                     self.wait_piece(here, p)
-
                     @pl.loop(0, count)
                     def _(i):
                         self.piece_product(here, here.first + i, here.place + i, p)
-
                 @pl.loop(0, count)
                 def _(i):
                     self.store(here, here.first + i, here.place + i)
@@ -307,33 +239,24 @@ class Resident:
         def put(q, columns):
             for d in range(plan.cut.directions):
                 batches, block, rows = self.trips.place(d, a)
-                start_copy(
-                    s.outgoing.tiles.at[slot, d, :, :, pl.ds(0, columns.size)],
-                    self.ys[q].at[batches, block, rows, columns],
-                    s.outgoing.sems.at[slot],
-                )
+                start_copy(s.outgoing.tiles.at[slot, d, :, :, pl.ds(0, columns.size)], self.ys[q].at[batches, block, rows, columns], s.outgoing.sems.at[slot])
 
         with jax.named_scope("store"):
             plan.columns.on_slice(here.column, put)
 
     def fetch(self, column, slot):
         with jax.named_scope("fetch"):
-
             @pl.loop(0, self.plan.pieces)
             def _(p):
                 def one(q, columns):
                     if self.plan.pieces > 1:
-                        columns, here = (
-                            pl.ds(columns.start + pl.multiple_of(p * PIECE, PIECE), PIECE),
-                            pl.ds(pl.multiple_of(p * PIECE, PIECE), PIECE),
-                        )
+                        columns, here = pl.ds(columns.start + pl.multiple_of(p * PIECE, PIECE), PIECE), pl.ds(pl.multiple_of(p * PIECE, PIECE), PIECE)
                     else:
                         here = pl.ds(0, columns.size)
                     t = self.plan.transposed
                     source = self.ws[q].at[columns, :] if t else self.ws[q].at[:, columns]
                     tile = self.scratch.w.at[slot]
                     start_copy(source, tile.at[here, :] if t else tile.at[:, here], self.scratch.w_sem.at[slot, p])
-
                 self.plan.columns.on_slice(jnp.int32(column), one)
 
     def wait_piece(self, here, p):
@@ -342,7 +265,6 @@ class Resident:
             tile = self.scratch.w.at[here.slot]
             part = tile.at[pl.ds(0, n), :] if self.plan.transposed else tile.at[:, pl.ds(0, n)]
             wait(part, self.scratch.w_sem.at[here.slot, p])
-
         with jax.named_scope("wait"):
             self.plan.columns.on_size(here.column, one)
 
@@ -350,5 +272,4 @@ class Resident:
 def sometimes(condition):
     def run(do):
         pl.loop(0, condition.astype(jnp.int32))(lambda _: do())
-
     return run

@@ -1,11 +1,8 @@
 """prototype"""
-
 import dataclasses, os
-
-ZIG = "zig" in os.environ.get("RES", "")
-AHEAD = 3
-ENV = dict(kv.split("=") for kv in os.environ.get("RES", "").split(",") if kv)
-
+ZIG="zig" in os.environ.get("RES","")
+AHEAD=3
+ENV = dict(kv.split('=') for kv in os.environ.get('RES', '').split(',') if kv)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -21,7 +18,6 @@ class Task:
     place: int
     waits: int
 
-
 @dataclasses.dataclass(frozen=True)
 class Rates:
     multiply: float
@@ -34,7 +30,6 @@ class Rates:
     hop_latency: float
     entry: float
     own: float
-
 
 def schedule(arrivals, own, columns, slots, most, room, pieces, rates):
     G, T, S = arrivals, columns, slots
@@ -82,8 +77,7 @@ def schedule(arrivals, own, columns, slots, most, room, pieces, rates):
         return s
 
     def tile(p):
-        if not ZIG:
-            return p % T
+        if not ZIG: return p % T
         p %= 2 * T
         return p if p < T else 2 * T - 1 - p
 
@@ -152,21 +146,7 @@ def schedule(arrivals, own, columns, slots, most, room, pieces, rates):
             now += q * rates.multiply + -(-q // most) * rates.product
             mem = max(mem, now) + q * rates.store
         left.update(dict.fromkeys(range(first, first + q), mem + rates.latency))
-        tasks.append(
-            Task(
-                t,
-                where[t],
-                done[t],
-                -q if inpieces else q,
-                int(not inpieces and t not in awaited),
-                prev_recv,
-                recv - prev_recv,
-                fetch,
-                into,
-                first,
-                waits,
-            )
-        )
+        tasks.append(Task(t, where[t], done[t], -q if inpieces else q, int(not inpieces and t not in awaited), prev_recv, recv - prev_recv, fetch, into, first, waits))
         awaited.add(t)
         prev_recv = recv
         done[t] += q

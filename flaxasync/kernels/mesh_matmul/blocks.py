@@ -88,7 +88,7 @@ class WeightBlocks:
 
         Args:
           order: [needed + 1]; the blocks in the order of their use.
-          first: [hops + 1]; where in `order` the blocks of each number of hops begin.
+          first: [mesh rows]; where in `order` the blocks of each number of hops begin.
         """
 
         def put(hops: Scalar, count: Scalar) -> jax.Array:
