@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync.kernels import tiles as kernels
 from flaxasync.kernels.gemm import gemm
-from flaxasync.kernels.mesh.fused import gather_gemm
+from flaxasync.kernels.mesh_matmul.fused import gather_gemm
 from flaxasync.kernels.mesh.overlapped import overlapped
 
 STUDY = (16384, 16384, 8192)  # m, k, n of the published figures, bf16

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.operands import Tiles, check_operand, output
 from flaxasync.kernels.engine.product import Contraction, accumulate, dot
-from flaxasync.kernels.engine.refs import DType, Ref
+from flaxasync.kernels.engine.refs import Condition, DType, Ref
 from flaxasync.kernels.engine.row_tiling import SUB_BLOCK
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import check_vmem, vmem_limit
@@ -61,8 +61,10 @@ def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
     )(x, w)
 
 
-def stream(x_ref: Ref, w_ref: Ref, o_ref: Ref, accumulator: Ref, *, tiles: Tiles) -> None:
-    """Computes o = x @ w inside a kernel, with tiles that stream from and to HBM.
+def stream(
+    x_ref: Ref, w_ref: Ref, o_ref: Ref, accumulator: Ref, *, tiles: Tiles, add_if: Condition | None = None
+) -> None:
+    """Computes o = x @ w, or o += x @ w, inside a kernel, with tiles that stream from and to HBM.
 
     Args:
       x_ref: [m, k] in HBM.
@@ -70,16 +72,22 @@ def stream(x_ref: Ref, w_ref: Ref, o_ref: Ref, accumulator: Ref, *, tiles: Tiles
       o_ref: [m, n] in HBM.
       accumulator: [tiles.m, tiles.n] or larger in VMEM, float32.
       tiles: the tiles of one step, no larger than the operands.
+      add_if: whether to add to what is in o. None never adds, and does not read o.
     """
     (m, k), n = x_ref.shape, w_ref.shape[1]
     x_spec, w_spec, o_spec = specs(tiles)
+    before = [] if add_if is None else [o_ref]
 
-    def body(x_tile: Ref, w_tile: Ref, o_tile: Ref) -> None:
-        step(x_tile, w_tile, o_tile, accumulator, depth=k)
+    def body(x_tile: Ref, w_tile: Ref, *o_tiles: Ref) -> None:
+        def add(value: jax.Array, rows: pl.Slice) -> jax.Array:
+            return value + jnp.where(add_if, o_tiles[0][rows, :].astype(jnp.float32), 0.0)
 
+        step(x_tile, w_tile, o_tiles[-1], accumulator, depth=k, **({"add": add} if before else {}))
+
+    in_specs = [x_spec, w_spec, *[o_spec for _ in before]]
     with jax.named_scope("multiply"):
-        pltpu.emit_pipeline(body, grid=grid(tiles, m, k, n), in_specs=[x_spec, w_spec], out_specs=[o_spec])(
-            x_ref, w_ref, o_ref
+        pltpu.emit_pipeline(body, grid=grid(tiles, m, k, n), in_specs=in_specs, out_specs=[o_spec])(
+            x_ref, w_ref, *before, o_ref
         )
 
 

@@ -1,0 +1,1 @@
+"""The kernels of `flaxasync.mesh_matmul`."""
