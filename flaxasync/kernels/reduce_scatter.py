@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.grid import remainder
 from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, output, sublanes
-from flaxasync.kernels.engine.refs import DType, Ref, Scalar
+from flaxasync.kernels.engine.refs import DType, Ref, Scalar, ScratchShapes, aligned
 from flaxasync.kernels.engine.ring import Ring, check_ring, choose_directions, half_blocks
 from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling
@@ -124,7 +124,7 @@ def all_reduce(
 
     def body(x_tile: Ref, o_tile: Ref, scratch: _Scratch, finished: Ref, send_sem: Ref, recv_sem: Ref) -> None:
         def operand(block: Scalar, columns: pl.Slice) -> jax.Array:
-            return x_tile[pl.ds(pl.multiple_of(block * rows, sublanes(x.dtype)), rows), columns]
+            return x_tile[aligned(block * rows, rows, sublanes(x.dtype)), columns]
 
         reduction.enter(collective_id)
         reduction.reduce(operand, scratch, finished.at[ring.index])
@@ -174,7 +174,7 @@ class _Scratch:
     recv_sem: Ref  # [2, directions, R - 1] DMA semaphores
 
     @classmethod
-    def allocate(cls, reduction: "_Reduction", dtype: DType) -> "_Scratch":
+    def allocate(cls, reduction: "_Reduction", dtype: DType) -> ScratchShapes:
         (m, n), ring = reduction.block, reduction.ring
         return cls(
             pltpu.VMEM((m, n), dtype),

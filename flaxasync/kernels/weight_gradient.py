@@ -35,7 +35,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
 from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, output, sublanes
 from flaxasync.kernels.engine.product import Contraction, accumulate, dot
-from flaxasync.kernels.engine.refs import HBM, DType, Ref, Scalar, beginning
+from flaxasync.kernels.engine.refs import HBM, DType, Ref, Scalar, ScratchShapes, aligned, beginning
 from flaxasync.kernels.engine.ring import Ring, check_ring
 from flaxasync.kernels.engine.row_tiling import SUB_BLOCK, RowTiling
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
@@ -117,7 +117,7 @@ class Scratch:
     recv_sem: Ref  # [BUFFER_SETS, directions, R - 1] DMA semaphores
 
     @classmethod
-    def allocate(cls, schedule: Schedule, dtype: DType) -> "Scratch":
+    def allocate(cls, schedule: Schedule, dtype: DType) -> ScratchShapes:
         dma, chunk, n = pltpu.SemaphoreType.DMA, schedule.chunks.size, schedule.columns.size
         return cls(
             IncomingTiles.allocate(2, (chunk, schedule.rows.size), dtype),
@@ -288,8 +288,8 @@ class _Device:
         owner = self.ring.behind(there.hop, there.direction)
 
         def fetch(batches: pl.Slice, rows: pl.Slice) -> None:
-            first = pl.multiple_of(self._first_row(there.i), LANES)
-            lanes = pl.ds(first, batches.size * rows.size)
+            (rows_of_batch,) = schedule.rows.rows.lengths
+            lanes = aligned(batches.start * rows_of_batch + rows.start, batches.size * rows.size, LANES)
 
             def fetch_x(_: int, chunk: pl.Slice) -> None:
                 def arrived() -> None:
@@ -368,17 +368,6 @@ class _Device:
             chunk,
             lambda rows: self.schedule.columns.on_size(j, lambda n: outgoing.wait(outgoing.slot(number), rows, n)),
         )
-
-    def _first_row(self, i: Scalar) -> Scalar:
-        """Returns the rows of a block before tile i."""
-        (batches,), (rows,), tiles = (
-            *(t.lengths for t in (self.schedule.rows.batches, self.schedule.rows.rows)),
-            self.schedule.rows,
-        )
-        if batches == 1 or rows == tiles.rows.count * tiles.rows.size:
-            return i * tiles.size
-        group, within = split(i, tiles.rows.count)
-        return group * tiles.batches.size * rows + within * tiles.rows.size
 
     def _set(self, there: Coordinates) -> Scalar:
         """Returns the set of receive buffers of a chunk."""

@@ -123,6 +123,7 @@ def _kernel(
     count = len(plan.columns.lengths)
     ws, ys, (*gathered, scratch, semaphores) = refs[:count], refs[count : 2 * count], refs[2 * count :]
     gather = Gather(ring, plan.layout, x, gathered[0] if gathered else None, semaphores)
+    device: stream.Stream | resident.Resident
     if isinstance(plan, stream.Schedule):
         device = stream.Stream(plan, gather, ws, ys, keep_gathered, scratch)
     else:

@@ -18,7 +18,7 @@ from flaxasync.kernels.all_gather_matmul.schedule import Rates, Schedule, Sizes,
 from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.operands import LANES, Tiles
 from flaxasync.kernels.engine.product import dot
-from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar, ScratchShapes
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import available, chip_in_use
@@ -133,7 +133,7 @@ class Scratch:
     kept_sem: Ref  # DMA semaphore of the copies of arrivals to the gathered x in HBM
 
     @classmethod
-    def allocate(cls, plan: Plan, dtype: DType) -> "Scratch":
+    def allocate(cls, plan: Plan, dtype: DType) -> ScratchShapes:
         sizes, n, k = plan.sizes, plan.columns.size, plan.k
         return cls(
             pltpu.VMEM((sizes.arrivals, *plan.layout.shape, k), dtype),
@@ -176,7 +176,8 @@ class Resident:
             for field, value in enumerate(dataclasses.astuple(task)):
                 scratch.tasks[number * _FIELDS + field] = value
         for chunk in range(self.plan.layout.chunks):
-            self._for_each_half(chunk, lambda half, _, chunk=chunk: wait(half, scratch.own_sem.at[chunk]))
+            for direction in range(self.plan.layout.directions):
+                wait(scratch.x.at[chunk, direction], scratch.own_sem.at[chunk])
             self.pass_on(chunk)
         pl.loop(0, len(tasks))(self.run_task)
         with jax.named_scope("finish"):
@@ -281,4 +282,4 @@ class Resident:
 
 def _rarely(condition: Condition) -> Callable[[Callable[[], None]], None]:
     """Does what `pl.when` does, but with a loop: code of a loop is jumped over, and code of a branch predicated."""
-    return lambda use: pl.loop(0, condition.astype(jnp.int32))(lambda _: use())
+    return lambda use: pl.loop(0, jnp.int32(condition))(lambda _: use())

@@ -25,7 +25,7 @@ from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles, largest_divisor
-from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, ScratchShapes
 from flaxasync.kernels.engine.row_tiling import RowTiling
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import Tiling
@@ -145,7 +145,7 @@ class Scratch:
     accumulators: Ref  # [accumulators, batches, rows, n] VMEM, float32
 
     @classmethod
-    def allocate(cls, schedule: Schedule, dtype: DType) -> "Scratch":
+    def allocate(cls, schedule: Schedule, dtype: DType) -> ScratchShapes:
         tiles = schedule.tiles
         result = (*tiles.rows.shape, tiles.columns.size)
         return cls(

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.grid import split
-from flaxasync.kernels.engine.refs import Index, Ref, Scalar
+from flaxasync.kernels.engine.refs import Index, Ref, Scalar, ScratchShapes, aligned
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import start_copy, start_send, wait
 
@@ -94,8 +94,8 @@ class BlockLayout:
     def in_block(self, direction: Scalar, batches: pl.Slice, rows: pl.Slice) -> tuple[pl.Slice, pl.Slice]:
         """Returns where batches and rows of a half-block lie in its block."""
         batch, row = self.to_half
-        first_row = pl.multiple_of(direction * row + rows.start, self.unit)
-        return pl.ds(direction * batch + batches.start, batches.size), pl.ds(first_row, rows.size)
+        first_row = direction * row + rows.start
+        return pl.ds(direction * batch + batches.start, batches.size), aligned(first_row, rows.size, self.unit)
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +106,7 @@ class GatherSemaphores:
     recv: Ref  # [directions, arrivals], of which those of the own block are not used
 
     @classmethod
-    def allocate(cls, layout: BlockLayout, size: int) -> "GatherSemaphores":
+    def allocate(cls, layout: BlockLayout, size: int) -> ScratchShapes:
         dma = pltpu.SemaphoreType.DMA
         return cls(dma, dma((layout.directions,)), dma((layout.directions, size * layout.chunks)))
 
@@ -173,10 +173,10 @@ class Gather:
     def finish(self) -> None:
         """Waits until all that was sent has left."""
         for direction in self.ring.both:
-            sent = self._buffer(direction, jnp.int32(0))
-            pl.loop(0, (self.ring.size - 1) * self.layout.chunks)(
-                lambda _, sent=sent, direction=direction: wait(sent, self.semaphores.send.at[direction])
-            )
+
+            @pl.loop(0, (self.ring.size - 1) * self.layout.chunks)
+            def _(_: Scalar, direction: int = direction) -> None:
+                wait(self._buffer(direction, jnp.int32(0)), self.semaphores.send.at[direction])
 
     def _buffer(self, direction: int, arrival: Scalar) -> Ref:
         """Returns where a half-block of an arrival is received, and sent onward from."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.engine.grid import split
-from flaxasync.kernels.engine.refs import Index, Scalar
+from flaxasync.kernels.engine.refs import Scalar
 from flaxasync.kernels.engine.tiling import Tiling
 
 SUB_BLOCK = 512  # rows of one product in the code of a step; a tile of more rows loops over them
@@ -73,8 +73,8 @@ class RowTiling:
         group, within = split(tile, self.rows.count)
         self.batches.on_slice(group, lambda _, batches: self.rows.on_slice(within, lambda _, rows: use(batches, rows)))
 
-    def for_each_sub_block(self, tile: Scalar, use: Callable[[tuple[Index, Index], int], None]) -> None:
-        """Calls `use(index, rows)` in a loop of the kernel: its code is there once.
+    def for_each_sub_block(self, tile: Scalar, use: Callable[..., None]) -> None:
+        """Calls `use(index, number of rows)` in a loop of the kernel: its code is there once.
 
         The index is that of a sub-block in a tile [batches, rows, ...]. The last sub-block of a partial tile may have
         more rows than the tile: then they are whatever the memory held.

@@ -57,7 +57,7 @@ class _Slots:
         """Returns the slot of a tile by its number in the order of use."""
         return remainder(number, self.count)
 
-    def wait(self, slot: Scalar, *sizes: int) -> None:
+    def wait(self, slot: Scalar, *sizes: Scalar) -> None:
         """Waits until the transfer of a tile of these sizes, into a slot or out of it, is complete."""
         wait(self.tiles.at[slot, *beginning(*sizes)], self.sems.at[slot])
 

@@ -14,12 +14,11 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.engine.operands import LANES, largest_divisor
-from flaxasync.kernels.engine.refs import Condition, Scalar
+from flaxasync.kernels.engine.refs import Condition, Scalar, aligned
 
 OVERHEAD = 16  # elements in whose time a product, or the work on a tile, starts and ends
 SHORTEST = 128  # elements that take as long as fewer ones: meanwhile the matrix unit loads its other operand
@@ -98,7 +97,7 @@ class Tiling:
 
             def use_whole(number: int = number, before: int = before) -> None:
                 index = tile - before if before else tile
-                use(number, pl.ds(pl.multiple_of(index * self.size, self.unit), self.size))
+                use(number, aligned(index * self.size, self.size, self.unit))
 
             def use_partial(number: int = number, first: int = length - rest, rest: int = rest) -> None:
                 use(number, pl.ds(first, rest))
@@ -139,13 +138,13 @@ class Tiling:
     def for_each_sub_block(self, tile: Scalar, use: Callable[[pl.Slice], None]) -> None:
         """Calls `use(where the sub-block lies in the tile)` in a loop of the kernel: its code is there once."""
         step = self._sub_block
-        pl.loop(0, self.sub_blocks(tile))(lambda i: use(pl.ds(pl.multiple_of(i * step, self.unit), step)))
+        pl.loop(0, self.sub_blocks(tile))(lambda i: use(aligned(i * step, step, self.unit)))
 
     @property
     def _sub_block(self) -> int:
         return self.sub_block or self.size
 
-    def _has_size(self, tile: Scalar, size: int) -> jax.Array:
+    def _has_size(self, tile: Scalar, size: int) -> Condition:
         partial = [t for t, elements in enumerate(self.sizes) if elements != self.size]
         if size != self.size:
             return functools.reduce(jnp.logical_or, [tile == t for t in partial if self.sizes[t] == size])

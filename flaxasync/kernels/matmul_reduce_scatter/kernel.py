@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.kernels.engine.grid import remainder, split
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, output, sublanes
-from flaxasync.kernels.engine.refs import HBM, DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.refs import HBM, DType, Index, Ref, Scalar, ScratchShapes
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring, check_ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, wait
 from flaxasync.kernels.engine.vmem import vmem_limit
@@ -54,7 +54,7 @@ class Scratch:
     read: Acknowledgements
 
     @classmethod
-    def allocate(cls, schedule: Schedule, dtype: DType) -> "Scratch":
+    def allocate(cls, schedule: Schedule, dtype: DType) -> ScratchShapes:
         tiles = schedule.tiles
         result = (*tiles.rows.shape, tiles.columns.size)
         return cls(
