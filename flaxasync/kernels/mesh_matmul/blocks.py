@@ -76,7 +76,7 @@ class WeightBlocks:
 
     def needed_rows(self, t: Scalar) -> pl.Slice:
         """Returns where a block lies among all that this device multiplies with, which are as many columns of x."""
-        return pl.ds(pl.multiple_of(t * self.rows, self.rows), self.rows)
+        return pl.ds(pl.multiple_of(jnp.int32(t * self.rows), self.rows), self.rows)
 
     def sort(self, order: Ref, first: Ref) -> None:
         """Fills tables in scalar memory.

@@ -32,11 +32,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.grid import split
+from flaxasync.kernels.engine.grid import remainder, split
+from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
 from flaxasync.kernels.engine.refs import HBM, DType, Index, Ref, Scalar, beginning
 from flaxasync.kernels.engine.ring import Ring
@@ -64,14 +64,14 @@ class Scratch:
     def allocate(cls, plan: Plan, dtype: DType) -> "Scratch":
         tiles, schedule, dma = plan.tiles, plan.schedule, pltpu.SemaphoreType.DMA
         result = (*tiles.rows.shape, tiles.columns.size)
-        hops = 2 * (schedule.phases - 1)
+        hops = 2 * (schedule.phases - 1) * schedule.rounds
         return cls(
             tiles.x_slots(dtype),
             WeightScratch.allocate(plan.blocks, tiles.w_slots(dtype), schedule.chunks),
             IncomingTiles.allocate(1, result if hops else (1, sublanes(dtype), LANES), dtype),
             OutgoingTiles.allocate(schedule.outgoing, result, dtype),
             pltpu.VMEM((schedule.rows, *result), jnp.float32),
-            dma((max(1, hops * schedule.rounds), schedule.rows if hops else 1)),
+            dma((hops, schedule.rows) if hops else (1, 1)),
             dma,
         )
 
@@ -132,7 +132,7 @@ def _kernel(
 ) -> None:
     schedule, ring = plan.schedule, plan.ring
     weights = Weights(schedule, plan.blocks, plan.tiles.columns, w_ref, w_received, scratch.w)
-    device = _Device(plan, weights, x_ref, o_ref, sums_received, scratch)
+    device = _Device(schedule, ring, plan.tiles, weights, x_ref, o_ref, sums_received, scratch)
     senders = [ring.sender(direction) for direction in ring.both] if ring.size > 1 else []
     plan.blocks.enter(f"overlapped {ring.directions}", collective_id, senders)
     weights.begin()
@@ -147,25 +147,19 @@ def _kernel(
 class _Device:
     """What one device does."""
 
-    plan: Plan
+    schedule: Schedule
+    ring: Ring  # the mesh row
+    tiles: MatmulTiles
     weights: Weights
     x: Ref
     o: Ref
     sums_received: Ref
     scratch: Scratch
 
-    @property
-    def schedule(self) -> Schedule:
-        return self.plan.schedule
-
-    @property
-    def ring(self) -> Ring:
-        return self.plan.ring
-
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and sends a tile that is finished."""
         schedule, scratch = self.schedule, self.scratch
-        here, slot = schedule.at(step), lax.rem(step, 2)
+        here, slot = schedule.at(step), remainder(step, 2)
         last = here.t == schedule.depth - 1
         pl.when(step + 1 < schedule.grid.steps)(lambda: self.prefetch(schedule.at(step + 1), 1 - slot))
         self.weights.send(here)
@@ -207,7 +201,7 @@ class _Device:
 
         with jax.named_scope("fetch_received"):
             self._wait_for_arrival(here.phase - 1, here.round, here.i)
-            self.plan.tiles.columns.on_slice(here.chunk, fetch)
+            self.tiles.columns.on_slice(here.chunk, fetch)
 
     def multiply(self, here: Coordinates, slot: Scalar) -> None:
         """Adds the product of two tiles to its sum. With one mesh column, a finished sum is rounded at once."""
@@ -220,7 +214,7 @@ class _Device:
                 outgoing.tiles[outgoing.slot(here.number), *index] = value.astype(outgoing.tiles.dtype)
 
         x_tile, w_tile = self.scratch.x.tiles.at[slot], self.scratch.w.tiles.tiles.at[here.w_slot]
-        self.plan.tiles.multiply(0, here.t, here.chunk, x_tile, w_tile, accumulator, finish)
+        self.tiles.multiply(0, here.t, here.chunk, x_tile, w_tile, accumulator, finish)
 
     def round(self, here: Coordinates) -> None:
         """Rounds a finished sum, with the neighbour's partial sums, into the slot that it leaves from."""
@@ -233,8 +227,8 @@ class _Device:
 
         @pl.when(here.phase > 0)
         def _() -> None:
-            rows = self.plan.tiles.rows.shape
-            self.plan.tiles.columns.on_size(here.chunk, lambda n: received.wait(0, *rows, n))
+            rows = self.tiles.rows.shape
+            self.tiles.columns.on_size(here.chunk, lambda n: received.wait(0, *rows, n))
             value = accumulator[...] + received.tiles[0].astype(jnp.float32)
             outgoing.tiles[slot] = value.astype(outgoing.tiles.dtype)
 
@@ -254,11 +248,10 @@ class _Device:
                     start_send(tile, target, outgoing.sems.at[slot], recv_sem, ring.receiver(direction))
 
         with jax.named_scope("send"):
-            for own in (True, False) if ring.size > 1 else (True,):
-                use = functools.partial(send, own)
-                pl.when((here.phase == ring.size - 1) == own)(
-                    functools.partial(self.plan.tiles.columns.on_slice, here.chunk, use)
-                )
+            own, on_columns = here.phase == ring.size - 1, functools.partial(self.tiles.columns.on_slice, here.chunk)
+            pl.when(own)(lambda: on_columns(functools.partial(send, True)))
+            if ring.size > 1:
+                pl.when(jnp.logical_not(own))(lambda: on_columns(functools.partial(send, False)))
 
     def wait_until_left(self, number: Scalar) -> None:
         """Waits until a finished tile has left its slot."""
@@ -266,12 +259,12 @@ class _Device:
         outgoing = self.scratch.outgoing
 
         def wait_for(n: int) -> None:
-            left = functools.partial(outgoing.wait, outgoing.slot(number), *self.plan.tiles.rows.shape, n)
+            left = functools.partial(outgoing.wait, outgoing.slot(number), *self.tiles.rows.shape, n)
             left()
             if self.ring.size > 1:  # results are both stored and sent
                 pl.when(phase == self.ring.size - 1)(left)
 
-        self.plan.tiles.columns.on_size(chunk, wait_for)
+        self.tiles.columns.on_size(chunk, wait_for)
 
     def send_on(self, here: Coordinates) -> None:
         """Sends on what has arrived of the results of the round before."""
@@ -303,13 +296,13 @@ class _Device:
 
         with jax.named_scope("send_on"):
             self._wait_for_arrival(hop, round_, i)
-            self.plan.tiles.columns.on_slice(chunk, send)
+            self.tiles.columns.on_slice(chunk, send)
 
     def _wait_for_arrival(self, hop: Scalar, round_: Scalar, i: Scalar) -> None:
         """Waits for a tile that arrives; see `_recv_sem`. The wait depends on the size of the tile, not on its rows."""
-        recv_sem, rows = self._recv_sem(hop, round_, i), self.plan.tiles.rows.rows.size
+        recv_sem, rows = self._recv_sem(hop, round_, i), self.tiles.rows.rows.size
         chunk, _ = split(round_, self.schedule.panels)
-        self.plan.tiles.columns.on_size(chunk, lambda n: wait(self.o.at[0, :, *beginning(rows, n)], recv_sem))
+        self.tiles.columns.on_size(chunk, lambda n: wait(self.o.at[0, :, *beginning(rows, n)], recv_sem))
 
     def _recv_sem(self, hop: Scalar, round_: Scalar, i: Scalar) -> Ref:
         """Returns the semaphore of a tile that arrives: partial sums in hops 0 .. Y-2, results in hops Y-1 .. 2Y-3."""
@@ -317,5 +310,5 @@ class _Device:
 
     def _rows(self, panel: Scalar, i: Scalar) -> pl.Slice:
         """Returns the rows of a tile in a half-block."""
-        side = self.plan.tiles.rows.rows.size
+        side = self.tiles.rows.rows.size
         return pl.ds(pl.multiple_of(jnp.int32((panel * self.schedule.rows + i) * side), side), side)
