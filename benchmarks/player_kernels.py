@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from flaxasync.kernels import tiles as kernels
 from flaxasync.kernels.gemm import gemm
 from flaxasync.kernels.mesh_matmul.fused import gather_gemm
-from flaxasync.kernels.mesh.overlapped import overlapped
+from flaxasync.kernels.mesh_matmul.overlapped import overlapped
 
 STUDY = (16384, 16384, 8192)  # m, k, n of the published figures, bf16
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)

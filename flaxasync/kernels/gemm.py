@@ -80,9 +80,9 @@ def stream(
 
     def body(x_tile: Ref, w_tile: Ref, *o_tiles: Ref) -> None:
         def add(value: jax.Array, rows: pl.Slice) -> jax.Array:
-            return value + jnp.where(add_if, o_tiles[0][rows, :].astype(jnp.float32), 0.0)
+            return value if add_if is None else value + jnp.where(add_if, o_tiles[0][rows, :].astype(jnp.float32), 0.0)
 
-        step(x_tile, w_tile, o_tiles[-1], accumulator, depth=k, **({"add": add} if before else {}))
+        step(x_tile, w_tile, o_tiles[-1], accumulator, depth=k, add=add)
 
     in_specs = [x_spec, w_spec, *[o_spec for _ in before]]
     with jax.named_scope("multiply"):

@@ -72,23 +72,18 @@ class WeightBlocks:
 
     def held_rows(self, t: Scalar) -> pl.Slice:
         """Returns where a block lies in this device's w, if the device owns it."""
-        number = lax.axis_index(self.axis_name) * self.needed + t
-        return self._rows(number - self.ring.index * self.held)
+        return self.needed_rows(lax.axis_index(self.axis_name) * self.needed + t - self.ring.index * self.held)
 
     def needed_rows(self, t: Scalar) -> pl.Slice:
         """Returns where a block lies among all that this device multiplies with, which are as many columns of x."""
-        return self._rows(t)
+        return pl.ds(pl.multiple_of(jnp.int32(t * self.rows), self.rows), self.rows)
 
-    def for_each_own(self, use: Callable[[Scalar], None]) -> None:
-        """Calls `use(t)` for each block that this device owns."""
-        pl.loop(0, self.needed)(lambda t: pl.when(self.hops(t) == 0)(lambda: use(t)))
-
-    def sort(self, order: Ref, first: Ref | None = None) -> None:
+    def sort(self, order: Ref, first: Ref) -> None:
         """Fills tables in scalar memory.
 
         Args:
           order: [needed + 1]; the blocks in the order of their use.
-          first: [mesh rows]; where in `order` the blocks of each number of hops begin.
+          first: [devices of a mesh column]; where in `order` the blocks of each number of hops begin.
         """
 
         def put(hops: Scalar, count: Scalar) -> jax.Array:
@@ -96,8 +91,7 @@ class WeightBlocks:
                 order[count] = t  # the next block overwrites it unless this one has so many hops
                 return count + (self.hops(t) == hops).astype(jnp.int32)
 
-            if first is not None:
-                first[hops] = count
+            first[hops] = count
             return lax.fori_loop(0, self.needed, one, count)
 
         lax.fori_loop(0, self.ring.size, put, jnp.int32(0))
@@ -113,35 +107,23 @@ class WeightBlocks:
         ring = self.ring
 
         def any_block(direction: int, moves: Callable[[Scalar], Condition]) -> jax.Array:
-            def found(t: Scalar) -> jax.Array:
-                return ((self._direction(t) == direction) & moves(t)).astype(jnp.int32)
+            def found(t: Scalar, before: jax.Array) -> jax.Array:
+                return before | ((self._direction(t) == direction) & moves(t)).astype(jnp.int32)
 
-            return lax.fori_loop(0, self.needed, lambda t, before: before | found(t), jnp.int32(0)) > 0
+            return lax.fori_loop(0, self.needed, found, jnp.int32(0)) > 0
 
-        conditional = [
-            (
-                ring.sender(direction),
-                any_block(direction, lambda t: self.hops(t) > 0),
-                any_block(direction, self.goes_on),
-            )
-            for direction in (ring.both if ring.size > 1 else ())
+        columns = [
+            (ring.sender(d), any_block(d, lambda t: self.hops(t) > 0), any_block(d, self.goes_on))
+            for d in (ring.both if ring.size > 1 else ())
         ]
-        enter(
-            f"{tag} {ring.axis_name} {self.axis_name} {ring.directions}",
-            senders,
-            collective_id,
-            conditional=conditional,
-        )
+        enter(f"{tag} {ring.axis_name} {self.axis_name} {ring.directions}", senders, collective_id, conditional=columns)
 
     def _direction(self, t: Scalar) -> jax.Array:
         return remainder(t, self.ring.directions)
 
-    def _rows(self, number: Scalar) -> pl.Slice:
-        return pl.ds(pl.multiple_of(number * self.rows, self.rows), self.rows)
-
 
 def largest_block(caller: str, axis_names: tuple[str, str], k: int, held: int) -> int:
-    """Returns the most rows of RHS whose multiples make up the shares of every mesh row and every mesh column.
+    """Returns the most rows of RHS that divide the shares of mesh rows and of mesh columns.
 
     Raises:
       ValueError: they are no whole hardware tiles.

@@ -6,11 +6,11 @@ w  [k', n]  the part of the contraction that this mesh *row* holds
 o  [m, n]   sums over this mesh column's part: the column axis is still to be summed over
 ```
 
-The rows of RHS that a mesh column needs go around it in blocks (`blocks.WeightBlocks` says from whom they come, and in
-which order). A device multiplies with its own blocks while they travel, and with each other block once it has arrived,
-and adds the products in o. On 2 x 2 devices there is one block: the devices on the diagonal own it and multiply at once,
-and the others begin when it has arrived. `overlapped` has no such wait; this kernel is kept for comparison. From block
-to block the sums lie in o, rounded to x's dtype.
+The rows of RHS that a mesh column needs go around it in blocks (`blocks` says from whom they come, and in which order).
+A device multiplies with its own blocks while they travel, and with each other block once it has arrived, and adds the
+products in o. On 2 x 2 devices there is one block: the devices on the diagonal own it and multiply at once, and the
+others begin when it has arrived. `overlapped` has no such wait; this kernel is kept for comparison. From block to block
+the sums lie in o, rounded to x's dtype.
 
 Where a block travels more than one hop it is cut into slices, so that its next hop begins before all of it has arrived.
 Every block has a receive buffer of its own at every device, and every slice a semaphore. So nothing is acknowledged.
@@ -46,14 +46,8 @@ def gather_gemm(
 ) -> jax.Array:
     """Returns o; see the head of this file. The mesh has two rows or more, and shapes are whole hardware tiles.
 
-    Args:
-      x: [m, k].
-      w: [k', n].
-      axis_names: the mesh axes of mesh rows and of mesh columns.
-      tiles: the largest tiles of a product.
-      directions: 1, or 2 to send every other block the other way around a column of more than two devices. None stands
-        for 2 where blocks can be halved.
-      collective_id: the id of the entry barrier; by default one that no other kernel of the program has.
+    The arguments are those of `flaxasync.mesh_matmul`, and `collective_id`, the id of the entry barrier: by default one
+    that no other kernel of the program has.
 
     Raises:
       ValueError: tiles exceed vector memory, or the contraction cannot be divided into blocks.
@@ -78,6 +72,7 @@ def gather_gemm(
             pltpu.SemaphoreType.DMA,
             pltpu.SemaphoreType.DMA((blocks.needed, rows // slice_rows)),
             pltpu.SMEM((blocks.needed + 1,), jnp.int32),
+            pltpu.SMEM((size,), jnp.int32),
             pltpu.VMEM((tiles.m, tiles.n), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(collective_id=collective_id, vmem_limit_bytes=vmem_limit(need)),
@@ -98,6 +93,7 @@ def _kernel(
     send_sem: Ref,
     recv_sem: Ref,  # [needed, slices]
     order: Ref,  # [needed + 1] SMEM: blocks in the order of their use
+    first: Ref,  # [mesh rows] SMEM: where in `order` the blocks of each number of hops begin
     accumulator: Ref,  # [tiles.m, tiles.n] VMEM, float32
 ) -> None:
     slices = [(i, pl.ds(i * slice_rows, slice_rows)) for i in range(blocks.rows // slice_rows)]
@@ -118,12 +114,12 @@ def _kernel(
             stream(x_ref.at[:, blocks.needed_rows(t)], block, o_ref, accumulator, tiles=tiles, add_if=q > 0)
 
     blocks.enter("gather_gemm", collective_id)
-    blocks.sort(order)
+    blocks.sort(order, first)
 
-    @blocks.for_each_own
+    @pl.loop(0, blocks.needed)
     def _(t: Scalar) -> None:
         for i, rows in slices:
-            send(t, i, rows, own(t))
+            pl.when(blocks.hops(t) == 0)(functools.partial(send, t, i, rows, own(t)))
 
     @pl.loop(0, blocks.needed)
     def _(q: Scalar) -> None:
