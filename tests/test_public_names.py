@@ -42,7 +42,8 @@ def test_no_submodule_has_a_public_name():
     """Importing a submodule sets an attribute of the package, which would replace a function of the same name."""
     submodules = {module.name for module in pkgutil.iter_modules(fa.__path__)}
     assert "ring" in submodules
-    assert submodules & set(fa.__all__) <= {"nn", "check"}
+    cannot_be_imported = {"ring_attention"}  # a former module, which raises
+    assert submodules & set(fa.__all__) - cannot_be_imported <= {"nn", "check"}
 
 
 def test_the_names_for_type_checkers_are_the_public_names():
