@@ -18,7 +18,7 @@ from flaxasync.kernels.engine.operands import Tiles, check_operand, sublanes
 from flaxasync.kernels.gemm import TILES, gemm
 from flaxasync.kernels.mesh_matmul.fused import gather_gemm
 from flaxasync.kernels.mesh_matmul.overlapped import check_overlapped, overlapped
-from flaxasync.kernels.reduce import all_reduce
+from flaxasync.kernels.reduce_scatter import all_reduce
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.ops import backends
 

@@ -2,15 +2,16 @@
 
 ```
 x  [B, m, k]     this device's rows           (R devices on axis_name, B batches)
-w  [k, n]        this device's columns; several share one trip of x
+w  [k, n]        this device's columns; several share one all-gather of x
 y  [B, R*m, n]   all rows, this device's columns
 ```
 
 Every block goes once around the ring, forwarded from where it arrived, with two directions half of it each way.
-`blocks` has the trips. Where vector memory has room for the gathered x, `resident` has the order of work, and else
+`blocks` has the gather. Where vector memory has room for the gathered x, `resident` has the order of work, and else
 `stream`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.all_gather_matmul import resident, stream
-from flaxasync.kernels.all_gather_matmul.blocks import Cut, Trips, TripSemaphores
+from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, output, sublanes
 from flaxasync.kernels.engine.refs import HBM, Ref
 from flaxasync.kernels.engine.ring import Ring, check_ring
@@ -60,20 +61,21 @@ def all_gather_matmul(
     _check(x, ws, transposed)
     batch, m, k = x.shape
     widths, itemsize = [w.shape[0 if transposed else 1] for w in ws], x.dtype.itemsize
-    cut = Cut.of(CALLER, batch, m, sublanes(x.dtype), directions)
-    plan = resident.plan(cut, size, k, widths, transposed, tiles, x.dtype) or stream.plan(
-        CALLER, cut, size, k, widths, transposed, tiles or stream.TILES, x.dtype
+    layout = BlockLayout.of(CALLER, batch, m, sublanes(x.dtype), directions)
+    plan = resident.plan(layout, size, k, widths, transposed, tiles, x.dtype) or stream.plan(
+        CALLER, layout, size, k, widths, transposed, tiles or stream.TILES, x.dtype
     )
     streams = isinstance(plan, stream.Schedule)
     shapes = [(batch, size, m, n) for n in widths] + [(batch, size, m, k)] * (streams or keep_gathered)
     scratch = (stream if streams else resident).Scratch.allocate(plan, x.dtype)
     ring = Ring(axis_name, size, directions)
+    tag = f"{CALLER} {transposed} {keep_gathered} {len(ws)} {streams}"
     outputs = pl.pallas_call(
-        functools.partial(_kernel, ring, plan, len(ws), keep_gathered, collective_id),
+        functools.partial(_kernel, ring, plan, keep_gathered, tag, collective_id),
         out_shape=[output(shape, x, *ws) for shape in shapes],
         in_specs=[HBM] * (1 + len(ws)),
         out_specs=[HBM] * len(shapes),
-        scratch_shapes=[scratch, TripSemaphores.allocate(plan.cut, size)],
+        scratch_shapes=[scratch, GatherSemaphores.allocate(plan.layout, size)],
         compiler_params=pltpu.CompilerParams(
             collective_id=collective_id,
             vmem_limit_bytes=vmem_limit(plan.vmem_bytes),
@@ -112,16 +114,20 @@ def _check(x: jax.Array, ws: tuple[jax.Array, ...], transposed: bool) -> None:
 def _kernel(
     ring: Ring,
     plan: resident.Plan | stream.Schedule,
-    count: int,
     keep_gathered: bool,
+    tag: str,
     collective_id: int | None,
     x: Ref,  # [B, m, k] HBM
-    *refs: Ref,  # ws [k, n] or [n, k] HBM; ys [B, R, m, n] HBM; gathered [B, R, m, k] HBM, if kept; scratch
+    *refs: Ref,  # ws [k, n] or [n, k] HBM; ys [B, R, m, n] HBM; gathered [B, R, m, k] HBM, if needed; scratch
 ) -> None:
+    count = len(plan.columns.lengths)
     ws, ys, (*gathered, scratch, semaphores) = refs[:count], refs[count : 2 * count], refs[2 * count :]
-    trips = Trips(ring, plan.cut, x, gathered[0] if gathered else None, semaphores)
-    form = stream.Stream if isinstance(plan, stream.Schedule) else resident.Resident
-    device = form(plan, trips, ws, ys, keep_gathered, scratch)
+    gather = Gather(ring, plan.layout, x, gathered[0] if gathered else None, semaphores)
+    if isinstance(plan, stream.Schedule):
+        device = stream.Stream(plan, gather, ws, ys, keep_gathered, scratch)
+    else:
+        gather = dataclasses.replace(gather, arrivals=scratch.x)
+        device = resident.Resident(plan, gather, ws, ys, keep_gathered, scratch)
     device.begin()
-    ring.enter(f"{CALLER} {plan.tiles.transposed} {keep_gathered} {count} {form.__name__}", collective_id)
+    ring.enter(tag, collective_id)
     device.run()

@@ -1,275 +1,284 @@
-"""prototype"""
-import dataclasses, os
+"""The order of work of all_gather_matmul where the gathered x stays in vector memory.
+
+Half-blocks arrive in vector memory and are sent onward from there. A product contracts all of k at once. Only tiles of
+w come from HBM, and only the result, and x if it is kept, goes there. `schedule` has the order of the products: a
+static schedule, because tiles of w should be fetched few times and yet no product should wait for x.
+"""
+
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.all_gather_matmul.blocks import Cut, Trips
-from flaxasync.kernels.all_gather_matmul.schedule import Rates, Task, schedule
-from flaxasync.kernels.engine.operands import Tiles, LANES
+from flaxasync.kernels.all_gather_matmul.schedule import Rates, Schedule, Sizes, Task, schedule
+from flaxasync.kernels.engine.gather import BlockLayout, Gather
+from flaxasync.kernels.engine.operands import LANES, Tiles
 from flaxasync.kernels.engine.product import dot
-from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar, beginning
-from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy, wait
+from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import available, chip_in_use
 
-PIECE = 256
-ROOM = 3072
-CYCLES = int(dict(kv.split('=') for kv in os.environ.get('RES', '').split(',') if kv).get('C', 13500))
+ROWS = 512  # rows of one product, at most
+COLUMNS = (512, 1024, 1280)  # columns of a tile of w to choose from
+CHUNKS = (1, 2, 4)  # chunks of a half-block to choose from
+CHUNK_ROWS = 128  # rows of an arrival, at least, where half-blocks travel in several chunks
+W_SLOTS = 3  # tiles of w in vector memory, at most
+OUT_SLOTS, OUT_ROWS = 24, 3072  # results that may be leaving at once: they wait in HBM's queue behind tiles of w
+CYCLES = 13_500  # of one product, at most: the compiler unrolls it, to about one instruction for each cycle
+TASKS = 256  # products of an arrival and a tile of w, at most; the table of tasks has no more entries
+SEMAPHORES = 384  # for arrivals, of the 512 of a kernel
+PRODUCT_ROWS = 16  # rows in whose time a product starts and ends, as played on v6e
+TASK_CYCLES = 180  # cycles that a task takes beyond its products, as played on v6e
+ENTRY, LATENCY = 1.5e-6, 0.5e-6  # seconds of the entry barrier, and until a transfer from HBM begins to arrive
 _FIELDS = len(dataclasses.fields(Task))
-ENV = dict(kv.split("=") for kv in os.environ.get("RES", "").split(",") if kv)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    cut: Cut
-    size: int
+    """The sizes of everything, and the schedule.
+
+    Attributes:
+      layout: how blocks are divided into half-blocks and chunks.
+      k: length of the contraction.
+      columns: tiles of the columns of all ws.
+      transposed: whether w is [n, k].
+      sizes: the work to be done, and the room for it.
+      schedule: the tasks.
+      vmem_bytes: the vector memory of all buffers.
+    """
+
+    layout: BlockLayout
     k: int
     columns: Tiling
     transposed: bool
-    slots: int
-    most: int
-    room: int
-    pieces: int
-    tasks: tuple
-    loads: tuple
-    seconds: float
+    sizes: Sizes
+    schedule: Schedule
     vmem_bytes: int
 
     @property
-    def tiles(self):
-        return self
-
-    @property
-    def arrivals(self):
-        return self.size * self.cut.chunks
-
-    @property
-    def elements_read(self):
-        loads = len(self.loads) + sum(t.fetches >= 0 for t in self.tasks)
-        return self.cut.chunks * self.cut.arrival * self.k + loads * self.k * self.columns.size
+    def elements_read(self) -> int:
+        """Elements of x and w that are read from HBM."""
+        x = self.sizes.own * self.layout.arrival_rows * self.k
+        return x + self.schedule.fetches * self.k * self.columns.size
 
 
-def plan(cut, size, k, widths, transposed, tiles, dtype):
-    plans = []
+def plan(
+    layout: BlockLayout, size: int, k: int, widths: Sequence[int], transposed: bool, tiles: Tiles | None, dtype: DType
+) -> Plan | None:
+    """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in vector memory."""
+    rows, most = (tiles.m, tiles.n) if tiles else (ROWS, max(COLUMNS))
+    chunked = [layout.in_chunks(chunks) for chunks in CHUNKS]
+    layouts = [one for one in chunked if one and one.arrival_rows <= rows]
+    layouts = [one for one in layouts if one.chunks == 1 or one.arrival_rows >= CHUNK_ROWS]
+    sides = {max(LANES, min(n, most, max(widths)) // LANES * LANES) for n in COLUMNS}
+    candidates = (
+        _plan_of(one, size, k, Tiling(tuple(widths), n), transposed, rows, dtype)
+        for one in layouts
+        for n in sorted(sides)
+    )
+    return min(filter(None, candidates), key=lambda candidate: candidate.schedule.seconds, default=None)
+
+
+def _plan_of(
+    layout: BlockLayout, size: int, k: int, columns: Tiling, transposed: bool, most_rows: int, dtype: DType
+) -> Plan | None:
+    """Returns the plan with given tiles; None if something does not fit."""
     chip, itemsize = chip_in_use(), jnp.dtype(dtype).itemsize
+    n, rows, arrivals = columns.size, layout.arrival_rows, size * layout.chunks
+    multiply = 2 * rows * n * k / chip.flops
+    limit = min(CYCLES / (multiply * chip.clock), most_rows // rows)
+    received = layout.directions * (arrivals - layout.chunks)
+    if limit < 1 or arrivals * columns.count > TASKS or received > SEMAPHORES:
+        return None
+    most = max(count for count in (1, 2, 4, 8) if count <= limit)
+    out_slots, w_slots = max(2 * most, min(OUT_SLOTS, OUT_ROWS // rows)), min(W_SLOTS, max(2, columns.count - 1))
+    fixed = itemsize * (arrivals * k + out_slots * n) * rows + 4 * most * rows * n
+    while (need := fixed + w_slots * itemsize * k * n) > available():
+        w_slots -= 1
+        if w_slots < 2:
+            return None
     hbm = chip.hbm_bandwidth * chip.hbm_efficiency
-    for chunks in (1, 2, 4, 8):
-        if "chunks" in ENV and chunks != int(ENV["chunks"]): continue
-        one = cut.in_chunks(chunks)
-        if one is None or (chunks > 1 and one.arrival < 128) or one.arrival > 512: continue
-        for n in map(int, ENV.get("ns", "512 1024 1280").split()):
-            if "n" in ENV and n != int(ENV["n"]): continue
-            if n > max(widths) and n > 512: continue
-            columns = Tiling(tuple(widths), min(n, max(widths)))
-            n = columns.size
-            tile, fixed = itemsize * k * n, 0
-            S = min(int(ENV.get("S", 3)), max(2, columns.count - 1))
-            if "only" in ENV and columns.count * n > sum(widths) * 1.1: pass
-            limit = CYCLES * chip.flops / (2 * one.arrival * n * k * chip.clock)
-            if limit < 1: continue
-            most = max(q for q in (1, 2, 4, 8) if q <= limit and q * one.arrival <= int(ENV.get("M", 512)))
-            if "most" in ENV: most = int(ENV["most"])
-            room = max(2 * most, ROOM // one.arrival)
-            pieces = n // PIECE if all(w % n == 0 for w in widths) and n % PIECE == 0 and ENV.get("pieces", "1") == "1" else 1
-            need = itemsize * (size * chunks * one.arrival * k + S * k * n + room * one.arrival * n) + 4 * most * one.arrival * n
-            while need > available() and S > 2:
-                S, need = S - 1, need - itemsize * k * n
-            if need > available(): continue
-            rates = Rates(
-                multiply=2 * one.arrival * k * n / chip.flops, product=float(ENV.get("P", 16)) * 2 * k * n / chip.flops, task=float(ENV.get("T", 180)) / chip.clock,
-                load=k * n * itemsize / hbm, latency=0.5e-6, store=one.arrival * n * itemsize / hbm,
-                trip=float(ENV.get("L", 1.0)) * (one.arrival // one.directions * k * itemsize / chip.link_bandwidth), hop_latency=1e-6, entry=1.5e-6,
-                own=one.arrival * k * itemsize / hbm)
-            tasks, loads, seconds = schedule(size * chunks, chunks, columns.count, S, most, room, pieces, rates)
-            plans.append(Plan(one, size, k, columns, transposed, S, most, room, pieces, tuple(tasks), tuple(loads), seconds, need))
-    if not plans: return None
-    best = min(plans, key=lambda p: p.seconds)
-    print("PLAN", "chunks", best.cut.chunks, "n", best.columns.size, "cols", best.columns.count, "S", best.slots, "most", best.most, "room", best.room, "pieces", best.pieces, "tasks", len(best.tasks), "loads", len(best.loads) + sum(t.fetches >= 0 for t in best.tasks), "us", round(best.seconds * 1e6, 1), flush=True)
-    if "v" in ENV: print(*best.tasks, sep="\n")
-    return best
+    rates = Rates(
+        multiply=multiply,
+        product=multiply * PRODUCT_ROWS / rows,
+        task=TASK_CYCLES / chip.clock,
+        load=itemsize * k * n / hbm,
+        own=itemsize * rows * k / hbm,
+        store=itemsize * rows * n / hbm,
+        latency=LATENCY,
+        hop=itemsize * rows // layout.directions * k / chip.link_bandwidth,
+        hop_latency=chip.hop_latency,
+        entry=ENTRY,
+    )
+    sizes = Sizes(arrivals, layout.chunks, columns.count, w_slots, most, out_slots)
+    return Plan(layout, k, columns, transposed, sizes, schedule(sizes, rates), need)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    x: Ref
-    w: Ref
-    outgoing: OutgoingTiles
-    table: Ref
-    x_sem: Ref
-    w_sem: Ref
-    kept_sem: Ref
-    held: Ref
+    """Scratch memory of the kernel."""
+
+    x: Ref  # [arrivals, directions, batches, rows, k] VMEM, in the order of their arrival
+    w: IncomingTiles  # [w_slots, k, n], or [w_slots, n, k] if transposed
+    outgoing: OutgoingTiles  # [out_slots, directions, batches, rows, n] results of an arrival
+    out_columns: Ref  # [out_slots] SMEM, the tile of columns of each of them
+    tasks: Ref  # [tasks * fields] SMEM
+    own_sem: Ref  # [chunks] DMA semaphores of the copies of the own block
+    kept_sem: Ref  # DMA semaphore of the copies of arrivals to the gathered x in HBM
 
     @classmethod
-    def allocate(cls, plan, dtype):
-        dma, n, k = pltpu.SemaphoreType.DMA, plan.columns.size, plan.k
+    def allocate(cls, plan: Plan, dtype: DType) -> "Scratch":
+        sizes, n, k = plan.sizes, plan.columns.size, plan.k
         return cls(
-            pltpu.VMEM((plan.arrivals, *plan.cut.shape, k), dtype),
-            pltpu.VMEM((plan.slots, *((n, k) if plan.transposed else (k, n))), dtype),
-            OutgoingTiles.allocate(plan.room, (*plan.cut.shape, n), dtype),
-            pltpu.SMEM((len(plan.tasks) * _FIELDS,), jnp.int32),
-            dma((plan.cut.chunks,)),
-            dma((plan.slots, plan.pieces)),
-            dma,
-            pltpu.SMEM((plan.room,), jnp.int32),
+            pltpu.VMEM((sizes.arrivals, *plan.layout.shape, k), dtype),
+            IncomingTiles.allocate(sizes.w_slots, (n, k) if plan.transposed else (k, n), dtype),
+            OutgoingTiles.allocate(sizes.out_slots, (*plan.layout.shape, n), dtype),
+            pltpu.SMEM((sizes.out_slots,), jnp.int32),
+            pltpu.SMEM((len(plan.schedule.tasks) * _FIELDS,), jnp.int32),
+            pltpu.SemaphoreType.DMA((plan.layout.chunks,)),
+            pltpu.SemaphoreType.DMA,
         )
 
 
+@dataclasses.dataclass(frozen=True)
 class Resident:
-    def __init__(self, plan, trips, ws, ys, keep, scratch):
-        self.plan, self.ws, self.ys, self.keep, self.scratch = plan, ws, ys, keep, scratch
-        self.trips = dataclasses.replace(trips, arrivals=scratch.x)
+    """What one device does."""
 
-    def begin(self):
-        @pl.loop(0, self.plan.cut.chunks)
-        def _(chunk):
-            for d in range(self.plan.cut.directions):
-                start_copy(self.trips.x.at[self.plan.cut.chunk(d, chunk)], self.scratch.x.at[chunk, d], self.scratch.x_sem.at[chunk])
-        for column, slot in self.plan.loads:
-            self.fetch(column, slot)
+    plan: Plan
+    gather: Gather
+    ws: Sequence[Ref]
+    ys: Sequence[Ref]
+    keep_gathered: bool
+    scratch: Scratch
 
-    def run(self):
-        plan, s = self.plan, self.scratch
-        for number, task in enumerate(plan.tasks):
+    def begin(self) -> None:
+        """Does what needs no neighbour: fetches the own rows and the first tiles of w."""
+
+        @pl.loop(0, self.plan.layout.chunks)  # a loop keeps the chunks in order
+        def _(chunk: Scalar) -> None:
+            for direction in range(self.plan.layout.directions):
+                source = self.gather.x.at[self.plan.layout.chunk(direction, chunk)]
+                start_copy(source, self.scratch.x.at[chunk, direction], self.scratch.own_sem.at[chunk])
+
+        for slot, column in enumerate(self.plan.schedule.loads):
+            self.fetch(jnp.int32(column), slot)
+
+    def run(self) -> None:
+        """Does the rest, once the neighbours have entered."""
+        tasks, scratch = self.plan.schedule.tasks, self.scratch
+        for number, task in enumerate(tasks):  # while the own rows come
             for field, value in enumerate(dataclasses.astuple(task)):
-                s.table[number * _FIELDS + field] = value
-        for chunk in range(plan.cut.chunks):
-            for d in range(plan.cut.directions):
-                wait(s.x.at[chunk, d], s.x_sem.at[chunk])
-            self.arrived(chunk)
-        pl.loop(0, len(plan.tasks))(self.task)
+                scratch.tasks[number * _FIELDS + field] = value
+        for chunk in range(self.plan.layout.chunks):
+            self._for_each_half(chunk, lambda half, _, chunk=chunk: wait(half, scratch.own_sem.at[chunk]))
+            self.pass_on(chunk)
+        pl.loop(0, len(tasks))(self.run_task)
         with jax.named_scope("finish"):
-            last = {}
-            for t in plan.tasks:
-                last.update(dict.fromkeys(range(t.place, t.place + abs(t.count)), t.column))
+            last = {task.out_slot + i: task.column for task in tasks for i in range(task.count)}
             for slot, column in last.items():
-                self.wait_left(slot, jnp.int32(column))
-            self.trips.finish()
-            if self.keep:
-                for a in range(plan.arrivals):
-                    for d in range(plan.cut.directions):
-                        wait(s.x.at[a, d], s.kept_sem)
+                self.wait_until_left(slot, jnp.int32(column))
+            self.gather.finish()
+            if self.keep_gathered:
+                for arrival in range(self.plan.sizes.arrivals):
+                    self._for_each_half(arrival, lambda half, _: wait(half, scratch.kept_sem))
 
-    def arrived(self, a):
-        self.trips.send(a)
-        if self.keep:
-            for d in range(self.plan.cut.directions):
-                start_copy(self.scratch.x.at[a, d], self.trips.gathered.at[self.trips.place(d, a)], self.scratch.kept_sem)
+    def run_task(self, number: Scalar) -> None:
+        """Receives and fetches what the task says; multiplies."""
+        scratch, most = self.scratch, self.plan.sizes.most
+        task = Task(*(scratch.tasks[number * _FIELDS + field] for field in range(_FIELDS)))
 
-    def wait_left(self, slot, column):
-        D, b, r = self.plan.cut.shape
-        self.plan.columns.on_size(column, lambda n: self.scratch.outgoing.wait(slot, D, b, r, n))
+        @pl.loop(task.received, task.received + task.receives)
+        def _(arrival: Scalar) -> None:
+            self.gather.receive(arrival)
+            self.pass_on(arrival)
 
-    def task(self, number):
-        plan, s = self.plan, self.scratch
-        here = Task(*(s.table[number * _FIELDS + f] for f in range(_FIELDS)))
-        self.here = here
+        @_rarely(task.fetches >= 0)
+        def _() -> None:
+            _rarely(task.unused >= 0)(lambda: self.wait_for_tile(task.unused, task.fetch_slot))
+            self.fetch(task.fetches, task.fetch_slot)
 
-        @pl.loop(here.received, here.received + here.receives)
-        def _(a):
-            self.trips.receive(a)
-            self.arrived(a)
+        @pl.loop(task.out_slot, task.out_slot + task.waits)
+        def _(slot: Scalar) -> None:
+            self.wait_until_left(slot, scratch.out_columns[slot])
 
-        @sometimes(here.fetches >= 0)
-        def _():
-            self.fetch(here.fetches, here.into)
+        if len(set(self.plan.columns.sizes)) > 1:  # or else nobody has to know which tile of columns a result is of
 
-        count = jnp.abs(here.count)
+            @pl.loop(task.out_slot, task.out_slot + task.count)
+            def _(slot: Scalar) -> None:
+                scratch.out_columns[slot] = task.column
 
-        @pl.loop(here.place, here.place + here.waits)
-        def _(i):
-            self.wait_left(i, s.held[i])
+        _rarely(task.awaits > 0)(lambda: self.wait_for_tile(task.column, task.w_slot))
+        for count in (1, 2, 4, 8):
+            if count <= most:
+                pl.when(task.count == count)(functools.partial(self.multiply, task, count, 0))
 
-        if len(set(plan.columns.sizes)) > 1:
-            pl.loop(here.place, here.place + count)(lambda i: s.held.__setitem__(i, here.column))
+        @_rarely(task.count > most)
+        def _() -> None:
+            pl.loop(0, 2)(lambda i: self.multiply(task, most, i * most))
 
-        @sometimes(here.awaits > 0)
-        def _():
-            pl.loop(0, plan.pieces)(lambda p: self.wait_piece(here, p))
-
-        for q in (1, 2, 4, 8):
-            if q <= plan.most:
-                pl.when(here.count == q)(lambda q=q: self.product(here, here.first, here.place, q))
-        for q in (2, 4, 8, 16):
-            if q > plan.most:
-              if q <= 2 * plan.most:
-                @sometimes(here.count == q)
-                def _(q=q):
-                    pl.loop(0, q // plan.most)(lambda i: self.product(here, here.first + i * plan.most, here.place + i * plan.most, plan.most))
-        if plan.pieces > 1:
-            @sometimes(here.count < 0)
-            def _():
-                @pl.loop(0, plan.pieces)
-                def _(p):
-                    self.wait_piece(here, p)
-                    @pl.loop(0, count)
-                    def _(i):
-                        self.piece_product(here, here.first + i, here.place + i, p)
-                @pl.loop(0, count)
-                def _(i):
-                    self.store(here, here.first + i, here.place + i)
-
-    def piece_product(self, here, a, number, piece):
-        s, plan = self.scratch, self.plan
-        cols = pl.ds(pl.multiple_of(piece * PIECE, PIECE), PIECE)
-        x = s.x[a].reshape(plan.cut.arrival, plan.k)
-        w = s.w[here.slot, cols, :] if plan.transposed else s.w[here.slot, :, cols]
+    def multiply(self, task: Task, count: int, start: Scalar) -> None:
+        """Multiplies `count` arrivals of a task, from `start` on, and starts to store the results."""
+        scratch, plan = self.scratch, self.plan
         with jax.named_scope("multiply"):
-            v = dot(x, w, transposed=plan.transposed)
-            s.outgoing.tiles[number, :, :, :, cols] = v.astype(s.x.dtype).reshape(*plan.cut.shape, PIECE)
+            x = scratch.x[pl.ds(task.first + start, count)].reshape(count * plan.layout.arrival_rows, plan.k)
+            y = dot(x, scratch.w.tiles[task.w_slot], transposed=plan.transposed).astype(x.dtype)
+            slots = pl.ds(task.out_slot + start, count)
+            scratch.outgoing.tiles[slots] = y.reshape(count, *plan.layout.shape, -1)
 
-    def product(self, here, a, number, q):
-        s, plan = self.scratch, self.plan
-        with jax.named_scope("multiply"):
-            x = s.x[pl.ds(a, q)].reshape(q * plan.cut.arrival, plan.k)
-            v = dot(x, s.w[here.slot], transposed=plan.transposed).astype(s.x.dtype)
-            s.outgoing.tiles[pl.ds(number, q)] = v.reshape(q, *plan.cut.shape, -1)
-        for i in range(q):
-            self.store(here, a + i, number + i)
+        def store(number: int, columns: pl.Slice) -> None:
+            for i in range(count):
+                slot, arrival = task.out_slot + start + i, task.first + start + i
+                for direction in range(plan.layout.directions):
+                    batches, block, rows = self.gather.in_gathered(direction, arrival)
+                    source = scratch.outgoing.tiles.at[slot, direction, :, :, pl.ds(0, columns.size)]
+                    target = self.ys[number].at[batches, block, rows, columns]
+                    start_copy(source, target, scratch.outgoing.sems.at[slot])
 
-    def store(self, here, a, slot):
-        s, plan = self.scratch, self.plan
+        with jax.named_scope("store"):  # within the code of the product, where it takes no time
+            plan.columns.on_slice(task.column, store)
 
-        def put(q, columns):
-            for d in range(plan.cut.directions):
-                batches, block, rows = self.trips.place(d, a)
-                start_copy(s.outgoing.tiles.at[slot, d, :, :, pl.ds(0, columns.size)], self.ys[q].at[batches, block, rows, columns], s.outgoing.sems.at[slot])
+    def pass_on(self, arrival: Scalar) -> None:
+        """Sends an arrival onward, from vector memory: HBM has enough to do. Starts to keep it."""
+        self.gather.send(arrival)
+        if self.keep_gathered:
+            self._for_each_half(
+                arrival,
+                lambda half, index: start_copy(half, self.gather.gathered.at[index], self.scratch.kept_sem),
+            )
 
-        with jax.named_scope("store"):
-            plan.columns.on_slice(here.column, put)
+    def fetch(self, column: Scalar, slot: Scalar) -> None:
+        """Starts to fetch a tile of w."""
 
-    def fetch(self, column, slot):
+        def start(number: int, columns: pl.Slice) -> None:
+            w = self.ws[number]
+            self.scratch.w.start(slot, w.at[columns, :] if self.plan.transposed else w.at[:, columns])
+
         with jax.named_scope("fetch"):
-            @pl.loop(0, self.plan.pieces)
-            def _(p):
-                def one(q, columns):
-                    if self.plan.pieces > 1:
-                        columns, here = pl.ds(columns.start + pl.multiple_of(p * PIECE, PIECE), PIECE), pl.ds(pl.multiple_of(p * PIECE, PIECE), PIECE)
-                    else:
-                        here = pl.ds(0, columns.size)
-                    t = self.plan.transposed
-                    source = self.ws[q].at[columns, :] if t else self.ws[q].at[:, columns]
-                    tile = self.scratch.w.at[slot]
-                    start_copy(source, tile.at[here, :] if t else tile.at[:, here], self.scratch.w_sem.at[slot, p])
-                self.plan.columns.on_slice(jnp.int32(column), one)
+            self.plan.columns.on_slice(column, start)
 
-    def wait_piece(self, here, p):
-        def one(n):
-            n = PIECE if self.plan.pieces > 1 else n
-            tile = self.scratch.w.at[here.slot]
-            part = tile.at[pl.ds(0, n), :] if self.plan.transposed else tile.at[:, pl.ds(0, n)]
-            wait(part, self.scratch.w_sem.at[here.slot, p])
+    def wait_for_tile(self, column: Scalar, slot: Scalar) -> None:
+        """Waits for a tile of w."""
+        k, transposed = self.plan.k, self.plan.transposed
         with jax.named_scope("wait"):
-            self.plan.columns.on_size(here.column, one)
+            self.plan.columns.on_size(column, lambda n: self.scratch.w.wait(slot, *((n, k) if transposed else (k, n))))
+
+    def wait_until_left(self, slot: Scalar, column: Scalar) -> None:
+        """Waits until the results in an out slot, of a tile of columns, have left."""
+        outgoing, shape = self.scratch.outgoing, self.plan.layout.shape
+        self.plan.columns.on_size(column, lambda n: outgoing.wait(slot, *shape, n))
+
+    def _for_each_half(self, arrival: Scalar, use: Callable[[Ref, tuple[Index, ...]], None]) -> None:
+        """Calls `use(half-block, its index in the gathered x)` for the half-blocks of an arrival."""
+        for direction in range(self.plan.layout.directions):
+            use(self.scratch.x.at[arrival, direction], self.gather.in_gathered(direction, arrival))
 
 
-def sometimes(condition):
-    def run(do):
-        pl.loop(0, condition.astype(jnp.int32))(lambda _: do())
-    return run
+def _rarely(condition: Condition) -> Callable[[Callable[[], None]], None]:
+    """Does what `pl.when` does, but with a loop: code of a loop is jumped over, and code of a branch predicated."""
+    return lambda use: pl.loop(0, condition.astype(jnp.int32))(lambda _: use())

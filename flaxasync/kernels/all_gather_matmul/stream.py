@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.all_gather_matmul.blocks import Cut, Trips
+from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles, largest_divisor
@@ -54,14 +54,14 @@ class Schedule:
 
     Attributes:
       size: devices of the ring.
-      cut: how blocks are cut; half-blocks have one chunk.
+      layout: how blocks are divided; half-blocks have one chunk.
       tiles: tiles of a half-block, of the columns of all ws, and of the contraction.
       accumulators: tiles of rows in a pass.
       vmem_bytes: the vector memory of all buffers.
     """
 
     size: int
-    cut: Cut
+    layout: BlockLayout
     tiles: MatmulTiles
     accumulators: int
     vmem_bytes: int
@@ -69,8 +69,13 @@ class Schedule:
     @property
     def grid(self) -> IterationGrid:
         tiles = self.tiles
-        passes = self.cut.directions * tiles.rows.count // self.accumulators
+        passes = self.layout.directions * tiles.rows.count // self.accumulators
         return IterationGrid((self.size, passes, tiles.columns.count, tiles.contraction.count, self.accumulators))
+
+    @property
+    def columns(self) -> Tiling:
+        """Tiles of the columns of all ws."""
+        return self.tiles.columns
 
     @property
     def results(self) -> int:
@@ -83,7 +88,7 @@ class Schedule:
         size, passes, columns, depth, _ = self.grid.sizes
         x, w = self.accumulators * self.tiles.rows.size, self.tiles.columns.size
         k = depth * self.tiles.contraction.size
-        return size * passes * columns * k * (x + w) + 2 * (size - 1) * self.cut.arrival * k
+        return size * passes * columns * k * (x + w) + 2 * (size - 1) * self.layout.arrival_rows * k
 
     def at(self, step: Scalar) -> Coordinates:
         """Returns the coordinates of a step."""
@@ -102,24 +107,31 @@ class Schedule:
 
 
 def plan(
-    caller: str, cut: Cut, size: int, k: int, widths: Sequence[int], transposed: bool, tiles: Tiles, dtype: DType
+    caller: str,
+    layout: BlockLayout,
+    size: int,
+    k: int,
+    widths: Sequence[int],
+    transposed: bool,
+    tiles: Tiles,
+    dtype: DType,
 ) -> Schedule:
     """Returns the schedule with the largest tiles up to `tiles`.
 
     Raises:
       ValueError: tiles exceed vector memory.
     """
-    rows = RowTiling.of(cut.batches, cut.rows, tiles.m, cut.unit)
+    rows = RowTiling.of(layout.batches, layout.rows, tiles.m, layout.unit)
     used = MatmulTiles(rows, Tiling.of(widths, tiles.n), Tiling.of((k,), tiles.k), transposed)
     room = max(1, ACCUMULATORS // (4 * rows.size * used.columns.size))
-    accumulators = largest_divisor(cut.directions * rows.count, room, 1)
+    accumulators = largest_divisor(layout.directions * rows.count, room, 1)
 
     def need(t: Tiles) -> int:
         in_slots = 2 * (t.m * t.k + t.k * t.n + t.m * t.n)
         return in_slots * jnp.dtype(dtype).itemsize + 4 * accumulators * t.m * t.n
 
     sizes = Tiles(rows.size, used.contraction.size, used.columns.size)
-    return Schedule(size, cut, used, accumulators, check_vmem(caller, sizes, need))
+    return Schedule(size, layout, used, accumulators, check_vmem(caller, sizes, need))
 
 
 @jax.tree_util.register_dataclass
@@ -149,7 +161,7 @@ class Stream:
     """What one device does."""
 
     schedule: Schedule
-    trips: Trips
+    gather: Gather
     ws: Sequence[Ref]
     ys: Sequence[Ref]
     keep_gathered: bool
@@ -161,13 +173,13 @@ class Stream:
 
     def run(self) -> None:
         """Does the rest, once the neighbours have entered."""
-        self.trips.send_own()
+        self.gather.send_own()
         pl.loop(0, self.schedule.grid.steps)(self.step)
         with jax.named_scope("finish"):
             self.scratch.outgoing.finish(self.schedule.results, self.wait_until_left)
-            self.trips.finish()
+            self.gather.finish()
             if self.keep_gathered:
-                self.trips.wait_for_own()
+                self.gather.wait_for_own()
 
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and stores a tile that is finished."""
@@ -192,23 +204,23 @@ class Stream:
 
     def prefetch(self, step: Scalar) -> None:
         """Starts to fetch the tiles of a step, of w if it is another one. Waits for an arrival at its first use."""
-        there, tiles, scratch, trips = self.schedule.at(step), self.schedule.tiles, self.scratch, self.trips
+        there, tiles, scratch, gather = self.schedule.at(step), self.schedule.tiles, self.scratch, self.gather
         first = (there.row == 0) & (there.column == 0) & (there.t == 0)
 
         @pl.when(first & (there.arrival > 0))
         def _() -> None:
-            trips.receive(there.arrival)
-            trips.send(there.arrival)
+            gather.receive(there.arrival)
+            gather.send(there.arrival)
 
         direction, i = split(there.row, tiles.rows.count)
-        block = trips.block(direction, there.arrival)
+        block = gather.block(direction, there.arrival)
 
         def own(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-            return trips.x.at[*self.schedule.cut.in_block(direction, batches, rows), depth]
+            return gather.x.at[*self.schedule.layout.in_block(direction, batches, rows), depth]
 
         def arrived(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-            batches, rows = self.schedule.cut.in_block(direction, batches, rows)
-            return trips.gathered.at[batches, block, rows, depth]
+            batches, rows = self.schedule.layout.in_block(direction, batches, rows)
+            return gather.gathered.at[batches, block, rows, depth]
 
         with jax.named_scope("prefetch"):
             pl.when(there.i == 0)(lambda: tiles.start_w(scratch.w, there.w_slot, there.t, there.column, self.ws))
@@ -221,20 +233,20 @@ class Stream:
 
         A copy of the whole block would hold up the tiles that stand behind it in HBM's queue.
         """
-        batches, steps = self.trips.x.shape[0], self.schedule.grid.steps
+        batches, steps = self.gather.x.shape[0], self.schedule.grid.steps
         if batches > steps:
-            pl.when(step == 0)(self.trips.start_copy_own)
+            pl.when(step == 0)(self.gather.start_copy_own)
             return
         batch, rest = split(step, 2 if 2 * batches <= steps else 1)
-        pl.when((rest == 0) & (batch < batches))(lambda: self.trips.start_copy_own(batch))
+        pl.when((rest == 0) & (batch < batches))(lambda: self.gather.start_copy_own(batch))
 
     def store(self, here: Coordinates, slot: Scalar) -> None:
         """Starts the copy of a finished tile of the result to its place."""
         direction, i = split(here.row, self.schedule.tiles.rows.count)
-        block = self.trips.block(direction, here.arrival)
+        block = self.gather.block(direction, here.arrival)
 
         def store(number: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
-            batches, rows = self.schedule.cut.in_block(direction, batches, rows)
+            batches, rows = self.schedule.layout.in_block(direction, batches, rows)
             self.scratch.outgoing.store(slot, self.ys[number].at[batches, block, rows, columns])
 
         with jax.named_scope("store"):

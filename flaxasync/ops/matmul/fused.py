@@ -12,9 +12,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul
-from flaxasync.kernels.weight_gradient import gather_weight_gradient
-from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
+from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from flaxasync.kernels.weight_gradient import gather_weight_gradient
 from flaxasync.ops.backends import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays

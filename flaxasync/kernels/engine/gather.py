@@ -1,9 +1,9 @@
-"""The trips of x around a ring, inside a kernel: what arrives when, from whom, and where it lies.
+"""An all-gather along a ring, inside a kernel: what arrives when, from whom, and where it lies.
 
 A block, the rows x [B, m, k] of one device, has one half-block for each direction: half of its batches, or half of its
 rows if the number of batches is odd. (With one direction the whole block takes the place of a half-block.) A half-block
-goes one device further at every hop, from where it arrived. It may be cut into chunks that travel one after the other.
-An arrival is what comes at the same time, a chunk of the half-block of each direction:
+goes one device further at every hop, from where it arrived. It may be divided into chunks that travel one after the
+other. An arrival is what comes at the same time, a chunk of the half-block of each direction:
 
 ```
 hop 0       the own block                                             arrivals 0 .. chunks - 1
@@ -28,8 +28,8 @@ from flaxasync.kernels.engine.slots import start_copy, start_send, wait
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How blocks are cut.
+class BlockLayout:
+    """How blocks are divided into half-blocks and chunks.
 
     Attributes:
       directions: half-blocks of a block.
@@ -49,8 +49,8 @@ class Cut:
     to_chunk: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, caller: str, batches: int, rows: int, unit: int, directions: int) -> "Cut":
-        """Cuts blocks of `batches` x `rows` into half-blocks of one chunk.
+    def of(cls, caller: str, batches: int, rows: int, unit: int, directions: int) -> "BlockLayout":
+        """BlockLayouts blocks of `batches` x `rows` into half-blocks of one chunk.
 
         Raises:
           ValueError: a block has no two halves.
@@ -66,7 +66,7 @@ class Cut:
             )
         return cls(2, 1, batches, rows // 2, unit, (0, rows // 2))
 
-    def in_chunks(self, chunks: int) -> "Cut | None":
+    def in_chunks(self, chunks: int) -> "BlockLayout | None":
         """Returns the same half-blocks in so many chunks of whole batches or rows; None if they do not divide."""
         if self.batches % chunks == 0:
             batches = self.batches // chunks
@@ -82,7 +82,7 @@ class Cut:
         return self.directions, self.batches, self.rows
 
     @property
-    def arrival(self) -> int:
+    def arrival_rows(self) -> int:
         """Rows of an arrival, in all of its batches and half-blocks."""
         return self.directions * self.batches * self.rows
 
@@ -100,60 +100,60 @@ class Cut:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TripSemaphores:
+class GatherSemaphores:
     own: Ref  # of the own block's copy
     send: Ref  # [directions]
     recv: Ref  # [directions, arrivals], of which those of the own block are not used
 
     @classmethod
-    def allocate(cls, cut: Cut, size: int) -> "TripSemaphores":
+    def allocate(cls, layout: BlockLayout, size: int) -> "GatherSemaphores":
         dma = pltpu.SemaphoreType.DMA
-        return cls(dma, dma((cut.directions,)), dma((cut.directions, size * cut.chunks)))
+        return cls(dma, dma((layout.directions,)), dma((layout.directions, size * layout.chunks)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Trips:
-    """The trips as one device sees them.
+class Gather:
+    """The all-gather as one device sees it.
 
     Attributes:
       ring: the devices.
-      cut: how blocks are cut.
+      layout: how blocks are divided.
       x: [B, m, k] in HBM, the own block.
-      gathered: [B, R, m, k] in HBM, each block at its own place; None if it is not kept there.
+      gathered: [B, R, m, k] in HBM, each block in its own place; None if it is not kept there.
       semaphores: the semaphores.
       arrivals: [arrivals, directions, batches, rows, k] in vector memory, if what arrives is kept there; else it
         arrives in `gathered`.
     """
 
     ring: Ring
-    cut: Cut
+    layout: BlockLayout
     x: Ref
     gathered: Ref
-    semaphores: TripSemaphores
+    semaphores: GatherSemaphores
     arrivals: Ref = None
 
     def block(self, direction: Scalar, arrival: Scalar) -> Scalar:
         """Returns the device whose block a half-block of an arrival belongs to."""
-        return self.ring.behind(split(arrival, self.cut.chunks)[0], direction)
+        return self.ring.behind(split(arrival, self.layout.chunks)[0], direction)
 
-    def place(self, direction: int, arrival: Scalar) -> tuple[Index, Index, Index]:
+    def in_gathered(self, direction: int, arrival: Scalar) -> tuple[Index, Index, Index]:
         """Returns where a half-block of an arrival lies in [B, R, m, ...]: batches, block and rows."""
-        batches, rows = self.cut.chunk(direction, split(arrival, self.cut.chunks)[1])
+        batches, rows = self.layout.chunk(direction, split(arrival, self.layout.chunks)[1])
         return batches, self.block(direction, arrival), rows
 
     def send_own(self) -> None:
         """Starts to send the own block, from HBM."""
         with jax.named_scope("send"):
-            for chunk in range(self.cut.chunks):
+            for chunk in range(self.layout.chunks):
                 for direction in self.ring.both:
-                    self._send(direction, chunk, self.x.at[self.cut.chunk(direction, chunk)])
+                    self._send(direction, chunk, self.x.at[self.layout.chunk(direction, chunk)])
 
     def send(self, arrival: Scalar) -> None:
         """Starts to send an arrival onward, which must be here. What came in the last hop stays."""
         with jax.named_scope("send"):
             for direction in self.ring.both:
                 onward = functools.partial(self._send, direction, arrival, self._buffer(direction, arrival))
-                pl.when(arrival < (self.ring.size - 1) * self.cut.chunks)(onward)
+                pl.when(arrival < (self.ring.size - 1) * self.layout.chunks)(onward)
 
     def receive(self, arrival: Scalar) -> None:
         """Waits for an arrival from another device."""
@@ -174,7 +174,7 @@ class Trips:
         """Waits until all that was sent has left."""
         for direction in self.ring.both:
             sent = self._buffer(direction, jnp.int32(0))
-            pl.loop(0, (self.ring.size - 1) * self.cut.chunks)(
+            pl.loop(0, (self.ring.size - 1) * self.layout.chunks)(
                 lambda _, sent=sent, direction=direction: wait(sent, self.semaphores.send.at[direction])
             )
 
@@ -182,14 +182,14 @@ class Trips:
         """Returns where a half-block of an arrival is received, and sent onward from."""
         if self.arrivals is not None:
             return self.arrivals.at[arrival, direction]
-        return self.gathered.at[self.place(direction, arrival)]
+        return self.gathered.at[self.in_gathered(direction, arrival)]
 
     def _send(self, direction: int, arrival: Scalar, source: Ref) -> None:
         """Starts to send a half-block of an arrival, which is an arrival of the next hop at the receiver.
 
         In HBM a block has the same place on all devices; in vector memory arrivals lie in the order of their hops.
         """
-        there = arrival + self.cut.chunks
+        there = arrival + self.layout.chunks
         target = self._buffer(direction, arrival if self.arrivals is None else there)
         send_sem, recv_sem = self.semaphores.send.at[direction], self.semaphores.recv.at[direction, there]
         start_send(source, target, send_sem, recv_sem, self.ring.receiver(direction))
