@@ -1,11 +1,11 @@
-"""The events of a simulation, in the order of time."""
+"""The queue of the events of a simulation, ordered by time."""
 
 import heapq
 from collections.abc import Callable
 
 from flaxasync.check.player.network import INFINITY
 
-type Answer = Callable[[float], None]  # is called with the time of its event
+type Answer = Callable[[float], None]  # called with the time of the event
 
 
 class EventQueue:

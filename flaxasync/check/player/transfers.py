@@ -1,4 +1,4 @@
-"""Decodes DMA operations: what moves from where to where, and which semaphores it raises.
+"""Decodes DMA operations: the source and the destination of a transfer, and the semaphores that it raises.
 
 | operation | operands |
 |---|---|
@@ -109,5 +109,5 @@ def read_transfer(operation: Operation, values: tuple, location: str, kernel: st
 
 
 def _space(address: int) -> str:
-    """Returns the memory space of an address whose space the text does not name."""
+    """Infers the memory space of an address, which the text does not name."""
     return "hbm" if address >= FIRST_HBM_GRANULE else "vmem"
