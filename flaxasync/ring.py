@@ -71,7 +71,7 @@ class Ring:
 
     Attributes:
       axis_name: The mesh axis.
-      transport: What moves a block. None stands for one collective operation instead of a ring.
+      transport: What moves a block. None means one collective operation instead of a ring.
       directions: 1, or 2 to send one half-block in each direction, which halves the bytes of a hop on each link.
       unroll: Turns in one loop body; see `staggered_loop`.
     """

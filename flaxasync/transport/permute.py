@@ -36,8 +36,8 @@ def ppermute_start(
 ) -> tuple[jax.Array, xla.Future | pair.Future]:
     """Begins sending `x` to the device `shift` positions onward on `axis_name`.
 
-    Call it inside `jax.shard_map`. Compute that stands between the two calls and does not need the result of
-    `ppermute_done` can hide the transfer; `flaxasync.while_travelling` keeps such compute there.
+    Call it inside `jax.shard_map`. Compute between the two calls that does not need the result of `ppermute_done` can
+    hide the transfer; `flaxasync.while_travelling` keeps such compute there.
 
     Args:
       x: This device's block, of any shape.

@@ -175,7 +175,7 @@ class Lockstep:
                 self._spend(n, begin + seconds, i.name, "collective", i.name)
 
     def _groups(self, i: Instruction) -> list[list[int]]:
-        """Returns the groups of a collective, as far as their devices are stepped through."""
+        """Returns the groups of a collective, without the devices that are not stepped through."""
         if len(self.devices) == 1:
             return [[0]]
         groups = replica_groups(i, self.module.num_partitions)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 # What a slice can be.
 KINDS = {
     "compute": "work of the core",
-    "stall": "the core waits for a transfer between devices, or for the others to come to a collective",
+    "stall": "the core waits for a transfer between devices, or until the other devices join a collective",
     "collective": "the core is held by a synchronous collective",
     "memory": "the core waits for a copy within its device",
     "transfer": "a transfer between devices, under way",

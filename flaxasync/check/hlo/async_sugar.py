@@ -6,7 +6,7 @@ operands are bound late, is written in sugar as `call-start(...), to_apply=%wrap
 opcodes of their own (collective-permute, copy, ...) have neither form.
 
 jaxlib's own parser turns sugar into the long form when it reads a text. A comparison of two programs, or of counts
-with jaxlib's, must therefore bring both to one form first. Sugar loses the names of the wrapped computations and
+with jaxlib's, must therefore convert both to one form first. Sugar loses the names of the wrapped computations and
 nothing else.
 """
 

@@ -185,7 +185,7 @@ class HloModule:
 
     @functools.cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """The instructions that call each computation, each with the computation that it stands in."""
+        """The instructions that call each computation, each with the computation that contains it."""
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
@@ -198,7 +198,7 @@ class HloModule:
         return source_line(instruction.attributes.get("metadata", ""), self._stack_frames)
 
     def instructions_in(self, caller: Instruction) -> list[Instruction]:
-        """Returns the instructions of the computations that an instruction calls, as far as the text defines them."""
+        """Returns the instructions of the computations that an instruction calls and the text defines."""
         return [
             i
             for name in caller.called_computations

@@ -70,7 +70,7 @@ class _Reader(Cursor):
         elif not self.text[self.at :].strip():
             raise self.error("the text is empty; expected a HloModule line")
         computations: dict[str, Computation] = {}
-        bare: list[Instruction] = []  # the instructions that stand outside of any computation
+        bare: list[Instruction] = []  # the instructions outside of any computation
         bare_names: set[str] = set()
         while True:
             self.skip_blank()

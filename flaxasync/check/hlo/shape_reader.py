@@ -28,7 +28,7 @@ def read_shape(text: str) -> Shape:
 
 
 def split_at_commas(text: str) -> list[str]:
-    """Splits a text at the commas that stand outside of every bracket, string and comment."""
+    """Splits a text at the commas that are outside of every bracket, string and comment."""
     parts, depth, start = [], 0, 0
     for token in _MARK.finditer(text):
         mark = token[0]

@@ -46,7 +46,7 @@ def _count(start: int, limit: int, step: int, direction: str) -> int | None:
 
 
 def _comparison(module: HloModule, condition: Computation) -> tuple[int, int | tuple[int], str] | None:
-    """Reads `compare(get-tuple-element(parameter, i), bound), direction=LT`, which may stand in a fusion.
+    """Reads `compare(get-tuple-element(parameter, i), bound), direction=LT`, which may be in a fusion.
 
     Returns:
       The index i of the counter in the loop's tuple, the bound, and the direction of the comparison. The bound is a

@@ -232,7 +232,7 @@ def _operations(text: str) -> tuple[Operation, ...]:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Splits operands at the commas that stand outside of brackets."""
+    """Splits operands at the commas that are outside of brackets."""
     if "[" not in text and "(" not in text:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     parts, depth, start = [], 0, 0

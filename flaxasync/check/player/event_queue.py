@@ -9,7 +9,7 @@ type Answer = Callable[[float], None]  # called with the time of the event
 
 
 class EventQueue:
-    """Events that are still to come.
+    """The events that have not happened yet.
 
     Events at the same time happen in the order in which they were queued, so that a simulation is the same every time.
     """

@@ -18,7 +18,7 @@ from flaxasync.check.player.bundle_text import Operation
 from flaxasync.check.player.errors import UnknownOperationError
 
 SEMAPHORE_MASK = 0x1FFF  # the bits of an operand that hold the number of a semaphore
-CHIP_SHIFT, CHIP_MASK = 17, 0x3FFF  # where the number of a chip stands in the operand of a remote signal
+CHIP_SHIFT, CHIP_MASK = 17, 0x3FFF  # the bits of a chip's number in the operand of a remote signal
 CORE_BIT_OF_SIGNAL = 14  # the bit of the semaphore operand that names the core of the chip
 
 _CORE_BIT_OF_TRANSFER = 13
