@@ -9,5 +9,7 @@
 | `tiling`, `row_tiling` | tiles of one dimension, tiles of rows in batches; the last ones may be partial |
 | `slots` | tiles on their way into vector memory or out of it; the start of and the wait for every transfer |
 | `product` | the product of two tiles and its accumulation over the contraction |
-| `ring` | neighbours on a mesh axis, the entry barrier, acknowledgements |
+| `matmul` | the tiles of x and w: fetch, wait, multiply |
+| `ring` | neighbours on a mesh axis, the entry barrier, half-blocks, acknowledgements |
+| `gather` | an all-gather along a ring inside a kernel, into HBM or into vector memory |
 """
