@@ -21,7 +21,7 @@ from flaxasync import check
 from train.config import Config, InputError
 from train.dry_run_picture import save_picture
 from train.dry_run_report import DryRun, render
-from train.mesh import check_fits_mesh, mesh_shape
+from train.mesh import check_fits_mesh, mesh_over
 from train.model_flops import model_flops_per_token
 from train.show import say
 from train.step import Trainer, TrainState, backend_limits_are_input_errors
@@ -56,15 +56,11 @@ def dry_run(config: Config, topology: str) -> int:
 
 def _topology_mesh(config: Config, topology: str) -> jax.sharding.Mesh:
     try:
-        size = check.topology_size(topology)
-        shape = mesh_shape(config.mesh, size, topology)
-        explicit = (jax.sharding.AxisType.Explicit,) * len(shape)
-        mesh = check.topology_mesh(topology, tuple(shape.values()), tuple(shape), axis_types=explicit)
-    except InputError:
-        raise
+        devices = check.topology_devices(topology)
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    check_fits_mesh(config, shape)
+    mesh = mesh_over(devices, config.mesh, topology)
+    check_fits_mesh(config, mesh.shape)
     return mesh
 
 
