@@ -21,14 +21,16 @@ LAYERS = {
     "flaxasync.nn": 3,
     "flaxasync.collective_matmul": 3,  # former names of modules
     "flaxasync.ring_attention": 3,
+    "flaxasync.verify": 5,  # the command that verifies ops on a machine
     "flaxasync": 4,  # the public names, which no module of the package imports
-    "models": 5,
-    "train": 6,
-    "configs": 7,
+    "models": 6,
+    "train": 7,
+    "configs": 8,
 }
 CHECK = "flaxasync.check"  # apart: it depends on facts about chips alone, and no layer of the package imports it
 CHECK_DEPENDS_ON = ("flaxasync.hardware", "flaxasync.device_order")
-MAY_IMPORT_CHECK = ("flaxasync", "train")  # the public names, and the script, which audits what it runs
+# The public names; the verification, which reads profiles and simulates; and the script, which audits what it runs.
+MAY_IMPORT_CHECK = ("flaxasync", "flaxasync.verify", "train")
 
 
 @functools.cache
