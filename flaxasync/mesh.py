@@ -210,6 +210,12 @@ def chip() -> hardware.Chip | None:
     return hardware.chip_of_device(device.device_kind if device is not None else None)
 
 
+def chip_name() -> str:
+    """Returns the name of the chip of the mesh's devices, or what the devices call themselves if it is not known."""
+    found, device = chip(), jax.sharding.get_abstract_mesh().abstract_device
+    return found.name if found else device.device_kind if device is not None else "unknown"
+
+
 def check_tpu(caller: str, instead: str) -> None:
     """Raises NotImplementedError where the mesh is known to be of devices other than TPUs."""
     found = platform()

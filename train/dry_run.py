@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from flaxasync import check
+from flaxasync.ops.trust import Mode, trusting
 from train.config import Config, InputError
 from train.dry_run_picture import save_picture
 from train.dry_run_report import DryRun, render
@@ -32,7 +33,7 @@ MEMORY_TARGET = 0.5
 COMPILE_SECONDS = 1200  # time limit of one compilation
 
 
-def dry_run(config: Config, topology: str) -> int:
+def dry_run(config: Config, topology: str, trust: Mode = "predicted") -> int:
     """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and returns the exit code.
 
     Raises:
@@ -41,7 +42,9 @@ def dry_run(config: Config, topology: str) -> int:
     """
     jax.config.update("jax_platforms", "cpu")  # tracing must not occupy the chips of this machine
     mesh = _topology_mesh(config, topology)
-    with jax.set_mesh(mesh), backend_limits_are_input_errors(config):
+    kernels = {"predicted": "those predicted to be fastest", "verified": "only those that are verified for this chip"}
+    say(f"kernels    {kernels[trust]} (--trust {trust})")
+    with jax.set_mesh(mesh), trusting(trust), backend_limits_are_input_errors(config):
         began = time.monotonic()
         found = _compile_what_fits(config, topology, mesh)
         folder = Path(config.workdir) / "dry_run"

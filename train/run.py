@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         command = parse(arguments)
         config = command.config
         if command.topology is not None:
-            return dry_run(config, command.topology)
+            return dry_run(config, command.topology, command.trust)
         with StopRequest(shared=config.mesh.distributed) as stop:
             configure_jax(config.mesh)
             mesh = make_mesh(config.mesh)

@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
 from flaxasync.verify.supervisor import COMMAND, MachineError, Setup, describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
@@ -50,6 +51,9 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
     print(describe_in_words(machine, rates))
     results = verify(cases, machine, setup, quick=chosen.quick)
     print(f"{summarize(results, machine)}\n{time.monotonic() - began:.0f} s")
+    stored = record_verdicts(results, machine)
+    if stored is not None:
+        print(f"the verdicts are in {stored}")
     if chosen.json:
         content = {"format": FORMAT, "machine": machine, "calibration": rates}
         content["results"] = [result.to_json() for result in results]
@@ -84,6 +88,19 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
     for result in results:
         print(result)
     return results
+
+
+def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
+    """Stores the verdicts of TPU kernels where calls without a backend find them; returns the file, or None."""
+    if machine["platform"] != "tpu":
+        return None
+    verdicts: dict[str, dict[str, str]] = {}
+    for result in results:
+        case = result.case
+        if result.verdict is not Verdict.UNSUPPORTED and case.backend not in trust.PLAIN:
+            name = json.dumps(case.to_json(), sort_keys=True)
+            verdicts.setdefault(f"{case.op}/{case.backend}", {})[name] = str(result.verdict)
+    return trust.record(trust.Machine.here(machine["chip"] or machine["kind"]), verdicts) if verdicts else None
 
 
 def describe_in_words(machine: dict[str, Any], rates: dict[str, float]) -> str:
