@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from flaxasync import mesh
+from flaxasync import hardware, mesh
 from flaxasync.ops import trust
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.plan import plan
@@ -143,6 +143,8 @@ def _planned(
 ) -> str:
     """Returns what `plan` chooses for the chips of the mesh, and the op's default where it knows none or no shapes."""
     support, chip = OPS[op], mesh.chip()
+    if chip is None and mesh.platform() == "tpu":
+        trust.say_once(hardware.describe_unknown(mesh.chip_name()))
     if chip is None or not shapes:
         return support.default
     if support.kernel is not None:

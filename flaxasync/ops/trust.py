@@ -120,7 +120,7 @@ def announce(op: str, wanted: str, taken: str, chip: str, *, faster: float | Non
     found = verdict(op, wanted, chip)
     why = f"was {found}" if found is not None else "was not verified"
     gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
-    _say_once(
+    say_once(
         f"{op} takes {taken!r} and not {wanted!r}, which {why} on {Machine.here(chip)}{gain}. `{COMMAND}` verifies it; "
         f"naming it, or {VARIABLE}=all, takes it unverified"
     )
@@ -133,11 +133,11 @@ def read(machine: Machine) -> dict[str, dict[str, str]]:
         return _parse(str(file), file.stat().st_mtime_ns, machine)
     except FileNotFoundError:
         if os.environ.get(VARIABLE):
-            _say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
+            say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
     except OSError as error:
-        _say_once(f"the verdicts in {file} cannot be read, and no kernel is trusted: {error}")
+        say_once(f"the verdicts in {file} cannot be read, and no kernel is trusted: {error}")
     except (ValueError, TypeError, AttributeError) as error:
-        _say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {error}")
+        say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {error}")
     return {}
 
 
@@ -160,7 +160,7 @@ def record(machine: Machine, verdicts: Mapping[str, Mapping[str, str]]) -> pathl
             json.dump(content, part, indent=1, sort_keys=True)
         os.replace(part.name, file)
     except OSError as error:
-        _say_once(f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} names a file")
+        say_once(f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} names a file")
         return None
     return file
 
@@ -176,6 +176,12 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(base) / "flaxasync"
 
 
+@functools.cache
+def say_once(message: str) -> None:
+    """Logs a message unless it was logged before."""
+    _log.warning("flaxasync: %s", message)
+
+
 @functools.lru_cache(maxsize=8)
 def _parse(file: str, modified: int, machine: Machine) -> dict[str, dict[str, str]]:
     content: Any = json.loads(pathlib.Path(file).read_text())
@@ -187,11 +193,6 @@ def _parse(file: str, modified: int, machine: Machine) -> dict[str, dict[str, st
     if not isinstance(verdicts, dict) or not all(isinstance(found, dict) for found in verdicts.values()):
         raise ValueError("the file is damaged")
     return verdicts
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _log.warning("flaxasync: %s", message)
 
 
 @functools.cache

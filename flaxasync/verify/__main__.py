@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
 from flaxasync.verify.supervisor import COMMAND, MachineError, Setup, describe, run_cases
@@ -110,7 +111,7 @@ def describe_in_words(machine: dict[str, Any], rates: dict[str, float]) -> str:
     if machine["platform"] == "tpu":
         lines.append(machine["ring"])
         if machine["chip"] is None:
-            lines.append("This chip is not in the table, so nothing is predicted for it.")
+            lines.append(describe_unknown(machine["kind"]))
     lines.append("; ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items()))
     return "\n".join(lines)
 

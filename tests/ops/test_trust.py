@@ -6,6 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice
 
 import flaxasync as fa
 from flaxasync.ops import backends, trust
@@ -24,7 +25,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
     trust._parse.cache_clear()
-    trust._say_once.cache_clear()
+    trust.say_once.cache_clear()
     with trust.trusting("verified"):
         yield tmp_path
 
@@ -187,3 +188,14 @@ def test_the_folder_follows_the_conventions_of_the_platform(platform, variable, 
     monkeypatch.setattr(trust.sys, "platform", platform)
     monkeypatch.setenv(variable, str(tmp_path))
     assert trust.cache_folder() == tmp_path / pathlib.Path(folder or "") / "flaxasync"
+
+
+def test_a_chip_that_is_not_in_the_table_works_and_its_unknown_figures_are_named_once(caplog):
+    mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("model",)).abstract_mesh
+    device = AbstractDevice(device_kind="TPU v9", num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device)), trust.trusting("predicted"):
+        assert [taken(), taken()] == ["xla", "xla"]
+        assert taken("fused") == "fused"
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "flaxasync"]
+    assert "'TPU v9' is not in the table of chips, which has v5e, v6e, v5p, tpu7x: its peak rate, the sizes and" in line
+    assert "links and where they wrap are unknown" in line

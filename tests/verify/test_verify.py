@@ -12,7 +12,7 @@ import pytest
 
 import flaxasync as fa
 from flaxasync.verify import cases, measure, programs
-from flaxasync.verify.__main__ import main
+from flaxasync.verify.__main__ import describe_in_words, main
 from flaxasync.verify.predict import predict, topology_of
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
@@ -176,3 +176,10 @@ def test_the_simulated_time_stands_beside_the_measured_one():
     result = predict(Result(dataclasses.replace(case, gradient=False), Verdict.PASS, seconds=1e-3), "v5e:2x4")
     assert result.played == pytest.approx(sum(result.played_phases.values()), rel=0.05)
     assert "simulated 0." in str(result)
+
+
+def test_the_description_of_a_chip_that_is_not_in_the_table_says_what_is_unknown():
+    machine = {"platform": "tpu", "kind": "TPU v9", "chip": None, "devices": 8, "ring": "ring: closed", "versions": {}}
+    text = describe_in_words(machine, {"memory": 1e12})
+    assert "'TPU v9' is not in the table of chips" in text
+    assert "memory 1000.0 GB/s" in text

@@ -31,6 +31,7 @@ class Event:
       line: The name of its line: a unit of a TPU, a stream of a GPU, a thread of a host.
       scope: The names of the functions and `jax.named_scope`s that it comes from, where the profile says so.
       program: The name of the program that it belongs to, where the profile says so.
+      run: The number of the run of the program, where the profile says so.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Event:
     line: str
     scope: str = ""
     program: str = ""
+    run: str = ""
 
     @property
     def interval(self) -> Interval:
@@ -150,4 +152,12 @@ def _cpu_devices(plane: Any) -> Iterator[DeviceProfile]:
 def _event(event: Any, line: str, stats: dict[str, Any]) -> Event:
     start, end = event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9
     name = event.name.removeprefix("%").partition(" = ")[0]
-    return Event(name, start, end, line, str(stats.get("tf_op", "")), str(stats.get("hlo_module", "")))
+    return Event(
+        name,
+        start,
+        end,
+        line,
+        str(stats.get("tf_op", "")),
+        str(stats.get("hlo_module", "")),
+        str(stats.get("run_id", "")),
+    )
