@@ -31,6 +31,7 @@ from train.sample import generate
 from train.show import render_sample, say, show_setup
 from train.signals import StopRequest
 from train.step import Trainer, TrainState, backend_limits_are_input_errors, count_parameters
+from train.verify import verify_first
 from train.workdir import Workdir, architecture, write_atomically
 
 
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         config = command.config
         if command.topology is not None:
             return dry_run(config, command.topology, command.trust)
+        verify_first(config, command.verify)
         with StopRequest(shared=config.mesh.distributed) as stop:
             configure_jax(config.mesh)
             mesh = make_mesh(config.mesh)
