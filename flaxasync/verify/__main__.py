@@ -8,11 +8,12 @@ nothing could be verified.
 
 import argparse
 import json
-import os
 import pathlib
 import sys
 import time
 from typing import Any
+
+import jax
 
 from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
@@ -80,7 +81,7 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
     ]
     results = compare_times(results, machine)
     if not quick and machine["platform"] == "tpu":
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # this process compiles, and leaves the chips to others
+        jax.config.update("jax_platforms", "cpu")  # this process only compiles, and leaves the chips to others
         from flaxasync.verify.predict import predict, topology_of
 
         topology = topology_of(machine)
