@@ -64,7 +64,7 @@ class Scratch:
             OutgoingTiles.allocate(schedule.outgoing, result, dtype),
             pltpu.VMEM(result if schedule.depth > 1 else (1, 8, LANES), jnp.float32),
             pltpu.SemaphoreType.DMA((2, schedule.block)),
-            Acknowledgements.allocate(schedule.directions),
+            Acknowledgements(pltpu.SemaphoreType.REGULAR((schedule.directions,))),
         )
 
 

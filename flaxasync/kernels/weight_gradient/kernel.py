@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.grid import remainder, split
 from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, output
-from flaxasync.kernels.engine.product import Contraction, accumulate, dot
+from flaxasync.kernels.engine.product import accumulate, dot
 from flaxasync.kernels.engine.refs import HBM, DType, Ref, Scalar, ScratchShapes, aligned, beginning
 from flaxasync.kernels.engine.ring import Ring, check_ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
@@ -257,8 +257,9 @@ class _Device:
 
         pl.when(last)(lambda: outgoing.free(number, self.wait_until_left))
         accumulate(
-            Contraction(schedule.rows.flattened(), repeats=schedule.size),
+            schedule.rows.flattened(),
             here.i,
+            repeats=schedule.size,
             first=first,
             last=last,
             accumulator=scratch.accumulator.at[here.j],
