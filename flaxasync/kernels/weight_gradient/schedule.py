@@ -34,21 +34,13 @@ class Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps: for each chunk all hops, for each hop all tiles of rows, for each of these all columns of dy.
+    """The steps: for each chunk all hops, for each hop all tiles of rows, for each of these all columns of dy."""
 
-    Attributes:
-      size: devices of the ring.
-      chunks: tiles of the columns of x, in sub-blocks.
-      rows: tiles of the rows of a block. Those of direction 0 come first.
-      columns: tiles of the columns of all dy.
-      directions: 1, or 2 where half of the rows travel each way.
-    """
-
-    size: int
-    chunks: Tiling
-    rows: RowTiling
-    columns: Tiling
-    directions: int
+    size: int  # devices of the ring
+    chunks: Tiling  # tiles of the columns of x, in sub-blocks
+    rows: RowTiling  # tiles of the rows of a block; those of direction 0 come first
+    columns: Tiling  # tiles of the columns of all dy
+    directions: int  # 1, or 2 where half of the rows travel each way
 
     @property
     def grid(self) -> IterationGrid:
