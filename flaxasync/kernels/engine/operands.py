@@ -71,6 +71,15 @@ def check_operands(caller: str, operands: Mapping[str, Sequence[jax.Array]]) -> 
         )
 
 
+def check_rows(caller: str, axis_name: str, size: int, rows: int, dtype: DType) -> None:
+    """Raises unless the rows of x are whole hardware tiles for each of the devices on an axis."""
+    if rows % (size * sublanes(dtype)):
+        raise ValueError(
+            f"{caller} gives each of the {size} devices on {axis_name!r} whole hardware tiles of rows: got {rows} rows "
+            f"of {jnp.dtype(dtype).name}, needed a multiple of {size * sublanes(dtype)}; pad x"
+        )
+
+
 def output(
     shape: tuple[int, ...], like: jax.Array, *others: jax.Array, invarying: tuple[str, ...] = ()
 ) -> jax.ShapeDtypeStruct:
