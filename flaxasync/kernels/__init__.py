@@ -8,6 +8,7 @@
 | `matmul_reduce_scatter` | reduce_scatter(x @ w) |
 | `weight_gradient` | all_gather(x).T @ dy, the weight gradient of `all_gather_matmul` |
 | `mesh_matmul` | a matmul on two mesh axes |
+| `flash_attention` | attention between one block of queries and one block of keys, as `attention_block` defines it |
 
-All of them are built from `engine`.
+All of them but the last are built from `engine`.
 """

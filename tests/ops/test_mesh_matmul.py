@@ -16,6 +16,7 @@ from benchmarks.mesh_matmul import STUDY, program
 from flaxasync.check.player.errors import RaceError
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.slots import wait
+from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.mesh_matmul import overlapped, schedule, weights
 from flaxasync.kernels.mesh_matmul.blocks import WeightBlocks
 from flaxasync.ops.backends import OPS
@@ -135,7 +136,7 @@ def test_a_block_that_is_sent_on_before_it_arrived_is_seen(monkeypatch):
 
     def early(self, chunk, t):
         def receive(_, columns):
-            block = self._received(t, columns)
+            block = self.received.at[self.blocks.needed_rows(t), columns]
             pl.when(self.blocks.goes_on(t))(lambda: self._send(chunk, t, columns, block))
             wait(block, self.scratch.recv_sem.at[chunk, t])
 
@@ -149,7 +150,11 @@ def test_a_block_that_is_sent_on_before_it_arrived_is_seen(monkeypatch):
 def test_a_wait_for_the_columns_of_another_tile_is_seen(monkeypatch):
     """Negative test of the partial tile: it is not as wide as the tile that was sent from its slot before."""
     wait_until_left = overlapped._Device.wait_until_left
-    broken = lambda self, number: wait_until_left(self, number + self.scratch.outgoing.count)  # noqa: E731
+
+    def broken(self, number):
+        narrow = dataclasses.replace(self.tiles, columns=Tiling((3 * 128,), 128))
+        wait_until_left(dataclasses.replace(self, tiles=narrow), number)
+
     monkeypatch.setattr(overlapped._Device, "wait_until_left", broken)
     with pytest.raises(AssertionError, match=r"has non-zero count .* at kernel exit"):
         parity((2, 2), "eager", backend="overlapped", **PARTIAL)

@@ -206,12 +206,10 @@ class Resident:
 
         _rarely(task.awaits > 0)(lambda: self.wait_for_tile(task.column, task.w_slot))
         for count in (1, 2, 4, 8):
-            if count <= most:
+            if count < most:
                 pl.when(task.count == count)(functools.partial(self.multiply, task, count, 0))
-
-        @_rarely(task.count > most)
-        def _() -> None:
-            pl.loop(0, 2)(lambda i: self.multiply(task, most, i * most))
+        # Tasks of the largest product, or of two of them, share its code: it is the longest.
+        pl.loop(0, task.count // most)(lambda i: self.multiply(task, most, i * most))
 
     def multiply(self, task: Task, count: int, start: Scalar) -> None:
         """Multiplies `count` arrivals of a task, from `start` on, and starts to store the results."""
