@@ -17,13 +17,12 @@ from collections.abc import Sequence
 import jax
 
 from flaxasync.kernels.all_gather_matmul import resident, stream
+from flaxasync.kernels.all_gather_matmul.stream import CALLER
 from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, output, sublanes
 from flaxasync.kernels.engine.refs import Ref
 from flaxasync.kernels.engine.ring import Ring, check_ring
-
-CALLER = "all_gather_matmul"
 
 
 def all_gather_matmul(
@@ -59,9 +58,8 @@ def all_gather_matmul(
     (batch, m, k), count, itemsize = x.shape, len(ws), x.dtype.itemsize
     widths = [w.shape[0 if transposed else 1] for w in ws]
     ring, layout = Ring(axis_name, size, directions), BlockLayout.of(CALLER, batch, m, sublanes(x.dtype), directions)
-    plan = resident.plan(layout, size, k, widths, transposed, tiles, x.dtype) or stream.plan(
-        CALLER, layout, size, k, widths, transposed, tiles or stream.TILES, x.dtype
-    )
+    work = layout, size, k, widths, transposed, tiles, x.dtype
+    plan = resident.plan(*work) or stream.plan(*work)
     streams = isinstance(plan, stream.Schedule)
     shapes = [(batch, size, m, n) for n in widths] + [(batch, size, m, k)] * (streams or keep_gathered)
 

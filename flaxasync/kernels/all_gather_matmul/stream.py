@@ -31,6 +31,7 @@ from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import check_vmem
 
+CALLER = "all_gather_matmul"
 TILES = Tiles(1024, 1024, 2048)
 ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most
 
@@ -76,11 +77,6 @@ class Schedule:
         return IterationGrid((self.size, passes, tiles.columns.count, tiles.contraction.count, self.accumulators))
 
     @property
-    def results(self) -> int:
-        """Tiles of the result."""
-        return self.grid.steps // self.tiles.contraction.count
-
-    @property
     def elements_read(self) -> int:
         """Elements of x and w that are read from HBM, and elements that arrive there and are sent on."""
         size, passes, columns, depth, _ = self.grid.sizes
@@ -96,12 +92,6 @@ class Schedule:
         row, number = pass_ * self.accumulators + i, round_ * self.accumulators + i
         return Coordinates(arrival, row, column, t, i, number, w_slot)
 
-    def of_result(self, number: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the tile of rows and the tile of columns of a tile of the result."""
-        round_, i = split(number, self.accumulators)
-        _, pass_, column = IterationGrid(self.grid.sizes[:3]).coordinates(round_)
-        return pass_ * self.accumulators + i, column
-
     def scratch(self, dtype: DType) -> ScratchShapes:
         """Returns the scratch memory to allocate."""
         result = (*self.tiles.rows.shape, self.tiles.columns.size)
@@ -114,20 +104,10 @@ class Schedule:
 
 
 def plan(
-    caller: str,
-    layout: BlockLayout,
-    size: int,
-    k: int,
-    widths: Sequence[int],
-    transposed: bool,
-    tiles: Tiles,
-    dtype: DType,
+    layout: BlockLayout, size: int, k: int, widths: Sequence[int], transposed: bool, tiles: Tiles | None, dtype: DType
 ) -> Schedule:
-    """Returns the schedule with the largest tiles up to `tiles`.
-
-    Raises:
-      ValueError: tiles exceed vector memory.
-    """
+    """Returns the schedule with the largest tiles up to those asked for; raises if they exceed vector memory."""
+    tiles = tiles or TILES
     rows = RowTiling.of(layout.batches, layout.rows, tiles.m, layout.unit)
     used = MatmulTiles(rows, Tiling.of(widths, tiles.n), Tiling.of((k,), tiles.k), transposed)
     room = max(1, ACCUMULATORS // (4 * rows.size * used.columns.size))
@@ -138,7 +118,7 @@ def plan(
         return in_slots * jnp.dtype(dtype).itemsize + 4 * accumulators * t.m * t.n
 
     sizes = Tiles(rows.size, used.contraction.size, used.columns.size)
-    return Schedule(size, layout, used, accumulators, check_vmem(caller, sizes, need))
+    return Schedule(size, layout, used, accumulators, check_vmem(CALLER, sizes, need))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +141,8 @@ class Stream:
         self.gather.send_own()
         pl.loop(0, self.schedule.grid.steps)(self.step)
         with jax.named_scope("finish"):
-            self.scratch.outgoing.finish(self.schedule.results, self.wait_until_left)
+            results = self.schedule.grid.steps // self.schedule.tiles.contraction.count
+            self.scratch.outgoing.finish(results, self.wait_until_left)
             self.gather.finish()
             if self.keep_gathered:
                 self.gather.wait_for_own()
@@ -200,18 +181,18 @@ class Stream:
         direction, i = split(there.row, tiles.rows.count)
         block = gather.block(direction, there.arrival)
 
-        def own(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-            return gather.x.at[*self.schedule.layout.in_block(direction, batches, rows), depth]
+        def start_x(is_own: bool) -> None:
+            def source(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
+                batches, rows = self.schedule.layout.in_block(direction, batches, rows)
+                return gather.x.at[batches, rows, depth] if is_own else gather.gathered.at[batches, block, rows, depth]
 
-        def arrived(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-            batches, rows = self.schedule.layout.in_block(direction, batches, rows)
-            return gather.gathered.at[batches, block, rows, depth]
+            tiles.start_x(scratch.x, x_slot, i, there.t, source)
 
         with jax.named_scope("prefetch"):
             pl.when(there.i == 0)(lambda: tiles.start_w(scratch.w, there.w_slot, there.t, there.column, self.ws))
             x_slot = remainder(step, 2)
-            pl.when(there.arrival == 0)(lambda: tiles.start_x(scratch.x, x_slot, i, there.t, own))
-            pl.when(there.arrival > 0)(lambda: tiles.start_x(scratch.x, x_slot, i, there.t, arrived))
+            pl.when(there.arrival == 0)(lambda: start_x(True))
+            pl.when(there.arrival > 0)(lambda: start_x(False))
 
     def copy_own(self, step: Scalar) -> None:
         """Copies a batch of the own block to its place at every second step.
@@ -239,9 +220,11 @@ class Stream:
 
     def wait_until_left(self, number: Scalar) -> None:
         """Waits until a tile of the result has left its slot."""
-        (row, column), outgoing, tiles = self.schedule.of_result(number), self.scratch.outgoing, self.schedule.tiles
+        schedule, outgoing, tiles = self.schedule, self.scratch.outgoing, self.schedule.tiles
+        round_, i = split(number, schedule.accumulators)
+        _, pass_, column = IterationGrid(schedule.grid.sizes[:3]).coordinates(round_)
 
         def wait(_: int, *tile: pl.Slice) -> None:
             outgoing.wait(outgoing.slot(number), *(side.size for side in tile))
 
-        tiles.on_result(remainder(row, tiles.rows.count), column, wait)
+        tiles.on_result(remainder(pass_ * schedule.accumulators + i, tiles.rows.count), column, wait)

@@ -41,11 +41,11 @@ class Ring:
 
     def receiver(self, direction: Scalar) -> Device:
         """Returns the neighbour that this device sends to."""
-        return neighbour(self.axis_name, direction)
+        return self._neighbour(direction)
 
     def sender(self, direction: Scalar) -> Device:
         """Returns the neighbour that sends to this device."""
-        return neighbour(self.axis_name, 1 - direction)
+        return self._neighbour(1 - direction)
 
     def behind(self, hops: Scalar, direction: Scalar) -> jax.Array:
         """Returns the index of the device whose block arrives here after a number of hops, from 0 to `size`.
@@ -63,6 +63,12 @@ class Ring:
         """Waits until the neighbours have entered the kernel; see `enter`."""
         senders = [self.sender(direction) for direction in self.both]
         enter(f"{tag} {self.axis_name} {self.directions}", senders, collective_id)
+
+    def _neighbour(self, direction: Scalar) -> Device:
+        if isinstance(direction, int):
+            return device_at(self.axis_name, 1 - 2 * direction)
+        there = self.index + jnp.where(direction == 0, 1, self.size - 1)
+        return device_at(self.axis_name, 0) | {self.axis_name: lax.rem(there, jnp.int32(self.size))}
 
 
 @jax.tree_util.register_dataclass
@@ -107,15 +113,6 @@ def half_blocks(caller: str, name: str, length: int, unit: int, directions: int)
             "use directions=1"
         )
     return [pl.ds(direction * (length // directions), length // directions) for direction in range(directions)]
-
-
-def neighbour(axis_name: str, direction: Scalar) -> Device:
-    """Returns the next device in a direction around an axis."""
-    if isinstance(direction, int):
-        return device_at(axis_name, 1 - 2 * direction)
-    size = lax.axis_size(axis_name)
-    there = lax.axis_index(axis_name) + jnp.where(direction == 0, 1, size - 1)
-    return device_at(axis_name, 0) | {axis_name: lax.rem(there, jnp.int32(size))}
 
 
 def enter(
