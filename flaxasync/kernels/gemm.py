@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.operands import Tiles, check_operand, output
+from flaxasync.kernels.engine.operands import Tiles, check_operands, output
 from flaxasync.kernels.engine.product import accumulate, dot
 from flaxasync.kernels.engine.refs import Condition, DType, Ref
 from flaxasync.kernels.engine.row_tiling import SUB_BLOCK
@@ -34,9 +34,8 @@ def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
       ValueError: shapes do not fit each other or hardware tiles, or tiles exceed vector memory.
       NotImplementedError: another dtype.
     """
-    check_operand("gemm", "x", x.shape, x.dtype)
-    check_operand("gemm", "w", w.shape, w.dtype)
-    if x.shape[1] != w.shape[0] or x.dtype != w.dtype:
+    check_operands("gemm", {"x": [x], "w": [w]})
+    if x.shape[1] != w.shape[0]:
         raise ValueError(f"gemm needs x [m, k] and w [k, n] of one dtype: got {jax.typeof(x)} and {jax.typeof(w)}")
     (m, k), n = x.shape, w.shape[1]
     tiles = tiles.within(m, k, n)

@@ -89,16 +89,12 @@ def plan(
 ) -> Plan | None:
     """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in vector memory."""
     rows, most = (tiles.m, tiles.n) if tiles else (ROWS, max(COLUMNS))
-    chunked = [layout.in_chunks(chunks) for chunks in CHUNKS]
-    layouts = [one for one in chunked if one and one.arrival_rows <= rows]
-    layouts = [one for one in layouts if one.chunks == 1 or one.arrival_rows >= CHUNK_ROWS]
     sides = {max(LANES, min(n, most, max(widths)) // LANES * LANES) for n in COLUMNS}
-    candidates = (
-        _plan_of(one, size, k, Tiling(tuple(widths), n), transposed, rows, dtype)
-        for one in layouts
-        for n in sorted(sides)
-    )
-    return min(filter(None, candidates), key=lambda candidate: candidate.schedule.seconds, default=None)
+    plans = []
+    for one in filter(None, map(layout.in_chunks, CHUNKS)):
+        if one.arrival_rows <= rows and (one.chunks == 1 or one.arrival_rows >= CHUNK_ROWS):
+            plans += [_plan_of(one, size, k, Tiling(tuple(widths), n), transposed, rows, dtype) for n in sorted(sides)]
+    return min(filter(None, plans), key=lambda plan: plan.schedule.seconds, default=None)
 
 
 def _plan_of(

@@ -15,6 +15,7 @@ are gone through in several passes.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,7 @@ TILES = Tiles(1024, 1024, 2048)
 ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most
 
 
-@dataclasses.dataclass(frozen=True)
-class Coordinates:
+class Coordinates(NamedTuple):
     """What one step works on."""
 
     arrival: Scalar

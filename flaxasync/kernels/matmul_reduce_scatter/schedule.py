@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,7 @@ OUTGOING = (8, 3)  # slots for tiles that leave: at most, and at least where vec
 SEMAPHORES = 400  # for what arrives: a kernel has 512, of which libtpu 0.0.52 leaves 436 to 440
 
 
-@dataclasses.dataclass(frozen=True)
-class Coordinates:
+class Coordinates(NamedTuple):
     """What one step of the kernel works on."""
 
     hop: Scalar  # of the ring

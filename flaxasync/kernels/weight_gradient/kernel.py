@@ -84,7 +84,7 @@ def gather_weight_gradient(
     size = check_ring(CALLER, axis_name, directions)
     _check(x, dys, size)
     (batch, m, k), itemsize, widths = x.shape, x.dtype.itemsize, [dy.shape[2] for dy in dys]
-    schedule, vmem_bytes = plan(batch, m, k, widths, tiles, size, directions, x.dtype)
+    schedule, vmem_bytes = plan(x, widths, tiles, size, directions)
     ring, chunks = Ring(axis_name, size, schedule.directions), schedule.chunks
     receive_buffers = (min(BUFFER_SETS, chunks.count), size - 1, chunks.size, batch * m)
 
