@@ -12,5 +12,7 @@
 | `gather` | an all-gather along a ring, inside a kernel |
 | `matmul` | the tiles of x @ w: their way into vector memory, and the product of two of them |
 | `product` | the product of two tiles and its accumulation over the contraction |
-| `ring` | neighbours on a mesh axis, the entry barrier, acknowledgements |
+| `matmul` | the tiles of x and w: fetch, wait, multiply |
+| `ring` | neighbours on a mesh axis, the entry barrier, half-blocks, acknowledgements |
+| `gather` | an all-gather along a ring inside a kernel, into HBM or into vector memory |
 """
