@@ -7,8 +7,8 @@ y  [B, R*m, n]   all rows, this device's columns
 ```
 
 Every block goes once around the ring, forwarded from where it arrived, with two directions half of it each way.
-`engine.gather` has the gather. Where vector memory has room for the gathered x, `resident` has the order of work, and else
-`stream`.
+`engine.gather` has the gather. Where vector memory has room for the gathered x, `resident` has the order of work, and
+else `stream`.
 """
 
 import dataclasses
