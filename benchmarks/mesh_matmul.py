@@ -23,7 +23,7 @@ import flaxasync as fa
 from benchmarks.measure import fastest_ms
 from benchmarks.table import print_table, write_between_markers
 from flaxasync.check.player import Result, play
-from flaxasync.kernels.tiles import Tiles
+from flaxasync.kernels.engine.operands import Tiles
 
 STUDY, SMALL = (16384, 16384, 8192), (2048, 2048, 1024)  # m, k, n
 TOPOLOGY = "v5e:2x2"
