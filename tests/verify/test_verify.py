@@ -183,3 +183,14 @@ def test_the_description_of_a_chip_that_is_not_in_the_table_says_what_is_unknown
     text = describe_in_words(machine, {"memory": 1e12})
     assert "'TPU v9' is not in the table of chips" in text
     assert "memory 1000.0 GB/s" in text
+
+
+def test_device_time_is_read_from_a_profile(monkeypatch):
+    """The path of accelerators, on CPU devices: their instructions are in the profile, too."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    product = jax.jit(lambda x: x @ x)
+    x = jnp.ones((256, 256))
+    timing = measure.time_program(lambda: product(x), "jit_", runs=3)
+    assert timing.clock == "device"
+    assert 0 < timing.seconds < 1
+    assert sum(timing.phases.values()) > 0
