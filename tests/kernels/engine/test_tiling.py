@@ -42,12 +42,12 @@ def test_every_tile_is_on_one_slice_and_has_one_size(lengths, most):
 @given(st.integers(1, 12), st.integers(1, 300), st.sampled_from((8, 16)), st.integers(512, 2048))
 def test_tiles_of_rows_cover_their_batches(batches, units, unit, most):
     rows = RowTiling.of(batches, units * unit, most, unit)
-    assert rows.size <= max(most, units * unit + 512)
+    assert rows.size < max(most, units * unit) + 512, "a tile hangs over the end by less than a sub-block"
     assert len(rows.sizes) == rows.count
     assert sum(rows.sizes) == batches * units * unit == sum(rows.flattened().lengths)
     in_sub_blocks = rows.batches if rows.batches.size > 1 else rows.rows
     assert in_sub_blocks.size % in_sub_blocks.sub_block == 0
-    assert rows.count <= max(2, 4 * batches * units * unit / most)
+    assert rows.count <= max(2, 5 * batches * units * unit / most)
 
 
 @given(st.integers(1, 300), st.integers(128, 2048))
