@@ -6,7 +6,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
-from flaxasync.check.hlo import VMEM
+from flaxasync.check.hlo.shapes import VMEM
 
 DEVICES = {"v5e:2x2": 4, "v5e:2x4": 8, "v6e:2x4": 8, "v5p:2x2x2": 8, "tpu7x:2x2x1": 8}
 COLUMNS = 1024
