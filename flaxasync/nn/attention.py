@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn import shards
 from flaxasync.nn.heads import Context, HeadAttention, make_context
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
@@ -122,7 +121,7 @@ class ParallelSelfAttention(SelfAttention):
             placement,
             placement.token_spec(),
             rows_sharded=placement.rows_sharded,
-            project=functools.partial(shards.row, layout=layout),
+            out_layout=layout,
         )
 
     def _in_spec(self, x: Array, context_axis: str) -> P | None:

@@ -9,6 +9,7 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Initializer
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flaxasync.nn import shards
@@ -87,17 +88,9 @@ class VocabParallelEmbed(nnx.Module):
         check_output_rows("VocabParallelEmbed", ids.shape[-1], self.layout, placement)
         backend = backends.if_available("lookup_reduce_scatter", self.settings.backend)
         dtype = self.settings.dtype or self.embedding[...].dtype
-
-        def apply(ids: Array, table: Array) -> Array:
-            if self.layout == "sequence":
-                table = shards.cast(table, ids, dtype)
-                return vocabulary.lookup_reduce_scatter(ids, table, axis_name, backend=backend)
-            # Cast after the look-up, so that the gradients of a frequent id are summed in the dtype of the parameter.
-            rows = vocabulary.lookup(ids, shards.cast(table, ids, table.dtype), axis_name)
-            return lax.psum(rows.astype(dtype), axis_name)
-
         return placement.run(
-            apply,
+            _lookup,
+            (axis_name, self.layout, backend, dtype),
             (ids, self.embedding[...]),
             (placement.token_spec(), P(axis_name, None)),
             placement.spec(self.layout),
@@ -116,13 +109,9 @@ class VocabParallelEmbed(nnx.Module):
         placement = place("VocabParallelEmbed.attend", x, axis_name, None, sharded="rows")
         check_input("VocabParallelEmbed.attend", x, self.features, placement)
         dtype = canonicalize_dtype(x, self.embedding[...], dtype=self.settings.dtype)
-        settings = dataclasses.replace(self.settings, dtype=dtype)
-
-        def apply(x: Array, table: Array) -> Array:
-            return shards.column(x, ((table.T, None),), settings, rows_sharded=placement.rows_sharded)[0]
-
         return placement.run(
-            apply,
+            _attend,
+            (dataclasses.replace(self.settings, dtype=dtype), placement.rows_sharded),
             (x, self.embedding[...]),
             (placement.in_spec, P(axis_name, None)),
             placement.spec(features=True),
@@ -162,8 +151,27 @@ def softmax_cross_entropy(
             f"{list(targets.shape)}"
         )
     return placement.run(
-        lambda logits, targets: vocabulary.cross_entropy(logits, targets, axis_name),
+        _cross_entropy,
+        axis_name,
         (logits, targets),
         (placement.in_spec, placement.token_spec()),
         placement.token_spec(),
     )
+
+
+def _lookup(static: tuple[str, Layout, str | None, DTypeLike], ids: Array, table: Array) -> Array:
+    axis_name, layout, backend, dtype = static
+    if layout == "sequence":
+        return vocabulary.lookup_reduce_scatter(ids, shards.cast(table, ids, dtype), axis_name, backend=backend)
+    # Cast after the look-up, so that the gradients of a frequent id are summed in the dtype of the parameter.
+    rows = vocabulary.lookup(ids, shards.cast(table, ids, table.dtype), axis_name)
+    return lax.psum(rows.astype(dtype), axis_name)
+
+
+def _attend(static: tuple[LayerSettings, bool], x: Array, table: Array) -> Array:
+    settings, rows_sharded = static
+    return shards.column(x, ((table.T, None),), settings, rows_sharded=rows_sharded)[0]
+
+
+def _cross_entropy(axis_name: str, logits: Array, targets: Array) -> Array:
+    return vocabulary.cross_entropy(logits, targets, axis_name)

@@ -93,13 +93,9 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         placement = place("ColumnParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ColumnParallelLinear", x, self.in_features, placement)
-        settings = compute_settings(self, x)
-
-        def apply(x: Array, linear: shards.Linear) -> Array:
-            return shards.column(x, (linear,), settings, rows_sharded=placement.rows_sharded)[0]
-
+        static = compute_settings(self, x), placement.rows_sharded
         specs = placement.in_spec, parameter_specs(self)
-        return placement.run(apply, (x, parameters(self)), specs, placement.spec(features=True))
+        return placement.run(_column, static, (x, parameters(self)), specs, placement.spec(features=True))
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -156,13 +152,9 @@ class RowParallelLinear(_ParallelLinear):
         placement = place("RowParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="features")
         check_input("RowParallelLinear", x, self.in_features, placement)
         check_output_rows("RowParallelLinear", x.shape[-2], self.layout, placement)
-        settings = compute_settings(self, x)
-
-        def apply(x: Array, linear: shards.Linear) -> Array:
-            return shards.row(x, linear, settings, layout=self.layout)
-
+        static = compute_settings(self, x), self.layout
         specs = placement.in_spec, parameter_specs(self)
-        return placement.run(apply, (x, parameters(self)), specs, placement.spec(self.layout))
+        return placement.run(_row, static, (x, parameters(self)), specs, placement.spec(self.layout))
 
 
 def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
@@ -180,3 +172,13 @@ def compute_settings(linear: _ParallelLinear, x: Array) -> LinearSettings:
     """Returns the settings of a layer with the dtype in which it multiplies `x`."""
     dtype = canonicalize_dtype(x, *parameters(linear), dtype=linear.settings.dtype)
     return dataclasses.replace(linear.settings, dtype=dtype)
+
+
+def _column(static: tuple[LinearSettings, bool], x: Array, linear: shards.Linear) -> Array:
+    settings, rows_sharded = static
+    return shards.column(x, (linear,), settings, rows_sharded=rows_sharded)[0]
+
+
+def _row(static: tuple[LinearSettings, Layout], x: Array, linear: shards.Linear) -> Array:
+    settings, layout = static
+    return shards.row(x, linear, settings, layout=layout)

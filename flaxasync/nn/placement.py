@@ -7,8 +7,9 @@ such.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
@@ -62,15 +63,16 @@ class Placement:
         """Returns the spec of an array [*batch, rows] that is the same on every device of `axis_name`."""
         return PartitionSpec(*map(_entry, (*self.batch, self.rows)))
 
-    def run(self, fn: Callable, args: tuple, in_specs: tuple, out_specs: Any) -> Any:
-        """Runs `fn` on the shards of `args`: under shard_map, or directly inside one."""
+    def run(self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any) -> Any:
+        """Runs `fn(static, *args)` on the shards of `args`: under shard_map, or directly inside one.
+
+        Outside of `jax.jit` the program is compiled once for each `fn`, `static` and type of `args`. So `fn` must be a
+        function of a module and not a closure, which would be a new one in every call.
+        """
         if self.manual:
-            return fn(*args)
-        types = _axis_types()
-        axes = {name for name, kind in types.items() if kind != AxisType.Manual}
-        if all(kind == AxisType.Explicit for kind in types.values()):
-            args = jax.tree.map(_reshard, args, in_specs)
-        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes)(*args)
+            return fn(static, *args)
+        run = _run_compiled if _is_eager() else _run_on_shards
+        return run(fn, static, in_specs, out_specs, *args)
 
 
 def place(
@@ -226,6 +228,29 @@ def _entries(
         if x.shape[dim] % math.prod(mesh.shape[name] for name in (*typed[dim], *names)) == 0:
             typed[dim] += names
     return typed
+
+
+def _run_on_shards(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, *args: Any) -> Any:
+    types = _axis_types()
+    if all(kind == AxisType.Explicit for kind in types.values()):
+        args = jax.tree.map(_reshard, args, in_specs)
+    axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
+    if len(axes) == len(types):
+        axes = frozenset()  # This stands for all axes but those of `jax.vmap`, which takes an axis away.
+    return jax.shard_map(functools.partial(fn, static), in_specs=in_specs, out_specs=out_specs, axis_names=axes)(*args)
+
+
+# While a program is traced, the layers do not use this: a trace that several layers share has the source locations of
+# the first one.
+_run_compiled = jax.jit(_run_on_shards, static_argnums=(0, 1, 2, 3), inline=True)
+
+
+def _is_eager() -> bool:
+    """Says whether operations are executed now, though perhaps under `jax.grad` or `jax.vmap`, and not traced by jit.
+
+    An operation without operands is left to the outermost transformation. Inside of jit its result is a tracer.
+    """
+    return not isinstance(lax.iota(jax.numpy.int32, 1), jax.core.Tracer)
 
 
 def _check_types_tell(layer: str, axis_name: str) -> None:

@@ -7,7 +7,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from flaxasync.nn import shards
 from flaxasync.nn.heads import HeadAttention, make_context
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
 from flaxasync.nn.self_attention import SelfAttention
@@ -97,15 +96,11 @@ class RingSelfAttention(SelfAttention):
             )
         rows = x.shape[1] * (placement.size if placement.manual else 1)
         check_sequence_rows("RingSelfAttention", context.layout, rows, placement.size)
-
-        def project(heads: Array, out: shards.Linear, settings: LinearSettings) -> Array:
-            return shards.column(heads, (out,), settings, rows_sharded=False)[0]
-
         return self._attend(
             x,
             segment_ids,
             placement,
             P(*placement.in_spec[:2]),
             rows_sharded=False,
-            project=project,
+            out_layout=None,
         )

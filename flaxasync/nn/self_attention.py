@@ -13,7 +13,7 @@ from flaxasync.nn import shards
 from flaxasync.nn.heads import HeadAttention, check_segments
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, parameter_specs, parameters
 from flaxasync.nn.options import LinearSettings
-from flaxasync.nn.placement import Placement, check_input, place
+from flaxasync.nn.placement import Layout, Placement, check_input, place
 
 
 class SelfAttention(nnx.Module):
@@ -58,7 +58,7 @@ class SelfAttention(nnx.Module):
         ids_spec: P,
         *,
         rows_sharded: bool,
-        project: Callable[[Array, shards.Linear, LinearSettings], Array],
+        out_layout: Layout | None,
     ) -> Array:
         """Runs the layer on its shards.
 
@@ -68,22 +68,32 @@ class SelfAttention(nnx.Module):
           placement: How the input is sharded, as the output is.
           ids_spec: How the segment ids are sharded.
           rows_sharded: Whether the layer's axis shards the rows that query, key and value need.
-          project: Projects the output of the heads.
+          out_layout: The layout of a row-parallel output projection; None for one that every device has whole.
         """
         projections = self.query, self.key, self.value, self.out
         linears = tuple(map(parameters, projections))
         dtype = canonicalize_dtype(x, *(p for linear in linears for p in linear), dtype=self.settings.dtype)
-        settings = dataclasses.replace(self.settings, dtype=dtype)
-
-        @jax.checkpoint  # otherwise the output of the heads would be saved twice: as it is, and flattened
-        def project_heads(heads: Array, out: shards.Linear) -> Array:
-            return project(heads.reshape(*heads.shape[:-2], -1), out, settings)
-
-        def apply(x: Array, linears: tuple[shards.Linear, ...], ids: Array | None) -> Array:
-            *inputs, out = linears
-            q, k, v = shards.column(x, tuple(inputs), settings, rows_sharded=rows_sharded)
-            return project_heads(self.attention.attend(q, k, v, ids), out)
-
+        static = dataclasses.replace(self.settings, dtype=dtype), self.attention, rows_sharded, out_layout
         specs = tuple(map(parameter_specs, projections))
         in_specs = (placement.in_spec, specs, None if segment_ids is None else ids_spec)
-        return placement.run(apply, (x, linears, segment_ids), in_specs, placement.in_spec)
+        return placement.run(_self_attention, static, (x, linears, segment_ids), in_specs, placement.in_spec)
+
+
+def _self_attention(
+    static: tuple[LinearSettings, HeadAttention, bool, Layout | None],
+    x: Array,
+    linears: tuple[shards.Linear, ...],
+    ids: Array | None,
+) -> Array:
+    settings, attention, rows_sharded, out_layout = static
+
+    @jax.checkpoint  # otherwise the output of the heads would be saved twice: as it is, and flattened
+    def project(heads: Array, out: shards.Linear) -> Array:
+        heads = heads.reshape(*heads.shape[:-2], -1)
+        if out_layout is None:
+            return shards.column(heads, (out,), settings, rows_sharded=False)[0]
+        return shards.row(heads, out, settings, layout=out_layout)
+
+    *inputs, out = linears
+    q, k, v = shards.column(x, tuple(inputs), settings, rows_sharded=rows_sharded)
+    return project(attention.attend(q, k, v, ids), out)

@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
@@ -22,7 +23,8 @@ from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 def lookup(ids: Int[Array, "*batch s"], table: Float[Array, "v d"], axis_name: str) -> Float[Array, "*batch s d"]:
     """Returns this device's addend to the embedding of `ids`: its own entries, and zeros for those of other devices."""
     local, mine = _local_ids(ids, table.shape[0], axis_name)
-    return jnp.where(mine[..., None], table[local], jnp.zeros((), table.dtype))
+    rows = table.at[local].get(out_sharding=P(*(None,) * (local.ndim + 1)))
+    return jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype))
 
 
 def lookup_reduce_scatter(
