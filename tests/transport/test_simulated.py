@@ -48,7 +48,7 @@ assert list(FORMS)[: len(LOOPS)] == LOOPS
 
 
 def kept(form, mode):
-    """Says whether a form runs in a mode without FLAXASYNC_BENCH.
+    """Says whether `make test` runs a form in a mode.
 
     Ring collectives alternate between the modes. Loops run in the second mode; in the first one they make an even
     number of hops (test_an_even_number_of_hops), except for the swap, which needs an odd number and runs in both.
