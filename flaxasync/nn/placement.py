@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from flaxasync.mesh import mesh_axis_size
+from flaxasync.mesh import cast_to_varying, mesh_axis_size
 
 type Layout = Literal["sequence", "replicated"]
 type Entry = tuple[str, ...]  # the mesh axes that shard one dimension
@@ -70,9 +70,10 @@ class Placement:
         function of a module and not a closure, which would be a new one in every call.
         """
         if self.manual:
-            return fn(static, *args)
-        run = _run_compiled if _is_eager() else _run_on_shards
-        return run(fn, static, in_specs, out_specs, *args)
+            run = functools.partial(fn, static)
+        else:
+            run = functools.partial(_run_compiled if _is_eager() else _run_on_shards, fn, static, in_specs, out_specs)
+        return run(*args) if args[0].size else _empty(jax.eval_shape(run, *args))
 
 
 def place(
@@ -163,6 +164,27 @@ def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
             )
 
 
+def check_sharded(layer: str, name: str, parameter: jax.Array, spec: PartitionSpec) -> None:
+    """Raises ValueError for a parameter that lost its sharding, which under Explicit axes its gradient would lack too.
+
+    Under Auto axes no type says how a parameter is sharded, and XLA shards its gradient as the layer uses it.
+    """
+    mesh, types = jax.sharding.get_abstract_mesh(), _axis_types()
+    if any(kind != AxisType.Explicit for kind in types.values()):
+        return
+    typed = PartitionSpec(*jax.typeof(parameter).sharding.spec)
+    found, needed = (
+        [tuple(axis for axis in _names(entry) if mesh.shape[axis] > 1) for entry in given]
+        for given in ([*typed, *(None,) * (parameter.ndim - len(typed))], spec)
+    )
+    if found != needed:
+        raise ValueError(
+            f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; arrays that nnx.update "
+            "or an assignment put into a layer keep the sharding that they have, and their gradients get the same: put "
+            "them in with flaxasync.nn.load"
+        )
+
+
 def check_output_layout(layer: str, layout: str) -> Layout:
     """Returns the layout of a layer's output. Raises ValueError for an unknown one."""
     if layout not in ("sequence", "replicated"):
@@ -243,6 +265,13 @@ def _run_on_shards(fn: Callable, static: Hashable, in_specs: tuple, out_specs: A
 # While a program is traced, the layers do not use this: a trace that several layers share has the source locations of
 # the first one.
 _run_compiled = jax.jit(_run_on_shards, static_argnums=(0, 1, 2, 3), inline=True)
+
+
+def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns the output of a layer for an input without elements. Collectives without elements never end on a CPU."""
+    spec = PartitionSpec() if y.sharding is None else y.sharding.spec
+    zeros = lax.full(y.shape, 0, y.dtype, sharding=jax.NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+    return cast_to_varying(zeros, jax.typeof(y).mat.varying)
 
 
 def _is_eager() -> bool:

@@ -141,7 +141,7 @@ def _planned(
 ) -> str:
     """Returns what `plan` chooses for the chips of the mesh, and the op's default where it knows none or no shapes."""
     support, chip = OPS[op], mesh.chip()
-    if chip is None or not shapes:
+    if chip is None or not shapes or any(0 in shape for shape in shapes):
         return support.default
     if support.kernel is not None:
         try:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 # In float32 only the order of additions differs; bfloat16 keeps 8 bits, and partial sums travel in it.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-ROWS = P("data", "model", None)
+ROWS, COLUMNS = P("data", "model", None), P("data", None, "model")
 
 
 def make_mesh(data, model, axis_type=AxisType.Explicit):
