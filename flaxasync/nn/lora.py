@@ -1,5 +1,7 @@
 """Low-rank adaptation of parallel Dense layers: `nnx.LoRA` whose two factors lie as the layer that they adapt."""
 
+from typing import Any
+
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -56,7 +58,7 @@ class ParallelLoRA(nnx.LoRA):
             rngs=rngs,
         )
 
-    def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
+    def __call__(self, x: Float[Array, "*batch s in"], **kwargs: Any) -> Float[Array, "*batch s out"]:
         """Applies the layer.
 
         Raises:
@@ -65,7 +67,7 @@ class ParallelLoRA(nnx.LoRA):
         base = self.base_module
         assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
         a, b = self.lora_a[...], self.lora_b[...]
-        y, settings = base(x), with_dtype(base.settings, x, a, b)
+        y, settings = base(x, **kwargs), with_dtype(base.settings, x, a, b)
         x = x.astype(settings.dtype)
         if isinstance(base, ColumnParallelLinear):
             return y + multiply_columns("ParallelLoRA", x @ a.astype(x.dtype), b, settings).astype(y.dtype)

@@ -53,7 +53,7 @@ def parallelize(
     """Replaces layers of a model by parallel ones with the same parameters, and puts all of the model on the mesh.
 
     ```python
-    fa.nn.parallelize(model, {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row", "layers.*.attention": "attention"})
+    fa.nn.parallelize(model, {"layers.*.up": "column", "layers.*.down": "row", "layers.*.attention": "attention"})
     ```
 
     A rule is one of:
@@ -109,7 +109,7 @@ def parallelize(
     for path, layer in new.items():
         old = modules[path]
         load(layer, old)
-        if isinstance(layer, ParallelAttention):
+        if isinstance(layer, ParallelAttention) and isinstance(old, nnx.MultiHeadAttention):
             layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
         shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
         done.append(Replaced(path, chosen[path], type(old).__name__, type(layer).__name__, shapes))
@@ -171,7 +171,7 @@ def _linear_options(old: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _column(old: nnx.Linear, options: dict[str, Any], *, pad: bool = False) -> nnx.Module:
-    more = {"promote_dtype": old.promote_dtype, "preferred_element_type": old.preferred_element_type}
+    more: dict[str, Any] = {"promote_dtype": old.promote_dtype, "preferred_element_type": old.preferred_element_type}
     return ColumnParallelLinear(old.in_features, old.out_features, pad=pad, **_linear_options(old, options), **more)
 
 
@@ -180,7 +180,7 @@ def _logits(old: nnx.Linear, options: dict[str, Any]) -> nnx.Module:
 
 
 def _row(old: nnx.Linear, options: dict[str, Any], *, layout: Any = "sequence") -> nnx.Module:
-    more = {"promote_dtype": old.promote_dtype, "preferred_element_type": old.preferred_element_type}
+    more: dict[str, Any] = {"promote_dtype": old.promote_dtype, "preferred_element_type": old.preferred_element_type}
     return RowParallelLinear(old.in_features, old.out_features, layout=layout, **_linear_options(old, options), **more)
 
 

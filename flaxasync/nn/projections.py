@@ -90,7 +90,8 @@ def parallel_dot_general(
         kernel_metadata={"out_sharding": (None, "model")}, bias_metadata={"out_sharding": ("model",)}, rngs=rngs,
     )
     nnx.Linear(
-        256, 64, dot_general=fa.nn.parallel_dot_general("row"), kernel_metadata={"out_sharding": ("model", None)}, rngs=rngs
+        256, 64, dot_general=fa.nn.parallel_dot_general("row"),
+        kernel_metadata={"out_sharding": ("model", None)}, rngs=rngs,
     )
     ```
 

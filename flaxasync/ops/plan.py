@@ -7,6 +7,7 @@ Each op has a function in `MODELS` that returns the `Cost` of each of its backen
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,13 +91,13 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
     if name not in MODELS:
         raise ValueError(f"plan knows {', '.join(sorted(MODELS))}: got {name!r}")
     sizes = ring if isinstance(ring, tuple) else (ring,)
-    if any(not isinstance(size, int) or size < 1 for size in sizes):
+    if any(not isinstance(size, numbers.Integral) or size < 1 for size in sizes):
         raise ValueError(f"plan needs a ring of 1 device or more: got ring={ring}")
     if (name == "mesh_matmul") != isinstance(ring, tuple):
         raise ValueError(f"plan needs ring=(x, y) for mesh_matmul, and one number for other ops: got ring={ring}")
     spec = chip if isinstance(chip, Chip) else chip_named(chip)
     for shape in shapes:
-        if any(not isinstance(size, int) or size < 1 for size in shape):
+        if any(not isinstance(size, numbers.Integral) or size < 1 for size in shape):
             raise ValueError(f"plan needs dimensions of 1 or more: got {list(shape)}")
     try:
         _check_contraction(name, sizes, *shapes)

@@ -129,6 +129,19 @@ def assert_parameters_close(params, want, dtype):
         assert_close(got[path][...], want[path][...], dtype, ".".join(map(str, path)))
 
 
+def assert_model_close(got, want, tolerance=1e-5):
+    """Compares gradients by their names, in units of the largest, because some, of key biases, are zero but for noise.
+
+    Heads may be a dimension in the one and merged in the other.
+    """
+    got, want = ({path: np.asarray(v[...]) for path, v in nnx.to_flat_state(state)} for state in (got, want))
+    assert got.keys() == want.keys()
+    largest = max(np.abs(value).max() for value in want.values())
+    for path, value in want.items():
+        error = np.abs(got[path].reshape(value.shape) - value).max() / largest
+        assert error <= tolerance, f"{'.'.join(map(str, path))}: relative error {error:.2e}"
+
+
 @pytest.fixture
 def parity():
     return check_parity

@@ -1,4 +1,4 @@
-"""Tests that layers of a plain model are replaced in place, and that what cannot be replaced is refused by its reason."""
+"""Tests that layers of a plain model are replaced in place, or refused by the reason why they cannot be."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import COLUMNS, ROWS, drawn
+from tests.nn.conftest import COLUMNS, ROWS, assert_close, assert_model_close, drawn
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -52,10 +52,8 @@ def test_a_model_computes_what_it_did(mesh_of, capsys, axis_type):
         x = jax.device_put(x, ROWS)
         y, got = plain(x), nnx.jit(gradients)(plain, x)
         assert plain.shared is plain.blocks[0].up
-    np.testing.assert_allclose(y, want_y, rtol=1e-5, atol=1e-5)
-    flat = dict(nnx.to_flat_state(got))
-    for path, wanted in nnx.to_flat_state(want):
-        np.testing.assert_allclose(flat[path][...].reshape(wanted.shape), wanted[...], rtol=1e-4, atol=1e-5)
+    assert_close(y, want_y, "float32", "y")
+    assert_model_close(got, want)
     assert capsys.readouterr().out.splitlines() == list(map(str, done))
     assert "blocks.0.down: Linear -> RowParallelLinear (row), bias [16], kernel [32, 16]" in map(str, done)
 
