@@ -55,7 +55,8 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
       ValueError: A shape does not fit, or names do not (`strict`). Nothing was loaded then.
     """
     graph_state = nnx.state(module)
-    targets = {_path(path): variable for path, variable in nnx.to_flat_state(graph_state)}
+    flat = nnx.to_flat_state(graph_state)
+    targets = {_path(path): variable for path, variable in flat if isinstance(variable, nnx.Variable)}
     needed = {path for path, variable in targets.items() if not isinstance(variable, nnx.RngState)}
     source = _flatten(params)
     specs = _layer_specs(module)
@@ -107,7 +108,8 @@ def _flatten(params: Any) -> dict[Path, Any]:
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Not(nnx.RngState))
     if isinstance(params, nnx.State):
-        return {_path(path): variable.get_value() for path, variable in nnx.to_flat_state(params)}
+        flat_state = nnx.to_flat_state(params)
+        return {_path(path): leaf.get_value() for path, leaf in flat_state if isinstance(leaf, nnx.Variable)}
     flat: dict[Path, Any] = {}
     for name, value in params.items():
         path = _path(name if isinstance(name, tuple) else str(name).split("."))

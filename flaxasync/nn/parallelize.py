@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
@@ -228,10 +227,11 @@ _MAKERS: dict[str, tuple[type[nnx.Module], Callable[[Any, dict[str, Any]], nnx.M
 def _place_rest(model: nnx.Module) -> None:
     """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere."""
     mesh = jax.sharding.get_mesh()
-    state = nnx.state(model)
     replicated = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    for _, variable in nnx.to_flat_state(state):
-        value = variable.get_value()
-        if isinstance(value, jax.Array | jnp.ndarray) and getattr(value.sharding, "mesh", None) != mesh:
-            variable.set_value(jax.device_put(value, replicated))
-    nnx.update(model, state)
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, jax.Array) or getattr(value.sharding, "mesh", None) == mesh:
+            return value
+        return jax.device_put(value, replicated)
+
+    nnx.update(model, jax.tree.map(place, nnx.state(model)))

@@ -46,11 +46,11 @@ def gradients(model, x):
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
 def test_a_model_computes_what_it_did(mesh_of, capsys, axis_type):
     plain, x = drawn(Model), np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
-    want, want_y = gradients(plain, x), plain(x)
+    want, want_y = nnx.jit(gradients)(plain, x), nnx.jit(lambda model, x: model(x))(plain, x)
     with jax.set_mesh(mesh_of(2, 4, axis_type)):
         done = fa.nn.parallelize(plain, RULES)
         x = jax.device_put(x, ROWS)
-        y, got = plain(x), nnx.jit(gradients)(plain, x)
+        y, got = nnx.jit(lambda model, x: model(x))(plain, x), nnx.jit(gradients)(plain, x)
         assert plain.shared is plain.blocks[0].up
     assert_close(y, want_y, "float32", "y")
     assert_model_close(got, want)

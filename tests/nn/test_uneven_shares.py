@@ -44,7 +44,7 @@ def test_a_share_that_is_no_padding_needs_no_transfer():
     ("heads", "kv_heads", "form"),
     [
         (4, 2, {}),
-        (6, 6, {"mask": "heads"}),
+        pytest.param(6, 6, {"mask": "heads"}, marks=pytest.mark.slow),
         pytest.param(6, 2, {"mask": "batch", "cross": True}, marks=pytest.mark.slow),
         pytest.param(4, 4, {"bias": True, "cross": True, "normalize_qk": True}, marks=pytest.mark.slow),
     ],
@@ -70,7 +70,7 @@ def test_attention_is_that_of_nnx(mesh_of, heads, kv_heads, form, axis_type):
         reference = lambda layer, x, other: (lambda y: (jnp.sum(jnp.sin(y)), y))(layer(x, other))  # noqa: E731
     else:
         reference = loss
-    (_, want_y), want = nnx.value_and_grad(reference, has_aux=True)(plain, x, other)
+    (_, want_y), want = nnx.jit(nnx.value_and_grad(reference, has_aux=True))(plain, x, other)
     with jax.set_mesh(mesh_of(2, 4, axis_type)):
         layer = drawn(lambda: fa.nn.ParallelAttention(
             24, num_heads=heads, kv_heads=kv_heads, head_dim=4, normalize_qk=normalize, rngs=nnx.Rngs(0)
@@ -85,7 +85,8 @@ def test_attention_is_that_of_nnx(mesh_of, heads, kv_heads, form, axis_type):
     assert_model_close(got, want)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_a_vocabulary_of_50257_tied_to_its_output(mesh_of, axis_type):
     vocab, rng = 50257, np.random.default_rng(0)
     plain = drawn(lambda: nnx.Embed(vocab, 8, rngs=nnx.Rngs(0)))
@@ -102,7 +103,7 @@ def test_a_vocabulary_of_50257_tied_to_its_output(mesh_of, axis_type):
         assert logits.shape[-1] == 50260
         return jnp.mean(fa.nn.softmax_cross_entropy(logits, targets, label_smoothing=0.1, vocab_size=vocab))
 
-    want_loss, want = nnx.value_and_grad(reference)(plain)
+    want_loss, want = nnx.jit(nnx.value_and_grad(reference))(plain)
     with jax.set_mesh(mesh_of(2, 4, axis_type)):
         layer = drawn(lambda: fa.nn.VocabParallelEmbed(vocab, 8, rngs=nnx.Rngs(0)))
         fa.nn.load(layer, plain)
