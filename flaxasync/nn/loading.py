@@ -70,7 +70,8 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
             reshaped[_name(path)] = value.shape, target.shape
         found[path] = value
     missing = tuple(map(_name, sorted(needed - source.keys())))
-    unexpected = tuple(map(_name, sorted(source.keys() - targets.keys())))
+    constants = {_path(path) for path, _ in flat}  # arrays of the model that are no variables stay as they are
+    unexpected = tuple(map(_name, sorted(source.keys() - constants)))
     if strict and missing:
         errors.append(f"missing in the source: {', '.join(missing)}")
     if strict and unexpected:

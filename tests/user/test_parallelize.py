@@ -13,6 +13,8 @@ from flaxasync import check
 from tests.nn.conftest import assert_close, assert_model_close, drawn, make_mesh
 from tests.user.models import Gemma, LanguageModel, VisionTransformer
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
+
 BLOCKS = {"blocks.*.attention": "attention", "blocks.*.mlp.wi": "column"}
 MODELS = {
     "lm1b": (LanguageModel, BLOCKS | {"embed": "embed", "blocks.*.mlp.wo": "row"}, (4, 8), 61),
@@ -49,7 +51,6 @@ def loss(model, x, weights):
 step = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_computes_what_it_did(kind, axis_type):
@@ -62,8 +63,9 @@ def test_a_model_computes_what_it_did(kind, axis_type):
         x = jax.device_put(x, P("data"))
         weights = jax.device_put(weights, P("data") if kind == "vit" else P("data", None, "model"))
         (_, y), got = step(model, x, weights)
-        graph, state = nnx.split(model)
-        compiled = jax.jit(jax.grad(lambda state: loss(nnx.merge(graph, state), x, weights)[0])).lower(state).compile()
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        step_of = jax.jit(jax.grad(lambda params: loss(nnx.merge(graph, params, rest), x, weights)[0]))
+        compiled = step_of.lower(params).compile()
     assert_close(np.asarray(y)[..., : want_y.shape[-1]], want_y, "float32", "y")
     assert_model_close(got, want)
     others = foreign_collectives(compiled.as_text())
