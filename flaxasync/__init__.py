@@ -3,15 +3,15 @@
 Layers, as `nnx.Module`s on global arrays and the ambient mesh:
 
   nn.ColumnParallelLinear    Dense layer that splits its output features; gathers rows while it multiplies.
-  nn.RowParallelLinear       Dense layer that splits its input features; scatters sums while it multiplies.
-  nn.ParallelMLP             MLP with split hidden features; gate and up share one trip of the input.
-  nn.ParallelSelfAttention   Self-attention with split heads; query, key and value share one trip of the input.
+  nn.RowParallelLinear       Dense layer that splits its input features; reduce-scatters rows while it multiplies.
+  nn.ParallelMLP             MLP with split hidden features; gate and up share one gather of the input.
+  nn.ParallelSelfAttention   Self-attention with split heads; query, key and value share one gather of the input.
   nn.ParallelAttention       The same for other inputs of keys and values: the parallel nnx.MultiHeadAttention.
   nn.RingSelfAttention       Self-attention over a split sequence; keys and values travel around a ring.
   nn.VocabParallelEmbed      Embedding with a split vocabulary.
   nn.softmax_cross_entropy   Loss of logits that stay split over the vocabulary.
   nn.rotary_embedding        Rotary position embedding of queries or keys.
-  nn.ColumnParallelProjections  Several column-parallel layers of one input, which makes one trip.
+  nn.ColumnParallelProjections  Several column-parallel layers that share one gather of their input.
   nn.ParallelLoRA            Low-rank adaptation of a parallel Dense layer: the parallel nnx.LoRA.
   nn.parallel_dot_general    A dot_general for nnx.Linear that does the product of a parallel layer.
   nn.parallelize             Replaces the layers of a model by parallel ones, by the paths of its modules.
@@ -46,8 +46,10 @@ Asynchronous transfers, as pairs of a start and a done:
   slice_done                 Waits for the row.
   while_travelling           Runs a computation between a start and its done.
 
-Choosing and checking:
+Meshes, choosing and checking:
 
+  make_mesh                  Makes a mesh whose axes are rings of neighbouring chips.
+  mesh_report                Reports how far apart neighbours on each axis of a mesh are.
   plan                       Predicts the time of each backend of an op on a chip, and chooses one.
   check                      Reads compiled TPU programs: what overlaps, what is unsafe, how long it takes.
 """
@@ -58,6 +60,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flaxasync import check as check
     from flaxasync import nn as nn
+    from flaxasync.mesh import make_mesh as make_mesh
+    from flaxasync.mesh import mesh_report as mesh_report
     from flaxasync.ops.attention.api import attention as attention
     from flaxasync.ops.attention.api import ring_attention as ring_attention
     from flaxasync.ops.attention.layouts import sequence_order as sequence_order
@@ -80,6 +84,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "flaxasync.mesh": ("make_mesh", "mesh_report"),
     "flaxasync.ops.attention.api": ("attention", "ring_attention"),
     "flaxasync.ops.attention.layouts": ("sequence_order",),
     "flaxasync.ops.matmul.api": ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"),
@@ -90,8 +95,8 @@ _HOMES = {
         "ppermute_start_stateful", "slice_done", "slice_start", "while_travelling",
     ),
 }  # fmt: skip
-"""The module of each public name. A module is imported when one of its names is first used, so that reading a compiled
-program with `flaxasync.check` imports no layers, and training imports no readers."""
+"""The module of each public name. A module is imported when one of its names is first used, so that `flaxasync.check`
+does not import the layers, and the layers do not import `flaxasync.check`."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["check", "nn", *sorted(_HOME_OF)]
 

@@ -31,6 +31,7 @@ from train.sample import generate
 from train.show import render_sample, say, show_setup
 from train.signals import StopRequest
 from train.step import Trainer, TrainState, backend_limits_are_input_errors, count_parameters
+from train.verify import verify_first
 from train.workdir import Workdir, architecture, write_atomically
 
 
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         command = parse(arguments)
         config = command.config
         if command.topology is not None:
-            return dry_run(config, command.topology)
+            return dry_run(config, command.topology, command.trust)
+        verify_first(config, command.verify)
         with StopRequest(shared=config.mesh.distributed) as stop:
             configure_jax(config.mesh)
             mesh = make_mesh(config.mesh)

@@ -1,7 +1,7 @@
-"""Reads compiled programs on a machine without a TPU: what overlapped, what was exposed, whether a buffer was touched.
+"""Reads compiled programs without a TPU: what overlaps, what is exposed, and whether a buffer in flight is touched.
 
-This package imports nothing of flaxasync but the chip table, and no other part of flaxasync imports it. A name is
-imported when it is first used, so that reading a text needs neither JAX nor matplotlib.
+This package imports nothing of flaxasync but the chip table and the order of devices, and no other part of flaxasync
+imports it. A name is imported when it is first used, so that reading a text needs neither JAX nor matplotlib.
 
 The text of a program
   parse                    reads HLO text
@@ -14,7 +14,7 @@ The text of a program
   AsyncOperation           a start, its updates and its dones
   async_operations         the asynchronous operations of a program, in every spelling
   to_long_form             writes them as async-start, async-update and async-done
-  to_sugar                 writes them as the operations that they wrap
+  to_sugar                 writes them as op-start and op-done of the operations that they wrap
 
 Did it overlap, and is it safe?
   audit                    the asynchronous operations as they were scheduled, and what is wrong
@@ -27,18 +27,19 @@ Did it overlap, and is it safe?
 Where would the time go?
   timeline                 estimates it from the text
   Timeline                 the result of `timeline`
-  Slice                    a stretch of time on one lane of one device
+  Slice                    a period of time on one lane of one device
   Loop                     one run of a loop
   play                     compiles a function and simulates the compiler's final instructions, cycle by cycle
   save_picture             draws timelines, or results of `play`
   save_trace               writes either as a Chrome trace
-  CHIPS                    the chips that times can be estimated for
+  CHIPS                    the chips for which times can be estimated
   Chip                     one of them
 
 Compiling for a TPU that is not there
   compile_for              compiles a function for a topology
   CompiledProgram          the result of `compile_for`
   topology_mesh            a mesh over the devices of a topology
+  topology_devices         the devices of a topology, for `flaxasync.make_mesh`
   topology_size            the number of its devices
   HLO_ONLY                 compiler options for callers that read the HLO only
   HbmError                 the program does not fit into the memory of a device
@@ -46,7 +47,7 @@ Compiling for a TPU that is not there
 Does a call hold the host?
   check_async_compatible   reads a compiled function for what makes the host wait
   DispatchInfo             the result of `check_async_compatible`
-  measure_dispatch         measures how long a call holds the host
+  measure_dispatch         measures for how much of a call's time the host waits
   DispatchTiming           the result of `measure_dispatch`
   make_async_aot_caller    a caller that refuses functions which hold the host
   command_buffer_flags     XLA flags with which a GPU runs while loops by itself
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from flaxasync.check.compile.compile_for import compile_for as compile_for
     from flaxasync.check.compile.hbm_error import HbmError as HbmError
     from flaxasync.check.compile.program import CompiledProgram as CompiledProgram
+    from flaxasync.check.compile.topologies import topology_devices as topology_devices
     from flaxasync.check.compile.topologies import topology_mesh as topology_mesh
     from flaxasync.check.compile.topologies import topology_size as topology_size
     from flaxasync.check.dispatch.async_caller import make_async_aot_caller as make_async_aot_caller
@@ -104,7 +106,7 @@ _HOMES = {
     "flaxasync.check.compile.compile_for": ("HLO_ONLY", "compile_for"),
     "flaxasync.check.compile.hbm_error": ("HbmError",),
     "flaxasync.check.compile.program": ("CompiledProgram",),
-    "flaxasync.check.compile.topologies": ("topology_mesh", "topology_size"),
+    "flaxasync.check.compile.topologies": ("topology_devices", "topology_mesh", "topology_size"),
     "flaxasync.check.dispatch.async_caller": ("make_async_aot_caller",),
     "flaxasync.check.dispatch.command_buffers": ("command_buffer_flags",),
     "flaxasync.check.dispatch.compatibility": ("DispatchInfo", "check_async_compatible"),

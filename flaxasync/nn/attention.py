@@ -37,7 +37,7 @@ class ParallelAttention(SelfAttention):
     y             [b, s, out_features]          sharded as inputs_q is
     ```
 
-    Projections of one input share its trip; the output projection is row-parallel. The parameters are those of four
+    Projections of one input share one gather of it; the output projection is row-parallel. The parameters are those of four
     `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output features.
     `flaxasync.nn.load` reads those of `nnx.MultiHeadAttention`.
 
@@ -261,7 +261,7 @@ class ParallelSelfAttention(ParallelAttention):
     y        [b, s, features]              sharded as x is
     ```
 
-    Query, key and value share one trip of x; the output projection is row-parallel. The parameters are those of four
+    Query, key and value share one gather of x; the output projection is row-parallel. The parameters are those of four
     `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output features.
 
     With `context_axis` the sequence is split over a second axis, and each device has its heads of its rows: x is

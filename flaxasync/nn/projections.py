@@ -24,7 +24,7 @@ from flaxasync.nn.placement import Layout, check_input, check_output_layout, pla
 
 
 class ColumnParallelProjections(nnx.Module):
-    """Several column-parallel Dense layers of one input, which makes one trip for all of them.
+    """Several column-parallel Dense layers that share one gather of their input.
 
     ```python
     qkv = fa.nn.ColumnParallelProjections(64, {"query": 64, "key": 32, "value": 32}, rngs=rngs)

@@ -206,14 +206,14 @@ def _run(
 def _project_inputs(
     call: _Call, x: Array, key: Array | None, value: Array | None, linears: tuple[shards.Linear, ...]
 ) -> list[Array]:
-    """Returns queries, keys and values. Projections of one input share its trip."""
-    trips: list[tuple[Array, bool, list[shards.Linear]]] = [(x, call.rows_sharded[0], [linears[0]])]
+    """Returns queries, keys and values. Projections of one input share one gather of it."""
+    gathers: list[tuple[Array, bool, list[shards.Linear]]] = [(x, call.rows_sharded[0], [linears[0]])]
     for other, linear in zip((key, value), linears[1:], strict=True):
         if other is None:
-            trips[-1][2].append(linear)
+            gathers[-1][2].append(linear)
         else:
-            trips.append((other, call.rows_sharded[1], [linear]))
-    ys = [shards.column(z, tuple(group), call.settings, rows_sharded=sharded) for z, sharded, group in trips]
+            gathers.append((other, call.rows_sharded[1], [linear]))
+    ys = [shards.column(z, tuple(group), call.settings, rows_sharded=sharded) for z, sharded, group in gathers]
     return list(functools.reduce(operator.add, ys))
 
 

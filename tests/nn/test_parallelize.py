@@ -133,7 +133,7 @@ def test_a_dot_general_refuses_other_products(mesh_of):
             multiply(x, kernel, (((2,), (0,)), ((), ())), out_sharding=P())
 
 
-def test_projections_of_one_input_share_its_trip(mesh_of):
+def test_projections_of_one_input_share_one_gather(mesh_of):
     names = {"query": 16, "key": 8}
     with jax.set_mesh(mesh_of(2, 4)):
         x = jax.device_put(np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32), ROWS)

@@ -4,13 +4,13 @@ XLA writes the groups of a collective in four notations:
 
 ```
 {{0,1},{2,3}}                                        lists of device ids; {} for one group of all devices
-[2,4]<=[4,2]T(1,0)                                   two groups of four: 0..7 as [4, 2], transposed, then cut
+[2,4]<=[4,2]T(1,0)                                   two groups of four: 0..7 as [4, 2], transposed, split in two
 mesh['x'=2,'y'=4] {'y'}                              one group for each line of a mesh along the named axes
 mesh['x'=2,'y'=4], device_ids=(0,4,...) {'y':(1)2}   the same with other devices, or along a sub-axis
 ```
 
-A sub-axis `'y':(p)n` is the middle factor of an axis that is split into p times n times the rest. Everything that is
-written otherwise raises HloError, because groups that were guessed would make every later result wrong.
+A sub-axis `'y':(p)n` is the middle factor of an axis that is split into p times n times the rest. Any other notation
+raises HloError, because groups that were guessed would make every later result wrong.
 """
 
 import itertools
@@ -25,7 +25,7 @@ MAX_DEVICES = 1 << 16  # groups of more devices than this are refused, so that n
 
 
 def _several(one: str) -> str:
-    """Returns the pattern of one or several of a pattern, with commas between them."""
+    """Returns a pattern that matches one or more times the pattern `one`, with commas between them."""
     return rf"{one}(?:\s*,\s*{one})*"
 
 
@@ -61,10 +61,10 @@ def replica_groups(instruction: Instruction, devices: int) -> tuple[tuple[int, .
 
     Args:
       instruction: The collective.
-      devices: The devices of the program, which are one group where the text names no groups.
+      devices: The number of devices of the program. They are one group if the text names no groups.
 
     Raises:
-      HloError: The groups are written in a way that this module does not know, or contradict themselves.
+      HloError: The notation of the groups is unknown, or a device is in two groups.
     """
     text = instruction.attributes.get("replica_groups", "{}")
     groups: Sequence[Sequence[int]] | None = None
@@ -106,8 +106,8 @@ def _mesh_groups(match: re.Match) -> list[list[int]] | None:
         ids = (_iota(iota[1], iota[2]) or []) if iota else _numbers(match[2])
         if sorted(ids) != list(range(count)):
             return None
-    factors: list[int] = []  # the sizes of the axes, where an axis is split at the borders of its chosen sub-axes
-    number: dict[tuple[str, int], int] = {}  # of the factor of an axis that begins at a border
+    factors: list[int] = []  # the sizes of the axes, each axis split at the borders of its chosen sub-axes
+    number: dict[tuple[str, int], int] = {}  # the index in `factors` of the factor of an axis that begins at a border
     for name, size in sizes.items():
         sub_axes = [(before, before * inside) for axis, before, inside in chosen if axis == name]
         borders = sorted({1, size}.union(*sub_axes))
@@ -126,7 +126,7 @@ def _mesh_groups(match: re.Match) -> list[list[int]] | None:
 
 
 def _chosen_axes(text: str, sizes: dict[str, int]) -> list[tuple[str, int, int]] | None:
-    """Returns (axis, size of what is before it within the axis, its size) for each axis or sub-axis in `{'y':(1)2}`."""
+    """Returns (axis, size before the sub-axis, size) for each axis or sub-axis in `{'y':(1)2}`; None if unreadable."""
     chosen = []
     for one in text.split(",") if text.strip() else []:
         match = _CHOSEN.fullmatch(one)

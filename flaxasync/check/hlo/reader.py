@@ -2,8 +2,8 @@
 
 It reads what compilers print: for TPU, GPU and CPU, scheduled or not, with or without percent signs, operand shapes
 and comments. It also reads fragments as documentation shows them, which are computations or bare instructions without
-a HloModule line. Any other text raises HloError with line and column, and no text raises anything else. What an opcode
-means is not checked here.
+a HloModule line. Any other text raises HloError with line and column, and no text raises another exception. The reader
+does not check what an opcode means.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class _Reader(Cursor):
         elif not self.text[self.at :].strip():
             raise self.error("the text is empty; expected a HloModule line")
         computations: dict[str, Computation] = {}
-        bare: list[Instruction] = []  # the instructions that stand outside of any computation
+        bare: list[Instruction] = []  # the instructions outside of any computation
         bare_names: set[str] = set()
         while True:
             self.skip_blank()
@@ -200,7 +200,7 @@ class _Reader(Cursor):
         return tuple(names)
 
     def attributes(self) -> dict[str, str]:
-        """Reads `, key=value, key=value`. It ends at the end of a line that no comma continues."""
+        """Reads `, key=value, key=value`. A line break ends the list unless a comma precedes it."""
         found: dict[str, str] = {}
         while True:
             ahead = _BLANK_IN_LINE.match(self.text, self.at).end()  # type: ignore[union-attr]
@@ -249,7 +249,7 @@ def _check_calls(module: HloModule) -> None:
 
 
 def _mark_root(instructions: list[Instruction]) -> None:
-    """Makes the last instruction the root, where none is marked as the root."""
+    """Makes the last instruction the root if no instruction is marked as the root."""
     if not any(i.is_root for i in instructions):
         instructions[-1] = dataclasses.replace(instructions[-1], is_root=True)
 
