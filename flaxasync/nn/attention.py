@@ -37,9 +37,9 @@ class ParallelAttention(SelfAttention):
     y             [b, s, out_features]          sharded as inputs_q is
     ```
 
-    Projections of one input share one gather of it; the output projection is row-parallel. The parameters are those of four
-    `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output features.
-    `flaxasync.nn.load` reads those of `nnx.MultiHeadAttention`.
+    Projections of one input share one gather of it; the output projection is row-parallel. The parameters are those of
+    four `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output
+    features. `flaxasync.nn.load` reads those of `nnx.MultiHeadAttention`.
 
     The axis need not divide the heads. Where it does not, some devices compute with heads of zeros, and where there are
     fewer key-value heads than devices, several devices compute with the same; an all-to-all fetches these parameters in
@@ -126,6 +126,8 @@ class ParallelAttention(SelfAttention):
         bias: Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
     ) -> Float[Array, "b s out"]:
         """Applies the layer.
 
@@ -137,11 +139,19 @@ class ParallelAttention(SelfAttention):
           bias: Added to the scores; broadcasts to [b, heads, s, t].
           deterministic: Whether nothing is dropped; by default what the layer was built with.
           rngs: What the dropout is drawn from; by default a stream of the layer's own.
+          sow_weights: Must be False: no device has the weights of all heads.
+          decode: Must not be True: there is no cache of keys and values.
 
         Raises:
           ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its
             own, or rows that are not on the axes where they belong; a mask or a bias does not fit.
+          NotImplementedError: sow_weights or decode is True.
         """
+        for name, asked in (("sow_weights", sow_weights), ("decode", decode)):
+            if asked:
+                raise NotImplementedError(
+                    f"{type(self).__name__} lacks {name} of nnx.MultiHeadAttention; leave it out, or keep that layer"
+                )
         if inputs_v is not None and inputs_k is None:
             raise ValueError(f"{type(self).__name__} got inputs_v without inputs_k; give both, or inputs_k alone")
         inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)

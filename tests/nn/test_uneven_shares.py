@@ -125,3 +125,45 @@ def test_an_output_over_a_padded_vocabulary(mesh_of):
     assert y.shape == (2, 8, 16)
     np.testing.assert_allclose(np.asarray(y)[..., :13], plain(x), rtol=1e-5, atol=1e-6)
     assert not np.any(np.asarray(y)[..., 13:])
+
+
+def test_options_that_need_all_scores(mesh_of):
+    """Scale, soft cap and an attention function, against the formula; dropout keeps the mean and follows its key."""
+    q, k, v = (np.random.default_rng(i).standard_normal((2, 8, 16)).astype(np.float32) for i in range(3))
+    identity = np.eye(16, dtype=np.float32)
+
+    def layer(**options):
+        made = fa.nn.ParallelAttention(16, 4, use_bias=False, rngs=nnx.Rngs(0), **options)
+        fa.nn.load(made, {f"{name}.kernel": identity for name in ("query", "key", "value", "out")})
+        return made
+
+    def formula(scale, cap):
+        heads = [x.reshape(2, 8, 4, 4) for x in (q, k, v)]
+        scores = cap * np.tanh(np.einsum("bshd,bthd->bhst", *heads[:2]) * scale / cap)
+        return np.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), heads[2]).reshape(2, 8, 16)
+
+    with jax.set_mesh(mesh_of(2, 4)):
+        inputs = [jax.device_put(x, ROWS) for x in (q, k, v)]
+        capped = layer(softmax_scale=0.3, logit_softcap=2.0)(*inputs)
+        plain = layer()(*inputs)
+        function = layer(attention_fn=nnx.dot_product_attention)(*inputs)
+        made = layer(dropout_rate=0.5)
+        drops = [np.asarray(made(*inputs, rngs=nnx.Rngs(dropout=seed))) for seed in (0, 0, 1)]
+        kept = made(*inputs, deterministic=True)
+        for option in ({"sow_weights": True}, {"decode": True}):
+            with pytest.raises(NotImplementedError, match=f"ParallelAttention lacks {next(iter(option))} of nnx"):
+                made(*inputs, **option)
+        with pytest.raises(ValueError, match=r"needs a mask that broadcasts to \[b, heads, s, t\] = \[2, 4, 8, 8\]"):
+            made(*inputs, mask=np.ones((2, 1, 8, 9), bool))
+    np.testing.assert_allclose(capped, formula(0.3, 2.0), atol=1e-5)
+    np.testing.assert_allclose(plain, formula(0.5, 1e6), atol=1e-4)
+    np.testing.assert_allclose(function, plain, atol=1e-5)
+    np.testing.assert_allclose(kept, plain, atol=1e-5)
+    np.testing.assert_array_equal(drops[0], drops[1])
+    assert not np.allclose(drops[0], drops[2])
+    with jax.set_mesh(jax.make_mesh((2, 4), ("context", "model"))):
+        with pytest.raises(NotImplementedError, match="over a split sequence lacks logit_softcap"):
+            fa.nn.ParallelSelfAttention(16, 4, context_axis="context", logit_softcap=30.0, rngs=nnx.Rngs(0))
+        ring = drawn(lambda: fa.nn.ParallelSelfAttention(16, 4, context_axis="context", rngs=nnx.Rngs(0)))
+        with pytest.raises(NotImplementedError, match="over a split sequence lacks masks and biases"):
+            ring(jax.device_put(q, P(None, ("context", "model"), None)), mask=np.ones((1, 1, 8, 8), bool))
