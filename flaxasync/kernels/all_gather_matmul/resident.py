@@ -38,27 +38,31 @@ ENTRY, LATENCY = 1.5e-6, 0.5e-6  # seconds of the entry barrier, and until a tra
 _FIELDS = len(dataclasses.fields(Task))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of the kernel."""
+
+    x: Ref  # [arrivals, directions, batches, rows, k] VMEM, in the order of their arrival
+    w: IncomingTiles  # [w_slots, k, n], or [w_slots, n, k] if transposed
+    outgoing: OutgoingTiles  # [out_slots, directions, batches, rows, n] results of an arrival
+    out_columns: Ref  # [out_slots] SMEM, the tile of columns of each of them
+    tasks: Ref  # [tasks * fields] SMEM
+    own_sem: Ref  # [chunks] DMA semaphores of the copies of the own block
+    kept_sem: Ref  # DMA semaphore of the copies of arrivals to the gathered x in HBM
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes of everything, and the schedule.
+    """The sizes of everything, and the schedule."""
 
-    Attributes:
-      layout: how blocks are divided into half-blocks and chunks.
-      k: length of the contraction.
-      columns: tiles of the columns of all ws.
-      transposed: whether w is [n, k].
-      sizes: the work to be done, and the room for it.
-      schedule: the tasks.
-      vmem_bytes: the vector memory of all buffers.
-    """
-
-    layout: BlockLayout
-    k: int
-    columns: Tiling
-    transposed: bool
-    sizes: Sizes
-    schedule: Schedule
-    vmem_bytes: int
+    layout: BlockLayout  # how blocks are divided into half-blocks and chunks
+    k: int  # length of the contraction
+    columns: Tiling  # tiles of the columns of all ws
+    transposed: bool  # whether w is [n, k]
+    sizes: Sizes  # the work to be done, and the buffers for it
+    schedule: Schedule  # the tasks
+    vmem_bytes: int  # of all buffers
 
     @property
     def elements_read(self) -> int:
@@ -66,22 +70,31 @@ class Plan:
         x = self.sizes.own * self.layout.arrival_rows * self.k
         return x + self.schedule.fetches * self.k * self.columns.size
 
+    def scratch(self, dtype: DType) -> ScratchShapes:
+        """Returns the scratch memory to allocate."""
+        sizes, n, k = self.sizes, self.columns.size, self.k
+        return Scratch(
+            x=pltpu.VMEM((sizes.arrivals, *self.layout.shape, k), dtype),
+            w=IncomingTiles.allocate(sizes.w_slots, (n, k) if self.transposed else (k, n), dtype),
+            outgoing=OutgoingTiles.allocate(sizes.out_slots, (*self.layout.shape, n), dtype),
+            out_columns=pltpu.SMEM((sizes.out_slots,), jnp.int32),
+            tasks=pltpu.SMEM((len(self.schedule.tasks) * _FIELDS,), jnp.int32),
+            own_sem=pltpu.SemaphoreType.DMA((self.layout.chunks,)),
+            kept_sem=pltpu.SemaphoreType.DMA,
+        )
+
 
 def plan(
     layout: BlockLayout, size: int, k: int, widths: Sequence[int], transposed: bool, tiles: Tiles | None, dtype: DType
 ) -> Plan | None:
     """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in vector memory."""
     rows, most = (tiles.m, tiles.n) if tiles else (ROWS, max(COLUMNS))
-    chunked = [layout.in_chunks(chunks) for chunks in CHUNKS]
-    layouts = [one for one in chunked if one and one.arrival_rows <= rows]
-    layouts = [one for one in layouts if one.chunks == 1 or one.arrival_rows >= CHUNK_ROWS]
     sides = {max(LANES, min(n, most, max(widths)) // LANES * LANES) for n in COLUMNS}
-    candidates = (
-        _plan_of(one, size, k, Tiling(tuple(widths), n), transposed, rows, dtype)
-        for one in layouts
-        for n in sorted(sides)
-    )
-    return min(filter(None, candidates), key=lambda candidate: candidate.schedule.seconds, default=None)
+    plans = []
+    for one in filter(None, map(layout.in_chunks, CHUNKS)):
+        if one.arrival_rows <= rows and (one.chunks == 1 or one.arrival_rows >= CHUNK_ROWS):
+            plans += [_plan_of(one, size, k, Tiling(tuple(widths), n), transposed, rows, dtype) for n in sorted(sides)]
+    return min(filter(None, plans), key=lambda plan: plan.schedule.seconds, default=None)
 
 
 def _plan_of(
@@ -117,33 +130,6 @@ def _plan_of(
     )
     sizes = Sizes(arrivals, layout.chunks, columns.count, w_slots, most, out_slots)
     return Plan(layout, k, columns, transposed, sizes, schedule(sizes, rates), need)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scratch:
-    """Scratch memory of the kernel."""
-
-    x: Ref  # [arrivals, directions, batches, rows, k] VMEM, in the order of their arrival
-    w: IncomingTiles  # [w_slots, k, n], or [w_slots, n, k] if transposed
-    outgoing: OutgoingTiles  # [out_slots, directions, batches, rows, n] results of an arrival
-    out_columns: Ref  # [out_slots] SMEM, the tile of columns of each of them
-    tasks: Ref  # [tasks * fields] SMEM
-    own_sem: Ref  # [chunks] DMA semaphores of the copies of the own block
-    kept_sem: Ref  # DMA semaphore of the copies of arrivals to the gathered x in HBM
-
-    @classmethod
-    def allocate(cls, plan: Plan, dtype: DType) -> ScratchShapes:
-        sizes, n, k = plan.sizes, plan.columns.size, plan.k
-        return cls(
-            pltpu.VMEM((sizes.arrivals, *plan.layout.shape, k), dtype),
-            IncomingTiles.allocate(sizes.w_slots, (n, k) if plan.transposed else (k, n), dtype),
-            OutgoingTiles.allocate(sizes.out_slots, (*plan.layout.shape, n), dtype),
-            pltpu.SMEM((sizes.out_slots,), jnp.int32),
-            pltpu.SMEM((len(plan.schedule.tasks) * _FIELDS,), jnp.int32),
-            pltpu.SemaphoreType.DMA((plan.layout.chunks,)),
-            pltpu.SemaphoreType.DMA,
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ are gone through in several passes.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +32,12 @@ from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import check_vmem
 
+CALLER = "all_gather_matmul"
 TILES = Tiles(1024, 1024, 2048)
 ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most
 
 
-@dataclasses.dataclass(frozen=True)
-class Coordinates:
+class Coordinates(NamedTuple):
     """What one step works on."""
 
     arrival: Scalar
@@ -48,39 +49,32 @@ class Coordinates:
     w_slot: Scalar
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of the kernel."""
+
+    x: IncomingTiles  # [2, batches, rows, k]
+    w: IncomingTiles  # [2, k, n], or [2, n, k] if transposed
+    outgoing: OutgoingTiles  # [2, batches, rows, n] tiles of the result
+    accumulators: Ref  # [accumulators, batches, rows, n] VMEM, float32
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps.
+    """The steps."""
 
-    Attributes:
-      size: devices of the ring.
-      layout: how blocks are divided; half-blocks have one chunk.
-      tiles: tiles of a half-block, of the columns of all ws, and of the contraction.
-      accumulators: tiles of rows in a pass.
-      vmem_bytes: the vector memory of all buffers.
-    """
-
-    size: int
-    layout: BlockLayout
-    tiles: MatmulTiles
-    accumulators: int
-    vmem_bytes: int
+    size: int  # devices of the ring
+    layout: BlockLayout  # how blocks are divided; half-blocks have one chunk
+    tiles: MatmulTiles  # tiles of a half-block, of the columns of all ws, and of the contraction
+    accumulators: int  # tiles of rows in a pass
+    vmem_bytes: int  # of all buffers
 
     @property
     def grid(self) -> IterationGrid:
         tiles = self.tiles
         passes = self.layout.directions * tiles.rows.count // self.accumulators
         return IterationGrid((self.size, passes, tiles.columns.count, tiles.contraction.count, self.accumulators))
-
-    @property
-    def columns(self) -> Tiling:
-        """Tiles of the columns of all ws."""
-        return self.tiles.columns
-
-    @property
-    def results(self) -> int:
-        """Tiles of the result."""
-        return self.grid.steps // self.tiles.contraction.count
 
     @property
     def elements_read(self) -> int:
@@ -98,29 +92,22 @@ class Schedule:
         row, number = pass_ * self.accumulators + i, round_ * self.accumulators + i
         return Coordinates(arrival, row, column, t, i, number, w_slot)
 
-    def of_result(self, number: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """Returns arrival, tile of rows and tile of columns of a tile of the result."""
-        round_, i = split(number, self.accumulators)
-        size, passes, columns, *_ = self.grid.sizes
-        arrival, pass_, column = IterationGrid((size, passes, columns)).coordinates(round_)
-        return arrival, pass_ * self.accumulators + i, column
+    def scratch(self, dtype: DType) -> ScratchShapes:
+        """Returns the scratch memory to allocate."""
+        result = (*self.tiles.rows.shape, self.tiles.columns.size)
+        return Scratch(
+            x=self.tiles.x_slots(dtype),
+            w=self.tiles.w_slots(dtype),
+            outgoing=OutgoingTiles.allocate(2, result, dtype),
+            accumulators=pltpu.VMEM((self.accumulators, *result), jnp.float32),
+        )
 
 
 def plan(
-    caller: str,
-    layout: BlockLayout,
-    size: int,
-    k: int,
-    widths: Sequence[int],
-    transposed: bool,
-    tiles: Tiles,
-    dtype: DType,
+    layout: BlockLayout, size: int, k: int, widths: Sequence[int], transposed: bool, tiles: Tiles | None, dtype: DType
 ) -> Schedule:
-    """Returns the schedule with the largest tiles up to `tiles`.
-
-    Raises:
-      ValueError: tiles exceed vector memory.
-    """
+    """Returns the schedule with the largest tiles up to those asked for; raises if they exceed vector memory."""
+    tiles = tiles or TILES
     rows = RowTiling.of(layout.batches, layout.rows, tiles.m, layout.unit)
     used = MatmulTiles(rows, Tiling.of(widths, tiles.n), Tiling.of((k,), tiles.k), transposed)
     room = max(1, ACCUMULATORS // (4 * rows.size * used.columns.size))
@@ -131,29 +118,7 @@ def plan(
         return in_slots * jnp.dtype(dtype).itemsize + 4 * accumulators * t.m * t.n
 
     sizes = Tiles(rows.size, used.contraction.size, used.columns.size)
-    return Schedule(size, layout, used, accumulators, check_vmem(caller, sizes, need))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scratch:
-    """Scratch memory of the kernel."""
-
-    x: IncomingTiles  # [2, batches, rows, k]
-    w: IncomingTiles  # [2, k, n], or [2, n, k] if transposed
-    outgoing: OutgoingTiles  # [2, batches, rows, n] tiles of the result
-    accumulators: Ref  # [accumulators, batches, rows, n] VMEM, float32
-
-    @classmethod
-    def allocate(cls, schedule: Schedule, dtype: DType) -> ScratchShapes:
-        tiles = schedule.tiles
-        result = (*tiles.rows.shape, tiles.columns.size)
-        return cls(
-            tiles.x_slots(dtype),
-            tiles.w_slots(dtype),
-            OutgoingTiles.allocate(2, result, dtype),
-            pltpu.VMEM((schedule.accumulators, *result), jnp.float32),
-        )
+    return Schedule(size, layout, used, accumulators, check_vmem(CALLER, sizes, need))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +141,8 @@ class Stream:
         self.gather.send_own()
         pl.loop(0, self.schedule.grid.steps)(self.step)
         with jax.named_scope("finish"):
-            self.scratch.outgoing.finish(self.schedule.results, self.wait_until_left)
+            results = self.schedule.grid.steps // self.schedule.tiles.contraction.count
+            self.scratch.outgoing.finish(results, self.wait_until_left)
             self.gather.finish()
             if self.keep_gathered:
                 self.gather.wait_for_own()
@@ -215,18 +181,18 @@ class Stream:
         direction, i = split(there.row, tiles.rows.count)
         block = gather.block(direction, there.arrival)
 
-        def own(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-            return gather.x.at[*self.schedule.layout.in_block(direction, batches, rows), depth]
+        def start_x(is_own: bool) -> None:
+            def source(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
+                batches, rows = self.schedule.layout.in_block(direction, batches, rows)
+                return gather.x.at[batches, rows, depth] if is_own else gather.gathered.at[batches, block, rows, depth]
 
-        def arrived(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-            batches, rows = self.schedule.layout.in_block(direction, batches, rows)
-            return gather.gathered.at[batches, block, rows, depth]
+            tiles.start_x(scratch.x, x_slot, i, there.t, source)
 
         with jax.named_scope("prefetch"):
             pl.when(there.i == 0)(lambda: tiles.start_w(scratch.w, there.w_slot, there.t, there.column, self.ws))
             x_slot = remainder(step, 2)
-            pl.when(there.arrival == 0)(lambda: tiles.start_x(scratch.x, x_slot, i, there.t, own))
-            pl.when(there.arrival > 0)(lambda: tiles.start_x(scratch.x, x_slot, i, there.t, arrived))
+            pl.when(there.arrival == 0)(lambda: start_x(True))
+            pl.when(there.arrival > 0)(lambda: start_x(False))
 
     def copy_own(self, step: Scalar) -> None:
         """Copies a batch of the own block to its place at every second step.
@@ -254,10 +220,11 @@ class Stream:
 
     def wait_until_left(self, number: Scalar) -> None:
         """Waits until a tile of the result has left its slot."""
-        _, row, column = self.schedule.of_result(number)
-        outgoing = self.scratch.outgoing
-        self.schedule.tiles.on_result(
-            remainder(row, self.schedule.tiles.rows.count),
-            column,
-            lambda _, *tile: outgoing.wait(outgoing.slot(number), *(side.size for side in tile)),
-        )
+        schedule, outgoing, tiles = self.schedule, self.scratch.outgoing, self.schedule.tiles
+        round_, i = split(number, schedule.accumulators)
+        _, pass_, column = IterationGrid(schedule.grid.sizes[:3]).coordinates(round_)
+
+        def wait(_: int, *tile: pl.Slice) -> None:
+            outgoing.wait(outgoing.slot(number), *(side.size for side in tile))
+
+        tiles.on_result(remainder(pass_ * schedule.accumulators + i, tiles.rows.count), column, wait)

@@ -8,6 +8,7 @@
 | `grid` | the order in which tiles are visited |
 | `tiling`, `row_tiling` | tiles of one dimension, tiles of rows in batches; the last ones may be partial |
 | `slots` | tiles on their way into vector memory or out of it; the start of and the wait for every transfer |
+| `call` | the call of a kernel whose operands and results stay in HBM |
 | `product` | the product of two tiles and its accumulation over the contraction |
 | `matmul` | the tiles of x and w: fetch, wait, multiply |
 | `ring` | neighbours on a mesh axis, the entry barrier, half-blocks, acknowledgements |

@@ -29,32 +29,19 @@ from flaxasync.kernels.engine.slots import start_copy, start_send, wait
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """How blocks are divided into half-blocks and chunks.
+    """How blocks are divided into half-blocks and chunks."""
 
-    Attributes:
-      directions: half-blocks of a block.
-      chunks: chunks of a half-block.
-      batches, rows: those of one chunk.
-      unit: rows of a hardware tile.
-      to_half: batches and rows from half-block 0 to half-block 1.
-      to_chunk: batches and rows from one chunk to the next.
-    """
-
-    directions: int
-    chunks: int
-    batches: int
-    rows: int
-    unit: int
-    to_half: tuple[int, int]
-    to_chunk: tuple[int, int] = (0, 0)
+    directions: int  # half-blocks of a block
+    chunks: int  # chunks of a half-block
+    batches: int  # batches of a chunk
+    rows: int  # rows of a chunk in each of its batches
+    unit: int  # rows of a hardware tile
+    to_half: tuple[int, int]  # batches and rows from half-block 0 to half-block 1
+    to_chunk: tuple[int, int] = (0, 0)  # batches and rows from one chunk to the next
 
     @classmethod
     def of(cls, caller: str, batches: int, rows: int, unit: int, directions: int) -> "BlockLayout":
-        """BlockLayouts blocks of `batches` x `rows` into half-blocks of one chunk.
-
-        Raises:
-          ValueError: a block has no two halves.
-        """
+        """Divides blocks of `batches` x `rows` into half-blocks of one chunk; raises if a block has no two halves."""
         if directions == 1:
             return cls(1, 1, batches, rows, unit, (0, 0))
         if batches % 2 == 0:
@@ -113,24 +100,14 @@ class GatherSemaphores:
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """The all-gather as one device sees it.
-
-    Attributes:
-      ring: the devices.
-      layout: how blocks are divided.
-      x: [B, m, k] in HBM, the own block.
-      gathered: [B, R, m, k] in HBM, each block in its own place; None if it is not kept there.
-      semaphores: the semaphores.
-      arrivals: [arrivals, directions, batches, rows, k] in vector memory, if what arrives is kept there; else it
-        arrives in `gathered`.
-    """
+    """The all-gather as one device sees it. Blocks arrive in vector memory if `arrivals` is there, else in HBM."""
 
     ring: Ring
     layout: BlockLayout
-    x: Ref
-    gathered: Ref
+    x: Ref  # [B, m, k] HBM, the own block
+    gathered: Ref  # [B, R, m, k] HBM, each block in its own place; None if it is not kept there
     semaphores: GatherSemaphores
-    arrivals: Ref = None
+    arrivals: Ref = None  # [arrivals, directions, batches, rows, k] VMEM
 
     def block(self, direction: Scalar, arrival: Scalar) -> Scalar:
         """Returns the device whose block a half-block of an arrival belongs to."""

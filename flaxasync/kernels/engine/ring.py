@@ -23,17 +23,11 @@ type Device = dict[str, Any]  # coordinates on all mesh axes, the form that Pall
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The devices of a mesh axis, inside a kernel.
-
-    Attributes:
-      axis_name: the mesh axis.
-      size: its devices.
-      directions: 1, or 2 where blocks travel both ways.
-    """
+    """The devices of a mesh axis, inside a kernel."""
 
     axis_name: str
-    size: int
-    directions: int
+    size: int  # devices on the axis
+    directions: int  # 1, or 2 where blocks travel both ways
 
     @property
     def both(self) -> range:
@@ -47,11 +41,11 @@ class Ring:
 
     def receiver(self, direction: Scalar) -> Device:
         """Returns the neighbour that this device sends to."""
-        return neighbour(self.axis_name, direction)
+        return self._neighbour(direction)
 
     def sender(self, direction: Scalar) -> Device:
         """Returns the neighbour that sends to this device."""
-        return neighbour(self.axis_name, 1 - direction)
+        return self._neighbour(1 - direction)
 
     def behind(self, hops: Scalar, direction: Scalar) -> jax.Array:
         """Returns the index of the device whose block arrives here after a number of hops, from 0 to `size`.
@@ -70,6 +64,12 @@ class Ring:
         senders = [self.sender(direction) for direction in self.both]
         enter(f"{tag} {self.axis_name} {self.directions}", senders, collective_id)
 
+    def _neighbour(self, direction: Scalar) -> Device:
+        if isinstance(direction, int):
+            return device_at(self.axis_name, 1 - 2 * direction)
+        there = self.index + jnp.where(direction == 0, 1, self.size - 1)
+        return device_at(self.axis_name, 0) | {self.axis_name: lax.rem(there, jnp.int32(self.size))}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +77,6 @@ class Acknowledgements:
     """Counts of the blocks or tiles that the receiver has read, so that its receive buffer may be written again."""
 
     sems: Ref  # [directions], regular semaphores
-
-    @classmethod
-    def allocate(cls, directions: int) -> "Acknowledgements":
-        return cls(pltpu.SemaphoreType.REGULAR((directions,)))
 
     def send(self, ring: Ring, direction: int) -> None:
         """Tells the sender that what came from it has been read."""
@@ -92,11 +88,7 @@ class Acknowledgements:
 
 
 def check_ring(caller: str, axis_name: str, directions: int) -> int:
-    """Returns the number of devices on an axis.
-
-    Raises:
-      ValueError: one device alone has nobody to send to, or `directions` is neither 1 nor 2.
-    """
+    """Returns the number of devices on an axis; raises if it is 1, or if `directions` is neither 1 nor 2."""
     size = lax.axis_size(axis_name)
     if size == 1:
         raise ValueError(
@@ -114,26 +106,13 @@ def choose_directions(size: int, length: int, unit: int, directions: int | None)
 
 
 def half_blocks(caller: str, name: str, length: int, unit: int, directions: int) -> list[pl.Slice]:
-    """Returns what travels in each direction: slices of a dimension of a block.
-
-    Raises:
-      ValueError: the dimension has no two halves of whole hardware tiles.
-    """
+    """Returns what travels in each direction, slices of a dimension; raises if it has no halves of whole tiles."""
     if length % (directions * unit) and directions == 2:
         raise ValueError(
             f"{caller} sends half of the {name} each way: got {length}, needed a multiple of {2 * unit}; "
             "use directions=1"
         )
     return [pl.ds(direction * (length // directions), length // directions) for direction in range(directions)]
-
-
-def neighbour(axis_name: str, direction: Scalar) -> Device:
-    """Returns the next device in a direction around an axis."""
-    if isinstance(direction, int):
-        return device_at(axis_name, 1 - 2 * direction)
-    size = lax.axis_size(axis_name)
-    there = lax.axis_index(axis_name) + jnp.where(direction == 0, 1, size - 1)
-    return device_at(axis_name, 0) | {axis_name: lax.rem(there, jnp.int32(size))}
 
 
 def enter(
@@ -155,8 +134,7 @@ def enter(
         program has, unless `collective_id` is given.
       senders: the devices that send to this device. As many, in the same places, receive from it.
       collective_id: the id of the barrier.
-      conditional: further (device, whether it sends to this one, whether a device in that place receives from this
-        one).
+      conditional: further (device, whether it sends here, whether a device in that place receives from this one).
     """
     senders, conditional = list(senders), list(conditional)
     barrier = pltpu.get_barrier_semaphore(None if collective_id is not None else f"flaxasync.{tag}")

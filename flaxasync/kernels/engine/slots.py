@@ -81,12 +81,7 @@ class OutgoingTiles(_Slots):
     """
 
     def free(self, number: Scalar, wait_for: Callable[[Scalar], None]) -> None:
-        """Waits until a tile may be written into its slot.
-
-        Args:
-          number: of the tile, in the order in which tiles leave.
-          wait_for: waits until the tile of a given number has left; the kernel knows its size.
-        """
+        """Waits until a tile may be written into its slot; `wait_for(number)` waits until another one has left."""
         pl.when(number >= self.count)(lambda: wait_for(number - self.count))
 
     def finish(self, count: int, wait_for: Callable[[Scalar], None]) -> None:

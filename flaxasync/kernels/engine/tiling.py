@@ -30,18 +30,14 @@ NEAR = 1.03  # how much more than the cheapest tiles those may cost that need le
 class Tiling:
     """Tiles over one or more dimensions that lie side by side, as the columns of several weights do.
 
-    Attributes:
-      lengths: the length of each dimension, a multiple of `unit`.
-      size: elements of a tile. The last tile of each dimension is partial unless tiles divide it.
-      unit: elements of a hardware tile.
-      sub_block: elements of one product in the code of a kernel that loops over the sub-blocks of a tile. The last one
-        of a partial tile may reach beyond the tile. None where a tile is multiplied at once, whatever its size.
+    The last tile of each dimension is partial unless tiles divide it. A kernel may loop over the sub-blocks of a tile,
+    so that its code has one product. The last sub-block of a partial tile may reach beyond the tile.
     """
 
-    lengths: tuple[int, ...]
-    size: int
-    unit: int = LANES
-    sub_block: int | None = None
+    lengths: tuple[int, ...]  # the length of each dimension, a multiple of `unit`
+    size: int  # elements of a tile
+    unit: int = LANES  # elements of a hardware tile
+    sub_block: int | None = None  # elements of a sub-block; None where a tile is multiplied at once
 
     @classmethod
     def of(cls, lengths: Sequence[int], most: int, unit: int = LANES) -> "Tiling":
@@ -109,20 +105,11 @@ class Tiling:
             before += count
 
     def on_size(
-        self,
-        tile: Scalar,
-        use: Callable[[int], None],
-        *,
-        among: Sequence[int] | None = None,
-        condition: Condition = True,
+        self, tile: Scalar, use: Callable[[int], None], among: Sequence[int] | None = None, condition: Condition = True
     ) -> None:
         """Calls `use(elements of a tile)`, a static number, if `condition` holds.
 
-        Args:
-          tile: the number of the tile.
-          use: the function to call; traced once for each size.
-          among: the tiles of which this is one; all by default.
-          condition: whether to call it at all.
+        `use` is traced once for each size of the tiles in `among`, which have to include this one; None is all tiles.
         """
         all_sizes = self.sizes
         sizes = sorted({all_sizes[t] for t in (range(self.count) if among is None else among)}, reverse=True)

@@ -23,34 +23,20 @@ def available() -> int:
 def fitting(tiles: Tiles | None, default: Tiles, fit: Callable[[Tiles], Tiles], need: Callable[[Tiles], int]) -> Tiles:
     """Returns the tiles to use: those asked for, or else the default ones, halved until they fit the vector memory.
 
-    Args:
-      tiles: the largest tiles to use; None for the default.
-      default: the largest tiles to use where none were asked for.
-      fit: returns the tiles that suit the operands and are no larger than its argument.
-      need: returns the bytes of vector memory that such tiles take.
+    `fit` returns the tiles that suit the operands and are no larger than its argument, and `need` the bytes they take.
     """
-    most = tiles or default
-    while tiles is None and need(fit(most)) > available() and max(most.m, most.k, most.n) > 1:
-        most = most.halved()
-    return fit(most)
+    return fit(tiles or _largest(default, lambda most: need(fit(most))))
 
 
 def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
-    """Returns the bytes of vector memory that tiles take.
-
-    Args:
-      caller: name of the kernel, for the message.
-      tiles: the tiles to check.
-      need: returns the bytes that any tiles take in this kernel.
+    """Returns the bytes of vector memory that tiles take in a kernel, by `need`.
 
     Raises:
       ValueError: the chip has less. The message has the sum, the limit and the largest tiles that fit.
     """
     limit = available()
     if need(tiles) > limit:
-        fit = tiles
-        while need(fit) > limit and max(fit.m, fit.k, fit.n) > 1:
-            fit = fit.halved()
+        fit = _largest(tiles, need)
         raise ValueError(
             f"{caller} needs tiles that fit in vector memory: got m={tiles.m}, k={tiles.k}, n={tiles.n}, which take "
             f"{need(tiles) / MIB:.1f} MiB with all buffers, and a {chip_in_use().name} has {limit / MIB:.0f} MiB to "
@@ -62,3 +48,10 @@ def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
 def vmem_limit(need: int) -> int:
     """Returns what a kernel whose buffers take `need` bytes asks the compiler for, with room for what that adds."""
     return min(2 * need + RESERVED, chip_in_use().vmem_bytes)
+
+
+def _largest(tiles: Tiles, need: Callable[[Tiles], int]) -> Tiles:
+    """Returns tiles, halved until they fit the vector memory."""
+    while need(tiles) > available() and max(tiles.m, tiles.k, tiles.n) > 1:
+        tiles = tiles.halved()
+    return tiles

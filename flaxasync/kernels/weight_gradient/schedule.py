@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.engine.grid import IterationGrid, remainder
 from flaxasync.kernels.engine.operands import LANES, Tiles, sublanes
-from flaxasync.kernels.engine.refs import DType, Scalar
+from flaxasync.kernels.engine.refs import Scalar
 from flaxasync.kernels.engine.row_tiling import SUB_BLOCK, RowTiling
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import check_vmem
@@ -19,8 +21,7 @@ ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most, where no tiles are 
 OUTGOING = 2  # slots for tiles of the result that leave
 
 
-@dataclasses.dataclass(frozen=True)
-class Coordinates:
+class Coordinates(NamedTuple):
     """What one step of the kernel works on."""
 
     chunk: Scalar  # of the columns of x
@@ -34,21 +35,13 @@ class Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps: for each chunk all hops, for each hop all tiles of rows, for each of these all columns of dy.
+    """The steps: for each chunk all hops, for each hop all tiles of rows, for each of these all columns of dy."""
 
-    Attributes:
-      size: devices of the ring.
-      chunks: tiles of the columns of x, in sub-blocks.
-      rows: tiles of the rows of a block. Those of direction 0 come first.
-      columns: tiles of the columns of all dy.
-      directions: 1, or 2 where half of the rows travel each way.
-    """
-
-    size: int
-    chunks: Tiling
-    rows: RowTiling
-    columns: Tiling
-    directions: int
+    size: int  # devices of the ring
+    chunks: Tiling  # tiles of the columns of x, in sub-blocks
+    rows: RowTiling  # tiles of the rows of a block; those of direction 0 come first
+    columns: Tiling  # tiles of the columns of all dy
+    directions: int  # 1, or 2 where half of the rows travel each way
 
     @property
     def grid(self) -> IterationGrid:
@@ -74,11 +67,9 @@ class Schedule:
         return pl.cdiv(self.rows.count, self.directions)
 
 
-def plan(
-    batch: int, m: int, k: int, widths: list[int], tiles: Tiles | None, size: int, directions: int, dtype: DType
-) -> tuple[Schedule, int]:
+def plan(x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, directions: int) -> tuple[Schedule, int]:
     """Returns the schedule, and the bytes of vector memory that it needs."""
-    asked, itemsize = tiles or TILES, jnp.dtype(dtype).itemsize
+    (batch, m, k), dtype, asked = x.shape, x.dtype, tiles or TILES
     columns = Tiling.of(widths, asked.n)
     chunk = asked.m if tiles else min(asked.m, max(LANES, ACCUMULATORS // (4 * sum(widths))))
     chunks = Tiling.in_sub_blocks(k, chunk, SUB_BLOCK, LANES)
@@ -94,6 +85,6 @@ def plan(
     def need(t: Tiles) -> int:
         across = sum(pl.cdiv(width, t.n) for width in widths)
         in_slots = 2 * t.m * t.k + 2 * t.k * t.n + OUTGOING * t.m * t.n
-        return itemsize * in_slots + 4 * t.m * t.n * (across + 1)  # float32: the sums, and the product
+        return dtype.itemsize * in_slots + 4 * t.m * t.n * (across + 1)  # float32: the sums, and the product
 
     return schedule, check_vmem(CALLER, Tiles(chunks.size, rows.size, columns.size), need)
