@@ -84,7 +84,9 @@ def test_forward_mode_is_refused_by_its_reason(mesh_of):
             jax.jvp(layer, (x,), (x,))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("mlp", "column") else pytest.param(kind, marks=pytest.mark.slow) for kind in LAYERS]
+)
 def test_vmap_over_a_sharded_batch(mesh_of, kind):
     """The values and gradients are those of a call on the whole batch."""
     with jax.set_mesh(mesh_of(2, 4)):

@@ -330,7 +330,7 @@ def test_an_unknown_keyword_is_named(mesh_of, make):
         make(8, 8, use_biases=True, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("shape", [(0, 8, 16), (2, 0, 16)])
+@pytest.mark.parametrize("shape", [(0, 8, 16), pytest.param((2, 0, 16), marks=pytest.mark.slow)])
 def test_an_input_without_elements(mesh_of, shape):
     """A last batch may be empty. Gradients are zeros, and no collective is run: without elements it never ends."""
     with jax.set_mesh(mesh_of(2, 4)):

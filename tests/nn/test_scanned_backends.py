@@ -23,7 +23,7 @@ def gradient(backend, remat):
     return jax.value_and_grad(lambda params, tokens: nnx.merge(graph, params).loss(tokens, tokens)), params, tokens
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("dots", marks=pytest.mark.slow), "layer"])
+@pytest.mark.parametrize("remat", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "dots")), "layer"])
 @pytest.mark.parametrize("backend", ["stateful", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_a_scanned_model_is_differentiated(monkeypatch, backend, remat):
     monkeypatch.setattr(ambient_mesh, "platform", lambda: "tpu")
