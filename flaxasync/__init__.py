@@ -6,11 +6,21 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.RowParallelLinear       Dense layer that splits its input features; reduce-scatters rows while it multiplies.
   nn.ParallelMLP             MLP with split hidden features; gate and up share one gather of the input.
   nn.ParallelSelfAttention   Self-attention with split heads; query, key and value share one gather of the input.
+  nn.ParallelAttention       The same for other inputs of keys and values: the parallel nnx.MultiHeadAttention.
   nn.RingSelfAttention       Self-attention over a split sequence; keys and values travel around a ring.
   nn.VocabParallelEmbed      Embedding with a split vocabulary.
   nn.softmax_cross_entropy   Loss of logits that stay split over the vocabulary.
   nn.rotary_embedding        Rotary position embedding of queries or keys.
+  nn.ColumnParallelProjections  Several column-parallel layers that share one gather of their input.
+  nn.ParallelLoRA            Low-rank adaptation of a parallel Dense layer: the parallel nnx.LoRA.
+  nn.parallel_dot_general    A dot_general for nnx.Linear that does the product of a parallel layer.
+  nn.parallelize             Replaces the layers of a model by parallel ones, by the paths of its modules.
+  nn.Replaced                A layer that parallelize replaced.
+  nn.load                    Puts plain arrays into a parallel model, by names, under its shardings.
+  nn.Loaded                  What load did, name by name.
   nn.LayerOptions            Keywords that all layers share.
+  nn.AttentionOptions        Keywords of attention layers.
+  nn.ParallelAttentionOptions  Keywords of attention layers and of their Dense layers.
   nn.LinearOptions           Keywords of layers that are made of Dense layers.
 
 Ops on the local shards of a `jax.shard_map`:

@@ -1,12 +1,22 @@
 """Tensor-parallel layers as `nnx.Module`s, on global arrays and the ambient mesh."""
 
+from flaxasync.nn.attention import ParallelAttention as ParallelAttention
+from flaxasync.nn.attention import ParallelAttentionOptions as ParallelAttentionOptions
 from flaxasync.nn.attention import ParallelSelfAttention as ParallelSelfAttention
 from flaxasync.nn.embed import VocabParallelEmbed as VocabParallelEmbed
 from flaxasync.nn.embed import softmax_cross_entropy as softmax_cross_entropy
+from flaxasync.nn.heads import AttentionOptions as AttentionOptions
 from flaxasync.nn.heads import rotary_embedding as rotary_embedding
 from flaxasync.nn.linear import ColumnParallelLinear as ColumnParallelLinear
 from flaxasync.nn.linear import RowParallelLinear as RowParallelLinear
+from flaxasync.nn.loading import Loaded as Loaded
+from flaxasync.nn.loading import load as load
+from flaxasync.nn.lora import ParallelLoRA as ParallelLoRA
 from flaxasync.nn.mlp import ParallelMLP as ParallelMLP
 from flaxasync.nn.options import LayerOptions as LayerOptions
 from flaxasync.nn.options import LinearOptions as LinearOptions
+from flaxasync.nn.parallelize import Replaced as Replaced
+from flaxasync.nn.parallelize import parallelize as parallelize
+from flaxasync.nn.projections import ColumnParallelProjections as ColumnParallelProjections
+from flaxasync.nn.projections import parallel_dot_general as parallel_dot_general
 from flaxasync.nn.ring_attention import RingSelfAttention as RingSelfAttention

@@ -1,8 +1,9 @@
-"""Tensor-parallel self-attention: its heads are split over a mesh axis, and its sequence may be split over another."""
+"""Tensor-parallel attention: its heads are split over a mesh axis, and its sequence may be split over another."""
 
+import dataclasses
 import functools
 import math
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 from flax import nnx
@@ -11,119 +12,224 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn import shards
-from flaxasync.nn.heads import Context, HeadAttention, make_context
+from flaxasync.nn.heads import AttentionOptions, Context, HeadAttention, ScoreOptions, make_context
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
-from flaxasync.nn.placement import Layout, Placement, check_divides
-from flaxasync.nn.self_attention import SelfAttention
+from flaxasync.nn.placement import Placement, check_input, place
+from flaxasync.nn.self_attention import Inputs, SelfAttention, scores_array
+from flaxasync.nn.shares import head_shares
 from flaxasync.ops import backends
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
 
 
-class ParallelSelfAttention(SelfAttention):
-    """Multi-head self-attention with heads split over a mesh axis and grouped key-value heads.
+class ParallelAttentionOptions(LinearOptions, AttentionOptions, total=False):
+    """Keywords of the layers in this file: those of Dense layers, and those of attention."""
+
+
+class ParallelAttention(SelfAttention):
+    """Multi-head attention with heads split over a mesh axis: the parallel `nnx.MultiHeadAttention`.
 
     ```
-    x        [b, s, features]              sharded by rows over axis_name, or the same on all of its devices
-    q        [b, s, heads, head_dim]       a share of the heads on each device, all rows
-    k, v     [b, s, kv_heads, head_dim]    likewise
-    y        [b, s, features]              sharded as x is
+    inputs_q      [b, s, features]              sharded by rows over axis_name, or the same on all of its devices
+    inputs_k, _v  [b, t, kv_features]           likewise; by default inputs_q
+    q             [b, s, heads, head_dim]       a share of the heads on each device, all rows
+    k, v          [b, t, kv_heads, head_dim]    likewise
+    y             [b, s, out_features]          sharded as inputs_q is
     ```
 
-    Query, key and value share one trip of x; the output projection is row-parallel. The parameters are those of four
-    `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output features.
+    Projections of one input share one gather of it; the output projection is row-parallel. The parameters are those of
+    four `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output
+    features. `flaxasync.nn.load` reads those of `nnx.MultiHeadAttention`.
 
-    With `context_axis` the sequence is split over a second axis, and each device has its heads of its rows: x is
-    sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
-    `flaxasync.ring_attention`. Without it, rows are positions 0 .. s - 1.
+    The axis need not divide the heads. Where it does not, some devices compute with heads of zeros, and where there are
+    fewer key-value heads than devices, several devices compute with the same; an all-to-all fetches these parameters in
+    every call. Their shapes are those of the dense model all the same.
 
     Args:
-      features: The features of input and output.
-      heads: The query heads; a multiple of the axis and of `kv_heads`.
-      kv_heads: The key-value heads, each shared by heads / kv_heads query heads; a multiple of the axis. By default
-        heads.
+      features: The features of the input of queries.
+      heads: The query heads; a multiple of `kv_heads`.
+      num_heads: The same, under the name in `nnx.MultiHeadAttention`.
+      kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
       head_dim: The features of a head; by default features / heads.
+      kv_features: The features of the inputs of keys and values; by default features.
+      out_features: The features of the output; by default features.
       causal: Whether a row attends only to itself and to earlier rows.
       window: A row attends only to rows fewer than `window` positions away; None for any distance.
       rope_theta: The base of the rotary position embedding; None for none.
-      context_axis: The mesh axis that splits the sequence; None where it is whole.
-      context_layout: The order of the rows on it: "contiguous", or "zigzag", which shares causal work out equally. The
-        input is then in the order of `flaxasync.sequence_order`.
-      context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default `backend`, where ring
-        attention has it.
-      rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default; `in_spec` has the rows over
+      context: The mesh axis that splits sequences, their layout and backend; see `ParallelSelfAttention`.
+      rngs: The random streams; the layer draws from `params`, and from `dropout` where it drops.
+      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `in_spec` has the rows over
         `axis_name`.
 
     Raises:
       TypeError: A keyword is unknown.
-      ValueError: No mesh is set, it lacks an axis, or the heads do not divide by the axis or by each other.
+      ValueError: No mesh is set, it lacks an axis, or the heads do not divide by each other.
+      NotImplementedError: An option needs all scores of a row, and sequences are split.
     """
 
     def __init__(
         self,
         features: int,
-        heads: int,
+        heads: int | None = None,
         *,
+        num_heads: int | None = None,
         kv_heads: int | None = None,
         head_dim: int | None = None,
-        causal: bool = True,
+        kv_features: int | None = None,
+        out_features: int | None = None,
+        causal: bool = False,
         window: int | None = None,
-        rope_theta: float | None = 10_000.0,
-        context_axis: str | None = None,
-        context_layout: AttentionLayout = "contiguous",
-        context_backend: str | None = None,
+        rope_theta: float | None = None,
+        context: tuple[str | None, AttentionLayout, str | None] = (None, "contiguous", None),
         rngs: nnx.Rngs,
-        **options: Unpack[LinearOptions],
+        **options: Unpack[ParallelAttentionOptions],
     ):
-        layer, kv_heads = "ParallelSelfAttention", kv_heads or heads
-        options.setdefault("use_bias", False)
-        self.settings = settings_of(LinearSettings, layer, options)
-        check_divides(layer, self.settings.axis_name, heads=heads, kv_heads=kv_heads)
-        context = None
+        layer = type(self).__name__
+        scores = {f.name: options.pop(f.name) for f in dataclasses.fields(ScoreOptions) if f.name in options}  # type: ignore[misc]
+        linear: Any = options
+        if (heads is None) == (num_heads is None):
+            raise ValueError(f"{layer} needs heads, or num_heads, which means the same: got {heads} and {num_heads}")
+        heads = num_heads if heads is None else heads
+        assert heads is not None
+        kv_heads = heads if kv_heads is None else kv_heads
+        self.settings = settings_of(LinearSettings, layer, linear)
+        context_axis, context_layout, context_backend = context
+        split = None
         if context_axis is not None:
             backend = context_backend or backends.if_available("ring_attention", self.settings.backend)
-            context = make_context(layer, context_axis, context_layout, backend)
+            split = make_context(layer, context_axis, context_layout, backend)
         attention = HeadAttention.of(
-            layer, features, heads, kv_heads, head_dim,
-            causal=causal, window=window, rope_theta=rope_theta, context=context,
+            layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
+            context=split, options=ScoreOptions(**scores),
         )  # fmt: skip
-        column = functools.partial(ColumnParallelLinear, rngs=rngs, **options)
-        row = functools.partial(RowParallelLinear, rngs=rngs, **options)
-        self._build(features, heads, kv_heads, attention, column, row)
+        self.deterministic = attention.options.deterministic
+        self.rngs = rngs.dropout.fork() if attention.options.dropout_rate else nnx.data(None)
+        devices = mesh_axis_size(layer, self.settings.axis_name)
+        self._build(
+            (features, features if kv_features is None else kv_features, out_features or features),
+            heads,
+            kv_heads,
+            attention,
+            functools.partial(ColumnParallelLinear, rngs=rngs, **linear),
+            functools.partial(RowParallelLinear, rngs=rngs, **linear),
+            rngs,
+            head_shares(heads, kv_heads, attention.head_dim, devices),
+        )
 
-    def __call__(self, x: Float[Array, "b s d"], segment_ids: Int[Array, "b s"] | None = None) -> Float[Array, "b s d"]:
+    def __call__(
+        self,
+        inputs_q: Float[Array, "b s d"],
+        inputs_k: Float[Array, "b t e"] | None = None,
+        inputs_v: Float[Array, "b t e"] | None = None,
+        *,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+    ) -> Float[Array, "b s out"]:
         """Applies the layer.
 
         Args:
-          x: The input.
-          segment_ids: The segment of each row; a row attends only to rows of the same segment.
+          inputs_q: The input of queries.
+          inputs_k: The input of keys; by default inputs_q.
+          inputs_v: The input of values; by default inputs_k.
+          mask: True where a row attends to another; broadcasts to [b, heads, s, t].
+          bias: Added to the scores; broadcasts to [b, heads, s, t].
+          deterministic: Whether nothing is dropped; by default what the layer was built with.
+          rngs: What the dropout is drawn from; by default a stream of the layer's own.
+          sow_weights: Must be False: no device has the weights of all heads.
+          decode: Must not be True: there is no cache of keys and values.
 
         Raises:
-          ValueError: No mesh is set, it lacks an axis, x has other features or dimensions, has rows that are not on the
-            axes where they belong, or rows that cannot be shared out equally.
+          ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its
+            own, or rows that are not on the axes where they belong; a mask or a bias does not fit.
+          NotImplementedError: sow_weights or decode is True.
         """
-        context = self.attention.context
+        for name, asked in (("sow_weights", sow_weights), ("decode", decode)):
+            if asked:
+                raise NotImplementedError(
+                    f"{type(self).__name__} lacks {name} of nnx.MultiHeadAttention; leave it out, or keep that layer"
+                )
+        if inputs_v is not None and inputs_k is None:
+            raise ValueError(f"{type(self).__name__} got inputs_v without inputs_k; give both, or inputs_k alone")
+        inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)
+        return self._apply(inputs_q, inputs, deterministic=deterministic, rngs=rngs)
+
+    def _apply(
+        self, x: Array, inputs: Inputs, *, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+    ) -> Array:
+        layer, context = type(self).__name__, self.attention.context
         in_spec = self.settings.in_spec if context is None else self._in_spec(x, context.axis_name)
-        placement = self._place(x, segment_ids, in_spec)
+        placement = self._place(x, inputs.segment_ids, in_spec)
         if context is not None:
             self._check_context(x, placement, context)
         elif placement.rows:
             raise ValueError(
-                f"ParallelSelfAttention needs all rows of a sequence on {placement.axis_name!r}: its input's rows are "
+                f"{layer} needs all rows of a sequence on {placement.axis_name!r}: its input's rows are "
                 f"sharded over {', '.join(map(repr, placement.rows))}, too; reshard it with jax.reshard, or name that "
                 "axis with context_axis"
             )
-        layout: Layout = "sequence" if placement.rows_sharded else "replicated"
+        kv_placement = self._place_other(x, inputs, placement)
+        rows = [z.shape[1] * (p.size if p.manual and p.rows_sharded else 1) for z, p in (
+            (x, placement), (x if inputs.key is None else inputs.key, kv_placement or placement),
+        )]  # fmt: skip
+        shape = x.shape[0], self.heads, *rows
+        mask, bias = (scores_array(layer, name, z, shape) for name, z in (("mask", inputs.mask), ("bias", inputs.bias)))
+        key = self._dropout_key(deterministic, rngs)
+        if context is not None and (mask is not None or bias is not None):
+            raise NotImplementedError(
+                f"{layer} over a split sequence lacks masks and biases: no device has all scores of a row; use "
+                "causal, window and segment_ids"
+            )
+        inputs = dataclasses.replace(inputs, mask=mask, bias=bias, dropout_key=key)
         return self._attend(
             x,
-            segment_ids,
+            inputs,
             placement,
             placement.token_spec(),
             rows_sharded=placement.rows_sharded,
-            project=functools.partial(shards.row, layout=layout),
+            out_layout="sequence" if placement.rows_sharded else "replicated",
+            kv_placement=kv_placement,
         )
+
+    def _place_other(self, x: Array, inputs: Inputs, placement: Placement) -> Placement | None:
+        """Reads how the inputs of keys and values are sharded, and checks them; None where there are none."""
+        if inputs.key is None:
+            if self.key.in_features != self.query.in_features:
+                raise ValueError(
+                    f"{type(self).__name__} was built for {self.key.in_features} features of keys and values, and "
+                    f"{self.query.in_features} of queries: give inputs_k"
+                )
+            return None
+        layer = type(self).__name__
+        found = []
+        for z in (inputs.key, inputs.key if inputs.value is None else inputs.value):
+            found.append(place(layer, z, self.settings.axis_name, None, sharded="rows"))
+            check_input(layer, z, self.key.in_features, found[-1])
+            if z.ndim != 3 or z.shape[:2] != (x.shape[0], inputs.key.shape[1]):
+                raise ValueError(
+                    f"{layer} needs inputs_k and inputs_v [{x.shape[0]}, rows, features] of one length: got "
+                    f"{list(inputs.key.shape)} and {list(z.shape)}"
+                )
+        if found[0] != found[1] or found[0].batch != placement.batch or found[0].rows:
+            raise ValueError(
+                f"{layer} needs inputs_q, inputs_k and inputs_v with one sharding of the batch, and inputs_k and "
+                f"inputs_v sharded alike: got {placement.in_spec}, {found[0].in_spec} and {found[1].in_spec}; reshard "
+                "them with jax.reshard"
+            )
+        return found[0]
+
+    def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
+        """Returns the raw data of a key, or None where nothing is dropped."""
+        if deterministic is None:
+            deterministic = bool(self.deterministic)
+        if deterministic or not self.attention.options.dropout_rate:
+            return None
+        stream = rngs or self.rngs
+        assert stream is not None
+        return jax.random.key_data(stream.dropout() if isinstance(stream, nnx.Rngs) else stream())
 
     def _in_spec(self, x: Array, context_axis: str) -> P | None:
         """Returns how the input is sharded under Auto axes: the rows over both axes, the batch over the others.
@@ -140,16 +246,109 @@ class ParallelSelfAttention(SelfAttention):
         return P(others if others and fits else None, (context_axis, axis_name), None)
 
     def _check_context(self, x: Array, placement: Placement, context: Context) -> None:
-        size = mesh_axis_size("ParallelSelfAttention", context.axis_name)
+        size = mesh_axis_size(type(self).__name__, context.axis_name)
         if placement.manual:
             varies = context.axis_name in jax.typeof(x).mat.varying
             rows: tuple[str, ...] = (context.axis_name,) if varies else ()
         else:
             rows = placement.rows
-            check_sequence_rows("ParallelSelfAttention", context.layout, x.shape[1], size)
+            check_sequence_rows(type(self).__name__, context.layout, x.shape[1], size)
         if size > 1 and rows != (context.axis_name,):
             raise ValueError(
-                f"ParallelSelfAttention with context_axis={context.axis_name!r} needs its input's rows sharded over "
+                f"{type(self).__name__} with context_axis={context.axis_name!r} needs its input's rows sharded over "
                 f"{(context.axis_name, placement.axis_name)}, or over {context.axis_name!r} alone: got "
                 f"{placement.in_spec}; reshard it with jax.reshard"
             )
+
+
+class ParallelSelfAttention(ParallelAttention):
+    """Multi-head self-attention with heads split over a mesh axis and grouped key-value heads.
+
+    ```
+    x        [b, s, features]              sharded by rows over axis_name, or the same on all of its devices
+    q        [b, s, heads, head_dim]       a share of the heads on each device, all rows
+    k, v     [b, s, kv_heads, head_dim]    likewise
+    y        [b, s, features]              sharded as x is
+    ```
+
+    Query, key and value share one gather of x; the output projection is row-parallel. The parameters are those of four
+    `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output features.
+
+    With `context_axis` the sequence is split over a second axis, and each device has its heads of its rows: x is
+    sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
+    `flaxasync.ring_attention`. Without it, rows are positions 0 .. s - 1.
+
+    Args:
+      features: The features of input and output.
+      heads: The query heads; a multiple of `kv_heads`. See `ParallelAttention` for an axis that does not divide them.
+      num_heads: The same, under the name in `nnx.MultiHeadAttention`.
+      kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
+      head_dim: The features of a head; by default features / heads.
+      causal: Whether a row attends only to itself and to earlier rows.
+      window: A row attends only to rows fewer than `window` positions away; None for any distance.
+      rope_theta: The base of the rotary position embedding; None for none.
+      context_axis: The mesh axis that splits the sequence; None where it is whole.
+      context_layout: The order of the rows on it: "contiguous", or "zigzag", which shares causal work out equally. The
+        input is then in the order of `flaxasync.sequence_order`.
+      context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default `backend`, where ring
+        attention has it.
+      rngs: The random streams; the layer draws from `params`.
+      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default;
+        `in_spec` has the rows over `axis_name`.
+
+    Raises:
+      TypeError: A keyword is unknown.
+      ValueError: No mesh is set, it lacks an axis, or the heads do not divide by each other.
+      NotImplementedError: An option needs all scores of a row, and sequences are split.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int | None = None,
+        *,
+        num_heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        rope_theta: float | None = 10_000.0,
+        context_axis: str | None = None,
+        context_layout: AttentionLayout = "contiguous",
+        context_backend: str | None = None,
+        rngs: nnx.Rngs,
+        **options: Unpack[ParallelAttentionOptions],
+    ):
+        options.setdefault("use_bias", False)
+        super().__init__(
+            features, heads, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal, window=window,
+            rope_theta=rope_theta, context=(context_axis, context_layout, context_backend), rngs=rngs, **options,
+        )  # fmt: skip
+
+    def __call__(  # type: ignore[override]
+        self,
+        x: Float[Array, "b s d"],
+        segment_ids: Int[Array, "b s"] | None = None,
+        *,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> Float[Array, "b s d"]:
+        """Applies the layer.
+
+        Args:
+          x: The input.
+          segment_ids: The segment of each row; a row attends only to rows of the same segment.
+          mask: As in `ParallelAttention`, like all that follow.
+          bias: Added to the scores.
+          deterministic: Whether nothing is dropped.
+          rngs: What the dropout is drawn from.
+
+        Raises:
+          ValueError: No mesh is set, it lacks an axis, x has other features or dimensions, has rows that are not on the
+            axes where they belong, or rows that cannot be shared out equally; a mask or a bias does not fit.
+          NotImplementedError: A mask, a bias or dropout is given where sequences are split.
+        """
+        inputs = Inputs(segment_ids=segment_ids, mask=mask, bias=bias)
+        return self._apply(x, inputs, deterministic=deterministic, rngs=rngs)

@@ -5,14 +5,16 @@ from typing import Unpack
 
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype
+from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 from flax.typing import Initializer
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
-from flaxasync.nn.options import LayerOptions, LayerSettings, settings_of
+from flaxasync.nn.options import LayerOptions, LayerSettings, of_settings, settings_of
 from flaxasync.nn.placement import (
     Layout,
     Placement,
@@ -20,9 +22,11 @@ from flaxasync.nn.placement import (
     check_input,
     check_output_layout,
     check_output_rows,
+    check_sharded,
     place,
     place_tokens,
 )
+from flaxasync.nn.shares import Shares
 from flaxasync.ops import backends, vocabulary
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)  # as nnx.Embed
@@ -42,7 +46,9 @@ class VocabParallelEmbed(nnx.Module):
     so no device ever holds whole logits. The parameter has the name and global shape of that of `nnx.Embed`.
 
     Args:
-      num_embeddings: V, the number of entries; a multiple of the axis.
+      num_embeddings: V, the number of entries. Where the axis does not divide it, the logits of `attend` have the next
+        multiple of entries, of which the last are as low as can be, `softmax_cross_entropy` needs `vocab_size` for
+        label smoothing, and the parameter, whose shape stays [V, features], is fetched by an all-to-all in every call.
       features: The features of an entry.
       layout: How the rows of the output lie: "sequence" or "replicated".
       embedding_init: The initializer of the parameter.
@@ -52,8 +58,11 @@ class VocabParallelEmbed(nnx.Module):
 
     Raises:
       TypeError: A keyword is unknown.
-      ValueError: No mesh is set, it lacks the axis, or the axis does not divide num_embeddings.
+      ValueError: No mesh is set, or it lacks the axis.
     """
+
+    dtype, param_dtype = map(of_settings, ("dtype", "param_dtype"))
+    promote_dtype = property(lambda _: promote_dtype, doc="What `nnx.Embed` promotes with by default.")
 
     def __init__(
         self,
@@ -67,11 +76,16 @@ class VocabParallelEmbed(nnx.Module):
     ):
         self.settings = settings_of(LayerSettings, "VocabParallelEmbed", options)
         axis_name = self.settings.axis_name
-        check_divides("VocabParallelEmbed", axis_name, num_embeddings=num_embeddings)
-        self.num_embeddings, self.features = num_embeddings, features
+        self.shares = Shares.equal(num_embeddings, mesh_axis_size("VocabParallelEmbed", axis_name))
+        self.num_embeddings, self.features, self.embedding_init = num_embeddings, features, embedding_init
         self.layout: Layout = check_output_layout("VocabParallelEmbed", layout)
         embedding = embedding_init(rngs.params(), (num_embeddings, features), self.settings.param_dtype)
-        self.embedding = nnx.Param(embedding, out_sharding=(axis_name, None))
+        self.embedding = nnx.Param(embedding, out_sharding=tuple(self._specs["embedding"]))
+
+    @property
+    def _specs(self) -> dict[str, P]:
+        """How each parameter is sharded."""
+        return {"embedding": self.shares.spec(self.settings.axis_name, (self.num_embeddings, self.features), 0)}
 
     def __call__(self, ids: Int[Array, "*batch s"]) -> Float[Array, "*batch s d"]:
         """Looks up `ids`. An id outside 0 .. V-1 gives zeros.
@@ -86,20 +100,13 @@ class VocabParallelEmbed(nnx.Module):
         placement = place_tokens("VocabParallelEmbed", ids, axis_name, self.settings.in_spec)
         check_output_rows("VocabParallelEmbed", ids.shape[-1], self.layout, placement)
         backend = backends.if_available("lookup_reduce_scatter", self.settings.backend)
+        check_sharded("VocabParallelEmbed", "embedding", self.embedding[...], self._specs["embedding"])
         dtype = self.settings.dtype or self.embedding[...].dtype
-
-        def apply(ids: Array, table: Array) -> Array:
-            if self.layout == "sequence":
-                table = shards.cast(table, ids, dtype)
-                return vocabulary.lookup_reduce_scatter(ids, table, axis_name, backend=backend)
-            # Cast after the look-up, so that the gradients of a frequent id are summed in the dtype of the parameter.
-            rows = vocabulary.lookup(ids, shards.cast(table, ids, table.dtype), axis_name)
-            return lax.psum(rows.astype(dtype), axis_name)
-
         return placement.run(
-            apply,
+            _lookup,
+            (axis_name, self.shares, self.layout, backend, dtype),
             (ids, self.embedding[...]),
-            (placement.token_spec(), P(axis_name, None)),
+            (placement.token_spec(), self._specs["embedding"]),
             placement.spec(self.layout),
         )
 
@@ -115,37 +122,47 @@ class VocabParallelEmbed(nnx.Module):
         axis_name = self.settings.axis_name
         placement = place("VocabParallelEmbed.attend", x, axis_name, None, sharded="rows")
         check_input("VocabParallelEmbed.attend", x, self.features, placement)
+        check_sharded("VocabParallelEmbed", "embedding", self.embedding[...], self._specs["embedding"])
         dtype = canonicalize_dtype(x, self.embedding[...], dtype=self.settings.dtype)
-        settings = dataclasses.replace(self.settings, dtype=dtype)
-
-        def apply(x: Array, table: Array) -> Array:
-            return shards.column(x, ((table.T, None),), settings, rows_sharded=placement.rows_sharded)[0]
-
         return placement.run(
-            apply,
+            _attend,
+            (dataclasses.replace(self.settings, dtype=dtype), self.shares, placement.rows_sharded),
             (x, self.embedding[...]),
-            (placement.in_spec, P(axis_name, None)),
+            (placement.in_spec, self._specs["embedding"]),
             placement.spec(features=True),
         )
 
 
 def softmax_cross_entropy(
-    logits: Float[Array, "*batch s v"], targets: Int[Array, "*batch s"], *, axis_name: str = "model"
+    logits: Float[Array, "*batch s v"],
+    targets: Int[Array, "*batch s"],
+    *,
+    axis_name: str = "model",
+    ignore: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    vocab_size: int | None = None,
 ) -> Float[Array, "*batch s"]:
     """Computes the cross-entropy of each row, in nats, from logits that are sharded by entries over `axis_name`.
 
-    Three numbers a row cross the axis; see `flaxasync.ops.vocabulary.cross_entropy`.
+    Three numbers a row cross the axis, four with label smoothing; see `flaxasync.ops.vocabulary.cross_entropy`.
 
     Args:
       logits: [..., s, V], sharded by entries (the last dimension).
       targets: [..., s], 0 .. V-1, the same on all devices of the axis.
       axis_name: The mesh axis that splits the vocabulary.
+      ignore: The target of rows whose loss is 0, such as -100 for padding; None for none.
+      label_smoothing: The share of the target distribution that is spread over all entries equally.
+      z_loss: The factor of log(sum(exp(logits)))**2, which is added; 0 for none.
+      vocab_size: The entries that exist, where the logits have more because the axis does not divide the vocabulary;
+        see `VocabParallelEmbed`. None for all.
 
     Returns:
-      [..., s], float32, the same on all devices of the axis.
+      [..., s], the same on all devices of the axis; float32, or float64 for such logits.
 
     Raises:
-      ValueError: No mesh is set, it lacks the axis, the axis does not divide V, or the shapes do not match.
+      ValueError: No mesh is set, it lacks the axis, the axis does not divide V, the shapes do not match, targets are
+        not integers, or vocab_size is not one of 1 .. V.
     """
     placement: Placement = place("softmax_cross_entropy", logits, axis_name, None, sharded="features")
     if not placement.manual:
@@ -155,6 +172,14 @@ def softmax_cross_entropy(
             f"softmax_cross_entropy needs logits sharded by entries over {axis_name!r}: got logits that are the "
             "same on all of its devices"
         )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(
+            f"softmax_cross_entropy needs targets of an integer dtype: got {targets.dtype}; cast them, and for "
+            "distributions use optax.softmax_cross_entropy"
+        )
+    entries = logits.shape[-1] * (placement.size if placement.manual else 1)
+    if vocab_size is not None and not 1 <= vocab_size <= entries:
+        raise ValueError(f"softmax_cross_entropy needs vocab_size to be 1 .. {entries}, or None: got {vocab_size}")
     place_tokens("softmax_cross_entropy", targets, axis_name, None)
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -162,8 +187,34 @@ def softmax_cross_entropy(
             f"{list(targets.shape)}"
         )
     return placement.run(
-        lambda logits, targets: vocabulary.cross_entropy(logits, targets, axis_name),
+        _cross_entropy,
+        (axis_name, vocabulary.LossOptions(ignore, label_smoothing, z_loss, vocab_size)),
         (logits, targets),
         (placement.in_spec, placement.token_spec()),
         placement.token_spec(),
     )
+
+
+def _lookup(static: tuple[str, Shares, Layout, str | None, DTypeLike], ids: Array, table: Array) -> Array:
+    axis_name, shares, layout, backend, dtype = static
+    table = shares.take(table, axis_name, 0)
+    if layout == "sequence":
+        return vocabulary.lookup_reduce_scatter(ids, shards.cast(table, ids, dtype), axis_name, backend=backend)
+    # Cast after the look-up, so that the gradients of a frequent id are summed in the dtype of the parameter.
+    rows = vocabulary.lookup(ids, shards.cast(table, ids, table.dtype), axis_name)
+    return lax.psum(rows.astype(dtype), axis_name)
+
+
+def _attend(static: tuple[LayerSettings, Shares, bool], x: Array, table: Array) -> Array:
+    settings, shares, rows_sharded = static
+    table = shares.take(table, settings.axis_name, 0)
+    logits = shards.column(x, ((table.T, None),), settings, rows_sharded=rows_sharded)[0]
+    if shares.whole:
+        return logits
+    entries = lax.axis_index(settings.axis_name) * shares.local + jnp.arange(shares.local, dtype=jnp.int32)
+    return jnp.where(entries < shares.size, logits, jnp.finfo(logits.dtype).min)
+
+
+def _cross_entropy(static: tuple[str, vocabulary.LossOptions], logits: Array, targets: Array) -> Array:
+    axis_name, options = static
+    return vocabulary.cross_entropy(logits, targets, axis_name, options)

@@ -4,19 +4,25 @@ It runs inside shard_map, on local shards; the modules are in `attention`.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
+from typing import TypedDict
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flaxasync.mesh import mesh_axis_size
+from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.ops.attention.api import attention, ring_attention
-from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_layout, positions
+from flaxasync.ops.attention.dense import Additions, dense_attention, positional_mask
+from flaxasync.ops.attention.layouts import AttentionLayout, Mask, check_sequence_layout, positions
+from flaxasync.ops.dtypes import accumulator_dtype
 
 
 def rotary_embedding(
     x: Float[Array, "*batch s h d"], *, theta: float = 10_000.0, positions: Int[Array, "*s"] | None = None
 ) -> Float[Array, "*batch s h d"]:
-    """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), computed in float32.
+    """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), in float32, or float64 for such an x.
 
     Args:
       x: Rows of heads.
@@ -30,11 +36,12 @@ def rotary_embedding(
     of the public Llama checkpoints.
     """
     rows, dim = x.shape[-3], x.shape[-1]
-    frequency = theta ** (-jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
+    dtype = accumulator_dtype(x)
+    frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
     position = jnp.arange(rows) if positions is None else positions
-    angle = position.astype(jnp.float32)[:, None] * frequency
+    angle = position.astype(dtype)[:, None] * frequency
     cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
@@ -53,6 +60,53 @@ class Context:
     backend: str | None
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Keywords of attention layers that change scores or weights.
+
+    Where any but `softmax_scale` and `normalize_qk` is used, or a call has a mask or a bias, a device computes all
+    scores of its heads at once. Otherwise it holds only tiles of them.
+
+    Attributes:
+      softmax_scale: The factor of the scores; 1 / sqrt(head_dim) by default.
+      logit_softcap: Scores are logit_softcap * tanh(score / logit_softcap); None, the default, for as they are.
+      normalize_qk: Whether queries and keys are normalized, each head with `nnx.LayerNorm` without bias, before they
+        are rotated. The parameters are `query_ln` and `key_ln`, as in `nnx.MultiHeadAttention`.
+      dropout_rate: The share of the weights that is dropped where a call is not deterministic; 0 by default.
+      deterministic: Whether nothing is dropped, if a call does not say it; None, the default, for False.
+      attention_fn: A function (query, key, value, *, bias, mask) of this device's heads, all [b, s, h, d], that
+        replaces the attention, such as `nnx.dot_product_attention`. Its mask has positions and segments too.
+    """
+
+    softmax_scale: float | None
+    logit_softcap: float | None
+    normalize_qk: bool
+    dropout_rate: float
+    deterministic: bool | None
+    attention_fn: Callable[..., Array] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions:
+    """The values of `AttentionOptions` in a layer."""
+
+    softmax_scale: float | None = None
+    logit_softcap: float | None = None
+    normalize_qk: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    attention_fn: Callable[..., Array] | None = None
+
+    @property
+    def needs_all_scores(self) -> str:
+        """The name of the first option for which a device needs all scores of a row; "" for none."""
+        given = {
+            "logit_softcap": self.logit_softcap is not None,
+            "dropout_rate": self.dropout_rate > 0,
+            "attention_fn": self.attention_fn is not None,
+        }
+        return next((name for name, used in given.items() if used), "")
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadAttention:
     """What the heads of a layer have in common.
@@ -63,6 +117,7 @@ class HeadAttention:
       window: A row attends only to rows fewer than `window` positions away; None for any distance.
       rope_theta: The base of the rotary position embedding; None for none.
       context: How the sequence is split; None where a device has all rows.
+      options: How scores and weights differ from those of plain attention.
     """
 
     head_dim: int
@@ -70,6 +125,7 @@ class HeadAttention:
     window: int | None
     rope_theta: float | None
     context: Context | None
+    options: "ScoreOptions"
 
     @classmethod
     def of(
@@ -84,6 +140,7 @@ class HeadAttention:
         window: int | None,
         rope_theta: float | None,
         context: Context | None,
+        options: "ScoreOptions",
     ) -> "HeadAttention":
         """Returns the attention of a layer's heads.
 
@@ -91,6 +148,9 @@ class HeadAttention:
           ValueError: Heads do not divide, or cannot be rotated, or the window contains no row. The message begins with
             `layer`.
         """
+        for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+            if count is not None and count < 1:
+                raise ValueError(f"{layer} needs {name} to be 1 or more: got {name}={count}")
         if heads % kv_heads:
             raise ValueError(f"{layer}: heads must be a multiple of kv_heads: got heads={heads}, kv_heads={kv_heads}")
         if head_dim is None and features % heads:
@@ -98,7 +158,7 @@ class HeadAttention:
                 f"{layer}: features must be divisible by heads: got features={features}, heads={heads}; or give "
                 "head_dim"
             )
-        head_dim = head_dim or features // heads
+        head_dim = features // heads if head_dim is None else head_dim
         if rope_theta is not None and head_dim % 2:
             raise ValueError(
                 f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
@@ -106,20 +166,65 @@ class HeadAttention:
             )
         if window is not None and window < 1:
             raise ValueError(f"{layer} needs window to be 1 or more rows, or None: got {window}")
-        return cls(head_dim, causal, window, rope_theta, context)
+        if context is not None and (lacking := options.needs_all_scores):
+            raise NotImplementedError(
+                f"{layer} over a split sequence lacks {lacking}: keys and values travel, and no device has all scores "
+                "of a row; use a layer whose sequences are whole (context_axis=None)"
+            )
+        if not 0 <= options.dropout_rate < 1:
+            raise ValueError(f"{layer} needs dropout_rate to be 0 or more and less than 1: got {options.dropout_rate}")
+        return cls(head_dim, causal, window, rope_theta, context, options)
 
-    def attend(self, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
-        """Returns the attention [b, s, h, d] of this device's heads, from projections [b, s, h * d]."""
-        q, k, v = (x.reshape(*x.shape[:-1], -1, self.head_dim) for x in (query, key, value))
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        segment_ids: Array | None,
+        additions: Additions = Additions(),  # noqa: B008 (it is frozen)
+        norms: tuple[Array | None, Array | None] = (None, None),
+    ) -> Array:
+        """Returns the attention [b, s, h, d] of this device's heads, from projections [b, s, h * d].
+
+        Args:
+          query: The projected queries.
+          key: The projected keys, of these or of other rows.
+          value: The projected values.
+          segment_ids: The segment of each row; None for one segment.
+          additions: The mask, the bias and the key of the dropout.
+          norms: The scales of the norms of queries and of keys; None for no norm.
+        """
+        q, k, v = (x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (query, key, value))
+        q, k = (x if scale is None else _normalize(x, scale) for x, scale in zip((q, k), norms, strict=True))
         if self.rope_theta is not None:
             q, k = (rotary_embedding(x, theta=self.rope_theta, positions=self._positions(x)) for x in (q, k))
         causal, window, context = self.causal, self.window, self.context
+        options = self.options
+        if additions.some or options.needs_all_scores or q.shape[1] != k.shape[1]:
+            return self._attend_dense(q, k, v, segment_ids, additions)
         if context is None:
-            return attention(q, k, v, causal=causal, window=window, segment_ids=segment_ids)
+            return attention(
+                q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=options.softmax_scale
+            )
         return ring_attention(
             q, k, v, context.axis_name, layout=context.layout, backend=context.backend, causal=causal, window=window,
-            segment_ids=segment_ids,
+            segment_ids=segment_ids, scale=options.softmax_scale,
         )  # fmt: skip
+
+    def _attend_dense(self, q: Array, k: Array, v: Array, segment_ids: Array | None, additions: Additions) -> Array:
+        options = self.options
+        allowed = positional_mask(Mask(self.causal, self.window), q.shape[1], k.shape[1], segment_ids)
+        if additions.mask is not None:
+            allowed = additions.mask if allowed is None else additions.mask & allowed
+        scale = 1 / math.sqrt(self.head_dim) if options.softmax_scale is None else options.softmax_scale
+        if options.attention_fn is None:
+            return dense_attention(
+                q, k, v, dataclasses.replace(additions, mask=allowed), scale=scale, softcap=options.logit_softcap,
+                dropout_rate=options.dropout_rate,
+            )  # fmt: skip
+        q = q * jnp.asarray(scale * math.sqrt(self.head_dim), q.dtype)  # the function divides by the root of head_dim
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        return options.attention_fn(q, k, v, bias=additions.bias, mask=allowed)
 
     def _positions(self, x: Array) -> Array | None:
         return None if self.context is None else positions(self.context.layout, x.shape[-3], self.context.axis_name)
@@ -134,6 +239,15 @@ def make_context(layer: str, axis_name: str, layout: AttentionLayout, backend: s
     mesh_axis_size(layer, axis_name)
     check_sequence_layout(layer, layout)
     return Context(axis_name, layout, backend)
+
+
+def _normalize(x: Array, scale: Array) -> Array:
+    """Normalizes each head as `nnx.LayerNorm` without bias does, with its default epsilon."""
+    x32 = x.astype(accumulator_dtype(x))
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    scale = cast_to_varying(scale, jax.typeof(x).mat.varying).astype(x32.dtype)
+    return (centred * (jax.lax.rsqrt(variance + 1e-6) * scale)).astype(x.dtype)
 
 
 def check_segments(layer: str, x: Array, segment_ids: Array | None) -> None:

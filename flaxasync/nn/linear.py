@@ -5,54 +5,75 @@ sharded by features; around them, by rows of the sequence, so that norms and res
 """
 
 import dataclasses
-from typing import ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import jax
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
-from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
+from flaxasync.nn.options import LinearOptions, LinearSettings, of_settings, settings_of
 from flaxasync.nn.placement import (
     Layout,
     check_divides,
     check_input,
     check_output_layout,
     check_output_rows,
+    check_sharded,
     place,
 )
+from flaxasync.nn.shares import Shares
 
 
 class _ParallelLinear(nnx.Module):
     """The parameters of `nnx.Linear`, under its names and in its global shapes, split over one mesh axis."""
 
     split: ClassVar[Literal["in_features", "out_features"]]
+    dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
+    use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
+    promote_dtype, preferred_element_type = map(of_settings, ("promote_dtype", "preferred_element_type"))
+    dot_general = property(lambda _: lax.dot_general, doc="What `nnx.Linear` multiplies with by default.")
 
-    def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs, **options: Unpack[LinearOptions]):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        shares: Shares | None = None,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
         layer, features = type(self).__name__, {"in_features": in_features, "out_features": out_features}
         self.settings = settings_of(LinearSettings, layer, options)
-        check_divides(layer, self.settings.axis_name, **{self.split: features[self.split]})
+        size, axis_name = features[self.split], self.settings.axis_name
+        if shares is None:
+            check_divides(layer, axis_name, **{self.split: size})
+        self.shares = shares or Shares.equal(size, mesh_axis_size(layer, axis_name))
         self.in_features, self.out_features = in_features, out_features
-        kernel_spec, bias_spec = self._specs
+        specs = self._specs
         dtype = self.settings.param_dtype
         kernel = self.settings.kernel_init(rngs.params(), (in_features, out_features), dtype)
-        self.kernel = nnx.Param(kernel, out_sharding=tuple(kernel_spec))
+        self.kernel = nnx.Param(kernel, out_sharding=tuple(specs["kernel"]), **self.settings.kernel_metadata)
         self.bias: nnx.Param[jax.Array] | None
         if self.settings.use_bias:
             bias = self.settings.bias_init(rngs.params(), (out_features,), dtype)
-            self.bias = nnx.Param(bias, out_sharding=tuple(bias_spec))
+            self.bias = nnx.Param(bias, out_sharding=tuple(specs["bias"]), **self.settings.bias_metadata)
         else:
             self.bias = nnx.data(None)
 
     @property
-    def _specs(self) -> tuple[P, P]:
-        """How the kernel and the bias are sharded."""
-        axis_name = self.settings.axis_name
+    def _specs(self) -> dict[str, P]:
+        """How each parameter is sharded."""
+        shape, axis_name = (self.in_features, self.out_features), self.settings.axis_name
         if self.split == "out_features":
-            return P(None, axis_name), P(axis_name)
-        return P(axis_name, None), P(None)
+            return {
+                "kernel": self.shares.spec(axis_name, shape, 1),
+                "bias": self.shares.spec(axis_name, shape[1:], 0),
+            }
+        return {"kernel": self.shares.spec(axis_name, shape, 0), "bias": P(None)}
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -73,7 +94,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Args:
       in_features: The features of the input.
-      out_features: The features of the output; a multiple of the axis.
+      out_features: The features of the output; a multiple of the axis, unless `pad`.
+      pad: Whether out_features need not be a multiple of the axis. The output then has the next multiple of features,
+        with zeros at the end; the kernel keeps its shape [in, out], and is fetched by an all-to-all in every call. For
+        an output over a vocabulary: `softmax_cross_entropy` leaves the padding out (`vocab_size`).
+      shares: For layers that pad in other ways; see `flaxasync.nn.shares`.
       rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default; `in_spec` has the rows over
         `axis_name`.
@@ -85,6 +110,21 @@ class ColumnParallelLinear(_ParallelLinear):
 
     split = "out_features"
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        pad: bool = False,
+        shares: Shares | None = None,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
+        if pad and shares is None:
+            axis_name = options.get("axis_name", LinearSettings.axis_name)
+            shares = Shares.equal(out_features, mesh_axis_size("ColumnParallelLinear", axis_name))
+        super().__init__(in_features, out_features, shares=shares, rngs=rngs, **options)
+
     def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
         """Applies the layer.
 
@@ -93,13 +133,9 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         placement = place("ColumnParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ColumnParallelLinear", x, self.in_features, placement)
-        settings = compute_settings(self, x)
-
-        def apply(x: Array, linear: shards.Linear) -> Array:
-            return shards.column(x, (linear,), settings, rows_sharded=placement.rows_sharded)[0]
-
+        static = compute_settings(self, x), self.shares, placement.rows_sharded
         specs = placement.in_spec, parameter_specs(self)
-        return placement.run(apply, (x, parameters(self)), specs, placement.spec(features=True))
+        return placement.run(_column, static, (x, parameters(self)), specs, placement.spec(features=True))
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -123,6 +159,7 @@ class RowParallelLinear(_ParallelLinear):
       in_features: The features of the input; a multiple of the axis.
       out_features: The features of the output.
       layout: How the rows of the output lie: "sequence" or "replicated".
+      shares: For layers that pad their input; see `flaxasync.nn.shares`.
       rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default, and all devices have the whole bias;
         `in_spec` has the features over `axis_name`.
@@ -140,10 +177,11 @@ class RowParallelLinear(_ParallelLinear):
         out_features: int,
         *,
         layout: Layout = "sequence",
+        shares: Shares | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        super().__init__(in_features, out_features, rngs=rngs, **options)
+        super().__init__(in_features, out_features, shares=shares, rngs=rngs, **options)
         self.layout: Layout = check_output_layout("RowParallelLinear", layout)
 
     def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
@@ -156,27 +194,83 @@ class RowParallelLinear(_ParallelLinear):
         placement = place("RowParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="features")
         check_input("RowParallelLinear", x, self.in_features, placement)
         check_output_rows("RowParallelLinear", x.shape[-2], self.layout, placement)
-        settings = compute_settings(self, x)
-
-        def apply(x: Array, linear: shards.Linear) -> Array:
-            return shards.row(x, linear, settings, layout=self.layout)
-
+        static = compute_settings(self, x), self.shares, self.layout
         specs = placement.in_spec, parameter_specs(self)
-        return placement.run(apply, (x, parameters(self)), specs, placement.spec(self.layout))
+        return placement.run(_row, static, (x, parameters(self)), specs, placement.spec(self.layout))
 
 
 def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
-    """Returns the kernel and the bias (or None): global or, inside shard_map, local."""
-    return linear.kernel[...], None if linear.bias is None else linear.bias[...]
+    """Returns the kernel and the bias (or None): global or, inside shard_map, local.
+
+    Raises:
+      ValueError: A parameter is not sharded as the layer needs it.
+    """
+    kernel, bias = linear.kernel[...], None if linear.bias is None else linear.bias[...]
+    if not isinstance(linear, nnx.Linear):
+        for name, parameter in (("kernel", kernel), ("bias", bias)):
+            if parameter is not None:
+                check_sharded(type(linear).__name__, name, parameter, linear._specs[name])
+    return kernel, bias
 
 
 def parameter_specs(linear: _ParallelLinear | nnx.Linear) -> tuple[P, P | None]:
     """Returns how `parameters` are sharded. Those of an `nnx.Linear` are the same on all devices."""
-    kernel, bias = (P(None, None), P(None)) if isinstance(linear, nnx.Linear) else linear._specs
-    return kernel, None if linear.bias is None else bias
+    specs = {"kernel": P(None, None), "bias": P(None)} if isinstance(linear, nnx.Linear) else linear._specs
+    return specs["kernel"], None if linear.bias is None else specs["bias"]
 
 
 def compute_settings(linear: _ParallelLinear, x: Array) -> LinearSettings:
     """Returns the settings of a layer with the dtype in which it multiplies `x`."""
-    dtype = canonicalize_dtype(x, *parameters(linear), dtype=linear.settings.dtype)
-    return dataclasses.replace(linear.settings, dtype=dtype)
+    return with_dtype(linear.settings, x, *parameters(linear))
+
+
+def with_dtype(settings: LinearSettings, x: Array, *params: Array | None) -> LinearSettings:
+    """Returns the settings with the dtype in which `x` is multiplied with these parameters."""
+
+    def promote(*arrays: Array | None) -> Any:
+        return settings.promote_dtype(arrays, dtype=settings.dtype)
+
+    return dataclasses.replace(settings, dtype=jax.eval_shape(promote, x, *params)[0].dtype)
+
+
+def multiply_columns(caller: str, x: Array, kernel: Array, settings: LinearSettings) -> Array:
+    """Returns x @ kernel as `ColumnParallelLinear` does. The dtype in `settings` is that of the computation.
+
+    Raises:
+      ValueError: As `ColumnParallelLinear`. The message begins with `caller`.
+    """
+    axis_name = settings.axis_name
+    placement = place(caller, x, axis_name, settings.in_spec, sharded="rows")
+    check_input(caller, x, kernel.shape[0], placement)
+    check_divides(caller, axis_name, out_features=kernel.shape[1])
+    check_sharded(caller, "kernel", kernel, P(None, axis_name))
+    static = settings, Shares.equal(kernel.shape[1], placement.size), placement.rows_sharded
+    specs = placement.in_spec, (P(None, axis_name), None)
+    return placement.run(_column, static, (x, (kernel, None)), specs, placement.spec(features=True))
+
+
+def multiply_rows(caller: str, x: Array, kernel: Array, settings: LinearSettings, *, layout: Layout) -> Array:
+    """Returns x @ kernel as `RowParallelLinear` does. The dtype in `settings` is that of the computation.
+
+    Raises:
+      ValueError: As `RowParallelLinear`. The message begins with `caller`.
+    """
+    axis_name = settings.axis_name
+    placement = place(caller, x, axis_name, settings.in_spec, sharded="features")
+    check_input(caller, x, kernel.shape[0], placement)
+    check_output_rows(caller, x.shape[-2], layout, placement)
+    check_sharded(caller, "kernel", kernel, P(axis_name, None))
+    static = settings, Shares.equal(kernel.shape[0], placement.size), layout
+    specs = placement.in_spec, (P(axis_name, None), None)
+    return placement.run(_row, static, (x, (kernel, None)), specs, placement.spec(layout))
+
+
+def _column(static: tuple[LinearSettings, Shares, bool], x: Array, linear: shards.Linear) -> Array:
+    settings, shares, rows_sharded = static
+    linear = shards.take_columns(linear, shares, settings.axis_name)
+    return shards.column(x, (linear,), settings, rows_sharded=rows_sharded)[0]
+
+
+def _row(static: tuple[LinearSettings, Shares, Layout], x: Array, linear: shards.Linear) -> Array:
+    settings, shares, layout = static
+    return shards.row(x, shards.take_rows(linear, shares, settings.axis_name), settings, layout=layout)

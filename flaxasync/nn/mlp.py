@@ -16,7 +16,7 @@ from flaxasync.nn.linear import (
     parameters,
 )
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
-from flaxasync.nn.placement import Layout, check_input, place
+from flaxasync.nn.placement import check_input, place
 
 
 class ParallelMLP(nnx.Module):
@@ -71,22 +71,29 @@ class ParallelMLP(nnx.Module):
         """
         placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ParallelMLP", x, self.up.in_features, placement)
-        layout: Layout = "sequence" if placement.rows_sharded else "replicated"
-        settings = compute_settings(self.up, x)
         columns = (self.up,) if self.gate is None else (self.up, self.gate)
-
-        @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
-        def activate(products: tuple[Array, ...], down: shards.Linear) -> Array:
-            hidden, *gate = products
-            hidden = self.activation(gate[0]) * hidden if gate else self.activation(hidden)
-            return shards.row(hidden, down, settings, layout=layout)
-
-        def apply(x: Array, linears: tuple[shards.Linear, ...], down: shards.Linear) -> Array:
-            return activate(shards.column(x, linears, settings, rows_sharded=placement.rows_sharded), down)
-
+        static = compute_settings(self.up, x), self.activation, placement.rows_sharded
         return placement.run(
-            apply,
+            _mlp,
+            static,
             (x, tuple(map(parameters, columns)), parameters(self.down)),
             (placement.in_spec, tuple(map(parameter_specs, columns)), parameter_specs(self.down)),
             placement.in_spec,
         )
+
+
+def _mlp(
+    static: tuple[LinearSettings, Callable[[Array], Array], bool],
+    x: Array,
+    columns: tuple[shards.Linear, ...],
+    down: shards.Linear,
+) -> Array:
+    settings, activation, rows_sharded = static
+
+    @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
+    def activate(products: tuple[Array, ...], down: shards.Linear) -> Array:
+        hidden, *gate = products
+        hidden = activation(gate[0]) * hidden if gate else activation(hidden)
+        return shards.row(hidden, down, settings, layout="sequence" if rows_sharded else "replicated")
+
+    return activate(shards.column(x, columns, settings, rows_sharded=rows_sharded), down)

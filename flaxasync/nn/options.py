@@ -11,7 +11,8 @@ from typing import Any, TypedDict
 
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Initializer
+from flax.nnx.nn.dtypes import promote_dtype
+from flax.typing import Initializer, PromoteDtypeFn
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -51,11 +52,20 @@ class LinearOptions(LayerOptions, total=False):
       use_bias: Whether the Dense layers have biases.
       kernel_init: The initializer of the kernels; that of `nnx.Linear` by default.
       bias_init: The initializer of the biases; zeros by default.
+      kernel_metadata: Metadata of the kernels, beside how they are sharded.
+      bias_metadata: Metadata of the biases.
+      promote_dtype: Says the dtype of the computation from (x, kernel, bias), as in `nnx.Linear`.
+      preferred_element_type: The dtype of the output; that of the computation by default. Products are accumulated in
+        float32 whatever it is.
     """
 
     use_bias: bool
     kernel_init: Initializer
     bias_init: Initializer
+    kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+    promote_dtype: PromoteDtypeFn
+    preferred_element_type: DTypeLike | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +87,10 @@ class LinearSettings(LayerSettings):
     use_bias: bool = True
     kernel_init: Initializer = dataclasses.field(default=default_kernel_init, compare=False)
     bias_init: Initializer = dataclasses.field(default=default_bias_init, compare=False)
+    kernel_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    bias_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    promote_dtype: PromoteDtypeFn = promote_dtype
+    preferred_element_type: DTypeLike | None = None
 
 
 def settings_of[S: LayerSettings](kind: type[S], layer: str, options: Mapping[str, Any]) -> S:
@@ -93,3 +107,8 @@ def settings_of[S: LayerSettings](kind: type[S], layer: str, options: Mapping[st
                 f"{', '.join(known)}"
             )
     return kind(**options)
+
+
+def of_settings(name: str) -> property:
+    """Returns a property that reads an option under the name that `nnx.Linear` and `nnx.Embed` give to it."""
+    return property(lambda layer: getattr(layer.settings, name), doc=f"The option `{name}`.")

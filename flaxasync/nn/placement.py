@@ -7,15 +7,16 @@ such.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from flaxasync.mesh import mesh_axis_size
+from flaxasync.mesh import cast_to_varying, mesh_axis_size
 
 type Layout = Literal["sequence", "replicated"]
 type Entry = tuple[str, ...]  # the mesh axes that shard one dimension
@@ -62,15 +63,17 @@ class Placement:
         """Returns the spec of an array [*batch, rows] that is the same on every device of `axis_name`."""
         return PartitionSpec(*map(_entry, (*self.batch, self.rows)))
 
-    def run(self, fn: Callable, args: tuple, in_specs: tuple, out_specs: Any) -> Any:
-        """Runs `fn` on the shards of `args`: under shard_map, or directly inside one."""
+    def run(self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any) -> Any:
+        """Runs `fn(static, *args)` on the shards of `args`: under shard_map, or directly inside one.
+
+        Outside of `jax.jit` the program is compiled once for each `fn`, `static` and type of `args`. So `fn` must be a
+        function of a module and not a closure, which would be a new one in every call.
+        """
         if self.manual:
-            return fn(*args)
-        types = _axis_types()
-        axes = {name for name, kind in types.items() if kind != AxisType.Manual}
-        if all(kind == AxisType.Explicit for kind in types.values()):
-            args = jax.tree.map(_reshard, args, in_specs)
-        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes)(*args)
+            run = functools.partial(fn, static)
+        else:
+            run = functools.partial(_run_compiled if _is_eager() else _run_on_shards, fn, static, in_specs, out_specs)
+        return run(*args) if args[0].size else _empty(jax.eval_shape(run, *args))
 
 
 def place(
@@ -161,6 +164,27 @@ def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
             )
 
 
+def check_sharded(layer: str, name: str, parameter: jax.Array, spec: PartitionSpec) -> None:
+    """Raises ValueError for a parameter that lost its sharding, which under Explicit axes its gradient would lack too.
+
+    Under Auto axes no type says how a parameter is sharded, and XLA shards its gradient as the layer uses it.
+    """
+    mesh, types = jax.sharding.get_abstract_mesh(), _axis_types()
+    if any(kind != AxisType.Explicit for kind in types.values()):
+        return
+    typed = PartitionSpec(*jax.typeof(parameter).sharding.spec)
+    found, needed = (
+        [tuple(axis for axis in _names(entry) if mesh.shape[axis] > 1) for entry in given]
+        for given in ([*typed, *(None,) * (parameter.ndim - len(typed))], spec)
+    )
+    if found != needed:
+        raise ValueError(
+            f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; arrays that nnx.update "
+            "or an assignment put into a layer keep the sharding that they have, and their gradients get the same: put "
+            "them in with flaxasync.nn.load"
+        )
+
+
 def check_output_layout(layer: str, layout: str) -> Layout:
     """Returns the layout of a layer's output. Raises ValueError for an unknown one."""
     if layout not in ("sequence", "replicated"):
@@ -226,6 +250,36 @@ def _entries(
         if x.shape[dim] % math.prod(mesh.shape[name] for name in (*typed[dim], *names)) == 0:
             typed[dim] += names
     return typed
+
+
+def _run_on_shards(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, *args: Any) -> Any:
+    types = _axis_types()
+    if all(kind == AxisType.Explicit for kind in types.values()):
+        args = jax.tree.map(_reshard, args, in_specs)
+    axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
+    if len(axes) == len(types):
+        axes = frozenset()  # This stands for all axes but those of `jax.vmap`, which takes an axis away.
+    return jax.shard_map(functools.partial(fn, static), in_specs=in_specs, out_specs=out_specs, axis_names=axes)(*args)
+
+
+# While a program is traced, the layers do not use this: a trace that several layers share has the source locations of
+# the first one.
+_run_compiled = jax.jit(_run_on_shards, static_argnums=(0, 1, 2, 3), inline=True)
+
+
+def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns the output of a layer for an input without elements. Collectives without elements never end on a CPU."""
+    spec = PartitionSpec() if y.sharding is None else y.sharding.spec
+    zeros = lax.full(y.shape, 0, y.dtype, sharding=jax.NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+    return cast_to_varying(zeros, jax.typeof(y).mat.varying)
+
+
+def _is_eager() -> bool:
+    """Says whether operations are executed now, though perhaps under `jax.grad` or `jax.vmap`, and not traced by jit.
+
+    An operation without operands is left to the outermost transformation. Inside of jit its result is a tracer.
+    """
+    return not isinstance(lax.iota(jax.numpy.int32, 1), jax.core.Tracer)
 
 
 def _check_types_tell(layer: str, axis_name: str) -> None:

@@ -7,10 +7,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from flaxasync.nn import shards
-from flaxasync.nn.heads import HeadAttention, make_context
+from flaxasync.nn.heads import HeadAttention, ScoreOptions, make_context
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
-from flaxasync.nn.self_attention import SelfAttention
+from flaxasync.nn.self_attention import Inputs, SelfAttention
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
 
 
@@ -62,19 +61,19 @@ class RingSelfAttention(SelfAttention):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        layer, kv_heads = "RingSelfAttention", kv_heads or heads
+        layer, kv_heads = "RingSelfAttention", heads if kv_heads is None else kv_heads
         options.setdefault("axis_name", "context")
         options.setdefault("use_bias", False)
         self.settings = settings = settings_of(LinearSettings, layer, options)
         attention = HeadAttention.of(
             layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
-            context=make_context(layer, settings.axis_name, layout, settings.backend),
+            context=make_context(layer, settings.axis_name, layout, settings.backend), options=ScoreOptions(),
         )  # fmt: skip
         linear = functools.partial(
             nnx.Linear, use_bias=settings.use_bias, param_dtype=settings.param_dtype,
             kernel_init=settings.kernel_init, bias_init=settings.bias_init, rngs=rngs,
         )  # fmt: skip
-        self._build(features, heads, kv_heads, attention, linear, linear)
+        self._build((features, features, features), heads, kv_heads, attention, linear, linear, rngs)
 
     def __call__(self, x: Float[Array, "b s d"], segment_ids: Int[Array, "b s"] | None = None) -> Float[Array, "b s d"]:
         """Applies the layer.
@@ -97,15 +96,11 @@ class RingSelfAttention(SelfAttention):
             )
         rows = x.shape[1] * (placement.size if placement.manual else 1)
         check_sequence_rows("RingSelfAttention", context.layout, rows, placement.size)
-
-        def project(heads: Array, out: shards.Linear, settings: LinearSettings) -> Array:
-            return shards.column(heads, (out,), settings, rows_sharded=False)[0]
-
         return self._attend(
             x,
-            segment_ids,
+            Inputs(segment_ids=segment_ids),
             placement,
             P(*placement.in_spec[:2]),
             rows_sharded=False,
-            project=project,
+            out_layout=None,
         )

@@ -1,19 +1,64 @@
-"""What the self-attention layers share: three projections, the attention of heads, and a projection of their output."""
+"""What the attention layers share: three projections, the attention of heads, and a projection of their output."""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from flaxasync.nn import shards
 from flaxasync.nn.heads import HeadAttention, check_segments
-from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, parameter_specs, parameters
+from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, parameter_specs, parameters, with_dtype
 from flaxasync.nn.options import LinearSettings
-from flaxasync.nn.placement import Placement, check_input, place
+from flaxasync.nn.placement import Layout, Placement, check_input, place
+from flaxasync.nn.shares import Shares
+from flaxasync.ops.attention.dense import Additions
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arrays of a call beside the queries' input. Each may be None.
+
+    Attributes:
+      key: The input of keys, where it is not that of queries.
+      value: The input of values, where it is not that of keys.
+      segment_ids: The segment of each row, [b, s].
+      mask: Booleans that broadcast to [b, heads, s, t].
+      bias: Numbers that broadcast to [b, heads, s, t].
+      dropout_key: A key of `jax.random`, as raw data.
+    """
+
+    key: Array | None = None
+    value: Array | None = None
+    segment_ids: Array | None = None
+    mask: Array | None = None
+    bias: Array | None = None
+    dropout_key: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static in a call. Hashable.
+
+    Attributes:
+      settings: The settings of the projections, with the dtype of the computation.
+      attention: What the heads have in common.
+      rows_sharded: Whether the layer's axis shards the rows of the input of queries, and of that of keys and values.
+      out_layout: The layout of a row-parallel output projection; None for one that every device has whole.
+      shares: Which query heads and which key-value heads each device has; None where every device has all.
+    """
+
+    settings: LinearSettings
+    attention: HeadAttention
+    rows_sharded: tuple[bool, bool]
+    out_layout: Layout | None
+    shares: tuple[Shares, Shares] | None
 
 
 class SelfAttention(nnx.Module):
@@ -26,19 +71,40 @@ class SelfAttention(nnx.Module):
 
     def _build(
         self,
-        features: int,
+        features: tuple[int, int, int],
         heads: int,
         kv_heads: int,
         attention: HeadAttention,
-        make_input: Callable[[int, int], ColumnParallelLinear | nnx.Linear],
-        make_output: Callable[[int, int], RowParallelLinear | nnx.Linear],
+        make_input: Callable[..., ColumnParallelLinear | nnx.Linear],
+        make_output: Callable[..., RowParallelLinear | nnx.Linear],
+        rngs: nnx.Rngs,
+        shares: tuple[Shares, Shares] | None = None,
     ) -> None:
-        """Creates the projections, each from its numbers of input and output features."""
+        """Creates the projections.
+
+        Args:
+          features: The features of the input of queries, of that of keys and values, and of the output.
+          heads: The query heads.
+          kv_heads: The key-value heads.
+          attention: What the heads have in common.
+          make_input: Makes a projection of an input from its numbers of features, and its `shares` where there are any.
+          make_output: Makes the projection of the output likewise.
+          rngs: The random streams.
+          shares: Which query heads and key-value heads each device has; None where every device has all.
+        """
         self.heads, self.kv_heads, self.head_dim, self.attention = heads, kv_heads, attention.head_dim, attention
-        self.query = make_input(features, heads * attention.head_dim)
-        self.key = make_input(features, kv_heads * attention.head_dim)
-        self.value = make_input(features, kv_heads * attention.head_dim)
-        self.out = make_output(heads * attention.head_dim, features)
+        self.shares = shares
+        q_options, kv_options = ({"shares": s} for s in shares) if shares else ({}, {})
+        self.query = make_input(features[0], heads * attention.head_dim, **q_options)
+        self.key = make_input(features[1], kv_heads * attention.head_dim, **kv_options)
+        self.value = make_input(features[1], kv_heads * attention.head_dim, **kv_options)
+        self.out = make_output(heads * attention.head_dim, features[2], **q_options)
+        self.query_ln = self.key_ln = nnx.data(None)
+        if attention.options.normalize_qk:
+            norm = functools.partial(
+                nnx.LayerNorm, attention.head_dim, use_bias=False, param_dtype=self.settings.param_dtype, rngs=rngs
+            )
+            self.query_ln, self.key_ln = norm(), norm()
 
     def _place(self, x: Array, segment_ids: Array | None, in_spec: P | None) -> Placement:
         """Reads how `x` is sharded, and checks both inputs."""
@@ -53,37 +119,123 @@ class SelfAttention(nnx.Module):
     def _attend(
         self,
         x: Array,
-        segment_ids: Array | None,
+        inputs: Inputs,
         placement: Placement,
         ids_spec: P,
         *,
         rows_sharded: bool,
-        project: Callable[[Array, shards.Linear, LinearSettings], Array],
+        out_layout: Layout | None,
+        kv_placement: Placement | None = None,
     ) -> Array:
         """Runs the layer on its shards.
 
         Args:
-          x: The input.
-          segment_ids: The segment of each row; None for one segment.
-          placement: How the input is sharded, as the output is.
+          x: The input of queries.
+          inputs: The other arrays.
+          placement: How x is sharded, as the output is.
           ids_spec: How the segment ids are sharded.
-          rows_sharded: Whether the layer's axis shards the rows that query, key and value need.
-          project: Projects the output of the heads.
+          rows_sharded: Whether the layer's axis shards the rows that the projections need.
+          out_layout: The layout of a row-parallel output projection; None for one that every device has whole.
+          kv_placement: How the inputs of keys and values are sharded, where there are any.
         """
         projections = self.query, self.key, self.value, self.out
         linears = tuple(map(parameters, projections))
-        dtype = canonicalize_dtype(x, *(p for linear in linears for p in linear), dtype=self.settings.dtype)
-        settings = dataclasses.replace(self.settings, dtype=dtype)
+        settings = with_dtype(self.settings, x, *(p for linear in linears for p in linear))
+        kv_sharded = rows_sharded if kv_placement is None else kv_placement.rows_sharded
+        call = _Call(settings, self.attention, (rows_sharded, kv_sharded), out_layout, self.shares)
+        norms = tuple(
+            None if norm is None or norm.scale is None else norm.scale[...] for norm in (self.query_ln, self.key_ln)
+        )
+        kv_spec = None if kv_placement is None else kv_placement.in_spec
 
-        @jax.checkpoint  # otherwise the output of the heads would be saved twice: as it is, and flattened
-        def project_heads(heads: Array, out: shards.Linear) -> Array:
-            return project(heads.reshape(*heads.shape[:-2], -1), out, settings)
+        def scores_spec(array: Array | None) -> P | None:
+            if array is None:
+                return None
+            return P(placement.token_spec()[0] if array.shape[0] == x.shape[0] else None, None, None, None)
 
-        def apply(x: Array, linears: tuple[shards.Linear, ...], ids: Array | None) -> Array:
-            *inputs, out = linears
-            q, k, v = shards.column(x, tuple(inputs), settings, rows_sharded=rows_sharded)
-            return project_heads(self.attention.attend(q, k, v, ids), out)
+        arguments = [
+            (x, placement.in_spec),
+            (linears, tuple(map(parameter_specs, projections))),
+            (norms, tuple(None if scale is None else P(None) for scale in norms)),
+            (inputs.key, None if inputs.key is None else kv_spec),
+            (inputs.value, None if inputs.value is None else kv_spec),
+            (inputs.segment_ids, None if inputs.segment_ids is None else ids_spec),
+            (inputs.mask, scores_spec(inputs.mask)),
+            (inputs.bias, scores_spec(inputs.bias)),
+            (inputs.dropout_key, None if inputs.dropout_key is None else P(None)),
+        ]
+        args, in_specs = zip(*arguments, strict=True)
+        return placement.run(_run, call, args, in_specs, placement.in_spec)
 
-        specs = tuple(map(parameter_specs, projections))
-        in_specs = (placement.in_spec, specs, None if segment_ids is None else ids_spec)
-        return placement.run(apply, (x, linears, segment_ids), in_specs, placement.in_spec)
+
+def _run(
+    call: _Call,
+    x: Array,
+    linears: tuple[shards.Linear, ...],
+    norms: tuple[Array | None, Array | None],
+    key: Array | None,
+    value: Array | None,
+    ids: Array | None,
+    mask: Array | None,
+    bias: Array | None,
+    dropout_key: Array | None,
+) -> Array:
+    settings, axis_name = call.settings, call.settings.axis_name
+    if call.shares is not None:
+        q_shares, kv_shares = call.shares
+        *inputs, out = linears
+        taken = zip(inputs, (q_shares, kv_shares, kv_shares), strict=True)
+        linears = *(shards.take_columns(p, s, axis_name) for p, s in taken), shards.take_rows(out, q_shares, axis_name)
+        mask, bias = (
+            z if z is None or z.shape[1] == 1 else q_shares.local_entries(z, axis_name, 1) for z in (mask, bias)
+        )
+    if dropout_key is not None:
+        dropout_key = _local_key(dropout_key, x, axis_name)
+
+    @jax.checkpoint  # otherwise the output of the heads would be saved twice: as it is, and flattened
+    def project(heads: Array, out: shards.Linear) -> Array:
+        heads = heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1])
+        if call.out_layout is None:
+            return shards.column(heads, (out,), settings, rows_sharded=False)[0]
+        return shards.row(heads, out, settings, layout=call.out_layout)
+
+    q, k, v = _project_inputs(call, x, key, value, linears[:3])
+    return project(call.attention.attend(q, k, v, ids, Additions(mask, bias, dropout_key), norms), linears[3])
+
+
+def _project_inputs(
+    call: _Call, x: Array, key: Array | None, value: Array | None, linears: tuple[shards.Linear, ...]
+) -> list[Array]:
+    """Returns queries, keys and values. Projections of one input share one gather of it."""
+    gathers: list[tuple[Array, bool, list[shards.Linear]]] = [(x, call.rows_sharded[0], [linears[0]])]
+    for other, linear in zip((key, value), linears[1:], strict=True):
+        if other is None:
+            gathers[-1][2].append(linear)
+        else:
+            gathers.append((other, call.rows_sharded[1], [linear]))
+    ys = [shards.column(z, tuple(group), call.settings, rows_sharded=sharded) for z, sharded, group in gathers]
+    return list(functools.reduce(operator.add, ys))
+
+
+def _local_key(data: Array, x: Array, axis_name: str) -> Array:
+    """Returns a key of this device's own, for its part of the batch and its heads."""
+    key = jax.random.wrap_key_data(data)
+    for axis in sorted(jax.typeof(x).mat.varying | {axis_name}):
+        key = jax.random.fold_in(key, lax.axis_index(axis))
+    return key
+
+
+def scores_array(layer: str, name: str, array: Array | None, shape: tuple[int, ...]) -> Array | None:
+    """Returns a mask or a bias with four dimensions. Raises ValueError unless it broadcasts to [b, heads, s, t]."""
+    if array is None:
+        return None
+    fits = array.ndim <= 4 and all(
+        given in (1, size) for given, size in zip(array.shape[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{layer} needs a {name} that broadcasts to [b, heads, s, t] = {list(shape)}: got {list(array.shape)}"
+        )
+    if name == "mask" and array.dtype != jnp.bool_:
+        array = array.astype(bool)
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from flaxasync.mesh import cast_to_varying
 from flaxasync.nn.options import LayerSettings
 from flaxasync.nn.placement import Layout
+from flaxasync.nn.shares import Shares
 from flaxasync.ops.matmul.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from flaxasync.ops.matmul.products import dot
 
@@ -31,7 +32,7 @@ def column(x: Array, linears: tuple[Linear, ...], settings: LayerSettings, *, ro
         ys = all_gather_matmul(x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision)
     else:
         ys = tuple(dot(x, kernel, settings.precision).astype(settings.dtype) for kernel in kernels)
-    return tuple(_add(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
+    return tuple(_finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
 
 
 def row(x: Array, linear: Linear, settings: LayerSettings, *, layout: Layout) -> Array:
@@ -41,7 +42,19 @@ def row(x: Array, linear: Linear, settings: LayerSettings, *, layout: Layout) ->
     op = {"sequence": matmul_reduce_scatter, "replicated": matmul_all_reduce}[layout]
     kernel = cast(kernel, x, settings.dtype)
     y = op(x, kernel, settings.axis_name, backend=settings.backend, precision=settings.precision)
-    return _add(y, bias, settings)
+    return _finish(y, bias, settings)
+
+
+def take_columns(linear: Linear, shares: Shares, axis_name: str) -> Linear:
+    """Returns this device's columns of a kernel and of its bias."""
+    kernel, bias = linear
+    return shares.take(kernel, axis_name, 1), None if bias is None else shares.take(bias, axis_name, 0)
+
+
+def take_rows(linear: Linear, shares: Shares, axis_name: str) -> Linear:
+    """Returns this device's rows of a kernel, and the bias, which every device has whole."""
+    kernel, bias = linear
+    return shares.take(kernel, axis_name, 0), bias
 
 
 def cast(parameter: Array, x: Array, dtype: DTypeLike | None) -> Array:
@@ -49,5 +62,7 @@ def cast(parameter: Array, x: Array, dtype: DTypeLike | None) -> Array:
     return cast_to_varying(parameter, jax.typeof(x).mat.varying).astype(dtype)
 
 
-def _add(y: Array, bias: Array | None, settings: LayerSettings) -> Array:
-    return y if bias is None else y + cast(bias, y, settings.dtype)
+def _finish(y: Array, bias: Array | None, settings: LayerSettings) -> Array:
+    """Adds the bias, and returns the dtype that the caller prefers."""
+    y = y if bias is None else y + cast(bias, y, settings.dtype)
+    return y.astype(getattr(settings, "preferred_element_type", None) or settings.dtype)

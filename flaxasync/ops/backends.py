@@ -145,7 +145,7 @@ def _planned(
     support, chip = OPS[op], mesh.chip()
     if chip is None and mesh.platform() == "tpu":
         trust.say_once(hardware.describe_unknown(mesh.chip_name()))
-    if chip is None or not shapes:
+    if chip is None or not shapes or any(0 in shape for shape in shapes):
         return support.default
     if support.kernel is not None:
         try:

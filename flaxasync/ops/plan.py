@@ -7,6 +7,7 @@ Each op has a function in `MODELS` that returns the `Cost` of each of its backen
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,20 +99,51 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in MODELS:
         raise ValueError(f"plan knows {', '.join(sorted(MODELS))}: got {name!r}")
-    if min(ring if isinstance(ring, tuple) else (ring,)) < 1:
+    sizes = ring if isinstance(ring, tuple) else (ring,)
+    if any(not isinstance(size, numbers.Integral) or size < 1 for size in sizes):
         raise ValueError(f"plan needs a ring of 1 device or more: got ring={ring}")
     if (name == "mesh_matmul") != isinstance(ring, tuple):
         raise ValueError(f"plan needs ring=(x, y) for mesh_matmul, and one number for other ops: got ring={ring}")
     spec = chip if isinstance(chip, Chip) else chip_named(chip)
+    for shape in shapes:
+        if any(not isinstance(size, numbers.Integral) or size < 1 for size in shape):
+            raise ValueError(f"plan needs dimensions of 1 or more: got {list(shape)}")
     try:
+        _check_contraction(name, sizes, *shapes)
         costs = MODELS[name](spec, ring, *shapes, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"plan cannot take these shapes or options for {name}: {error}") from error
-    fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes} or costs
-    first, *others = sorted(fitting, key=lambda backend: fitting[backend].seconds)
+    fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes}
+    candidates = fitting or costs
+    first, *others = sorted(candidates, key=lambda backend: candidates[backend].seconds)
+    reason = _reason(first, others, costs, candidates, ring, spec)
+    if not fitting:
+        least = min(costs, key=lambda backend: costs[backend].held)
+        held = costs[least].held / 2**30
+        reason = (
+            f"nothing fits: even {least} would hold {held:.1f} GiB beside its operands, more than a {spec.name} has; "
+            f"{reason}"
+        )
     unverified = tuple(backend for backend in costs if trust.verdict(name, backend, spec.name) != trust.PASSED)
     trusted = next(backend for backend in (first, *others, *trust.PLAIN) if backend not in unverified)
-    return Plan(name, first, _reason(first, others, costs, fitting, ring, spec), costs, trusted, unverified)
+    return Plan(name, first, reason, costs, trusted, unverified)
+
+
+def _check_contraction(op: str, ring: tuple[int, ...], *shapes: Shape) -> None:
+    """Raises ValueError for operands that the op would refuse; the caller says which op."""
+    if op == "ring_attention":
+        (b, s, heads, dim), *others = shapes
+        for k in others:
+            if (k[0], k[1], k[3]) != (b, s, dim) or heads % k[2]:
+                raise ValueError(f"q {list(shapes[0])} cannot attend to k or v {list(k)}")
+        return
+    x, *ws = shapes
+    x_devices, y_devices = ring if len(ring) == 2 else (1, 1)
+    for w in ws:
+        if x[-1] * y_devices != w[0] * x_devices:
+            raise ValueError(f"x {list(x)} cannot be contracted with w {list(w)}")
+    if op == "matmul_reduce_scatter" and x[-2] % ring[0]:
+        raise ValueError(f"the rows of x {list(x)} cannot be shared out equally to {ring[0]} devices")
 
 
 def _reason(

@@ -6,11 +6,13 @@ They are for use inside `jax.shard_map`, on local shards: device i of R on `axis
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019).
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
@@ -22,7 +24,8 @@ from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 def lookup(ids: Int[Array, "*batch s"], table: Float[Array, "v d"], axis_name: str) -> Float[Array, "*batch s d"]:
     """Returns this device's addend to the embedding of `ids`: its own entries, and zeros for those of other devices."""
     local, mine = _local_ids(ids, table.shape[0], axis_name)
-    return jnp.where(mine[..., None], table[local], jnp.zeros((), table.dtype))
+    rows = table.at[local].get(out_sharding=P(*(None,) * (local.ndim + 1)))
+    return jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype))
 
 
 def lookup_reduce_scatter(
@@ -89,8 +92,28 @@ def _lookup_reduce_scatter_bwd(ring: Ring, saved: tuple[Array, Array], dy: Array
 _lookup_reduce_scatter.defvjp(_lookup_reduce_scatter_fwd, _lookup_reduce_scatter_bwd)
 
 
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """What a cross-entropy adds to that of the targets. Hashable: it is a static argument.
+
+    Attributes:
+      ignore: The target of rows whose loss is 0; None for none.
+      label_smoothing: The share of the target distribution that is spread over all entries equally.
+      z_loss: The factor of log(sum(exp(logits)))**2, which keeps logits near zero.
+      vocab_size: The entries that exist; logits of later ones, which pad the vocabulary, are left out. None for all.
+    """
+
+    ignore: int | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    vocab_size: int | None = None
+
+
 def cross_entropy(
-    logits: Float[Array, "*batch v"], targets: Int[Array, "*batch"], axis_name: str
+    logits: Float[Array, "*batch v"],
+    targets: Int[Array, "*batch"],
+    axis_name: str,
+    options: LossOptions = LossOptions(),
 ) -> Float[Array, "*batch"]:
     """Returns the softmax cross-entropy of each row, in nats, from this device's share of the logits.
 
@@ -99,11 +122,13 @@ def cross_entropy(
     targets  [...]        the same on every device of the axis
     loss     [...]        the same on every device of the axis, float32
 
-    forward  loss    = log(sum(exp(logits))) - logits[target]      three numbers a row cross the axis
-    dlogits          = (softmax(logits) - one_hot(target)) * dloss no communication
+    forward  lse     = log(sum(exp(logits)))                       a few numbers a row cross the axis
+             loss    = lse - (1 - s) * logits[target] - s * mean(logits) + z * lse**2
+    dlogits          = (softmax(logits) * (1 + 2 z lse) - (1 - s) * one_hot(target) - s/V) * dloss
     ```
 
-    It is computed in float32. Saved for the backward pass are the logits as they were given, and one number a row.
+    It is computed in float32, or in float64 where the logits are float64. Saved for the backward pass are the logits as
+    they were given, and one number a row.
 
     Raises:
       ValueError: The shapes of logits and targets do not match.
@@ -113,39 +138,74 @@ def cross_entropy(
             f"cross_entropy needs one target a row: got logits {list(logits.shape)} and targets {list(targets.shape)}"
         )
     axes = jax.typeof(logits).mat.varying
-    return _cross_entropy(axis_name, logits, cast_to_varying(targets, axes - {axis_name}))
+    return _cross_entropy(axis_name, options, logits, cast_to_varying(targets, axes - {axis_name}))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(axis_name: str, logits: Array, targets: Array) -> Array:
-    return _cross_entropy_fwd(axis_name, logits, targets)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy(axis_name: str, options: LossOptions, logits: Array, targets: Array) -> Array:
+    return _cross_entropy_fwd(axis_name, options, logits, targets)[0]
 
 
-def _cross_entropy_fwd(axis_name: str, logits: Array, targets: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+def _cross_entropy_fwd(
+    axis_name: str, options: LossOptions, logits: Array, targets: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
     with jax.named_scope("vocab_parallel_cross_entropy"):
-        logits32 = logits.astype(jnp.float32)
-        highest = lax.pmax(jnp.max(logits32, axis=-1), axis_name)
+        exists, count = _existing(axis_name, options, logits)
+        scores = logits.astype(accumulator_dtype(logits))
+        if exists is not None:
+            scores = jnp.where(exists, scores, jnp.finfo(scores.dtype).min)
+        # The maximum has no gradient: it cancels. pmax has none at all, and a second derivative would ask for it.
+        highest = lax.pmax(lax.stop_gradient(jnp.max(scores, axis=-1)), axis_name)
         local, mine = _local_ids(targets, logits.shape[-1], axis_name)
-        at_target = jnp.take_along_axis(logits32, local[..., None], axis=-1)[..., 0]
-        shares = (jnp.sum(jnp.exp(logits32 - highest[..., None]), axis=-1), jnp.where(mine, at_target, 0))
-        sum_exp, at_target = lax.psum(shares, axis_name)
+        at_target = jnp.take_along_axis(scores, local[..., None], axis=-1)[..., 0]
+        shares = [jnp.sum(jnp.exp(scores - highest[..., None]), axis=-1), jnp.where(mine, at_target, 0)]
+        if options.label_smoothing:
+            shares.append(jnp.sum(scores if exists is None else jnp.where(exists, scores, 0), axis=-1))
+        sum_exp, at_target, *sums = lax.psum(shares, axis_name)
         log_sum_exp = highest + jnp.log(sum_exp)
-    return log_sum_exp - at_target, (logits, targets, log_sum_exp)
+        loss = log_sum_exp - (1 - options.label_smoothing) * at_target
+        for total in sums:
+            loss -= options.label_smoothing / count * total
+        if options.z_loss:
+            loss += options.z_loss * log_sum_exp**2
+        if options.ignore is not None:
+            loss = jnp.where(targets == options.ignore, 0, loss)
+    return loss, (logits, targets, log_sum_exp)
 
 
-def _cross_entropy_bwd(axis_name: str, saved: tuple[Array, Array, Array], dloss: Array) -> tuple[Array, None]:
+def _cross_entropy_bwd(
+    axis_name: str, options: LossOptions, saved: tuple[Array, Array, Array], dloss: Array
+) -> tuple[Array, None]:
     logits, targets, log_sum_exp = saved
     if axis_name not in jax.typeof(logits).mat.varying:
         # Under check_vma=False no type says that the loss is the same everywhere, and each device gets a share of
         # dloss.
         dloss = lax.psum(dloss, axis_name)
-    softmax = jnp.exp(logits.astype(jnp.float32) - log_sum_exp[..., None])
+    exists, count = _existing(axis_name, options, logits)
     local, mine = _local_ids(targets, logits.shape[-1], axis_name)
-    hit = (jnp.arange(logits.shape[-1]) == local[..., None]) & mine[..., None]
-    return ((softmax - hit.astype(jnp.float32)) * dloss[..., None]).astype(logits.dtype), None
+    hit = (jnp.arange(logits.shape[-1], dtype=local.dtype) == local[..., None]) & mine[..., None]
+    gradient = jnp.exp(logits.astype(dloss.dtype) - log_sum_exp[..., None])
+    if options.z_loss:
+        gradient *= 1 + 2 * options.z_loss * log_sum_exp[..., None]
+    gradient -= (1 - options.label_smoothing) * hit.astype(dloss.dtype) + options.label_smoothing / count
+    if exists is not None:
+        gradient = jnp.where(exists, gradient, 0)
+    if options.ignore is not None:
+        dloss = jnp.where(targets == options.ignore, 0, dloss)
+    return (gradient * dloss[..., None]).astype(logits.dtype), None
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def _existing(axis_name: str, options: LossOptions, logits: Array) -> tuple[Array | None, int]:
+    """Returns which of this device's entries are in the vocabulary (None for all), and how many are in it in total."""
+    entries = logits.shape[-1]
+    whole = entries * lax.axis_size(axis_name)
+    count = whole if options.vocab_size is None else options.vocab_size
+    if count == whole:
+        return None, count
+    return lax.axis_index(axis_name) * entries + jnp.arange(entries, dtype=jnp.int32) < count, count
 
 
 def _local_ids(ids: Array, entries: int, axis_name: str) -> tuple[Array, Array]:

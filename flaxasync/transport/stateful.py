@@ -194,8 +194,7 @@ class StatefulTransport:
     def open(self, block: Block, axis_name: str, *, shift: int) -> "RefChannel":
         """Returns a channel with two Refs for each array of `block`."""
         arrays, structure = jax.tree.flatten(block)
-        pairs = tuple((jax.new_ref(x), jax.new_ref(_empty_like(x, x.shape))) for x in arrays)
-        return RefChannel(pairs, structure, axis_name, shift)
+        return RefChannel(tuple(map(_new_pair, arrays)), structure, axis_name, shift)
 
     def check_unroll(self, unroll: int) -> None:
         """Raises ValueError if a loop body would not leave each Ref in the role, source or destination, that it had."""
@@ -243,6 +242,16 @@ class RefChannel:
     def _done(self, state: list[Semaphores], turn: int) -> None:
         for sems, refs in zip(state, self.pairs, strict=True):
             ppermute_done_stateful(*sems, refs[turn % 2], refs[(turn + 1) % 2])
+
+
+def _new_pair(x: jax.Array) -> tuple[Ref, Ref]:
+    """Returns a Ref that holds `x`, and one for what arrives.
+
+    The memory of the second Ref is tied to `x`, because the gradient of a scan hoists what depends on no variable of
+    the scan. An empty array depends on nothing, and a Ref that was hoisted cannot be returned to the scan.
+    """
+    x, empty = schedule.tie(x, _empty_like(x, x.shape))
+    return jax.new_ref(x), jax.new_ref(empty)
 
 
 def _empty_like(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 # In float32 only the order of additions differs; bfloat16 keeps 8 bits, and partial sums travel in it.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-ROWS = P("data", "model", None)
+ROWS, COLUMNS = P("data", "model", None), P("data", None, "model")
 
 
 def make_mesh(data, model, axis_type=AxisType.Explicit):
@@ -127,6 +127,19 @@ def assert_parameters_close(params, want, dtype):
     assert got.keys() == want.keys()
     for path in want:
         assert_close(got[path][...], want[path][...], dtype, ".".join(map(str, path)))
+
+
+def assert_model_close(got, want, tolerance=1e-5):
+    """Compares gradients by their names, in units of the largest, because some, of key biases, are zero but for noise.
+
+    Heads may be a dimension in the one and merged in the other.
+    """
+    got, want = ({path: np.asarray(v[...]) for path, v in nnx.to_flat_state(state)} for state in (got, want))
+    assert got.keys() == want.keys()
+    largest = max(np.abs(value).max() for value in want.values())
+    for path, value in want.items():
+        error = np.abs(got[path].reshape(value.shape) - value).max() / largest
+        assert error <= tolerance, f"{'.'.join(map(str, path))}: relative error {error:.2e}"
 
 
 @pytest.fixture

@@ -146,11 +146,16 @@ def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads": 6}, "heads=6 on 4 devices; use 4 or 8"),
-        ({"heads": 8, "kv_heads": 2}, "kv_heads=2 on 4 devices; use 4"),
+        ({"heads": None}, "needs heads, or num_heads, which means the same: got None and None"),
+        ({"heads": 4, "num_heads": 4}, "needs heads, or num_heads, which means the same: got 4 and 4"),
+        ({"heads": 4, "dropout_rate": 1.5}, "needs dropout_rate to be 0 or more and less than 1: got 1.5"),
         ({"heads": 12, "kv_heads": 8}, "heads must be a multiple of kv_heads: got heads=12, kv_heads=8"),
         ({"heads": 12, "kv_heads": 12}, "features must be divisible by heads: got features=16, heads=12"),
         ({"heads": 16}, "head_dim must be even: got 1"),
+        ({"heads": 0}, "needs heads to be 1 or more: got heads=0"),
+        ({"heads": -4}, "needs heads to be 1 or more: got heads=-4"),
+        ({"heads": 4, "kv_heads": 0}, "needs kv_heads to be 1 or more: got kv_heads=0"),
+        ({"heads": 4, "head_dim": 0}, "needs head_dim to be 1 or more: got head_dim=0"),
         ({"heads": 4, "window": 0}, "ParallelSelfAttention needs window to be 1 or more rows, or None: got 0"),
         ({"heads": 4, "context_axis": "context"}, "works on the mesh axis 'context', and the mesh has 'data', 'model'"),
         ({"heads": 4, "context_axis": "data", "context_layout": "striped"}, "layout='striped': it must be one of"),
@@ -172,3 +177,35 @@ def test_inputs_that_do_not_fit(mesh_of):
             layer(ones((2, 8, 8), ROWS), np.ones((2, 4), np.int32))
         with pytest.raises(ValueError, match="needs segment ids of an integer dtype: got float32"):
             layer(ones((2, 8, 8), ROWS), np.ones((2, 8), np.float32))
+
+
+def test_float64_is_computed_in_float64(mesh_of):
+    """Rotary positions too: an error in float32 would be 1e-7."""
+    with jax.enable_x64(True):
+
+        def make():
+            return fa.nn.ParallelSelfAttention(16, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+
+        x = np.random.default_rng(0).standard_normal((2, 8, 16))
+        ys = []
+        for size in (1, 4):
+            with jax.set_mesh(mesh_of(1, size)):
+                ys.append(np.asarray(drawn(make)(jax.device_put(x, ROWS))))
+        with jax.set_mesh(mesh_of(1, 1)):
+            layer = drawn(make)
+            q, k, v = (
+                (x @ np.asarray(linear.kernel[...])).reshape(2, 8, 4, 4)
+                for linear in (layer.query, layer.key, layer.value)
+            )
+            turned = np.arange(8)[:, None] * 10_000.0 ** -np.array([0, 0.5])
+            cos, sin = np.cos(turned)[:, None], np.sin(turned)[:, None]
+            q, k = (
+                np.concatenate([z[..., :2] * cos - z[..., 2:] * sin, z[..., 2:] * cos + z[..., :2] * sin], -1)
+                for z in (q, k)
+            )
+            scores = np.where(np.tri(8, dtype=bool), np.einsum("bqhd,bkhd->bhqk", q, k) / 2, -np.inf)
+            weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+            want = np.einsum("bhqk,bkhd->bqhd", weights, v).reshape(2, 8, 16) @ np.asarray(layer.out.kernel[...])
+    for y in ys:
+        assert y.dtype == np.float64
+        np.testing.assert_allclose(y, want, rtol=1e-12, atol=1e-12)

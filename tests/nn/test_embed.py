@@ -149,6 +149,47 @@ def test_cross_entropy_and_its_gradient(mesh_of, size, axis_type):
     np.testing.assert_allclose(dlogits, want_dlogits, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_options_of_cross_entropy(mesh_of, dtype):
+    """Ignored targets, label smoothing, z-loss and a padded vocabulary: values, gradients and second derivatives."""
+    rng, vocab = np.random.default_rng(0), 13
+    targets = rng.integers(0, vocab, (2, 6)).astype(np.int32)
+    targets[0, :2] = -100
+
+    def plain(logits):
+        scores = logits[..., :vocab]
+        lse, one_hot = jax.nn.logsumexp(scores, -1), jax.nn.one_hot(targets, vocab, dtype=scores.dtype)
+        at_target = 0.9 * jnp.sum(scores * one_hot, -1) + 0.1 * jnp.mean(scores, -1)
+        return jnp.sum(jnp.where(targets == -100, 0, lse - at_target + 0.01 * lse**2) ** 2)
+
+    def ours(logits):
+        placed = jax.device_put(targets, TOKENS)
+        options = {"ignore": -100, "label_smoothing": 0.1, "z_loss": 0.01, "vocab_size": vocab}
+        return jnp.sum(fa.nn.softmax_cross_entropy(logits, placed, **options) ** 2)
+
+    def derivatives(loss, logits):
+        penalty = jax.value_and_grad(lambda logits: jnp.sum(jnp.sin(jax.grad(loss)(logits))))
+        return loss(logits), jax.grad(loss)(logits), *penalty(logits)
+
+    with jax.enable_x64(dtype == "float64"):
+        logits = rng.standard_normal((2, 6, 16)).astype(dtype)
+        want = jax.jit(lambda logits: derivatives(plain, logits))(logits)
+        with jax.set_mesh(mesh_of(1, 4)):
+            got = jax.jit(lambda logits: derivatives(ours, logits))(jax.device_put(logits, LOGITS))
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 if dtype == "float32" else 1e-12)
+
+
+def test_targets_and_vocabularies_that_do_not_fit(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)):
+        logits = jax.device_put(np.zeros((2, 6, 8), np.float32), LOGITS)
+        with pytest.raises(ValueError, match="needs targets of an integer dtype: got float32"):
+            fa.nn.softmax_cross_entropy(logits, jax.device_put(np.zeros((2, 6), np.float32), TOKENS))
+        with pytest.raises(ValueError, match=r"needs vocab_size to be 1 \.\. 8, or None: got 9"):
+            fa.nn.softmax_cross_entropy(logits, jax.device_put(np.zeros((2, 6), np.int32), TOKENS), vocab_size=9)
+
+
 def test_cross_entropy_of_huge_logits_is_finite(mesh_of):
     with jax.set_mesh(mesh_of(1, 4)):
         logits = jax.device_put(np.where(np.arange(8) == 5, 1e30, -1e30).astype(np.float32)[None, None], LOGITS)
@@ -175,10 +216,6 @@ def test_no_device_ever_holds_whole_logits(mesh_of, backend):
 
 
 class TestErrors:
-    def test_a_vocabulary_that_does_not_divide(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="num_embeddings=10 on 4 devices"):
-            fa.nn.VocabParallelEmbed(10, 8, rngs=nnx.Rngs(0))
-
     def test_ids_that_are_no_integers(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)):
             layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))

@@ -134,17 +134,6 @@ def test_checkpoints_of_nnx_linear_load_both_ways(mesh_of, load_from):
     np.testing.assert_array_equal(back.bias[...], plain.bias[...])
 
 
-def test_parameters_of_nnx_linear_need_not_be_placed_first(mesh_of):
-    plain = drawn(lambda: nnx.Linear(8, 12, rngs=nnx.Rngs(0)), seed=1)
-    kernel, bias = np.asarray(plain.kernel[...]), np.asarray(plain.bias[...])
-    x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
-    with jax.set_mesh(mesh_of(2, 4)):
-        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)), seed=2)
-        layer.kernel[...], layer.bias[...] = kernel, bias
-        y = nnx.jit(lambda layer, x: layer(x))(layer, jax.device_put(x, ROWS))
-    np.testing.assert_allclose(y, x @ kernel + bias, rtol=1e-4, atol=1e-5)
-
-
 def test_eval_shape_keeps_sharding(mesh_of):
     with jax.set_mesh(mesh_of(2, 4)):
         layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)))
@@ -339,3 +328,23 @@ def test_an_unknown_keyword_is_named(mesh_of, make):
     message = rf"^{make.__name__} got an unexpected keyword argument 'use_biases'; the keywords .* axis_name, dtype, "
     with jax.set_mesh(mesh_of(1, 4)), pytest.raises(TypeError, match=message):
         make(8, 8, use_biases=True, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 16), pytest.param((2, 0, 16), marks=pytest.mark.slow)])
+def test_an_input_without_elements(mesh_of, shape):
+    """A last batch may be empty. Gradients are zeros, and no collective is run: without elements it never ends."""
+    with jax.set_mesh(mesh_of(2, 4)):
+        x, ids = ones(shape, ROWS), jax.device_put(np.ones(shape[:2], np.int32), P("data", None))
+        embed = drawn(lambda: fa.nn.VocabParallelEmbed(16, 16, rngs=nnx.Rngs(0)))
+        for make in (
+            lambda: fa.nn.ColumnParallelLinear(16, 16, rngs=nnx.Rngs(0)),
+            lambda: fa.nn.ParallelMLP(16, 16, rngs=nnx.Rngs(0)),
+            lambda: fa.nn.ParallelSelfAttention(16, 4, rngs=nnx.Rngs(0)),
+        ):
+            layer = drawn(make)
+            gradients, y = nnx.grad(lambda layer: (lambda y: (jnp.sum(y), y))(layer(x)), has_aux=True)(layer)
+            assert y.shape == shape
+            assert not any(np.any(g) for g in jax.tree.leaves(gradients))
+            assert nnx.jit(lambda layer, x: layer(x))(layer, x).sharding.spec[0] == "data"
+        losses = fa.nn.softmax_cross_entropy(embed.attend(embed(ids)), ids)
+    assert losses.shape == shape[:2]

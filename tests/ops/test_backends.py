@@ -12,7 +12,7 @@ SHAPES = {  # of a call that plan can predict
     "all_gather_matmul": [(256, 4096), (4096, 4096)],
     "matmul_reduce_scatter": [(2048, 4096), (4096, 4096)],
     "matmul_all_reduce": [(2048, 4096), (4096, 4096)],
-    "mesh_matmul": [(4096, 4096), (4096, 4096)],
+    "mesh_matmul": [(4096, 2048), (4096, 4096)],
     "ring_attention": [(1, 4096, 32, 128), (1, 4096, 8, 128)],
 }
 

@@ -63,6 +63,27 @@ def test_bad_input_is_refused(op, options, message):
         fa.plan(op, *LLAMA, **({"chip": "v5e", "ring": 8} | options))
 
 
+@pytest.mark.parametrize(
+    ("op", "shapes", "ring", "message"),
+    [
+        ("all_gather_matmul", [(8, 16), (32, 16)], 4, r"x \[8, 16\] cannot be contracted with w \[32, 16\]"),
+        ("all_gather_matmul", [(0, 16), (16, 16)], 4, r"dimensions of 1 or more: got \[0, 16\]"),
+        ("all_gather_matmul", [(8, 16), (16, 16)], 2.5, "ring of 1 device or more: got ring=2.5"),
+        ("matmul_reduce_scatter", [(9, 16), (16, 16)], 4, r"rows of x \[9, 16\] cannot be shared out equally to 4"),
+        ("mesh_matmul", [(8, 16), (16, 16)], (2, 4), r"x \[8, 16\] cannot be contracted with w \[16, 16\]"),
+        ("ring_attention", [(1, 8, 4, 8), (1, 8, 3, 8)], 4, r"q \[1, 8, 4, 8\] cannot attend to k or v \[1, 8, 3, 8\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(op, shapes, ring, message):
+    with pytest.raises(ValueError, match=message):
+        fa.plan(op, *shapes, chip="v5e", ring=ring)
+
+
+def test_a_call_that_fits_nowhere_says_so():
+    plan = fa.plan("ring_attention", (64, 131072, 16, 128), (64, 131072, 16, 128), chip="v5e", ring=8)
+    assert plan.reason.startswith("nothing fits: even xla would hold")
+
+
 def test_the_chip_of_a_device():
     assert chip_of_device("TPU v5 lite") == chip("v5e")
     assert chip_of_device("cpu") is None

@@ -76,7 +76,8 @@ CODES = {
     ),
     "synchronous-collective": Code(
         _WARNING, "the chip waits for a collective that has no start and done",
-        "cut it into ring steps: all_gather_matmul, matmul_reduce_scatter or ring_attention of flaxasync",
+        "cut it into ring steps: all_gather_matmul, matmul_reduce_scatter or ring_attention of flaxasync; where one of "
+        "them made it, backend='none' was named, or flaxasync.plan predicts that it is faster: backend='xla' is a ring",
     ),
     "loop-copies": Code(
         _WARNING, "a loop copies a buffer that it carries, on every iteration",

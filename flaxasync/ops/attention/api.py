@@ -184,6 +184,8 @@ def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, 
     operands = [q, k, v] if segment_ids is None else [q, k, v, segment_ids]
     varying = axes.union(*(jax.typeof(operand).mat.varying for operand in operands))
     q, k, v, *ids = (cast_to_varying(operand, varying) for operand in operands)
+    if not q.size:
+        return q
     kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
     return vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
 

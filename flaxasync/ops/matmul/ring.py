@@ -103,4 +103,6 @@ def _uninitialised(shape: tuple[int, ...], x: Array) -> Array:
     """
     if mesh.platform() in ("tpu", None):
         return _vary_like(lax.empty(shape, x.dtype), x)
+    if not x.size:
+        return _vary_like(jnp.zeros(shape, x.dtype), x)
     return lax.broadcast(lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim)), shape)

@@ -1,0 +1,159 @@
+"""Puts plain arrays into a model of parallel layers, each under the sharding that its layer needs."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+type Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What `load` did. Names are paths with dots: "layers.0.mlp.up.kernel".
+
+    Attributes:
+      names: The parameters that were loaded.
+      missing: The parameters of the model that the source lacks. They keep their values.
+      unexpected: The names of the source that the model lacks. They were left out.
+      reshaped: The parameters whose dimensions were merged or split, with their shapes in the source and in the model.
+    """
+
+    names: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def __str__(self) -> str:
+        lines = [f"loaded {len(self.names)} parameters"]
+        lines += [f"  missing in the source: {name}" for name in self.missing]
+        lines += [f"  left over in the source: {name}" for name in self.unexpected]
+        lines += [f"  reshaped: {name} from {list(old)} to {list(new)}" for name, (old, new) in self.reshaped.items()]
+        return "\n".join(lines)
+
+
+def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: bool = True) -> Loaded:
+    """Puts arrays into a model by their names, under the shardings that its layers need.
+
+    `nnx.update` with plain arrays does not: it takes their shardings too, and their metadata. Dimensions may be merged
+    or split: a kernel [in, heads, head_dim] of `nnx.MultiHeadAttention` is one [in, heads * head_dim] here.
+
+    Args:
+      module: The model, on the ambient mesh. Parameters that are abstract, of `nnx.eval_shape`, get values too.
+      params: A model of plain or parallel layers; a state; or a dict of arrays, nested or with names such as
+        "mlp.up.kernel". They may be on any devices, or numpy arrays. They are cast to the dtypes of the model.
+      strict: Whether names that are missing or left over are an error. Otherwise the result tells them.
+
+    Returns:
+      Which names were loaded, missing, left over and reshaped; str() makes a list.
+
+    Raises:
+      ValueError: A shape does not fit, or names do not (`strict`). Nothing was loaded then.
+    """
+    graph_state = nnx.state(module)
+    flat = nnx.to_flat_state(graph_state)
+    targets = {_path(path): variable for path, variable in flat if isinstance(variable, nnx.Variable)}
+    needed = {path for path, variable in targets.items() if not isinstance(variable, nnx.RngState)}
+    source = _flatten(params)
+    specs = _layer_specs(module)
+    found, reshaped, errors = {}, {}, []
+    for path in sorted(needed & source.keys()):
+        value, target = source[path], targets[path].get_value()
+        if value.shape != target.shape:
+            if not _merges(value.shape, target.shape) and not _merges(target.shape, value.shape):
+                errors.append(f"{_name(path)} is {list(value.shape)} in the source and {list(target.shape)} here")
+                continue
+            reshaped[_name(path)] = value.shape, target.shape
+        found[path] = value
+    missing = tuple(map(_name, sorted(needed - source.keys())))
+    constants = {_path(path) for path, _ in flat}  # arrays of the model that are no variables stay as they are
+    unexpected = tuple(map(_name, sorted(source.keys() - constants)))
+    if strict and missing:
+        errors.append(f"missing in the source: {', '.join(missing)}")
+    if strict and unexpected:
+        errors.append(f"left over in the source: {', '.join(unexpected)}")
+    if errors:
+        raise ValueError(
+            f"load cannot put these arrays into a {type(module).__name__}: {'; '.join(errors)}"
+            + ("; strict=False leaves names out" if strict else "")
+        )
+    for path, value in found.items():
+        variable = targets[path]
+        target, spec = variable.get_value(), specs.get(path)
+        if spec is None:
+            spec = _current_spec(target)
+        else:
+            spec = P(*(None,) * (target.ndim - len(spec)), *spec)  # a stack of layers has leading dimensions
+            variable.set_metadata(out_sharding=tuple(spec))
+        variable.set_value(_put(value, target, spec))
+    nnx.update(module, graph_state)
+    return Loaded(tuple(map(_name, found)), missing, unexpected, reshaped)
+
+
+def _put(value: Any, target: Any, spec: P) -> jax.Array:
+    mesh = jax.sharding.get_mesh()
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        value = value.reshape(target.shape)
+    else:
+        value = np.asarray(value).reshape(target.shape)
+    value = value.astype(target.dtype)
+    return value if mesh.empty else jax.device_put(value, jax.NamedSharding(mesh, spec))
+
+
+def _flatten(params: Any) -> dict[Path, Any]:
+    """Returns the arrays by their paths."""
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params, nnx.Not(nnx.RngState))
+    if isinstance(params, nnx.State):
+        flat_state = nnx.to_flat_state(params)
+        return {_path(path): leaf.get_value() for path, leaf in flat_state if isinstance(leaf, nnx.Variable)}
+    flat: dict[Path, Any] = {}
+    for name, value in params.items():
+        path = _path(name if isinstance(name, tuple) else str(name).split("."))
+        if isinstance(value, nnx.Variable):
+            value = value.get_value()
+        if isinstance(value, Mapping):
+            flat |= {(*path, *rest): leaf for rest, leaf in _flatten(value).items()}
+        else:
+            flat[path] = value
+    return flat
+
+
+def _layer_specs(module: nnx.Module) -> dict[Path, P]:
+    """Returns how the parameters of parallel layers are sharded, by their paths."""
+    return {
+        (*_path(path), name): spec
+        for path, layer in nnx.iter_modules(module)
+        for name, spec in getattr(layer, "_specs", {}).items()
+    }
+
+
+def _current_spec(target: Any) -> P:
+    sharding = getattr(target, "sharding", None)
+    if isinstance(sharding, P):
+        return sharding
+    return sharding.spec if isinstance(sharding, jax.NamedSharding) else P()
+
+
+def _merges(longer: tuple[int, ...], shorter: tuple[int, ...]) -> bool:
+    """Says whether merging neighbouring dimensions of one shape gives the other."""
+    remaining = list(longer)
+    for size in shorter:
+        product = 1
+        while remaining and (product < size or remaining[0] == 1):
+            product *= remaining.pop(0)
+        if product != size:
+            return False
+    return not remaining
+
+
+def _path(path: Any) -> Path:
+    return tuple(map(str, path))
+
+
+def _name(path: Path) -> str:
+    return ".".join(path)

@@ -1,0 +1,75 @@
+"""Low-rank adaptation of parallel Dense layers: `nnx.LoRA` whose two factors lie as the layer that they adapt."""
+
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from flaxasync.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    multiply_columns,
+    multiply_rows,
+    with_dtype,
+)
+
+
+class ParallelLoRA(nnx.LoRA):
+    """A parallel Dense layer and a product of low rank that is added to it.
+
+    ```
+    lora_a  [in, rank]     for a row-parallel layer sharded by rows, else the same on all devices
+    lora_b  [rank, out]    for a column-parallel layer sharded by columns, else the same on all devices
+
+    y = base(x) + x @ lora_a @ lora_b          rank features a row travel beside those of base
+    ```
+
+    The parameters have the type, names and global shapes of those of `nnx.LoRA`, so that
+    `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))` and `nnx.Optimizer(..., wrt=nnx.LoRAParam)` train them
+    alone, and checkpoints load. `nnx.LoRA` itself, around a parallel layer, adds arrays that are sharded in different
+    ways, which Explicit axes refuse.
+
+    Args:
+      base: The layer that is adapted. Its output is that of `nnx.Linear`, so `pad` is not supported.
+      rank: The features between the two factors.
+      rngs: The random streams; the layer draws from `params`.
+
+    Raises:
+      ValueError: base is no parallel Dense layer, or pads.
+    """
+
+    def __init__(self, base: ColumnParallelLinear | RowParallelLinear, rank: int, *, rngs: nnx.Rngs):
+        if not isinstance(base, ColumnParallelLinear | RowParallelLinear) or not base.shares.whole:
+            raise ValueError(
+                f"ParallelLoRA adapts ColumnParallelLinear and RowParallelLinear without padding: got "
+                f"{type(base).__name__}; for others use nnx.LoRA"
+            )
+        settings = base.settings
+        column = isinstance(base, ColumnParallelLinear)
+        super().__init__(
+            base.in_features,
+            rank,
+            base.out_features,
+            base_module=base,
+            dtype=settings.dtype,
+            param_dtype=settings.param_dtype,
+            a_metadata={"out_sharding": (None if column else settings.axis_name, None)},
+            b_metadata={"out_sharding": (None, settings.axis_name if column else None)},
+            rngs=rngs,
+        )
+
+    def __call__(self, x: Float[Array, "*batch s in"], **kwargs: Any) -> Float[Array, "*batch s out"]:
+        """Applies the layer.
+
+        Raises:
+          ValueError: As the layer that is adapted.
+        """
+        base = self.base_module
+        assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
+        a, b = self.lora_a[...], self.lora_b[...]
+        y, settings = base(x, **kwargs), with_dtype(base.settings, x, a, b)
+        x = x.astype(settings.dtype)
+        if isinstance(base, ColumnParallelLinear):
+            return y + multiply_columns("ParallelLoRA", x @ a.astype(x.dtype), b, settings).astype(y.dtype)
+        hidden = multiply_rows("ParallelLoRA", x, a, settings, layout=base.layout)
+        return y + (hidden @ b.astype(hidden.dtype)).astype(y.dtype)

@@ -1,0 +1,107 @@
+"""Tests that plain arrays get into parallel layers under the layers' shardings, and that nothing unshards silently."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from tests.nn.conftest import ROWS, drawn, ones
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def plain_linear():
+    return drawn(lambda: nnx.Linear(8, 12, rngs=nnx.Rngs(0)), seed=1)
+
+
+def parallel_linear():
+    return drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)), seed=2)
+
+
+def gradient(layer, x):
+    graph, state = nnx.split(layer)
+    return jax.jit(jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(x) ** 2)))(state)
+
+
+@pytest.mark.parametrize("form", ["module", "state", "nested", "flat"])
+def test_loading_keeps_shardings_metadata_and_gradients(mesh_of, form):
+    plain = plain_linear()
+    source = {
+        "module": plain,
+        "state": nnx.state(plain),
+        "nested": nnx.to_pure_dict(nnx.state(plain)),
+        "flat": {"kernel": np.asarray(plain.kernel[...]), "bias": np.asarray(plain.bias[...])},
+    }[form]
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = parallel_linear()
+        assert fa.nn.load(layer, source).names == ("bias", "kernel")
+        assert layer.kernel[...].sharding.spec == P(None, "model")
+        assert layer.kernel.get_metadata()["out_sharding"] == (None, "model")
+        assert gradient(layer, ones((2, 8, 8), ROWS))["kernel"][...].sharding.spec == P(None, "model")
+    np.testing.assert_array_equal(layer.kernel[...], plain.kernel[...])
+    np.testing.assert_array_equal(layer.bias[...], plain.bias[...])
+
+
+def test_plain_arrays_of_update_are_refused_and_load_mends_the_layer(mesh_of):
+    plain, x = plain_linear(), np.ones((2, 8, 8), np.float32)
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = parallel_linear()
+        nnx.update(layer, nnx.state(plain))
+        with pytest.raises(ValueError, match=r"kernel \[8, 12\] must be sharded .*'model'.*flaxasync.nn.load"):
+            layer(jax.device_put(x, ROWS))
+        fa.nn.load(layer, plain)
+        np.testing.assert_allclose(layer(jax.device_put(x, ROWS)), plain(x), rtol=1e-5, atol=1e-5)
+        embed = drawn(lambda: fa.nn.VocabParallelEmbed(8, 16, rngs=nnx.Rngs(0)))
+        embed.embedding.set_value(jnp.ones((8, 16)))
+        with pytest.raises(ValueError, match=r"VocabParallelEmbed: the embedding \[8, 16\] must be sharded"):
+            embed(jax.device_put(np.zeros((2, 8), np.int32), P("data", None)))
+
+
+def test_plain_arrays_of_update_have_sharded_gradients_under_auto_axes(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4, AxisType.Auto)):
+        layer = parallel_linear()
+        nnx.update(layer, nnx.state(plain_linear()))
+        assert gradient(layer, ones((2, 8, 8), ROWS))["kernel"][...].sharding.spec == P(None, "model")
+        fa.nn.load(layer, plain_linear())
+        assert layer.kernel[...].sharding.spec == P(None, "model")
+
+
+def test_heads_that_are_a_dimension_are_merged(mesh_of):
+    plain = drawn(lambda: nnx.MultiHeadAttention(4, 16, use_bias=False, decode=False, rngs=nnx.Rngs(0)))
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = drawn(lambda: fa.nn.ParallelSelfAttention(16, 4, rngs=nnx.Rngs(0)))
+        loaded = fa.nn.load(layer, plain)
+    assert loaded.reshaped["query.kernel"] == ((16, 4, 4), (16, 16))
+    assert "  reshaped: out.kernel from [4, 4, 16] to [16, 16]" in str(loaded)
+    np.testing.assert_array_equal(layer.out.kernel[...], plain.out.kernel[...].reshape(16, 16))
+
+
+def test_an_abstract_model_and_a_stack_of_layers_are_loaded(mesh_of):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+    def stack(rngs):
+        return fa.nn.ColumnParallelLinear(8, 12, rngs=rngs)
+
+    with jax.set_mesh(mesh_of(2, 4)):
+        layers = nnx.eval_shape(lambda: stack(nnx.Rngs(0)))
+        fa.nn.load(layers, {"kernel": np.ones((3, 8, 12)), "bias": np.ones((3, 12))})
+        assert layers.kernel[...].sharding.spec == P(None, None, "model")
+        assert layers.kernel[...].dtype == jnp.float32
+
+
+def test_names_and_shapes_that_do_not_fit_are_told_and_nothing_is_loaded(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)):
+        layer = parallel_linear()
+        before = np.asarray(layer.kernel[...])
+        with pytest.raises(ValueError, match=r"kernel is \[12, 8\] in the source and \[8, 12\] here"):
+            fa.nn.load(layer, {"kernel": np.ones((12, 8)), "bias": np.ones(12)})
+        with pytest.raises(ValueError, match=r"missing in the source: bias; left over in the source: scale\.x; strict"):
+            fa.nn.load(layer, {"kernel": np.ones((8, 12)), "scale": {"x": np.ones(1)}})
+        np.testing.assert_array_equal(layer.kernel[...], before)
+        loaded = fa.nn.load(layer, {"kernel": np.ones((8, 12)), "scale.x": np.ones(1)}, strict=False)
+        assert (loaded.names, loaded.missing, loaded.unexpected) == (("kernel",), ("bias",), ("scale.x",))
+        assert str(loaded).splitlines()[1:] == ["  missing in the source: bias", "  left over in the source: scale.x"]

@@ -1,0 +1,180 @@
+"""Tests that layers of a plain model are replaced in place, or refused by the reason why they cannot be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from tests.nn.conftest import COLUMNS, ROWS, assert_close, assert_model_close, drawn
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs=None):
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.shared = self.blocks[0].up
+        self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x + self.attention(x)
+
+
+RULES = {"blocks.*.up": "column", "blocks.*.down": "row", "attention": "attention"}
+
+
+def gradients(model, x):
+    return nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))))(model)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
+def test_a_model_computes_what_it_did(mesh_of, capsys, axis_type):
+    plain, x = drawn(Model), np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+    want, want_y = nnx.jit(gradients)(plain, x), nnx.jit(lambda model, x: model(x))(plain, x)
+    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+        done = fa.nn.parallelize(plain, RULES)
+        x = jax.device_put(x, ROWS)
+        y, got = nnx.jit(lambda model, x: model(x))(plain, x), nnx.jit(gradients)(plain, x)
+        assert plain.shared is plain.blocks[0].up
+    assert_close(y, want_y, "float32", "y")
+    assert_model_close(got, want)
+    assert capsys.readouterr().out.splitlines() == list(map(str, done))
+    assert "blocks.0.down: Linear -> RowParallelLinear (row), bias [16], kernel [32, 16]" in map(str, done)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            {"blocks.*.wide": "column"},
+            r"no module matches 'blocks\.\*\.wide'; the model has attention, .*blocks\.0\.up",
+        ),
+        ({"blocks.*.up": "diagonal"}, "'diagonal': a rule is one of column, logits, row"),
+        ({"attention": "column"}, "attention is a MultiHeadAttention, and 'column' replaces Linear"),
+        ({"**.up": "column", "blocks.0.*p": "row"}, r"blocks\.0\.up matches both '\*\*\.up' and 'blocks\.0\.\*p'"),
+    ],
+)
+def test_rules_that_do_not_fit(mesh_of, rules, message):
+    model = nnx.eval_shape(Model)
+    with jax.set_mesh(mesh_of(2, 4)), pytest.raises(ValueError, match=message):
+        fa.nn.parallelize(model, rules)
+    assert type(model.blocks[0].up) is nnx.Linear
+
+
+def test_layers_that_do_more_are_refused(mesh_of):
+    class Odd(nnx.Module):
+        def __init__(self):
+            self.cached = nnx.MultiHeadAttention(4, 16, decode=True, rngs=nnx.Rngs(0))
+            self.custom = nnx.Linear(
+                16, 16, dot_general=lambda *args, **_: jax.lax.dot_general(*args), rngs=nnx.Rngs(0)
+            )
+            self.uneven = nnx.Linear(16, 18, rngs=nnx.Rngs(0))
+
+    with jax.set_mesh(mesh_of(2, 4)):
+        model = Odd()
+        for rules, message in [
+            ({"cached": "attention"}, "cannot replace cached, a MultiHeadAttention: it decodes with a cache"),
+            ({"custom": "column"}, "cannot replace custom, a Linear: it has a dot_general of its own"),
+            ({"uneven": "column"}, "cannot replace uneven by the rule 'column': .*out_features=18 on 4 devices"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                fa.nn.parallelize(model, rules)
+
+
+@pytest.mark.parametrize("split", ["column", "row"])
+def test_a_dot_general_for_layers_that_stay(mesh_of, split):
+    """The same product, and the same collectives, as those of the parallel layer."""
+    cls, spec, kernel_spec = {
+        "column": (fa.nn.ColumnParallelLinear, ROWS, (None, "model")),
+        "row": (fa.nn.RowParallelLinear, COLUMNS, ("model", None)),
+    }[split]
+
+    def programs(layer, x):
+        run = jax.jit(lambda x: nnx.merge(*nnx.split(layer))(x))
+        return run(x), run.lower(x).compile().as_text().count(" collective-permute(")
+
+    with jax.set_mesh(mesh_of(2, 4)):
+        x = jax.device_put(np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32), spec)
+        theirs = drawn(lambda: nnx.Linear(
+            16, 16, dot_general=fa.nn.parallel_dot_general(split), kernel_metadata={"out_sharding": kernel_spec},
+            bias_metadata={"out_sharding": ("model",) if split == "column" else (None,)}, rngs=nnx.Rngs(0),
+        ))  # fmt: skip
+        ours = drawn(lambda: cls(16, 16, rngs=nnx.Rngs(0)))
+        (y, count), (want, wanted) = programs(theirs, x), programs(ours, x)
+    assert count == wanted > 0
+    np.testing.assert_allclose(y, want, rtol=1e-6)
+
+
+def test_a_dot_general_refuses_other_products(mesh_of):
+    with pytest.raises(ValueError, match="parallel_dot_general got 'diagonal': it must be 'column' or 'row'"):
+        fa.nn.parallel_dot_general("diagonal")
+    multiply = fa.nn.parallel_dot_general("column")
+    with jax.set_mesh(mesh_of(2, 4)):
+        x, kernel = np.ones((2, 8, 16), np.float32), np.ones((16, 16), np.float32)
+        with pytest.raises(ValueError, match="contracts the last dimension of x with the first of a kernel"):
+            multiply(x, kernel, (((2,), (1,)), ((), ())))
+        with pytest.raises(ValueError, match="shards its output itself"):
+            multiply(x, kernel, (((2,), (0,)), ((), ())), out_sharding=P())
+
+
+def test_projections_of_one_input_share_one_gather(mesh_of):
+    names = {"query": 16, "key": 8}
+    with jax.set_mesh(mesh_of(2, 4)):
+        x = jax.device_put(np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32), ROWS)
+        layer = drawn(lambda: fa.nn.ColumnParallelProjections(16, names, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(layer)
+        run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        query, key = run(state, x)
+        alone = jax.jit(lambda kernel, x: nnx.merge(*nnx.split(layer.query))(x))
+        counts = [
+            fn.lower(*args).compile().as_text().count(" collective-permute(")
+            for fn, args in ((run, (state, x)), (alone, (0, x)))
+        ]
+        np.testing.assert_allclose(query, layer.query(x), rtol=1e-6)
+        np.testing.assert_allclose(key, layer.key(x), rtol=1e-6)
+    assert counts[0] == counts[1] > 0
+    assert key.shape == (2, 8, 8)
+
+
+@pytest.mark.parametrize("cls", ["ColumnParallelLinear", "RowParallelLinear"])
+def test_low_rank_adaptation(mesh_of, cls):
+    """The values are those of nnx.LoRA, and the factors alone are trained."""
+    spec = ROWS if cls == "ColumnParallelLinear" else COLUMNS
+    plain = drawn(lambda: nnx.LoRA(16, 4, 24, base_module=nnx.Linear(16, 24, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)))
+    x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+
+    def loss(layer, x):
+        return jnp.sum(jnp.sin(layer(x)))
+
+    only = nnx.DiffState(0, nnx.LoRAParam)
+    want = nnx.grad(loss, argnums=only)(plain, x)
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = drawn(lambda: fa.nn.ParallelLoRA(getattr(fa.nn, cls)(16, 24, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1)))
+        fa.nn.load(layer, plain)
+        got = nnx.jit(nnx.grad(loss, argnums=only))(layer, jax.device_put(x, spec))
+        y = layer(jax.device_put(x, spec))
+        with pytest.raises(
+            ValueError, match="adapts ColumnParallelLinear and RowParallelLinear without padding: got Lin"
+        ):
+            fa.nn.ParallelLoRA(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(y, plain(x), rtol=1e-5, atol=1e-5)
+    got, want = (dict(nnx.to_flat_state(g)) for g in (got, want))
+    assert set(got) == set(want) == {("lora_a",), ("lora_b",)}
+    for path in want:
+        np.testing.assert_allclose(got[path][...], want[path][...], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,169 @@
+"""Heads and vocabularies that the axis does not divide, and key-value heads that several devices need."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.nn.shares import Shares, head_shares
+from tests.nn.conftest import ROWS, assert_close, assert_model_close, assert_parameters_close, drawn
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TOKENS = P("data", None)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 6), (6, 2), (6, 3), (12, 4), (5, 1), (3, 3)])
+def test_every_head_is_computed_once_and_finds_its_keys(heads, kv_heads, devices):
+    shares = head_shares(heads, kv_heads, 1, devices)
+    q, kv = (np.arange(s.size) if s.order is None else np.array(s.order) for s in shares)
+    q, kv = (
+        np.pad(o, (0, s.local * devices - len(o)), constant_values=-1) for o, s in zip((q, kv), shares, strict=True)
+    )
+    assert sorted(q[q >= 0]) == list(range(heads))
+    for device in range(devices):
+        queries, keys = (o.reshape(devices, -1)[device] for o in (q, kv))
+        group = len(queries) // len(keys)
+        for i, head in enumerate(queries):
+            assert head < 0 or keys[i // group] == head // (heads // kv_heads)
+
+
+def test_a_share_that_is_no_padding_needs_no_transfer():
+    assert Shares.equal(8, 4).whole
+    assert not Shares.equal(6, 4).whole
+    assert all(shares.whole for shares in head_shares(8, 4, 16, 4))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "form"),
+    [
+        (4, 2, {}),
+        pytest.param(6, 6, {"mask": "heads"}, marks=pytest.mark.slow),
+        pytest.param(6, 2, {"mask": "batch", "cross": True}, marks=pytest.mark.slow),
+        pytest.param(4, 4, {"bias": True, "cross": True, "normalize_qk": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_is_that_of_nnx(mesh_of, heads, kv_heads, form, axis_type):
+    """Outputs, and gradients of all parameters in their dense shapes, of `nnx.MultiHeadAttention`."""
+    rng, cross = np.random.default_rng(0), "cross" in form
+    normalize = form.get("normalize_qk", False)
+    plain = drawn(lambda: nnx.MultiHeadAttention(
+        heads, 24, qkv_features=4 * heads, num_kv_heads=kv_heads, decode=False, normalize_qk=normalize, rngs=nnx.Rngs(1)
+    ))  # fmt: skip
+    x, other = (rng.standard_normal((4, rows, 24)).astype(np.float32) for rows in (8, 12))
+    shape = (4, heads if form.get("mask") == "heads" else 1, 8, 12 if cross else 8)
+    masks = {"mask": rng.random(shape) > 0.3} if "mask" in form else {}
+    biases = {"bias": rng.standard_normal(shape[1:]).astype(np.float32)} if "bias" in form else {}
+
+    def loss(layer, x, other):
+        y = layer(x, *((other,) if cross else ()), **masks, **biases)
+        return jnp.sum(jnp.sin(y)), y
+
+    if biases:  # nnx.MultiHeadAttention takes no bias, but its attention function does
+        plain.attention_fn = lambda *args, **kwargs: nnx.dot_product_attention(*args, **kwargs, bias=biases["bias"])
+        reference = lambda layer, x, other: (lambda y: (jnp.sum(jnp.sin(y)), y))(layer(x, other))  # noqa: E731
+    else:
+        reference = loss
+    (_, want_y), want = nnx.jit(nnx.value_and_grad(reference, has_aux=True))(plain, x, other)
+    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+        layer = drawn(lambda: fa.nn.ParallelAttention(
+            24, num_heads=heads, kv_heads=kv_heads, head_dim=4, normalize_qk=normalize, rngs=nnx.Rngs(0)
+        ))  # fmt: skip
+        fa.nn.load(layer, plain)
+        run = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
+        (_, y), got = run(layer, jax.device_put(x, ROWS), jax.device_put(other, ROWS))
+        assert jax.tree.map(lambda g: g.sharding, got) == jax.tree.map(
+            lambda p: p.sharding, nnx.state(layer, nnx.Param)
+        )
+    assert_close(y, want_y, "float32", "y")
+    assert_model_close(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_a_vocabulary_of_50257_tied_to_its_output(mesh_of, axis_type):
+    vocab, rng = 50257, np.random.default_rng(0)
+    plain = drawn(lambda: nnx.Embed(vocab, 8, rngs=nnx.Rngs(0)))
+    ids, targets = (rng.integers(vocab - 40, vocab, (2, 8)).astype(np.int32) for _ in range(2))
+
+    def reference(layer):
+        logits = layer.attend(layer(ids))
+        at_target = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)
+        smooth = jnp.mean(jax.nn.log_softmax(logits), -1)
+        return -jnp.mean(0.9 * at_target[..., 0] + 0.1 * smooth)
+
+    def loss(layer, ids, targets):
+        logits = layer.attend(layer(ids))
+        assert logits.shape[-1] == 50260
+        return jnp.mean(fa.nn.softmax_cross_entropy(logits, targets, label_smoothing=0.1, vocab_size=vocab))
+
+    want_loss, want = nnx.jit(nnx.value_and_grad(reference))(plain)
+    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+        layer = drawn(lambda: fa.nn.VocabParallelEmbed(vocab, 8, rngs=nnx.Rngs(0)))
+        fa.nn.load(layer, plain)
+        assert layer.embedding.shape == (vocab, 8)
+        assert layer.embedding[...].addressable_shards[0].data.shape == (vocab, 2)
+        placed = jax.device_put(ids, TOKENS), jax.device_put(targets, TOKENS)
+        got_loss, got = nnx.jit(nnx.value_and_grad(loss))(layer, *placed)
+    np.testing.assert_allclose(got_loss, want_loss, rtol=1e-5)
+    assert_parameters_close(got, want, "float32")
+
+
+def test_an_output_over_a_padded_vocabulary(mesh_of):
+    plain, x = drawn(lambda: nnx.Linear(8, 13, rngs=nnx.Rngs(0))), np.ones((2, 8, 8), np.float32)
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 13, pad=True, rngs=nnx.Rngs(0)))
+        fa.nn.load(layer, plain)
+        y = layer(jax.device_put(x, ROWS))
+        assert layer.kernel.shape == (8, 13)
+    assert y.shape == (2, 8, 16)
+    np.testing.assert_allclose(np.asarray(y)[..., :13], plain(x), rtol=1e-5, atol=1e-6)
+    assert not np.any(np.asarray(y)[..., 13:])
+
+
+def test_options_that_need_all_scores(mesh_of):
+    """Scale, soft cap and an attention function, against the formula; dropout keeps the mean and follows its key."""
+    q, k, v = (np.random.default_rng(i).standard_normal((2, 8, 16)).astype(np.float32) for i in range(3))
+    identity = np.eye(16, dtype=np.float32)
+
+    def layer(**options):
+        made = fa.nn.ParallelAttention(16, 4, use_bias=False, rngs=nnx.Rngs(0), **options)
+        fa.nn.load(made, {f"{name}.kernel": identity for name in ("query", "key", "value", "out")})
+        return made
+
+    def formula(scale, cap):
+        heads = [x.reshape(2, 8, 4, 4) for x in (q, k, v)]
+        scores = cap * np.tanh(np.einsum("bshd,bthd->bhst", *heads[:2]) * scale / cap)
+        return np.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), heads[2]).reshape(2, 8, 16)
+
+    with jax.set_mesh(mesh_of(2, 4)):
+        inputs = [jax.device_put(x, ROWS) for x in (q, k, v)]
+        capped = layer(softmax_scale=0.3, logit_softcap=2.0)(*inputs)
+        plain = layer()(*inputs)
+        function = layer(attention_fn=nnx.dot_product_attention)(*inputs)
+        made = layer(dropout_rate=0.5)
+        drops = [np.asarray(made(*inputs, rngs=nnx.Rngs(dropout=seed))) for seed in (0, 0, 1)]
+        kept = made(*inputs, deterministic=True)
+        for option in ({"sow_weights": True}, {"decode": True}):
+            with pytest.raises(NotImplementedError, match=f"ParallelAttention lacks {next(iter(option))} of nnx"):
+                made(*inputs, **option)
+        with pytest.raises(ValueError, match=r"needs a mask that broadcasts to \[b, heads, s, t\] = \[2, 4, 8, 8\]"):
+            made(*inputs, mask=np.ones((2, 1, 8, 9), bool))
+    np.testing.assert_allclose(capped, formula(0.3, 2.0), atol=1e-5)
+    np.testing.assert_allclose(plain, formula(0.5, 1e6), atol=1e-4)
+    np.testing.assert_allclose(function, plain, atol=1e-5)
+    np.testing.assert_allclose(kept, plain, atol=1e-5)
+    np.testing.assert_array_equal(drops[0], drops[1])
+    assert not np.allclose(drops[0], drops[2])
+    with jax.set_mesh(jax.make_mesh((2, 4), ("context", "model"))):
+        with pytest.raises(NotImplementedError, match="over a split sequence lacks logit_softcap"):
+            fa.nn.ParallelSelfAttention(16, 4, context_axis="context", logit_softcap=30.0, rngs=nnx.Rngs(0))
+        ring = drawn(lambda: fa.nn.ParallelSelfAttention(16, 4, context_axis="context", rngs=nnx.Rngs(0)))
+        with pytest.raises(NotImplementedError, match="over a split sequence lacks masks and biases"):
+            ring(jax.device_put(q, P(None, ("context", "model"), None)), mask=np.ones((1, 1, 8, 8), bool))

@@ -1,0 +1,87 @@
+"""`fa.nn.parallelize` on whole models that were not written for it: parity, and the collectives of a compiled step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync import check
+from tests.nn.conftest import assert_close, assert_model_close, drawn, make_mesh
+from tests.user.models import Gemma, LanguageModel, VisionTransformer
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
+
+BLOCKS = {"blocks.*.attention": "attention", "blocks.*.mlp.wi": "column"}
+MODELS = {
+    "lm1b": (LanguageModel, BLOCKS | {"embed": "embed", "blocks.*.mlp.wo": "row"}, (4, 8), 61),
+    "gemma": (
+        Gemma,
+        {"embedder": "embed", "head": "logits"}
+        | {f"layers.*.attention.{name}": "column" for name in "qkv"}
+        | {"layers.*.attention.o": "row", "layers.*.gate": "column", "layers.*.up": "column", "layers.*.down": "row"},
+        (4, 8),
+        64,
+    ),
+    "vit": (VisionTransformer, BLOCKS | {"blocks.*.mlp.wo": "row_replicated"}, (4, 16, 16, 3), 10),
+}
+OURS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "vocab_parallel", "take_share")
+
+
+def example(kind):
+    model, _, shape, classes = MODELS[kind]
+    rng = np.random.default_rng(0)
+    x = (
+        rng.integers(0, 60, shape).astype(np.int32)
+        if len(shape) == 2
+        else rng.standard_normal(shape).astype(np.float32)
+    )
+    weights = rng.standard_normal((*shape[: 1 if kind == "vit" else 2], classes)).astype(np.float32)
+    return drawn(lambda: model(rngs=nnx.Rngs(0))), x, weights
+
+
+def loss(model, x, weights):
+    y = model(x)
+    return jnp.sum(jnp.sin(y) * weights), y
+
+
+step = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_computes_what_it_did(kind, axis_type):
+    model, x, weights = example(kind)
+    (_, want_y), want = step(model, x, weights)
+    with jax.set_mesh(make_mesh(2, 4, axis_type)):
+        fa.nn.parallelize(model, MODELS[kind][1], verbose=False)
+        if kind == "lm1b":  # 61 entries are padded to 64
+            weights = np.pad(weights, [(0, 0), (0, 0), (0, 3)])
+        x = jax.device_put(x, P("data"))
+        weights = jax.device_put(weights, P("data") if kind == "vit" else P("data", None, "model"))
+        (_, y), got = step(model, x, weights)
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        step_of = jax.jit(jax.grad(lambda params: loss(nnx.merge(graph, params, rest), x, weights)[0]))
+        compiled = step_of.lower(params).compile()
+    assert_close(np.asarray(y)[..., : want_y.shape[-1]], want_y, "float32", "y")
+    assert_model_close(got, want)
+    others = foreign_collectives(compiled.as_text())
+    assert not others, "\n".join(others)
+
+
+def foreign_collectives(text):
+    """Returns the collectives that no parallel layer made, but for sums of gradients, which data parallelism has."""
+    module = check.parse(text)
+    found = []
+    for computation in module.computations.values():
+        for instruction in computation.instructions:
+            opcode = instruction.opcode.removesuffix("-start")
+            if opcode not in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "all-reduce"):
+                continue
+            if opcode == "all-reduce" or any(name in instruction.op_name for name in OURS):
+                continue
+            found.append(f"{instruction.name}: {instruction.op_name}")
+    return found

@@ -1,0 +1,220 @@
+"""Small programs as users write them, each compared with the dense model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from tests.nn.conftest import ROWS, assert_close, assert_model_close, drawn, make_mesh
+from tests.user.models import LanguageModel, MlpBlock
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
+
+GPT = {"embed": "embed", "blocks.*.attention": "attention", "blocks.*.mlp.wi": "column", "blocks.*.mlp.wo": "row"}
+TOKENS = P("data", None)
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with jax.set_mesh(make_mesh(2, 4)):
+        yield
+
+
+def pair(make, rules):
+    """Returns a plain model and its parallel copy."""
+    with jax.set_mesh(make_mesh(1, 1)):
+        plain = drawn(make)
+    model = drawn(make)
+    fa.nn.parallelize(model, rules, verbose=False)
+    fa.nn.load(model, plain)
+    return plain, model
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def tokens(*shape, vocab=61, seed=0):
+    return np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)
+
+
+def gpt():
+    return LanguageModel(rngs=nnx.Rngs(0))
+
+
+def plain_loss(model, ids):
+    logits = model(ids)[..., :61]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, ids))
+
+
+def parallel_loss(model, ids):
+    return jnp.mean(fa.nn.softmax_cross_entropy(model(ids), ids, vocab_size=61))
+
+
+class Mixer(nnx.Module):
+    """Mixes tokens and channels in turn."""
+
+    def __init__(self, rngs):
+        self.tokens, self.channels = MlpBlock(8, 16, rngs=rngs), MlpBlock(16, 32, rngs=rngs)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + jnp.swapaxes(self.tokens(jnp.swapaxes(self.norm(x), 1, 2)), 1, 2)
+        return x + self.channels(self.norm(x))
+
+
+class Translator(nnx.Module):
+    """An encoder, and a decoder with cross-attention."""
+
+    def __init__(self, rngs):
+        self.encode = MlpBlock(16, 32, rngs=rngs)
+        self.attend, self.cross = (nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs) for _ in range(2))
+
+    def __call__(self, source, target):
+        source = source + self.encode(source)
+        x = target + self.attend(target, mask=np.tri(target.shape[1], dtype=bool)[None, None])
+        return x + self.cross(x, source)
+
+
+def check_gradients(plain, model, *arrays, spec):
+    def loss(model, *arrays):
+        y = model(*arrays)
+        return jnp.sum(jnp.sin(y)), y
+
+    step = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
+    with jax.set_mesh(make_mesh(1, 1)):
+        (_, want_y), want = step(plain, *arrays)
+    (_, y), got = step(model, *(jax.device_put(array, spec) for array in arrays))
+    assert_close(y, want_y, "float32", "y")
+    assert_model_close(got, want)
+
+
+def test_a_mixer():
+    rules = {"*.wi": "column", "*.wo": "row_replicated"}
+    check_gradients(*pair(lambda: Mixer(nnx.Rngs(0)), rules), draw(4, 8, 16), spec=P("data"))
+
+
+def test_an_encoder_and_a_decoder_with_cross_attention():
+    rules = {"encode.wi": "column", "encode.wo": "row", "attend": "attention", "cross": "attention"}
+    source, target = draw(4, 12, 16), draw(4, 8, 16, seed=1)
+    check_gradients(*pair(lambda: Translator(nnx.Rngs(0)), rules), source, target, spec=ROWS)
+
+
+def train(model, loss, ids, wrt=nnx.Param):
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=wrt)
+
+    @nnx.jit
+    def step(model, optimizer, ids):
+        value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))(model, ids)
+        with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+            optimizer.update(model, grads)
+        return value
+
+    return [float(step(model, optimizer, ids)) for _ in range(4)]
+
+
+def test_a_tied_gpt_is_trained_by_an_nnx_optimizer():
+    """Losses of four steps with weight decay: padding of the vocabulary takes no part."""
+    plain, model = pair(gpt, GPT)
+    ids = tokens(4, 8)
+    with jax.set_mesh(make_mesh(1, 1)):
+        want = train(plain, plain_loss, ids)
+    np.testing.assert_allclose(train(model, parallel_loss, jax.device_put(ids, TOKENS)), want, rtol=1e-4)
+    assert model.embed.embedding.shape == (61, 16)
+
+
+def test_low_rank_factors_are_trained_alone():
+    _, model = pair(gpt, GPT)
+    for block in model.blocks:
+        block.mlp.wi = fa.nn.ParallelLoRA(block.mlp.wi, 2, rngs=nnx.Rngs(0))
+        block.mlp.wo = fa.nn.ParallelLoRA(block.mlp.wo, 2, rngs=nnx.Rngs(1))
+    before = np.asarray(model.blocks[0].mlp.wi.base_module.kernel[...])
+    losses = train(model, parallel_loss, jax.device_put(tokens(4, 8), TOKENS), wrt=nnx.LoRAParam)
+    assert losses[-1] < losses[0]
+    np.testing.assert_array_equal(model.blocks[0].mlp.wi.base_module.kernel[...], before)
+
+
+def test_layers_in_a_scan_are_computed_again():
+    def stack(make):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+        def layers(rngs):
+            return make(rngs)
+
+        return lambda: layers(nnx.Rngs(0))
+
+    def run(layers, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+        @nnx.remat
+        def scan(layer, x):
+            return x + layer(x)
+
+        return jnp.sum(jnp.sin(scan(layers, x)))
+
+    class Plain(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = (nnx.Linear(*sizes, use_bias=False, rngs=rngs) for sizes in ((16, 32), (32, 16)))
+
+        def __call__(self, x):
+            return self.down(nnx.silu(self.up(x)))
+
+    x = draw(4, 8, 16)
+    with jax.set_mesh(make_mesh(1, 1)):
+        plain = drawn(stack(Plain))
+        want = nnx.jit(nnx.grad(run))(plain, x)
+    model = drawn(stack(lambda rngs: fa.nn.ParallelMLP(16, 32, gated=False, use_bias=False, rngs=rngs)))
+    fa.nn.load(model, plain)
+    assert_model_close(nnx.jit(nnx.grad(run))(model, jax.device_put(x, ROWS)), want)
+
+
+def test_a_map_over_examples():
+    plain, model = pair(gpt, GPT)
+    ids = tokens(4, 8)
+    with jax.set_mesh(make_mesh(1, 1)):
+        want = plain(ids)
+
+    @nnx.jit
+    def each(model, ids):
+        graph, state = nnx.split(model)
+        return jax.vmap(lambda one: nnx.merge(graph, state)(one[None])[0])(ids)
+
+    assert_close(np.asarray(each(model, jax.device_put(ids, TOKENS)))[..., :61], want, "float32", "logits")
+
+
+def test_a_step_is_exported():
+    plain, model = pair(gpt, GPT)
+    ids = tokens(4, 8)
+    graph, state = nnx.split(model)
+    placed = jax.device_put(ids, TOKENS)
+    exported = jax.export.export(jax.jit(lambda state, ids: nnx.merge(graph, state)(ids)))(
+        nnx.to_pure_dict(state), placed
+    )
+    with jax.set_mesh(make_mesh(1, 1)):
+        want = plain(ids)
+    y = exported.call(nnx.to_pure_dict(state), placed)
+    assert_close(np.asarray(y)[..., :61], want, "float32", "logits")
+
+
+def test_checkpoints_go_both_ways(tmp_path):
+    """orbax saves the dense shapes, restores them into the parallel model, and the other way around."""
+    plain, model = pair(gpt, GPT)
+    other = drawn(gpt, seed=5)
+    fa.nn.parallelize(other, GPT, verbose=False)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "plain", nnx.to_pure_dict(nnx.state(plain)))
+        checkpointer.save(tmp_path / "parallel", nnx.to_pure_dict(nnx.state(model)))
+        checkpointer.wait_until_finished()
+        dense = checkpointer.restore(tmp_path / "plain")
+        ours = checkpointer.restore(tmp_path / "parallel")
+    fa.nn.load(other, dense)
+    assert other.blocks[0].mlp.wi.kernel[...].sharding.spec == P(None, "model")
+    np.testing.assert_array_equal(other.embed.embedding[...], plain.embed.embedding[...])
+    with jax.set_mesh(make_mesh(1, 1)):
+        back = drawn(gpt, seed=6)
+        fa.nn.load(back, ours)
+    assert_model_close(nnx.state(back, nnx.Param), nnx.state(plain, nnx.Param), tolerance=0)
