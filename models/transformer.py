@@ -10,10 +10,7 @@ P(data, model, None) and tokens_BL is P(data, None); with a context axis, P(data
 P(data, context).
 """
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,39 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import flaxasync as fa
-
-type Remat = Literal["none", "dots", "layer"]
-type ContextLayout = Literal["zigzag", "contiguous"]
-
-
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-    """The architecture, and how it is computed."""
-
-    vocab_size: int = 256
-    """Entries of the vocabulary; a multiple of the model axis. 256 for bytes."""
-    layers: int = 4
-    """Decoder layers."""
-    width: int = 256
-    """Features of the residual stream."""
-    heads: int = 8
-    """Query heads of each layer; a multiple of the model axis and of kv_heads."""
-    kv_heads: int = 4
-    """Key-value heads of each layer; a multiple of the model axis."""
-    mlp_width: int = 768
-    """Hidden features of the gated MLP; a multiple of the model axis."""
-    rope_theta: float = 10_000.0
-    """Base of the rotary position embedding."""
-    norm_epsilon: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-    tie_embeddings: bool = False
-    """Whether the output projection is the embedding, transposed."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and of the operands of matmuls, which accumulate in float32."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the parameters and of the optimizer's state."""
-    remat: Remat = "none"
-    """What the backward pass computes again: nothing; all but the results of matmuls ("dots"); or each whole layer."""
+from models.config import ContextLayout, Remat, TransformerConfig
 
 
 class DecoderLayer(nnx.Module):
@@ -208,53 +173,3 @@ def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array], Array]:
         return apply
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
     return nnx.remat(apply, policy=policy)
-
-
-def check_fits(
-    config: TransformerConfig,
-    *,
-    sequence_length: int,
-    mesh_shape: Mapping[str, int],
-    context_layout: ContextLayout = "zigzag",
-) -> None:
-    """Checks that a model can be laid out on a mesh before anything is built.
-
-    Args:
-      config: the architecture.
-      sequence_length: tokens of a sequence.
-      mesh_shape: devices of each mesh axis; the model is split over "model", sequences over "context" if there is one.
-      context_layout: the order of positions on "context".
-
-    Raises:
-      ValueError: a size is not positive, or something does not divide; the message names both and what would do.
-    """
-    sizes = {
-        field: getattr(config, field) for field in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width")
-    }
-    for name, size in {**sizes, "sequence_length": sequence_length}.items():
-        if size < 1:
-            raise ValueError(f"{name} must be 1 or more: got {size}")
-    if config.width % config.heads or config.width // config.heads % 2:
-        raise ValueError(
-            f"width must be an even multiple of heads, for rotary positions: got width={config.width}, "
-            f"heads={config.heads}; use a multiple of {2 * config.heads}"
-        )
-    if config.heads % config.kv_heads:
-        raise ValueError(f"heads must be a multiple of kv_heads: got heads={config.heads}, kv_heads={config.kv_heads}")
-    devices = mesh_shape["model"]
-    context = mesh_shape.get("context", 1)
-    shares = math.lcm(context * devices, 2 * context if context_layout == "zigzag" else 1) if context > 1 else 1
-    if sequence_length % shares:
-        raise ValueError(
-            f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} devices in "
-            f"{context_layout!r} layout and a 'model' axis of {devices}: got sequence_length={sequence_length}; use "
-            f"{-(-sequence_length // shares) * shares}, or smaller axes"
-        )
-    split = {name: sizes[name] for name in ("vocab_size", "heads", "kv_heads", "mlp_width")}
-    for name, size in {**split, "sequence_length": sequence_length}.items():
-        if size % devices:
-            up = -(-size // devices) * devices
-            raise ValueError(
-                f"{name} must be divisible by the 'model' axis: got {name}={size} on {devices} devices; "
-                f"use {up}, or a smaller axis"
-            )

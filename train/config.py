@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 
 DEFAULT_PRESET = Path(__file__).resolve().parent.parent / "configs" / "tiny.py"
 _PRESET_MODULE = "_preset"  # name under which a preset file is imported

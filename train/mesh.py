@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import flaxasync as fa
-from models.transformer import check_fits
+from models.config import check_fits
 from train.config import Config, InputError, MeshConfig
 
 CONTEXT = "context"

@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from tests.train.launcher import Launcher, Run
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 from train.mesh import make_mesh
@@ -19,7 +19,7 @@ from train.step import Trainer
 # programs that are compiled here.
 RISING = OptimizerConfig(learning_rate=300.0, warmup_steps=10**6)
 PRESET = """
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from train.config import *
 
 

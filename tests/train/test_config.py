@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from models.transformer import check_fits
+from models.config import check_fits
 from train.config import DEFAULT_PRESET, Config, InputError, check, load_preset, parse
 
 PRESETS = sorted(path for path in DEFAULT_PRESET.parent.glob("*.py") if path.name != "__init__.py")
