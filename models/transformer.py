@@ -61,8 +61,10 @@ class DecoderLayer(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
+    def __call__(
+        self, x_BLD: Float[Array, "B L D"], segment_ids_BL: Int[Array, "B L"] | None = None
+    ) -> Float[Array, "B L D"]:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), segment_ids_BL)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 
@@ -147,27 +149,42 @@ class Transformer(nnx.Module):
             )
         )
 
-    def __call__(self, tokens_BL: Int[Array, "B L"]) -> Float[Array, "B L V"]:
-        """Logits of the next token at every position, sharded over the vocabulary."""
+    def __call__(
+        self, tokens_BL: Int[Array, "B L"], segment_ids_BL: Int[Array, "B L"] | None = None
+    ) -> Float[Array, "B L V"]:
+        """Logits of the next token at every position, sharded over the vocabulary.
+
+        With segment ids, a position attends only to positions of the same id.
+        """
 
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
         def run(layer: DecoderLayer, x_BLD: Array) -> Array:
-            return _with_remat(self.config.remat)(layer, x_BLD)
+            return _with_remat(self.config.remat)(layer, x_BLD, segment_ids_BL)
 
         x_BLD = self.final_norm(run(self.layers, self.embed(tokens_BL)))
         return self.embed.attend(x_BLD) if self.output is None else self.output(x_BLD)
 
-    def loss(self, tokens_BL: Int[Array, "B L"], targets_BL: Int[Array, "B L"]) -> Float[Array, ""]:
-        """Mean cross-entropy of the targets, nats a token, float32."""
-        losses_BL = fa.nn.softmax_cross_entropy(self(tokens_BL), targets_BL, axis_name=self.axis_name)
-        return jnp.mean(losses_BL)
+    def loss(
+        self,
+        tokens_BL: Int[Array, "B L"],
+        targets_BL: Int[Array, "B L"],
+        *,
+        segment_ids_BL: Int[Array, "B L"] | None = None,
+        weights_BL: Float[Array, "B L"] | None = None,
+    ) -> Float[Array, ""]:
+        """Mean cross-entropy of the targets in nats per token, float32; weights make it a weighted mean."""
+        logits_BLV = self(tokens_BL, segment_ids_BL)
+        losses_BL = fa.nn.softmax_cross_entropy(logits_BLV, targets_BL, axis_name=self.axis_name)
+        if weights_BL is None:
+            return jnp.mean(losses_BL)
+        return jnp.sum(losses_BL * weights_BL) / jnp.maximum(jnp.sum(weights_BL), 1)
 
 
-def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array], Array]:
+def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None], Array]:
     """A function of a layer and its input, with what the backward pass computes again."""
 
-    def apply(layer: DecoderLayer, x_BLD: Array) -> Array:
-        return layer(x_BLD)
+    def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None) -> Array:
+        return layer(x_BLD, segment_ids_BL)
 
     if remat == "none":
         return apply

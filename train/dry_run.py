@@ -18,9 +18,10 @@ import jax
 import numpy as np
 
 from flaxasync import check
-from train.config import Config, InputError
+from train.config import Config
 from train.dry_run_picture import save_picture
 from train.dry_run_report import DryRun, render
+from train.errors import InputError
 from train.mesh import check_fits_mesh, mesh_shape
 from train.model_flops import model_flops_per_token
 from train.show import say
@@ -78,7 +79,7 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh) -
         named = " ".join(f"--{name} {value}" for name, value in smaller.items()) or "as requested"
         say(f"compiling  for {topology}, {named} ...")
         try:
-            program = check.compile_for(topology, trainer.train_step, state, batch, batch, timeout=COMPILE_SECONDS)
+            program = check.compile_for(topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS)
         except check.HbmError as error:
             refused.append(error)
             continue

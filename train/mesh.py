@@ -10,7 +10,8 @@ import numpy as np
 
 import flaxasync as fa
 from models.config import check_fits
-from train.config import Config, InputError, MeshConfig
+from train.config import Config, MeshConfig
+from train.errors import InputError
 
 CONTEXT = "context"
 """Name of the mesh axis that splits sequences. A mesh has this axis only if mesh.context is more than 1."""

@@ -11,7 +11,8 @@ import pytest
 
 from train import checkpoint
 from train.checkpoint import Checkpoints
-from train.config import InputError, MeshConfig
+from train.config import MeshConfig
+from train.errors import InputError
 from train.fingerprint import fingerprint
 from train.mesh import make_mesh
 from train.workdir import architecture

@@ -7,7 +7,10 @@ import jax
 import pytest
 
 from models.config import check_fits
-from train.config import DEFAULT_PRESET, Config, InputError, check, load_preset, parse
+from train.command import DEFAULT_PRESET, load_preset, parse
+from train.config import Config
+from train.config_check import check
+from train.errors import InputError
 
 PRESETS = sorted(path for path in DEFAULT_PRESET.parent.glob("*.py") if path.name != "__init__.py")
 

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from train.config import InputError, MeshConfig
+from train.config import MeshConfig
 from train.corpus import open_corpus
 from train.data import TrainingBatches, split
+from train.errors import InputError
 from train.mesh import infer_sizes, make_mesh, sequence_order
 from train.run import main
 from train.sample import generate

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from train import corpus
-from train.config import DataConfig, InputError
+from train.config import DataConfig
 from train.corpus import open_corpus
+from train.errors import InputError
 
 
 def open_path(path, *, vocab_size=256, **fields):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.config import InputError
 from train.corpus import Corpus, open_corpus
 from train.data import TrainingBatches, ValidationBatches, Windows, share_of_batch, split
+from train.errors import InputError
 
 
 @given(size=st.integers(0, 200), length=st.integers(1, 50))

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.config import InputError, MeshConfig
+from train.config import MeshConfig
+from train.errors import InputError
 from train.mesh import check_fits_mesh, infer_sizes, make_mesh
 
 

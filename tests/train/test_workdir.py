@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from train.config import InputError, MeshConfig
+from train.config import MeshConfig
+from train.errors import InputError
 from train.workdir import Workdir, architecture, write_atomically
 
 
