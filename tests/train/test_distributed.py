@@ -39,7 +39,7 @@ def losses_of(workdir: Path) -> list[float]:
 
 
 def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, monkeypatch, trainer_of):
-    monkeypatch.setattr("train.run.Trainer", trainer_of)
+    monkeypatch.setattr("train.lifecycle.Trainer", trainer_of)
     common = ("--eval.every", "0", "--eval.sample_tokens", "0")
     assert main([str(preset("auto")), *common, "--steps", "10", "--workdir", str(tmp_path / "one")]) == 0
 
@@ -49,7 +49,7 @@ def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, 
             both[1].send_signal(signal.SIGTERM)
             break
     printed = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
+    assert [process.returncode for process in both] == [75, 75], printed
     assert "stopped by SIGTERM after step" in printed[0][0]
     assert not any("step" in line for line in printed[1][0].splitlines()), "only the first process prints"
     assert len(list((tmp_path / "two" / "checkpoints").iterdir())) == 1
