@@ -11,7 +11,7 @@ import pytest
 from flaxasync import check
 from tests.check.test_hlo_compiled import counts, counts_of_jaxlib
 from train import dry_run as dry_run_module
-from train.config import load_preset
+from train.command import load_preset
 from train.dry_run_report import GIB
 from train.mesh import make_mesh
 from train.model_flops import model_flops_per_token
