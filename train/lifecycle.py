@@ -22,8 +22,10 @@ from train.events import Events, provenance
 from train.files import write_atomically
 from train.identity import HashCache, identify
 from train.init_from import load_first_state
+from train.join import join
 from train.loop import Loop
 from train.mesh import check_fits_mesh, configure_jax, make_mesh
+from train.monitor import Link
 from train.profiler import Profiler
 from train.record import Record, RunIdentity, identify_run
 from train.reporting import open_recorder, warn
@@ -36,8 +38,13 @@ from train.watchdog import Watchdog
 from train.workdir import Workdir, open_workdir
 
 
-def train(command: Command, stop: StopRequest) -> int:
+def train(command: Command, stop: StopRequest, link: Link | None = None) -> int:
     """Trains as the command line says, and returns the exit code.
+
+    Args:
+      command: The command line.
+      stop: Tells when to stop.
+      link: The monitor of this process, if several processes train together.
 
     Raises:
       RunError: The run ended for a reason that one paragraph explains.
@@ -45,6 +52,8 @@ def train(command: Command, stop: StopRequest) -> int:
     config = command.config
     configure_jax(config.mesh)
     configure_cache(config)
+    if link:
+        join(link)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         fields = dict(flatten(dataclasses.asdict(config))) | {"resume": command.resume}

@@ -9,8 +9,9 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from train.command import as_json, parse
+from train.command import Command, as_json, parse
 from train.errors import COMPLETE, INTERRUPTED, OutOfMemoryError, RunError
+from train.monitor import Link, supervise
 from train.signals import StopRequest
 
 
@@ -26,17 +27,23 @@ def main(arguments: Sequence[str]) -> int:
             from train.dry_run import dry_run
 
             return dry_run(command.config, command.topology)
-        with StopRequest(shared=command.config.mesh.distributed) as stop:
-            from train.lifecycle import train
-
-            with _explained_memory_errors():
-                return train(command, stop)
+        if command.config.mesh.distributed:
+            return supervise(lambda link: _train(command, link), command.config.mesh.heartbeat_seconds)
+        return _train(command, None)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("error: interrupted; starting again continues from the last checkpoint, if there is one", file=sys.stderr)
         return INTERRUPTED
+
+
+def _train(command: Command, link: Link | None) -> int:
+    with StopRequest(shared=link is not None) as stop:
+        from train.lifecycle import train
+
+        with _explained_memory_errors():
+            return train(command, stop, link)
 
 
 @contextlib.contextmanager
