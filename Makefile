@@ -11,10 +11,10 @@ ARGS ?=
 # Python can be years old and needs twice as long to resolve versions.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup train test test-all check format bench pictures clean
+.PHONY: help setup train train-2 test test-slow check format bench pictures clean
 
 help:  ## list all targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
@@ -38,8 +38,17 @@ setup: .venv/.dev  ## make .venv with every tool that development needs
 train: .venv/.train  ## train the preset configs/tiny.py on 8 simulated CPU devices; ARGS='--steps 100' adds options
 	$(CPU) $(BIN)/python train/run.py configs/tiny.py $(ARGS)
 
-test: .venv/.dev  ## run the tests; ARGS='tests/test_ring.py -k both' selects some of them
-	$(CPU) $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder tests)
+train-2: .venv/.train  ## the same with two processes of four devices each
+	$(CPU) $(BIN)/python train/local_processes.py 2 configs/tiny.py --mesh.cpu_devices 4 $(ARGS)
+
+PYTEST := $(CPU) $(BIN)/python -m pytest
+EVERYTHING := -n 2 --dist loadfile --no-loadscope-reorder tests
+
+test: .venv/.dev  ## run the tests that every change needs; ARGS='tests/test_ring.py -k both' selects some of them
+	$(PYTEST) $(or $(ARGS),$(EVERYTHING))
+
+test-slow: .venv/.dev  ## run all other tests; ARGS selects some of them
+	$(PYTEST) -m slow $(or $(ARGS),$(EVERYTHING))
 
 check: .venv/.dev  ## check format, lint and types
 	$(BIN)/ruff format --check .
@@ -49,9 +58,6 @@ check: .venv/.dev  ## check format, lint and types
 format: .venv/.dev  ## format the code and fix the lint errors that ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-
-test-all: .venv/.dev  ## run all tests, including the slow ones
-	FLAXASYNC_BENCH=1 $(MAKE) test
 
 bench: .venv/.bench  ## measure the tables that the documents quote and draw their pictures
 	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md
@@ -66,6 +72,7 @@ bench: .venv/.bench  ## measure the tables that the documents quote and draw the
 pictures: .venv/.dev  ## draw the pictures in docs/img
 	$(BIN)/python docs/loop_picture.py
 	$(BIN)/python docs/ring_step_picture.py
+	$(BIN)/python docs/design_picture.py
 	$(CPU) $(BIN)/python docs/player_picture.py
 	$(BIN)/python docs/ring_pictures.py
 

@@ -1,9 +1,10 @@
-"""What becomes of the transfers of a tensor-parallel MLP, by backend: the compiled TPU program, read; no TPU needed.
+"""The transfers of a tensor-parallel MLP in its compiled TPU program, by backend. No TPU is needed.
 
     python benchmarks/async_table.py [--write docs/async.md]
 
-The MLP is x -> silu(x w1) w2 in bfloat16, batch 8, sequence 2048, width 8192, hidden width 28672, the sequence sharded
-in and out, on v5e:2x4. Copies, bytes and pairs are facts of the program; times are estimates of `flaxasync.check`.
+The MLP is x -> silu(x w1) w2 in bfloat16, with batch 8, sequence 2048, width 8192 and hidden width 28672, on v5e:2x4.
+Its sequence is sharded before and after. Copies, bytes and pairs are facts of the program; times are estimates of
+`flaxasync.check`.
 """
 
 import argparse
@@ -17,14 +18,13 @@ from jax.sharding import PartitionSpec as P
 from table import print_table, write_between_markers
 
 import flaxasync as fa
-from flaxasync.check.cost import Costs
-from flaxasync.check.overlap import executed
+from flaxasync.check.estimate.costs import Costs
 from flaxasync.hardware import chip
 
 TOPOLOGY, AXIS = "v5e:2x4", "model"
 BATCH, ROWS, WIDTH, HIDDEN = 8, 2048, 8192, 28672
 BACKENDS = ("none", "xla", "pallas")
-LARGE = 1 << 20  # bytes
+LARGE = 1 << 20  # bytes; smaller copies are not counted
 HEADER = [
     "pass", "backend", "copies", "of those in flight", "transfers", "with compute inside", "stalls, ms", "total, ms",
     "temporaries, MiB",
@@ -32,13 +32,13 @@ HEADER = [
 
 
 def mlp(x: jax.Array, w1: jax.Array, w2: jax.Array, *, backend: str) -> jax.Array:
-    """On local shards: x [b, s/R, d], w1 [d, f/R], w2 [f/R, d]."""
+    """The MLP on local shards: x [b, s/R, d], w1 [d, f/R], w2 [f/R, d]."""
     hidden = jax.nn.silu(fa.all_gather_matmul(x, w1, AXIS, backend=backend))
     return fa.matmul_reduce_scatter(hidden, w2, AXIS, backend=backend)
 
 
 def compile_mlp(backend: str, *, backward: bool) -> Any:
-    """The program of the forward pass, or of y, dx, dw1 and dw2 for a given dy."""
+    """Compiles the forward pass, or the computation of y, dx, dw1 and dw2 for a given dy."""
     mesh = fa.check.topology_mesh(TOPOLOGY, (8,), (AXIS,), axis_types=(jax.sharding.AxisType.Explicit,))
     rows, columns, down = P(None, AXIS, None), P(None, AXIS), P(AXIS, None)
     specs = (rows, columns, down)
@@ -62,10 +62,10 @@ def compile_mlp(backend: str, *, backward: bool) -> Any:
 
 
 def row(name: str, backend: str, program: Any) -> list[str]:
-    """What `flaxasync.check` reads from a program. Counts are of a run: what a loop repeats counts each time."""
+    """Returns what `flaxasync.check` reads from a program. An operation in a loop counts in every iteration."""
     module = fa.check.parse(program.as_text())
     audit, time = fa.check.audit(module, chip="v5e"), fa.check.timeline(module, chip="v5e")
-    runs = executed(module, Costs(module, chip("v5e"), {}))
+    runs = Costs(module, chip("v5e")).executions()
     copies = sum(
         count
         for computation, count in runs.items()
@@ -84,7 +84,7 @@ def row(name: str, backend: str, program: Any) -> list[str]:
 
 
 def main() -> None:
-    """Prints the table; with --write puts it between the markers of a file."""
+    """Prints the table; with --write also puts it between the markers of a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", metavar="FILE", help="a Markdown file with the marker lines of this table")
     options = parser.parse_args()

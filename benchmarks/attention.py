@@ -1,15 +1,15 @@
-"""Ring attention beside gathered attention and tokamax's ring, compiled for TPUs that are not there.
+"""Compares ring attention with gathered attention and with tokamax's ring, compiled without a TPU.
 
     python benchmarks/attention.py [--write docs/ring.md] [--tables transfers comparison]
 
-Two tables. *transfers*: causal attention of 32 heads of 128, 8 key-value heads, zigzag, forward and backward, in
-bfloat16: every transfer of the compiled program, and what stands inside it. *comparison*: full attention of 8 heads, 2
-key-value heads, on v5e:2x4, beside the same from tokamax (whose ring takes no causal mask of such lengths: it wants
-the mask as an array). Bytes and pairs are facts of the program. Times are estimates: `flaxasync.check.timeline` of the
-whole program, with every attention kernel at the share of the peak that the same kernel reaches when its bundles are
-played on one v5e (8192 rows, two heads).
+It makes two tables. *transfers* has every transfer of the compiled program, and what is inside it, for causal attention
+of 32 heads of 128 and 8 key-value heads, in the zigzag layout, forward and backward, in bfloat16. *comparison* has full
+attention of 8 heads and 2 key-value heads on v5e:2x4, beside that of tokamax, whose ring takes the mask as an array and
+so cannot take a causal mask of such lengths. Bytes and pairs are facts of the program. Times are estimates:
+`flaxasync.check.timeline` of the whole program, with every attention kernel at the share of the peak that it reaches
+when its bundles are played on one v5e (8192 rows, two heads).
 
-Needs libtpu, and tokamax 0.0.17 for the second table: pip install '.[bench]'.
+It needs libtpu, and tokamax 0.0.17 for the second table: pip install '.[bench]'.
 """
 
 import argparse
@@ -27,22 +27,26 @@ from jax.sharding import PartitionSpec as P
 from table import print_table, write_between_markers
 
 import flaxasync as fa
-from flaxasync.attention.blocks import Scores
 from flaxasync.attention.flash_kernel import Flash
-from flaxasync.attention.layout import Mask, Product
 from flaxasync.hardware import chip
+from flaxasync.ops.attention.blocks import Scores
+from flaxasync.ops.attention.layouts import Mask, Product
 
 R, HEAD_DIM = 8, 128
 TOPOLOGIES, LENGTHS = ("v5e:2x4", "v5p:2x2x2"), (32_768, 262_144)
 COMPARED = (32_768, 131_072, 262_144)
 PLAYED_ROWS, PLAYED_HEADS = 8192, 2
-SPLASH_TILES = {"q": 1024, "kv": 2048, "compute": 512}  # the best of those tried; tokamax's defaults are slower
+SPLASH_TILES = {
+    "q": 1024,
+    "kv": 2048,
+    "compute": 512,
+}  # the fastest of those that were tried; tokamax's defaults are slower
 
 type Attention = Callable[[Any, Any, Any], Any]  # [b, s, h, d] on one device of the ring
 
 
 def compiled(attention: Attention, topology: str, rows: int, heads: int, kv_heads: int) -> Any:
-    """The program of o, dq, dk and dv."""
+    """Compiles the program of o, dq, dk and dv."""
     mesh = fa.check.topology_mesh(topology, (R,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = P(None, "x")
 
@@ -69,7 +73,7 @@ def splash_config() -> Any:
 
 
 def tokamax_ring(q: Any, k: Any, v: Any) -> Any:
-    """Full attention on local shards by tokamax's ring."""
+    """Computes full attention on local shards with tokamax's ring."""
     from tokamax._src.ops.experimental.tpu.splash_attention import ring_attention_kernel as ring
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
@@ -83,7 +87,7 @@ def tokamax_ring(q: Any, k: Any, v: Any) -> Any:
 
 
 def shares_of_peak() -> dict[str, float]:
-    """The share of a v5e's peak that every attention kernel reaches, its final bundles played; by the kernel's name."""
+    """Returns the share of a v5e's peak that each attention kernel reaches when its bundles are played, by its name."""
     s, h, d = PLAYED_ROWS, PLAYED_HEADS, HEAD_DIM
     mesh = fa.check.topology_mesh("v5e:1x1", (1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
 
@@ -133,9 +137,9 @@ def shares_of_peak() -> dict[str, float]:
 
 
 def kernel_seconds(program: Any, shares: dict[str, float], rows: int, heads: int) -> dict[str, float]:
-    """Seconds of every attention kernel of a program, by its name: its FLOPs at the share that it reaches.
+    """Returns the seconds of every attention kernel of a program, by its name: its FLOPs at the share that it reaches.
 
-    Ours say their FLOPs in the program. Those of tokamax multiply one whole block each.
+    The kernels of flaxasync state their FLOPs in the program. Each kernel of tokamax multiplies one whole block.
     """
     found = {}
     for name, line in re.findall(r"%([\w.-]+) = [^\n]*? custom-call\(([^\n]*tpu_custom_call[^\n]*)", program.text):
@@ -186,17 +190,17 @@ def comparison(shares: dict[str, float]) -> str:
     rows, heads = [], 8
     for length in COMPARED:
         measured = {}
-        for name in ("tokamax", "gather", "xla", "pallas"):
+        for name in ("tokamax", "none", "xla", "pallas"):
             ours = functools.partial(fa.ring_attention, axis_name="x", causal=False, backend=name)
             program = compiled(tokamax_ring if name == "tokamax" else ours, "v5e:2x4", length, heads, 2)
             kernels = kernel_seconds(program, shares, length, heads)
             time = fa.check.timeline(program, kernels=kernels)
             measured[name] = time.seconds, time.exposed, program.bytes_by_kind["temporaries"]
-        for name, (seconds, exposed, held) in measured.items():
+        for name, (seconds, exposed, temporaries) in measured.items():
             base = measured["tokamax"]
             rows.append([
-                f"{length:,}", name, f"{seconds * 1e3:.2f}", f"{exposed * 1e3:.2f}", f"{held / 2**20:,.0f}",
-                f"{seconds / base[0]:.2f}", f"{held / base[2]:.2f}",
+                f"{length:,}", name, f"{seconds * 1e3:.2f}", f"{exposed * 1e3:.2f}", f"{temporaries / 2**20:,.0f}",
+                f"{seconds / base[0]:.2f}", f"{temporaries / base[2]:.2f}",
             ])  # fmt: skip
     header = ["tokens", "backend", "estimate, ms", "of it waiting, ms", "temporaries, MiB", "time, tokamax = 1",
               "memory, tokamax = 1"]  # fmt: skip

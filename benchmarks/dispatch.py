@@ -1,9 +1,9 @@
-"""Does a call hold the host? Dispatch / total of jitted and compiled functions, and what calls in flight are worth.
+"""Does a call hold the host? Dispatch / total of jitted and compiled functions, and what several calls in flight gain.
 
     python benchmarks/dispatch.py [--rounds N] [--write docs/dispatch.md]
 
-Each platform is measured in a process of its own: the CPU, and a CUDA GPU with XLA's default command buffers and with
-`command_buffer_flags()`, where JAX finds one. Functions and experiments take turns, and medians are given.
+Each platform is measured in a process of its own: the CPU, and a CUDA GPU if JAX finds one, with XLA's default command
+buffers and with `command_buffer_flags()`. All figures are medians.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from configs.tiny import tiny
 from train.mesh import make_mesh
 from train.step import Trainer
 
-SIZES = {"cpu": 1024, "cuda": 8192}  # some 100 ms on two cores; some 100 ms of float32 on a data-centre GPU
+SIZES = {"cpu": 1024, "cuda": 8192}  # about 100 ms on two cores; about 100 ms of float32 on a data-centre GPU
 IN_FLIGHT = (1, 2, 4, 8)
 PIPELINED = ("pure", "jax.debug.print", "while_loop", "optax.lbfgs in a while_loop")
 CALLS = 8
 TRAINING_STEPS = 30
-NO_PLATFORM = 3  # exit code
+NO_PLATFORM = 3  # the exit status of a process that does not find its platform
 NOT_MEASURED = "not measured"
-VERDICTS = {True: "no", False: "yes", None: "cannot tell"}
+EXPECTED = {True: "no", False: "yes", None: "cannot tell"}  # does it hold the host, by DispatchInfo.compatible
 
 
 def percent(ratio: float) -> str:
@@ -45,18 +45,18 @@ def percent(ratio: float) -> str:
 
 
 def dispatch_ratios(x: jax.Array, rounds: int) -> dict[str, dict]:
-    """For every function: the verdict, the ratio jitted and compiled ahead of time, and the seconds of a call."""
+    """Returns for every function what is expected, its ratios (jitted, and compiled), and the seconds of a call."""
     rows = {}
     for name, fn in FUNCTIONS.items():
         compiled = jax.jit(fn).lower(x).compile()
         info = flaxasync.check.check_async_compatible(compiled)
         jitted, ahead = (flaxasync.check.measure_dispatch(f, x, repeats=rounds) for f in (jax.jit(fn), compiled))
-        rows[name] = {"verdict": info.compatible, "jit": jitted.ratio, "aot": ahead.ratio, "seconds": ahead.total}
+        rows[name] = {"compatible": info.compatible, "jit": jitted.ratio, "aot": ahead.ratio, "seconds": ahead.total}
     return rows
 
 
 def paths(x: jax.Array, rounds: int) -> list[list[str]]:
-    """Sends functions down the path that JAX would not choose for them. All of it is private to JAX."""
+    """Calls functions on the path that JAX would not choose for them. All of it is private to JAX."""
     compiled = jax.jit(pure).lower(x).compile()
     python = compiled._executable.unsafe_call
 
@@ -81,7 +81,7 @@ def paths(x: jax.Array, rounds: int) -> list[list[str]]:
 
 
 def on_devices(rounds: int) -> list[list[str]]:
-    """A print in a program of one, two and eight CPU devices."""
+    """Measures a print in a program of one, two and eight CPU devices."""
     rows = []
     for devices in (1, 2, 8):
         mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
@@ -102,7 +102,10 @@ def on_devices(rounds: int) -> list[list[str]]:
 
 
 def pipelining(x: jax.Array, rounds: int) -> dict[str, list[float]]:
-    """Calls a second with n calls in flight, n = 1 being 1, where the host has half a call's work of its own a call."""
+    """Returns the throughput with n calls in flight, relative to one.
+
+    Between two calls, the host has work of its own that takes half as long as a call.
+    """
     results = {}
     for name in PIPELINED:
         fn = jax.jit(FUNCTIONS[name]).lower(x).compile()
@@ -118,20 +121,20 @@ def pipelining(x: jax.Array, rounds: int) -> dict[str, list[float]]:
 
 
 def time_calls(fn: Callable, x: jax.Array, in_flight: int, own_work: float) -> float:
-    """Seconds of CALLS calls, of which at most `in_flight` are unfinished."""
+    """Returns the seconds of CALLS calls, of which at most `in_flight` are unfinished at a time."""
     unfinished: deque[jax.Array] = deque()
     start = time.perf_counter()
     for _ in range(CALLS):
         if len(unfinished) == in_flight:
             jax.block_until_ready(unfinished.popleft())
-        time.sleep(own_work)  # as when it waits for a disk; it needs no core
+        time.sleep(own_work)  # like a host that waits for a disk, and needs no core for it
         unfinished.append(fn(x))
     jax.block_until_ready(list(unfinished))
     return time.perf_counter() - start
 
 
 def training_step() -> str:
-    """A sentence on the training step of configs/tiny.py: how long its calls hold the host."""
+    """Returns a sentence that says how long the calls of the training step of configs/tiny.py hold the host."""
     config = tiny()
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
@@ -155,7 +158,7 @@ def training_step() -> str:
 
 
 def measure(platform: str, rounds: int) -> dict[str, Any]:
-    """All that is measured on a platform, as JSON."""
+    """Returns all that is measured on a platform, for JSON."""
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", 8)
     device = jax.devices()[0]
@@ -171,7 +174,7 @@ def measure(platform: str, rounds: int) -> dict[str, Any]:
 
 
 def measured_apart(platform: str, rounds: int, flags: str = "") -> dict[str, Any] | None:
-    """Measures in a process of its own; None where there is no such platform."""
+    """Measures in a process of its own. Returns None if there is no such platform."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu" if platform == "cpu" else f"{platform},cpu"}
     environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
     with tempfile.NamedTemporaryFile("r") as answer:
@@ -192,7 +195,7 @@ def tables(rounds: int) -> str:
     for name, row in cpu["ratios"].items():
         on_gpu = [percent(run["ratios"][name]["aot"]) if run else NOT_MEASURED for run in (gpu, captured)]
         times = [f"{row['seconds'] * 1e3:.0f}", percent(row["jit"]), percent(row["aot"])]
-        rows.append([name, VERDICTS[row["verdict"]], *times, *on_gpu])
+        rows.append([name, EXPECTED[row["compatible"]], *times, *on_gpu])
     header = ["function", "expected to hold the host (CPU)", "CPU, ms a call", "CPU, jit", "CPU, compiled"]
     ratios = print_table([*header, "GPU", "GPU, +WHILE"], rows)
     experiments = print_table(["experiment, on the CPU", "dispatch, ms", "total, ms", "ratio"], cpu["paths"])
@@ -210,7 +213,7 @@ def tables(rounds: int) -> str:
 
 
 def main() -> None:
-    """Measures, prints, and writes where asked to."""
+    """Measures and prints; writes the tables if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="calls of each function that are timed (default: 7)")
     parser.add_argument("--write", metavar="FILE", help="replace the tables between FILE's markers")

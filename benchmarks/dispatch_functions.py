@@ -1,4 +1,4 @@
-"""What benchmarks/dispatch.py calls: functions that do the same matmuls and differ in what may hold the host."""
+"""The functions that benchmarks/dispatch.py measures. They do the same matmuls and differ in what may hold the host."""
 
 from collections.abc import Callable
 
@@ -13,13 +13,13 @@ LBFGS_STEPS, COLUMNS = 20, 64
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 
-def turn(x: jax.Array) -> jax.Array:
+def step(x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ x * 1e-2)
 
 
 def pure(x: jax.Array) -> jax.Array:
     for _ in range(TRIPS):
-        x = turn(x)
+        x = step(x)
     return x
 
 
@@ -67,19 +67,19 @@ def cond(x: jax.Array) -> jax.Array:
 
 
 def scan(x: jax.Array) -> jax.Array:
-    return lax.scan(lambda c, _: (turn(c), None), x, length=TRIPS)[0]
+    return lax.scan(lambda c, _: (step(c), None), x, length=TRIPS)[0]
 
 
 def static_loop(x: jax.Array) -> jax.Array:
-    return lax.fori_loop(0, TRIPS, lambda _, c: turn(c), x)
+    return lax.fori_loop(0, TRIPS, lambda _, c: step(c), x)
 
 
 def dynamic_while(x: jax.Array) -> jax.Array:
-    return lax.while_loop(lambda s: (s[0] < TRIPS) & (s[1][0, 0] < 1e9), lambda s: (s[0] + 1, turn(s[1])), (0, x))[1]
+    return lax.while_loop(lambda s: (s[0] < TRIPS) & (s[1][0, 0] < 1e9), lambda s: (s[0] + 1, step(s[1])), (0, x))[1]
 
 
 def lbfgs(x: jax.Array) -> jax.Array:
-    """Fits COLUMNS least-squares problems with x in their matrix; stops at a small gradient, or after LBFGS_STEPS."""
+    """Fits COLUMNS least-squares problems with x in their matrix. Stops at a small gradient, or after LBFGS_STEPS."""
     size = x.shape[0]
     matrix = x + jnp.diag(jnp.linspace(1.0, 30.0, size))
 
@@ -89,7 +89,7 @@ def lbfgs(x: jax.Array) -> jax.Array:
     solver = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
-    def step(carry: tuple) -> tuple:
+    def update(carry: tuple) -> tuple:
         y, state = carry
         value, grad = value_and_grad(y, state=state)
         updates, state = solver.update(grad, state, y, value=value, grad=grad, value_fn=loss)
@@ -101,7 +101,7 @@ def lbfgs(x: jax.Array) -> jax.Array:
         return (steps < LBFGS_STEPS) & ((steps == 0) | (optax.tree.norm(optax.tree.get(state, "grad")) > 1e-7))
 
     start = jnp.zeros((size, COLUMNS))
-    return lax.while_loop(goes_on, step, (start, solver.init(start)))[0]
+    return lax.while_loop(goes_on, update, (start, solver.init(start)))[0]
 
 
 FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

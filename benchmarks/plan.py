@@ -5,13 +5,14 @@
     python benchmarks/plan.py --results plays.jsonl     keeps each play there, and plays nothing twice
     python benchmarks/plan.py --write docs/plan.md      also puts the table between the markers there
 
-Each case is one op, alone or with its gradients, as a jitted program; its time is what the program plays at, without
-the copy that XLA adds where a kernel ends a program (docs/kernels.md). Each ring of a mesh has a w of its own: one w
-for all would have its gradient summed over "data", which is no part of the op. "behind the best" is how much longer
-the chosen backend plays than the fastest of all. The model's constants were fitted to samples of earlier seeds; this
-one has no case of those. XLA's own collectives are compiled synchronous: the asynchronous all-gather of more than two
-devices is cut into pieces within matmuls, which read tables that the player lacks. Rings along a line of chips are
-asked for and not played. Nothing here ran on a TPU, and v5e alone is calibrated (docs/player.md).
+Each case is one op, alone or with its gradients, as a jitted program. Its time is that of the played program, without
+the copy that XLA adds where a kernel ends a program (docs/kernels.md). Each ring of a mesh has a w of its own: the
+gradient of a shared w would be summed over "data", which is not part of the op. "behind the best" says how much longer
+the chosen backend takes than the fastest one. The constants of the model were fitted to samples of earlier seeds, and
+this sample has no case of those. XLA's own collectives are compiled as synchronous ones, because XLA splits the
+asynchronous all-gather of more than two devices into steps inside matmuls, which read tables that the player lacks.
+`plan` is asked about rings along a line of chips, but those are not played. Nothing here has run on a TPU, and only v5e
+is calibrated (docs/player.md).
 """
 
 import argparse
@@ -33,10 +34,10 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.player_layers import play_program
 from benchmarks.table import print_table, write_between_markers
-from flaxasync.plan import Plan
+from flaxasync.ops.plan import Plan
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
-MESHES = {  # topology and shape of ("data", "model"); the ring is the second
+MESHES = {  # topology, and shape of ("data", "model"); the ring lies on "model"
     "v5e:2x2 ring 4": ("v5e:2x2", (1, 4)),
     "v5e:2x2 ring 2": ("v5e:2x2", (2, 2)),
     "v5e:2x4 ring 8": ("v5e:2x4", (1, 8)),
@@ -44,26 +45,31 @@ MESHES = {  # topology and shape of ("data", "model"); the ring is the second
     "v6e:2x2 ring 4": ("v6e:2x2", (1, 4)),
     "v6e:2x4 ring 8": ("v6e:2x4", (1, 8)),
 }
-LINES = {"v5e:2x4 ring 4"}  # no closed ring of chips; the player's model of XLA's gathers knows closed rings alone
+LINES = {
+    "v5e:2x4 ring 4"
+}  # not a closed ring of chips, but the player's model of XLA's gathers only knows closed rings
 ROWS = (128, 512, 2048)
-SIDES = ((1024, 512), (2048, 2048), (4096, 1024), (8192, 3584), (4096, 4096))  # features outside, inside the pair
+SIDES = ((1024, 512), (2048, 2048), (4096, 1024), (8192, 3584), (4096, 4096))  # (features, hidden features)
 BACKENDS = ("none", "xla", "pallas", "fused")
 OPTIONS = {"xla_tpu_enable_async_collective_fusion": "false"}
 COUNT, SEED = 30, 4
-FIRST_UNSEEN = 3  # seed: the model's constants were fitted to the samples of seeds before this one
+FIRST_UNSEEN = 3  # the constants of the model were fitted to the samples of smaller seeds
 ALLOWED = 0.05
-HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")  # what changes nothing of an array
+HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")  # opcodes that do not change an array
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op at one shape: rows and features of one device.
+    """One op at one shape.
 
     Attributes:
       op: "all_gather_matmul": [rows, features] @ [features, hidden]; "matmul_reduce_scatter": [ring * rows, hidden] @
         [hidden, features].
-      mesh: a key of MESHES.
-      backward: with both gradients.
+      mesh: A key of MESHES.
+      rows: The rows of one device.
+      features: The features outside the pair of ops, on one device.
+      hidden: The hidden features, on one device.
+      backward: Whether both gradients are computed too.
     """
 
     op: str
@@ -79,14 +85,14 @@ class Case:
 
     @property
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of x and w on one device."""
+        """The shapes of x and w on one device."""
         if self.op == "all_gather_matmul":
             return (self.rows, self.features), (self.features, self.hidden)
         return (self.ring * self.rows, self.hidden), (self.hidden, self.features)
 
     @property
     def result(self) -> tuple[int, int]:
-        """Shape of y on one device."""
+        """The shape of y on one device."""
         if self.op == "all_gather_matmul":
             return self.ring * self.rows, self.hidden
         return self.rows, self.features
@@ -96,21 +102,23 @@ class Case:
 
 
 def grid() -> list[Case]:
-    """All cases that `fa.plan` is asked for."""
+    """Returns all cases about which `fa.plan` is asked."""
     return [Case(op, mesh, rows, *sides, backward) for op, mesh, rows, sides, backward in
             itertools.product(OPS, MESHES, ROWS, SIDES, (False, True))]  # fmt: skip
 
 
 def sample(seed: int, count: int) -> list[Case]:
-    """Cases to play: no line of chips and, from `FIRST_UNSEEN` on, no case of an earlier seed; a smaller sample begins
-    a larger one."""
+    """Returns the cases to play: no line of chips and, from seed `FIRST_UNSEEN` on, no case of an earlier seed.
+
+    A smaller sample is the beginning of a larger one.
+    """
     seen = {case for other in range(seed if seed >= FIRST_UNSEEN else 0) for case in sample(other, COUNT)}
     drawn = random.Random(seed).sample(grid(), 2 * max(COUNT, count))
     return [case for case in drawn if case.mesh not in LINES and case not in seen][:count]
 
 
 def played_seconds(case: Case, backend: str) -> float:
-    """What the case's program plays at, without the copies of its results at its exit."""
+    """Returns the seconds of the case's played program, without the copies of its results at its exit."""
     topology, (data, ring) = MESHES[case.mesh]
     mesh = fa.check.topology_mesh(topology, (data, ring), ("data", "model"))
     rows, columns = P(("data", "model"), None), P("data", "model")
@@ -138,7 +146,7 @@ def played_seconds(case: Case, backend: str) -> float:
 
 
 def exit_copies(module: fa.check.HloModule) -> set[str]:
-    """Names of the copies that hand a kernel's results to the caller; a copy of what XLA computed is work."""
+    """Returns the copies that hand a kernel's results to the caller. Copies of what XLA computed are work."""
     by_name = {i.name: i for i in module.entry.instructions}
 
     def of_kernel(name: str) -> bool:
@@ -153,7 +161,7 @@ def exit_copies(module: fa.check.HloModule) -> set[str]:
 
 
 def read_results(path: str | None) -> dict[tuple[Case, str], float]:
-    """Seconds by case and backend, of plays that a file holds."""
+    """Returns the seconds by case and backend of the plays in a file."""
     if path is None or not pathlib.Path(path).exists():
         return {}
     lines = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
@@ -161,7 +169,7 @@ def read_results(path: str | None) -> dict[tuple[Case, str], float]:
 
 
 def play_sample(cases: list[Case], backends: Sequence[str], path: str | None) -> dict[tuple[Case, str], float]:
-    """Plays what the results at `path` lack, and adds it there."""
+    """Plays what the results at `path` lack, and adds it to them."""
     results = read_results(path)
     wanted = [(case, backend) for case in cases for backend in backends]
     begin = time.perf_counter()

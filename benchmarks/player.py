@@ -1,13 +1,13 @@
-"""What the player predicts for the published 2x2 v5e study, phase by phase, beside what was measured there.
+"""What the player predicts for the published 2x2 study on v5e, phase by phase, beside what was measured there.
 
     python benchmarks/player.py                        prints the table (about two minutes; no TPU)
-    python benchmarks/player.py --small                the same programs, 1/8 a side: nothing to compare with
+    python benchmarks/player.py --small                the same programs with sides of 1/8: nothing to compare with
     python benchmarks/player.py --write docs/player.md --pictures docs/img
                                                        also puts it between the markers there, and draws the runs
 
-The study: Thinking in Pallas - Sharded MatMuls (considerthebulldog.com), m, k, n = 16384, 16384, 8192 in bf16 on four
-v5e chips. Figures marked "calibrates" fixed a constant of the chip table and prove nothing. Figures marked "by
-difference" are a published total less published phases. Nothing here ran on a TPU. Ends with status 1 where a
+The study is "Thinking in Pallas - Sharded MatMuls" (considerthebulldog.com), with m, k, n = 16384, 16384, 8192 in bf16
+on four v5e chips. Figures marked "calibrates" fixed a constant of the chip table and prove nothing. Figures marked "by
+difference" are a published total less published phases. Nothing here ran on a TPU. The command ends with status 1 if a
 prediction is further from its figure than `TOLERANCE` allows.
 """
 
@@ -26,14 +26,16 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.player_kernels import STUDY, Tiles, program
 from benchmarks.table import print_table, write_between_markers
-from flaxasync.check import topology_mesh
+from flaxasync.check import save_picture, topology_mesh
 from flaxasync.check.player import Result, play
-from flaxasync.check.player.picture import save_picture
 from flaxasync.kernels.gemm import gemm
 
 SMALL, SMALL_TILES = (2048, 2048, 1024), Tiles(256, 256, 256, 256)
 TOPOLOGY = "v5e:2x2"
-DIAGONAL, OFF_DIAGONAL = 0, 1  # devices that hold the rows of the right-hand side that they need, and that do not
+DIAGONAL, OFF_DIAGONAL = (
+    0,
+    1,
+)  # a device that holds the rows of the right-hand side that it needs, and one that does not
 TITLES = {
     "xla": "XLA (jnp.matmul)",
     "collectives_and_gemm": "XLA collectives + Pallas GEMM",
@@ -46,7 +48,18 @@ DRAWN = ("fused", "overlapped")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A published figure: which phases of which device of which variant; no phases for the total. Measured in ms."""
+    """One row of the table.
+
+    Attributes:
+      variant: The program.
+      label: The name of the row.
+      phases: The phases whose times are added; empty for the total.
+      device: The device whose phases are taken.
+      measured: The published time in ms; None if there is none.
+      calibrates: The constant of the chip table that this figure fixed.
+      by_difference: Whether `measured` is a published total less published phases.
+      waiting: Whether only the waits for other devices are added.
+    """
 
     variant: str
     label: str
@@ -54,8 +67,8 @@ class Row:
     device: int = OFF_DIAGONAL
     measured: float | None = None
     calibrates: str = ""
-    by_difference: bool = False  # measured is a published total less published phases
-    waiting: bool = False  # only what the phases wait for other devices
+    by_difference: bool = False
+    waiting: bool = False
 
 
 ROWS = (
@@ -91,26 +104,26 @@ ROWS = (
     Row("overlapped", "total"),
     Row("overlapped", "kernel", ("overlapped",)),
 )
-STEP_MEASURED = 5.59e-3  # ms of one 512 x 1024 x 1024 step
+STEP_MEASURED = 5.59e-3  # ms of one step of 512 x 1024 x 1024
 TOLERANCE = {"total": 0.02, "phase": 0.1, "step": 0.01}
 
 
 def study(shape: tuple[int, int, int], tiles: Tiles) -> dict[str, tuple[Result, float]]:
-    """Plays every variant; returns its result and the seconds that took, compilation included."""
+    """Simulates every variant. Returns its result, and the seconds that compiling and simulating it took."""
     mesh = topology_mesh(TOPOLOGY, (2, 2), ("x", "y"))
     totals = {row.variant: row.measured for row in ROWS if not row.phases}
-    played = {}
+    results = {}
     for variant in TITLES:
         fn, *arguments = program(variant, mesh, shape, tiles)
         begin = time.perf_counter()
         measured = totals[variant] if shape == STUDY else None
         result = play(fn, *arguments, topology=TOPOLOGY, measured=measured and measured / 1e3)
-        played[variant] = result, time.perf_counter() - begin
-    return played
+        results[variant] = result, time.perf_counter() - begin
+    return results
 
 
 def value_ms(row: Row, result: Result) -> float:
-    """Returns the time of a row: the total of the slowest device, or phases of one device."""
+    """Returns the time of a row in ms: the total of the slowest device, or the sum of phases of one device."""
     if not row.phases:
         return result.seconds * 1e3
     device = result.devices[row.device]
@@ -119,7 +132,7 @@ def value_ms(row: Row, result: Result) -> float:
 
 
 def step_ms(tiles: Tiles) -> float:
-    """Returns what one more step over k costs in the GEMM kernel, in its steady state on one chip."""
+    """Returns what one more step over k costs in the GEMM kernel, in ms, in its steady state on one chip."""
     mesh = topology_mesh("v5e:1x1", (1,), ("x",))
     place = NamedSharding(mesh, P(None, None))
     seconds = []
@@ -134,13 +147,13 @@ def step_ms(tiles: Tiles) -> float:
 STEP = Row("step", "one step over k", measured=STEP_MEASURED)
 
 
-def predictions(played: dict[str, tuple[Result, float]], tiles: Tiles) -> list[tuple[Row, float]]:
+def predictions(results: dict[str, tuple[Result, float]], tiles: Tiles) -> list[tuple[Row, float]]:
     """Returns every row with its prediction in ms."""
-    return [(row, value_ms(row, played[row.variant][0])) for row in ROWS] + [(STEP, step_ms(tiles))]
+    return [(row, value_ms(row, results[row.variant][0])) for row in ROWS] + [(STEP, step_ms(tiles))]
 
 
 def misses(predicted: list[tuple[Row, float]]) -> list[str]:
-    """Returns what is further from its figure than TOLERANCE allows, and totals that are not in their order."""
+    """Returns what is further from its figure than TOLERANCE allows, and whether the totals are in another order."""
     found = []
     for row, value in predicted:
         kind = "step" if row is STEP else "phase" if row.phases else "total"
@@ -167,29 +180,29 @@ def table_rows(predicted: list[tuple[Row, float]], *, compare: bool) -> list[tup
 
 
 def main() -> None:
-    """Prints the table; writes it and draws the pictures where asked."""
+    """Prints the table; writes it and draws the picture if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="small sizes: seconds, and nothing to compare with")
+    parser.add_argument("--small", action="store_true", help="small sizes, which take seconds and compare with nothing")
     parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="FOLDER", help="draw player_study.png there")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write totals and phases")
     chosen = parser.parse_args()
     shape, tiles = (SMALL, SMALL_TILES) if chosen.small else (STUDY, Tiles())
-    played = study(shape, tiles)
-    predicted = predictions(played, tiles)
+    results = study(shape, tiles)
+    predicted = predictions(results, tiles)
     rows = table_rows(predicted, compare=not chosen.small)
     table = print_table(("program", "phase", "measured ms", "predicted ms", "error"), rows)
-    spent = ", ".join(f"{variant} {seconds:.1f} s" for variant, (_, seconds) in played.items())
+    spent = ", ".join(f"{variant} {seconds:.1f} s" for variant, (_, seconds) in results.items())
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"\ncompiled and played in: {spent}; peak memory of the player {memory:.2f} GiB")
+    print(f"\ncompiled and simulated in: {spent}; peak memory of the player {memory:.2f} GiB")
     if chosen.write:
         write_between_markers(chosen.write, "player study", table)
     if chosen.pictures:
         save_picture(
-            [played[n][0] for n in DRAWN], chosen.pictures / "player_study.png", titles=[TITLES[n] for n in DRAWN]
+            [results[n][0] for n in DRAWN], chosen.pictures / "player_study.png", titles=[TITLES[n] for n in DRAWN]
         )
     if chosen.json:
-        chosen.json.write_text(json.dumps({n: json.loads(r.to_json()) for n, (r, _) in played.items()}, indent=1))
+        chosen.json.write_text(json.dumps({n: json.loads(r.to_json()) for n, (r, _) in results.items()}, indent=1))
     if not chosen.small and (missed := misses(predicted)):
         sys.exit("further from the measurements than allowed:\n  " + "\n  ".join(missed))
 

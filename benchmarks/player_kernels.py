@@ -1,9 +1,8 @@
-"""The 2x2 study's programs: LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] in four published variants and an overlapped one.
+"""The programs of the 2x2 study: LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N], in its variants and in an overlapped one.
 
-They exist to be played: their published times are what the player is compared with. The all-gather and the all-reduce
-are as published, one step after the other; the matmuls are the library's. Each variant is a function of
-local shards for a ("x", "y") mesh of 2 x 2 devices; `program` makes the jitted function and its arguments for any m,
-k, n.
+They exist to be simulated, because the player is compared with their published times. The all-gather and the all-reduce
+are as published, one step after the other; the matmuls are those of the package. Each variant is a function of local
+shards on a ("x", "y") mesh of 2 x 2 devices. `program` makes the jitted function and its arguments for any m, k and n.
 
     x [m/2, k/2]  rows of mesh row, columns of mesh column      (LHS)
     w [k/2, n]    the half of the rows that mesh row holds      (RHS)
@@ -33,7 +32,7 @@ ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sides of one step of a matmul (the overlapped one takes twice the rows), side of an all-reduce step."""
+    """The sides of a matmul tile, whose rows the overlapped kernel doubles, and the side of an all-reduce tile."""
 
     m: int = 512
     k: int = 1024
@@ -45,7 +44,7 @@ class Tiles:
 
 
 def all_gather(w: jax.Array) -> jax.Array:
-    """Both halves of w: the own half is copied, then sent to the neighbour on x."""
+    """Returns both halves of w. The own half is copied, and then sent to the neighbour on x."""
 
     def body(w_ref, o_ref, copy_sem, send_sem, recv_sem):
         index = lax.axis_index("x")
@@ -68,7 +67,7 @@ def all_gather(w: jax.Array) -> jax.Array:
 
 
 def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """x + the other device's x, on y: tile by tile through VMEM."""
+    """Returns the sum of x and the x of the neighbour on y, tile by tile through VMEM."""
     bm, bn = min(tiles.reduce, x.shape[0]), min(tiles.reduce, x.shape[1])
 
     def body(x_ref, o_ref, send_sem, recv_sem, copy_sem, mine, theirs):
@@ -138,11 +137,11 @@ def program(variant: str, mesh: Mesh, shape: tuple[int, int, int] = STUDY, tiles
 
 
 def _other(axis: str) -> dict:
-    """The id of the neighbour on one axis of the 2 x 2 mesh."""
+    """Returns the id of the neighbour on one axis of the 2 x 2 mesh."""
     return {name: 1 - lax.axis_index(name) if name == axis else lax.axis_index(name) for name in ("x", "y")}
 
 
 def _needed(w: jax.Array) -> jax.Array:
-    """The half of the gathered rows that this mesh column multiplies."""
+    """Returns the half of the gathered rows that this mesh column multiplies."""
     rows = w.shape[0] // 2
     return lax.dynamic_slice(w, (lax.axis_index("y") * rows, 0), (rows, w.shape[1]))

@@ -1,11 +1,11 @@
-"""A tensor-parallel MLP as a jitted NNX layer, played with every backend; and how XLA's own estimates compare.
+"""A tensor-parallel MLP as a jitted NNX layer, simulated with every backend, and XLA's own estimates beside it.
 
     python benchmarks/player_layers.py                        prints both tables; no TPU
     python benchmarks/player_layers.py --write docs/player.md also puts them between the markers there
 
-The MLP is B8 S2048 D8192 F28672 in bf16, forward, activations sharded over the sequence before and after. "automatic"
-is the same in jnp, left to XLA. Nothing here ran on a TPU: every time is a prediction, and nothing measured is known
-of these programs.
+The MLP has batch 8, sequence 2048, width 8192 and hidden width 28672 in bf16. It runs forward, with activations sharded
+over the sequence before and after. "automatic" is the same MLP in jnp, left to XLA. Nothing here ran on a TPU: every
+time is a prediction, and no measurement of these programs is known.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from flaxasync.check.player.result import Phase
 BATCH, SEQUENCE, MODEL, HIDDEN = 8, 2048, 8192, 28672
 BACKENDS = ("none", "xla", "pallas")
 TOPOLOGIES = ("v5e:2x2", "v5e:2x4")
-WINDOWED = ("v5e:2x4", "v6e:2x4")  # where "automatic" is played
-KINDS = {  # of what XLA writes itself
+WINDOWED = ("v5e:2x4", "v6e:2x4")  # the topologies on which "automatic" is simulated
+KINDS = {  # the kinds of fusions that XLA writes itself
     "matmul": "matmul fusions, matrix unit busy for 90 % or more",
     "passes": "passes over HBM",
     "within VMEM": "passes within VMEM",
@@ -39,7 +39,7 @@ KINDS = {  # of what XLA writes itself
 
 @dataclasses.dataclass(frozen=True)
 class Estimated:
-    """A fusion, played, and the compiler's own estimate of it; seconds of all runs."""
+    """A simulated fusion, and the compiler's own estimate of it, in seconds for all of its executions."""
 
     phase: Phase
     estimate: float
@@ -50,7 +50,7 @@ class Estimated:
 
     @property
     def kind(self) -> str:
-        """One of KINDS, or "" for what is none of them: small matmuls, and matmuls that wait for HBM."""
+        """One of KINDS; "" for a small matmul, or one that waits for HBM."""
         if self.phase.matrix_busy:
             return "matmul" if self.phase.matrix_busy > 0.9 * self.phase.seconds else ""
         return "passes" if any("hbm" in kind for kind in self.phase.bytes) else "within VMEM"
@@ -59,13 +59,16 @@ class Estimated:
 def play_layer(
     topology: str, make: Callable[[], nnx.Module], shape: tuple[int, int, int], *, backward: bool = False
 ) -> tuple[Result, CompiledProgram]:
-    """Plays a jitted NNX layer on a ring over all devices of a topology.
+    """Simulates a jitted NNX layer on a ring of all devices of a topology.
 
     Args:
-      topology: "v5e:2x4", ...
-      make: makes the layer, for the axis "model".
-      shape: of its input, [batch, rows, features], rows sharded.
-      backward: the gradients with respect to parameters and input, instead of the output.
+      topology: The chip and its grid: "v5e:2x4", ...
+      make: Makes the layer, for the axis "model".
+      shape: The shape of its input, [batch, rows, features], of which the rows are sharded.
+      backward: Whether to compute the gradients with respect to parameters and input, instead of the output.
+
+    Returns:
+      The result, and the compiled program.
     """
     mesh = topology_mesh(topology, (topology_size(topology),), ("model",), axis_types=(AxisType.Explicit,))
 
@@ -87,7 +90,7 @@ def play_layer(
 
 
 def play_automatic(topology: str) -> tuple[Result, CompiledProgram]:
-    """Plays the MLP in jnp, as XLA partitions it: windowed einsums, where it likes them."""
+    """Simulates the MLP in jnp as XLA partitions it, which makes windowed einsums of large matmuls."""
     mesh = topology_mesh(topology, (topology_size(topology),), ("model",))
     shapes = {(BATCH, SEQUENCE, MODEL): P(None, "model", None), (MODEL, HIDDEN): P(None, "model"),
               (HIDDEN, MODEL): P("model", None)}  # fmt: skip
@@ -97,7 +100,7 @@ def play_automatic(topology: str) -> tuple[Result, CompiledProgram]:
 
 
 def estimated(result: Result, program: CompiledProgram) -> list[Estimated]:
-    """Returns the slowest device's fusions that the compiler has estimated, in the order in which they ran."""
+    """Returns the fusions of the slowest device that the compiler has estimated, in the order in which they ran."""
     clock = played_chip(result.topology).clock
     cycles = {
         i.name: i.estimated_cycles
@@ -111,40 +114,40 @@ def estimated(result: Result, program: CompiledProgram) -> list[Estimated]:
 def play_program(
     topology: str, fn: Callable, *arguments: Any, compiler_options: Mapping[str, Any] | None = None
 ) -> tuple[Result, CompiledProgram]:
-    """Plays a jitted function; returns its program, too."""
+    """Simulates a jitted function. Returns the result, and the compiled program."""
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
         program = compile_for(topology, fn, *arguments, keep_dumps=folder, compiler_options=compiler_options)
         return play_dump(folder, topology=topology, coords=program.coords), program
 
 
 def main() -> None:
-    """Prints the tables; writes them where asked."""
+    """Prints the tables; writes them if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", metavar="FILE", help="put the tables between the markers of this file")
     chosen = parser.parse_args()
-    played: dict[tuple[str, str], tuple[Result, CompiledProgram]] = {}
+    results: dict[tuple[str, str], tuple[Result, CompiledProgram]] = {}
     for topology in TOPOLOGIES:
         for backend in BACKENDS:
 
             def make(backend: str = backend) -> nnx.Module:
                 return fa.nn.ParallelMLP(MODEL, HIDDEN, gated=False, backend=backend, rngs=nnx.Rngs(0))
 
-            played[topology, f'backend="{backend}"'] = play_layer(topology, make, (BATCH, SEQUENCE, MODEL))
-    played |= {(topology, "automatic"): play_automatic(topology) for topology in WINDOWED}
+            results[topology, f'backend="{backend}"'] = play_layer(topology, make, (BATCH, SEQUENCE, MODEL))
+    results |= {(topology, "automatic"): play_automatic(topology) for topology in WINDOWED}
     rows = []
-    for (topology, name), (result, _) in played.items():
+    for (topology, name), (result, _) in results.items():
         analytic = sum(p.analytic for p in result.slowest.phases)
         rows.append(
             (topology, name, f"{result.seconds * 1e3:.2f}", f"{result.exposed * 1e3:.2f}",
              f"{result.share_of_peak:.0%}", f"ring model ({analytic})" if analytic else "bundles")
         )  # fmt: skip
-    layers = print_table(("topology", "MLP", "played ms", "exposed ms", "of peak", "collectives"), rows)
+    layers = print_table(("topology", "MLP", "simulated ms", "exposed ms", "of peak", "collectives"), rows)
     print()
-    found = [e for (topology, _), one in played.items() if topology.startswith("v5e") for e in estimated(*one)]
+    found = [e for (topology, _), one in results.items() if topology.startswith("v5e") for e in estimated(*one)]
     rows = []
     for kind, label in KINDS.items():
         ratios = sorted(e.ratio for e in found if e.kind == kind)
-        quarters = [f"{ratios[round(part * (len(ratios) - 1))]:.2f}" for part in (0, 0.25, 0.5, 0.75, 1)]
+        quarters = [f"{ratios[round(share * (len(ratios) - 1))]:.2f}" for share in (0, 0.25, 0.5, 0.75, 1)]
         rows.append((label, str(len(ratios)), *quarters))
     header = ("what XLA wrote", "how many", "least", "a quarter below", "median", "a quarter above", "most")
     estimates = print_table(header, rows)

@@ -1,11 +1,12 @@
-"""Estimated timelines against what was measured, and of a tensor-parallel MLP in several forms; one table, no TPU.
+"""Estimated timelines: of a matmul whose time was measured, and of a tensor-parallel MLP in several forms. No TPU.
 
-    python benchmarks/timeline.py                      prints the table
+    python benchmarks/timeline.py                        prints the table
     python benchmarks/timeline.py --write docs/check.md  also puts it between the markers in that file
     python benchmarks/timeline.py --pictures docs/img    also draws check_mlp.png and check_matmul.png
 
-The first row is the 2x2 matmul study on v5e (m, k, n = 16384, 16384, 8192, bf16), whose total was measured: 12.05 ms.
-The MLP is B8 S2048 D8192 F28672 in bf16 on v5e:2x4, activations sharded over the sequence before and after.
+The matmul is that of the published 2x2 study on v5e (m, k, n = 16384, 16384, 8192 in bf16), which took 12.05 ms. The
+MLP has batch 8, sequence 2048, width 8192 and hidden width 28672, in bf16 on v5e:2x4. Its activations are sharded over
+the sequence before and after.
 """
 
 import argparse
@@ -20,22 +21,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import Timeline, audit, compile_for, timeline, topology_mesh
-from flaxasync.check.timeline_picture import save_picture
+from flaxasync.check import Timeline, audit, compile_for, save_picture, timeline, topology_mesh
 
 BATCH, SEQUENCE, MODEL, HIDDEN, RING = 8, 2048, 8192, 28672, 8
 BEGIN, END = "<!-- timeline table -->", "<!-- end of timeline table -->"
 
-# The first was measured on TPU v5e; the others are the sums of an earlier prototype, said to be good to 15 %.
-NOTES_MS = {
-    "2x2 jnp.matmul": "12.05 measured",
-    "XLA default": "14.5",
-    "XLA, windowed einsum off": "15.1",
-    "XLA, post_spmd collective matmul": "14.0",
-    "ring by hand, unroll=1": "14.9",
-    "ring by hand, unroll=2": "13.3",
-    "ring by hand, every step written out": "12.2",
-}
+MEASURED_MS = {"2x2 jnp.matmul": "12.05"}  # published times on TPU v5e
 WINDOWED_OFF = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"}
 POST_SPMD = {
     "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
@@ -44,7 +35,7 @@ POST_SPMD = {
 
 
 def study() -> tuple[Callable, tuple]:
-    """jnp.matmul of LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] on 2x2."""
+    """Returns jnp.matmul of LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] on 2x2, and its arguments."""
     mesh = topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
 
     def array(*shape: int, spec: P) -> jax.ShapeDtypeStruct:
@@ -55,14 +46,17 @@ def study() -> tuple[Callable, tuple]:
 
 
 def automatic_mlp() -> tuple[Callable, tuple]:
-    """The MLP as XLA partitions it."""
+    """Returns the MLP as XLA partitions it, and its arguments."""
     mesh = topology_mesh("v5e:2x4", (RING,), ("model",))
     sequence = NamedSharding(mesh, P(None, "model", None))
     return jax.jit(lambda x, up, down: jax.nn.relu(x @ up) @ down, out_shardings=sequence), _arrays(mesh)
 
 
 def ring_mlp(unroll: int) -> tuple[Callable, tuple]:
-    """The MLP as two rings of lax.ppermute, half of each block each way; unroll 0 writes every step out."""
+    """Returns the MLP as two rings of lax.ppermute, and its arguments.
+
+    Each block is sent as two half-blocks, one in each direction. With unroll=0 every step is written out.
+    """
     mesh = topology_mesh("v5e:2x4", (RING,), ("model",))
     specs = (P(None, "model", None), P(None, "model"), P("model", None))
     fn = jax.shard_map(
@@ -81,15 +75,15 @@ def _arrays(mesh: jax.sharding.Mesh) -> tuple:
 
 
 def _ring_mlp(unroll: int, x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """x [b, s, d] of this device -> [b, s, d]: gathers while multiplying by `up`, scatters by `down`."""
+    """Returns [b, s, d] for x [b, s, d]: gathers while it multiplies by `up`, and scatters the products with `down`."""
     me, half = lax.axis_index("model"), x.shape[1] // 2
     right = [(i, (i + 1) % RING) for i in range(RING)]
     left = [(i, (i - 1) % RING) for i in range(RING)]
     blocks = jnp.zeros((BATCH, RING, 2, half, up.shape[1]), x.dtype)
 
-    def put(blocks: jax.Array, rows: jax.Array, owner: jax.Array, part: int) -> jax.Array:
+    def put(blocks: jax.Array, rows: jax.Array, owner: jax.Array, half_block: int) -> jax.Array:
         value = jax.nn.relu(rows @ up)[:, None, None]
-        return lax.dynamic_update_slice(blocks, value, (0, owner, part, 0, 0))
+        return lax.dynamic_update_slice(blocks, value, (0, owner, half_block, 0, 0))
 
     def gather_step(i: jax.Array, carry: tuple) -> tuple:
         ahead, back, blocks = carry
@@ -103,17 +97,17 @@ def _ring_mlp(unroll: int, x: jax.Array, up: jax.Array, down: jax.Array) -> jax.
     blocks = put(blocks, ahead, lax.rem(me + 1, RING), 0)
     blocks = put(blocks, back, lax.rem(me - 1 + RING, RING), 1)
 
-    def part_of(owner: jax.Array, part: int) -> jax.Array:
-        rows = lax.dynamic_slice(blocks, (0, owner, part, 0, 0), (BATCH, 1, 1, half, up.shape[1]))
+    def product_of(owner: jax.Array, half_block: int) -> jax.Array:
+        rows = lax.dynamic_slice(blocks, (0, owner, half_block, 0, 0), (BATCH, 1, 1, half, up.shape[1]))
         return jnp.dot(rows[:, 0, 0], down, preferred_element_type=jnp.float32).astype(x.dtype)
 
     def scatter_step(i: jax.Array, carry: tuple) -> tuple:
         ahead, back = carry
-        ahead = lax.ppermute(ahead, "model", right) + part_of(lax.rem(me - 2 - i + 2 * RING, RING), 0)
-        back = lax.ppermute(back, "model", left) + part_of(lax.rem(me + 2 + i, RING), 1)
+        ahead = lax.ppermute(ahead, "model", right) + product_of(lax.rem(me - 2 - i + 2 * RING, RING), 0)
+        back = lax.ppermute(back, "model", left) + product_of(lax.rem(me + 2 + i, RING), 1)
         return ahead, back
 
-    begin = part_of(lax.rem(me - 1 + RING, RING), 0), part_of(lax.rem(me + 1, RING), 1)
+    begin = product_of(lax.rem(me - 1 + RING, RING), 0), product_of(lax.rem(me + 1, RING), 1)
     return jnp.concatenate(_loop(RING - 1, scatter_step, begin, unroll), axis=1)
 
 
@@ -138,14 +132,23 @@ VARIANTS: dict[str, tuple[Callable[[], tuple[Callable, tuple]], str, dict[str, s
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one variant compiles to."""
+    """What one variant compiles to.
+
+    Attributes:
+      name: The name of the variant.
+      best: The timeline.
+      by_bytes: The timeline with copies timed by the bytes that they move.
+      pairs: Transfers between devices. A transfer in a loop counts once.
+      overlapped: How many of these have work inside.
+      temporaries: Bytes on one device.
+    """
 
     name: str
     best: Timeline
-    by_bytes: Timeline  # copies timed by what they move
-    pairs: int  # transfers between devices, loops not counted
-    overlapped: int  # of these, with work inside
-    temporaries: int  # bytes per device
+    by_bytes: Timeline
+    pairs: int
+    overlapped: int
+    temporaries: int
 
 
 def run(name: str) -> Row:
@@ -162,22 +165,28 @@ def run(name: str) -> Row:
 def table(rows: list[Row]) -> str:
     """Returns the rows as Markdown."""
     lines = [
-        "| program | ms | ms, copies by bytes | the notes' ms | work | exposed "
+        "| program | ms | ms, copies by bytes | measured ms | work | exposed "
         "| pairs with work inside | temporary MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         t = row.best
-        lines.append(
-            f"| {row.name} | {t.seconds * 1e3:.2f} | {row.by_bytes.seconds * 1e3:.2f} | {NOTES_MS[row.name]} "
-            f"| {t.compute * 1e3:.2f} | {t.exposed * 1e3:.2f} | {row.overlapped} of {row.pairs} "
-            f"| {row.temporaries >> 20} |"
+        cells = (
+            row.name,
+            f"{t.seconds * 1e3:.2f}",
+            f"{row.by_bytes.seconds * 1e3:.2f}",
+            MEASURED_MS.get(row.name, "-"),
+            f"{t.compute * 1e3:.2f}",
+            f"{t.exposed * 1e3:.2f}",
+            f"{row.overlapped} of {row.pairs}",
+            str(row.temporaries >> 20),
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Prints the table; writes it and draws the pictures where asked."""
+    """Prints the table; writes it and draws the pictures if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", type=pathlib.Path, metavar="FILE", help="put the table between the markers in FILE")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="DIR", help="draw check_matmul.png and check_mlp.png")

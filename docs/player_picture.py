@@ -1,4 +1,4 @@
-"""Draws docs/img/player_study.png: the fused and the overlapped kernel of the 2x2 study, played, side by side.
+"""Draws docs/img/player_study.png: the fused and the overlapped kernel of the 2x2 study, simulated, side by side.
 
 python docs/player_picture.py
 """
@@ -7,13 +7,12 @@ import pathlib
 
 from benchmarks.player import DRAWN, TITLES, TOPOLOGY
 from benchmarks.player_kernels import program
-from flaxasync.check import topology_mesh
+from flaxasync.check import save_picture, topology_mesh
 from flaxasync.check.player import play
-from flaxasync.check.player.picture import save_picture
 
 
 def main() -> None:
-    """Plays both at the study's size, which takes about twenty seconds, and draws them."""
+    """Simulates both kernels at the size of the study, which takes about twenty seconds, and draws them."""
     mesh = topology_mesh(TOPOLOGY, (2, 2), ("x", "y"))
     results = []
     for variant in DRAWN:

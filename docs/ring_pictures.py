@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from flaxasync.attention.layout import LAYOUTS, Mask, Sequence, sequence_order
+from flaxasync.ops.attention.layouts import LAYOUTS, Mask, Sequence, sequence_order
 from flaxasync.ring import gathered_owner
 
 BLOCKS = ["#3b6ea8", "#5d9a6b", "#d08a3e", "#9a5b8f"]  # one colour a device

@@ -1,21 +1,101 @@
-"""Tensor-parallel Flax NNX layers whose communication hides behind their matmuls."""
+"""Tensor-parallel Flax NNX layers whose communication hides behind their matmuls.
 
-from flaxasync import check as check
-from flaxasync import nn as nn
-from flaxasync.attention.layout import sequence_order as sequence_order
-from flaxasync.collective_matmul import all_gather_matmul as all_gather_matmul
-from flaxasync.collective_matmul import matmul_all_reduce as matmul_all_reduce
-from flaxasync.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
-from flaxasync.mesh_matmul import mesh_matmul as mesh_matmul
-from flaxasync.plan import plan as plan
-from flaxasync.ring_attention import ring_attention as ring_attention
-from flaxasync.transport import copy_done as copy_done
-from flaxasync.transport import copy_start as copy_start
-from flaxasync.transport import ppermute as ppermute
-from flaxasync.transport import ppermute_done as ppermute_done
-from flaxasync.transport import ppermute_done_stateful as ppermute_done_stateful
-from flaxasync.transport import ppermute_start as ppermute_start
-from flaxasync.transport import ppermute_start_stateful as ppermute_start_stateful
-from flaxasync.transport import slice_done as slice_done
-from flaxasync.transport import slice_start as slice_start
-from flaxasync.transport import while_travelling as while_travelling
+Layers, as `nnx.Module`s on global arrays and the ambient mesh:
+
+  nn.ColumnParallelLinear    Dense layer that splits its output features; gathers rows while it multiplies.
+  nn.RowParallelLinear       Dense layer that splits its input features; scatters sums while it multiplies.
+  nn.ParallelMLP             MLP with split hidden features; gate and up share one trip of the input.
+  nn.ParallelSelfAttention   Self-attention with split heads; query, key and value share one trip of the input.
+  nn.RingSelfAttention       Self-attention over a split sequence; keys and values travel around a ring.
+  nn.VocabParallelEmbed      Embedding with a split vocabulary.
+  nn.softmax_cross_entropy   Loss of logits that stay split over the vocabulary.
+  nn.rotary_embedding        Rotary position embedding of queries or keys.
+  nn.LayerOptions            Keywords that all layers share.
+  nn.LinearOptions           Keywords of layers that are made of Dense layers.
+
+Ops on the local shards of a `jax.shard_map`:
+
+  all_gather_matmul          Multiplies the gathered rows of all devices, each block as it arrives.
+  matmul_reduce_scatter      Multiplies and sums over devices; each device ends with its own rows.
+  matmul_all_reduce          Multiplies and sums over devices; each device ends with all rows.
+  mesh_matmul                Multiplies operands that split the contraction over different mesh axes.
+  ring_attention             Exact attention over a sequence that is split over devices.
+  attention                  The same attention over the rows of one device.
+  sequence_order             Order in which a layout places the positions of a sequence.
+
+Asynchronous transfers, as pairs of a start and a done:
+
+  ppermute                   Sends a block to a neighbour on a ring and waits for the one that arrives.
+  ppermute_start             Begins sending a block.
+  ppermute_done              Waits for the block that arrives.
+  ppermute_start_stateful    Begins sending what one Ref holds to another Ref of a neighbour.
+  ppermute_done_stateful     Waits for both ends of such a transfer.
+  copy_start                 Begins copying an array within a device.
+  copy_done                  Waits for the copy.
+  slice_start                Begins copying one row of an array within a device.
+  slice_done                 Waits for the row.
+  while_travelling           Runs a computation between a start and its done.
+
+Choosing and checking:
+
+  plan                       Predicts the time of each backend of an op on a chip, and chooses one.
+  check                      Reads compiled TPU programs: what overlaps, what is unsafe, how long it takes.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flaxasync import check as check
+    from flaxasync import nn as nn
+    from flaxasync.ops.attention.api import attention as attention
+    from flaxasync.ops.attention.api import ring_attention as ring_attention
+    from flaxasync.ops.attention.layouts import sequence_order as sequence_order
+    from flaxasync.ops.matmul.api import all_gather_matmul as all_gather_matmul
+    from flaxasync.ops.matmul.api import matmul_all_reduce as matmul_all_reduce
+    from flaxasync.ops.matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
+    from flaxasync.ops.mesh_matmul import mesh_matmul as mesh_matmul
+    from flaxasync.ops.plan import plan as plan
+    from flaxasync.transport import copy_done as copy_done
+    from flaxasync.transport import copy_start as copy_start
+    from flaxasync.transport import ppermute as ppermute
+    from flaxasync.transport import ppermute_done as ppermute_done
+    from flaxasync.transport import ppermute_done_stateful as ppermute_done_stateful
+    from flaxasync.transport import ppermute_start as ppermute_start
+    from flaxasync.transport import ppermute_start_stateful as ppermute_start_stateful
+    from flaxasync.transport import slice_done as slice_done
+    from flaxasync.transport import slice_start as slice_start
+    from flaxasync.transport import while_travelling as while_travelling
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "flaxasync.ops.attention.api": ("attention", "ring_attention"),
+    "flaxasync.ops.attention.layouts": ("sequence_order",),
+    "flaxasync.ops.matmul.api": ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"),
+    "flaxasync.ops.mesh_matmul": ("mesh_matmul",),
+    "flaxasync.ops.plan": ("plan",),
+    "flaxasync.transport": (
+        "copy_done", "copy_start", "ppermute", "ppermute_done", "ppermute_done_stateful", "ppermute_start",
+        "ppermute_start_stateful", "slice_done", "slice_start", "while_travelling",
+    ),
+}  # fmt: skip
+"""The module of each public name. A module is imported when one of its names is first used, so that reading a compiled
+program with `flaxasync.check` imports no layers, and training imports no readers."""
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = ["check", "nn", *sorted(_HOME_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used (PEP 562)."""
+    if name in ("check", "nn"):
+        return importlib.import_module(f"flaxasync.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'flaxasync' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,12 +1,12 @@
-"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP. Read it top to bottom.
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP. Read it from top to bottom.
 
-The residual stream is sharded over the sequence: each device of the model axis holds its own rows of it, norms and
-residuals run on those, and the parallel layers gather and scatter rows while they multiply. With a context axis the
-sequence is split over that, too, and keys and values travel along it. Layers are stacked along a leading dimension of
-their parameters and run as one scan.
+The residual stream is sharded over the sequence: each device of the model axis holds its own rows of it. Norms and
+residuals run on those rows, and the parallel layers gather and scatter rows while they multiply. With a context axis
+the sequence is split over that axis too, and keys and values travel along it. Layers are stacked along a leading
+dimension of their parameters and run as one scan.
 
 Shape suffixes: B batch, L sequence, D width, V vocabulary. On a mesh (data, model), x_BLD is sharded
-P(data, model, None) and tokens_BL is P(data, None); with a context axis, P(data, (context, model), None) and
+P(data, model, None) and tokens_BL is P(data, None); with a context axis, they are P(data, (context, model), None) and
 P(data, context).
 """
 
@@ -34,32 +34,20 @@ class DecoderLayer(nnx.Module):
         backend: str | None,
         rngs: nnx.Rngs,
     ):
-        dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+        options = _layer_options(config, axis_name, backend)
         self.attention_norm = RMSNorm(config, rngs=rngs)
         self.attention = fa.nn.ParallelSelfAttention(
             config.width,
             config.heads,
             kv_heads=config.kv_heads,
             rope_theta=config.rope_theta,
-            axis_name=axis_name,
             context_axis=context_axis,
             context_layout=context_layout,
-            context_backend={"none": "gather", "fused": None}.get(backend or "", backend),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            backend=backend,
             rngs=rngs,
+            **options,
         )
         self.mlp_norm = RMSNorm(config, rngs=rngs)
-        self.mlp = fa.nn.ParallelMLP(
-            config.width,
-            config.mlp_width,
-            axis_name=axis_name,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            backend=backend,
-            rngs=rngs,
-        )
+        self.mlp = fa.nn.ParallelMLP(config.width, config.mlp_width, rngs=rngs, **options)
 
     def __call__(
         self, x_BLD: Float[Array, "B L D"], segment_ids_BL: Int[Array, "B L"] | None = None
@@ -69,7 +57,7 @@ class DecoderLayer(nnx.Module):
 
 
 def RMSNorm(config: TransformerConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:  # noqa: N802 (used as a module)
-    """Root-mean-square normalisation of the width, computed in float32."""
+    """Returns a root-mean-square normalisation of the width, computed in float32."""
     return nnx.RMSNorm(
         config.width,
         epsilon=config.norm_epsilon,
@@ -80,20 +68,20 @@ def RMSNorm(config: TransformerConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:  # noq
 
 
 class Transformer(nnx.Module):
-    """Tokens to logits.
+    """Turns tokens into logits.
 
     Args:
-      config: the architecture.
-      axis_name: the mesh axis that splits heads, hidden features, vocabulary and sequence.
-      context_axis: the mesh axis that splits sequences; None for none.
-      context_layout: the order of positions on it. Tokens and targets are given in the order of
+      config: The architecture.
+      axis_name: The mesh axis that splits heads, hidden features, vocabulary and sequence.
+      context_axis: The mesh axis that splits sequences; None for none.
+      context_layout: The order of positions on it. Tokens and targets are given in the order of
         `flaxasync.sequence_order`.
-      backend: of all rings; see `flaxasync.all_gather_matmul`. With "none" keys and values are gathered, too. With
-        "fused" embeddings and attention, which have no such kernel, choose for themselves.
-      rngs: the random streams; draws from `params`.
+      backend: What executes the collective ops of all layers; see `flaxasync.all_gather_matmul`. An op that lacks this
+        backend chooses for itself.
+      rngs: The random streams; the model draws from `params`.
 
     Raises:
-      ValueError: no mesh is set, or a size does not divide by the axis.
+      ValueError: No mesh is set, or the axis does not divide a size.
     """
 
     def __init__(
@@ -106,18 +94,11 @@ class Transformer(nnx.Module):
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
-        dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+        options = _layer_options(config, axis_name, backend)
         self.config = config
         self.axis_name = axis_name
         self.embed = fa.nn.VocabParallelEmbed(
-            config.vocab_size,
-            config.width,
-            axis_name=axis_name,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            embedding_init=nnx.initializers.normal(0.02),
-            backend=None if backend == "fused" else backend,
-            rngs=rngs,
+            config.vocab_size, config.width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs, **options
         )
 
         @nnx.split_rngs(splits=config.layers)
@@ -137,22 +118,13 @@ class Transformer(nnx.Module):
         self.output = (
             None
             if config.tie_embeddings
-            else fa.nn.ColumnParallelLinear(
-                config.width,
-                config.vocab_size,
-                axis_name=axis_name,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                backend=backend,
-                rngs=rngs,
-            )
+            else fa.nn.ColumnParallelLinear(config.width, config.vocab_size, use_bias=False, rngs=rngs, **options)
         )
 
     def __call__(
         self, tokens_BL: Int[Array, "B L"], segment_ids_BL: Int[Array, "B L"] | None = None
     ) -> Float[Array, "B L V"]:
-        """Logits of the next token at every position, sharded over the vocabulary.
+        """Returns the logits of the next token at every position, sharded over the vocabulary.
 
         With segment ids, a position attends only to positions of the same id.
         """
@@ -172,7 +144,10 @@ class Transformer(nnx.Module):
         segment_ids_BL: Int[Array, "B L"] | None = None,
         weights_BL: Float[Array, "B L"] | None = None,
     ) -> Float[Array, ""]:
-        """Mean cross-entropy of the targets in nats per token, float32; weights make it a weighted mean."""
+        """Returns the mean cross-entropy of the targets, in nats a token, as float32.
+
+        Weights make it a weighted mean.
+        """
         logits_BLV = self(tokens_BL, segment_ids_BL)
         losses_BL = fa.nn.softmax_cross_entropy(logits_BLV, targets_BL, axis_name=self.axis_name)
         if weights_BL is None:
@@ -180,8 +155,14 @@ class Transformer(nnx.Module):
         return jnp.sum(losses_BL * weights_BL) / jnp.maximum(jnp.sum(weights_BL), 1)
 
 
+def _layer_options(config: TransformerConfig, axis_name: str, backend: str | None) -> fa.nn.LayerOptions:
+    """Returns the keywords that all parallel layers share."""
+    dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+    return {"axis_name": axis_name, "dtype": dtype, "param_dtype": param_dtype, "backend": backend}
+
+
 def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None], Array]:
-    """A function of a layer and its input, with what the backward pass computes again."""
+    """Returns a function that applies a layer to its input, and says what the backward pass computes again."""
 
     def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None) -> Array:
         return layer(x_BLD, segment_ids_BL)

@@ -29,14 +29,14 @@ hypothesis.settings.register_profile("flaxasync", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("flaxasync")
 
 
+def pytest_configure(config):
+    if os.environ.get("FLAXASYNC_BENCH") and config.option.markexpr == "not slow":  # the former way to run slow tests
+        config.option.markexpr = ""
+
+
 def pytest_collection_modifyitems(items):
-    """Skips slow tests unless FLAXASYNC_BENCH is set, and runs long files first so that both workers end together."""
+    """Runs long files first, so that both workers end together."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
-    if os.environ.get("FLAXASYNC_BENCH"):
-        return
-    for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason="slow, and similar tests run; FLAXASYNC_BENCH=1 runs it"))
 
 
 @pytest.fixture(autouse=True)

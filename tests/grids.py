@@ -1,4 +1,4 @@
-"""Test parameters that form a grid, of which `make test` runs a part and `make test-all` everything."""
+"""Test parameters that form a grid, of which `make test` runs a part and `make test-slow` the rest."""
 
 import itertools
 from collections.abc import Callable, Iterable

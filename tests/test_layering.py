@@ -1,86 +1,120 @@
-"""The house's floors: imports point down only, and flaxasync.check stands apart, on the chip table alone."""
+"""Tests that imports point down, that the checking tools stand apart, and that no files import each other."""
 
 import ast
 import functools
+import graphlib
 import pathlib
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# Longest match wins. A module may import from its own floor and from lower ones.
-FLOORS = {
+# The longest prefix counts. A module may import modules of its own layer and of lower ones.
+LAYERS = {
     "flaxasync.hardware": 0,
-    "flaxasync.ring": 0,
     "flaxasync.mesh": 0,
+    "flaxasync.ring": 0,
     "flaxasync.transport": 1,
     "flaxasync.kernels": 1,
-    "flaxasync": 2,
+    "flaxasync.ops": 2,
     "flaxasync.nn": 3,
-    "models": 4,
-    "train": 5,
-    "configs": 6,
+    "flaxasync.collective_matmul": 3,  # former names of modules
+    "flaxasync.ring_attention": 3,
+    "flaxasync": 4,  # the public names, which no module of the package imports
+    "models": 5,
+    "train": 6,
+    "configs": 7,
 }
-CHECK = "flaxasync.check"
-TABLE = "flaxasync.hardware"  # data-sheet figures, which check and plan must not each have their own of
+CHECK = "flaxasync.check"  # apart: it depends on the chip table alone, and no layer of the package imports it
+CHECK_DEPENDS_ON = ("flaxasync.hardware",)
+MAY_IMPORT_CHECK = ("flaxasync", "train")  # the public names, and the script, which audits what it runs
 
 
 @functools.cache
 def modules():
-    """{name: path} of every module of the house."""
+    """Returns {name: path} of every module of the package, the model, the script and the presets."""
     paths = [path for top in ("flaxasync", "models", "train", "configs") for path in sorted((ROOT / top).rglob("*.py"))]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
     return dict(zip(names, paths, strict=True))
 
 
-def floor(name):
-    matches = [prefix for prefix in FLOORS if name == prefix or name.startswith(prefix + ".")]
-    return FLOORS[max(matches, key=len)] if matches else None
+def layer(name):
+    matches = [prefix for prefix in LAYERS if name == prefix or name.startswith(prefix + ".")]
+    return LAYERS[max(matches, key=len)]
 
 
-def in_check(name):
-    return name == CHECK or name.startswith(CHECK + ".")
+def within(name, package):
+    return name == package or name.startswith(package + ".")
 
 
-def imported(name, path):
-    """Every module of the house that a file imports, submodules named in `from` imports included."""
+def imported(path, known):
+    """Returns every module of `known` that a file imports at any depth of its code.
+
+    That includes imports inside functions, those for type checkers alone, and modules that a `from` import names.
+    """
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name} imports relatively"
-            found = [f"{node.module}.{alias.name}" for alias in node.names]
-            found = [full if full in modules() else node.module for full in found]
+            assert node.level == 0, f"{path} has a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in names]
         else:
             continue
-        yield from (module for module in found if floor(module) is not None)
+        found.update(name for name in names if name in known)
+    return found
 
 
 def violations(name, targets):
-    """What of `targets` a module may not import."""
-    if name == "flaxasync":  # the public face: names from every floor, and nothing but names
-        return []
-    if in_check(name):
-        return [target for target in targets if not in_check(target) and target != TABLE]
-    return [target for target in targets if not in_check(target) and floor(target) > floor(name)]
+    """Returns the imports among `targets` that the layers forbid a module of this name."""
+    if within(name, CHECK):
+        return sorted(t for t in targets if not within(t, CHECK) and t not in CHECK_DEPENDS_ON)
+    forbidden = [t for t in targets if not within(t, CHECK) and layer(t) > layer(name)]
+    if name not in MAY_IMPORT_CHECK and not any(within(name, top) for top in MAY_IMPORT_CHECK[1:]):
+        forbidden += [t for t in targets if within(t, CHECK)]
+    return sorted(forbidden)
+
+
+def cycle(imports):
+    """Returns modules that import each other, directly or around, from {module: modules that it imports}; or None."""
+    try:
+        list(graphlib.TopologicalSorter(imports).static_order())
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return None
 
 
 @pytest.mark.parametrize(("name", "path"), modules().items(), ids=lambda value: value if isinstance(value, str) else "")
 def test_imports_point_down(name, path):
-    assert violations(name, list(imported(name, path))) == []
+    assert violations(name, imported(path, modules())) == []
 
 
-def test_an_import_that_points_up_is_seen(tmp_path):
-    """The check's twin: it notices what it is there for."""
-    source = tmp_path / "ring.py"
-    source.write_text("from flaxasync import nn\nimport flaxasync.transport.xla\nfrom flaxasync.ring import shifts\n")
-    targets = list(imported("flaxasync.ring", source))
-    assert violations("flaxasync.ring", targets) == ["flaxasync.nn", "flaxasync.transport.xla"]
-    assert violations("flaxasync.check.hlo", ["flaxasync.ring", "flaxasync.hardware"]) == ["flaxasync.ring"]
+def test_no_files_import_each_other():
+    assert cycle({name: imported(path, modules()) - {name} for name, path in modules().items()}) is None
 
 
-def test_the_public_face_holds_names_alone():
-    tree = ast.parse((ROOT / "flaxasync/__init__.py").read_text())
-    docstring, *rest = tree.body
-    assert isinstance(docstring, ast.Expr)
-    assert all(isinstance(node, ast.Import | ast.ImportFrom) for node in rest)
+@pytest.mark.parametrize(
+    ("name", "source", "forbidden"),
+    [
+        ("flaxasync.ring", "from flaxasync import nn", ["flaxasync.nn"]),
+        ("flaxasync.ring", "import flaxasync.transport.xla", ["flaxasync.transport.xla"]),
+        ("flaxasync.kernels.gemm", "def f():\n    from flaxasync.ops import plan", ["flaxasync.ops.plan"]),
+        ("flaxasync.ops.plan", "from flaxasync.check import audit", ["flaxasync.check"]),
+        ("flaxasync.nn.mlp", "import flaxasync", ["flaxasync"]),
+        ("flaxasync.check.player.play", "from flaxasync.mesh import chip", ["flaxasync.mesh"]),
+        ("models.transformer", "from flaxasync import check", ["flaxasync.check"]),
+    ],
+)
+def test_a_forbidden_import_is_found(tmp_path, name, source, forbidden):
+    """Negative test: the rules notice each kind of import that they forbid."""
+    file = tmp_path / "module.py"
+    file.write_text(source + "\nfrom flaxasync.hardware import CHIPS\n")
+    assert violations(name, imported(file, modules())) == forbidden
+
+
+def test_files_that_import_each_other_are_found():
+    """Negative test: a cycle is found when it is direct and when it goes around."""
+    assert cycle({"a": {"b"}, "b": {"a"}, "c": {"a"}}) is not None
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) is not None
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None

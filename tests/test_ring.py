@@ -1,4 +1,4 @@
-"""Ring arithmetic by plain ints, and the staggered loop on every ring size."""
+"""Ring arithmetic on plain ints, and the staggered loop on rings of all sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync import ring, transport
 from flaxasync.mesh import cast_to_varying
+from flaxasync.transport.values import ValueTransport
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -39,21 +40,21 @@ def test_a_sum_passes_every_device_and_ends_at_its_owner(size, shift):
         assert sorted(seen) == list(range(size))
 
 
-@given(rows=st.integers(0, 1000), pieces=st.integers(1, 8))
-def test_split_rows_covers_all_rows_evenly(rows, pieces):
-    runs = ring.split_rows(rows, pieces)
-    assert [row for start, count in runs for row in range(start, start + count)] == list(range(rows))
-    assert max(count for _, count in runs) - min(count for _, count in runs) <= 1
+@given(rows=st.integers(0, 1000), parts=st.integers(1, 8))
+def test_split_rows_covers_all_rows_evenly(rows, parts):
+    ranges = ring.split_rows(rows, parts)
+    assert [row for start, count in ranges for row in range(start, start + count)] == list(range(rows))
+    assert max(count for _, count in ranges) - min(count for _, count in ranges) <= 1
 
 
-def test_a_block_of_one_row_goes_one_way():
+def test_a_block_of_one_row_is_not_halved():
     assert ring.shifts(2, rows=1) == (1,)
     assert ring.shifts(2, rows=2) == (1, -1)
     assert ring.shifts(1, rows=8) == (1,)
 
 
-class Recorder:
-    """A transport that moves nothing and writes down what it was asked to do."""
+class Recorder(ValueTransport):
+    """A transport that moves nothing and records what it was asked to do."""
 
     def __init__(self):
         self.log = []
@@ -66,14 +67,14 @@ class Recorder:
         self.log.append("done")
         return x + 1
 
-    def pin(self, x, values):
+    def tie(self, x, values):
         return x, values
 
     def check_unroll(self, unroll):
         pass
 
 
-@pytest.mark.parametrize("hops", [0, 1, 2, 3, 4, 5])  # with more, fori_loop traces turns that this cannot count
+@pytest.mark.parametrize("hops", [0, 1, 2, 3, 4, 5])  # with more, fori_loop traces turns that nobody counts
 def test_every_window_stands_between_a_start_and_its_done(hops):
     recorder = Recorder()
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from train.config import Config, flatten
 from train.errors import InputError
+from train.remote import require_local
 
 LARGEST_STEP = 2**31 - 1
 """Steps are counted in int32 on the devices."""
@@ -32,6 +34,8 @@ def check(config: Config) -> None:
     """
     _check_ranges(config)
     _require(bool(config.workdir), "workdir", repr(config.workdir), "a folder")
+    for field, location in _locations(config):
+        require_local(location, field)
     _require(config.seed < 2**31, "seed", config.seed, "below 2**31")
     for name, value in (("steps", config.steps), ("optimizer.warmup_steps", config.optimizer.warmup_steps)):
         _require(value <= LARGEST_STEP, name, value, f"at most {LARGEST_STEP}")
@@ -97,6 +101,16 @@ def _check_names(config: Config) -> None:
         _require(weight > 0 and math.isfinite(weight), f"data.sources: the weight of {name}", weight, "above 0")
     if config.data.sources and config.data.path is not None:
         raise InputError("data.path and data.sources both name the data: give one of them")
+
+
+def _locations(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields the name and the value of every path of a configuration."""
+    yield "workdir", config.workdir
+    for field, location in (("data.path", config.data.path), ("init_from", config.init_from)):
+        if location is not None:
+            yield field, location
+    yield from ((f"the path of {name} in data.sources", path) for name, path, _ in config.data.sources)
+    yield from ((f"the path of {name} in eval.sets", path) for name, path in config.eval.sets)
 
 
 def _require_finite(holds: bool, name: str, value: float, needed: str) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 
 from train.config import DataConfig
 from train.errors import InputError
-from train.remote import is_remote, local_copy
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
 _TOKEN_DTYPES = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
@@ -60,7 +59,7 @@ def open_corpus(location: str | None, *, dtype: np.dtype, vocab_size: int, field
     """Opens the data at a path and checks every token.
 
     Args:
-      location: A file or a folder, here or in an object store; None is the standard library of this Python.
+      location: A file or a folder; None is the standard library of this Python.
       dtype: Type of the tokens in a .bin file.
       vocab_size: The number of tokens in the vocabulary.
       field: The field of the configuration that names the path, for messages.
@@ -72,7 +71,7 @@ def open_corpus(location: str | None, *, dtype: np.dtype, vocab_size: int, field
     if location is None:
         corpus = _standard_library()
     else:
-        path = local_copy(location, field) if is_remote(location) else Path(location).expanduser()
+        path = Path(location).expanduser()
         try:
             corpus = _open_path(path, dtype, field)
         except InputError:

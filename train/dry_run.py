@@ -182,5 +182,5 @@ def _save(report: DryRun, text: str, folder: Path) -> None:
     (folder / "report.json").write_text(json.dumps(report.figures(), indent=2) + "\n")
     (folder / "audit.txt").write_text(f"{report.audit}\n\n{report.timeline}\n")
     (folder / "program.txt").write_text(report.program.as_text())
-    report.timeline.save_trace(folder / "trace.json")
+    check.save_trace(report.timeline, folder / "trace.json")
     save_picture(report, folder / "timeline.png")

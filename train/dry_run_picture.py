@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from flaxasync.check.timeline import Loop, Slice, Timeline
+from flaxasync.check import Loop, Slice, Timeline
 from train.dry_run_report import GIB, DryRun, gib, time_text
 from train.step_phases import Phases
 

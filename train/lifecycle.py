@@ -181,7 +181,7 @@ class Run:
             stack.callback(profiler.close)
             saver = Saver(
                 config, checkpoints, self.batches, recorder, events, identity, watchdog,
-                warn=warn, before_save=work.require_lock, after_save=work.publish,
+                warn=warn, before_save=work.require_lock,
             )  # fmt: skip
             loop = Loop(
                 config, trainer, train_step, eval_step, self.batches, self.evaluation, saver, recorder, stop, watchdog,
@@ -209,7 +209,6 @@ class Run:
             if jax.process_index() == 0:
                 write_atomically(work.sample, text + "\n")
         events.add("complete", step=config.steps)
-        work.publish()
         say(f"done       {checkpoints.path(config.steps)}, {work.metrics}, {work.plot}, {work.tensorboard}")
 
 

@@ -40,7 +40,6 @@ class Saver:
         *,
         warn: Callable[[str], None],
         before_save: Callable[[], None] = lambda: None,
-        after_save: Callable[[], None] = lambda: None,
     ):
         """Makes a saver.
 
@@ -54,13 +53,12 @@ class Saver:
           watchdog: What must not end the process while it waits for the disk.
           warn: Prints what is wrong.
           before_save: Is called before every save; it may raise to prevent it.
-          after_save: Is called when a checkpoint is on disk.
         """
         self._config: CheckpointConfig = config.checkpoint
         self._report_every = config.report.every
         self._checkpoints, self._batches, self._recorder = checkpoints, batches, recorder
         self._events, self._identity, self._watchdog, self._warn = events, identity, watchdog, warn
-        self._before_save, self._after_save = before_save, after_save
+        self._before_save = before_save
         self._saved_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
@@ -131,7 +129,6 @@ class Saver:
         if step is not None:
             self._watchdog.progress(f"the checkpoint of step {step}")
             self._events.add("checkpoint", step=step)
-            self._after_save()
 
     def _retry(self, step: int, state: TrainState, error: OSError) -> None:
         """Tries to save a step until it is on disk, or until there is no more time."""

@@ -1,53 +1,45 @@
-"""Which part of a training step an instruction of the compiled program belongs to, by the name JAX gave its operation.
+"""Tells which part of a training step an instruction of the compiled program belongs to.
 
-Such names are paths: jit(_train_step)/transpose(jvp())/while/body/.../shard_map/all_gather_matmul_dx/...
+It goes by the name that JAX gave the operation. Such a name is a path:
+jit(_train_step)/transpose(jvp())/while/body/.../shard_map/all_gather_matmul_dx/...
 """
 
 import collections
-import functools
-import re
 
 from flaxasync import check
-from flaxasync.check.cost import Costs
-from flaxasync.hardware import chip
 
-_NAME = re.compile(r'op_name="([^"]*)"')
+# The components of a path that come from control flow and not from a named scope.
 _STRUCTURE = frozenset({"while", "body", "cond", "eval_jaxpr", "checkpoint", "rematted_computation", "closed_call"})
 
 
 class Phases:
-    """Names of the parts of one program."""
+    """Names the phases of a step, and the ops of its layers, in one compiled program."""
 
     def __init__(self, program: check.CompiledProgram):
-        self.module = check.parse(program.as_text())
-        self._costs = Costs(self.module, chip(program.chip))
-        self._by_name = {
-            i.name: i for computation in self.module.computations.values() for i in computation.instructions
-        }
+        self._module = check.parse(program.as_text())
+        instructions = [i for computation in self._module.computations.values() for i in computation.instructions]
+        self._by_name = {i.name: i for i in instructions}
+        self._matmuls = {i.name for i in instructions if self._module.contains_matmul(i)}
 
-    @functools.cache  # noqa: B019, one object a dry run
     def path(self, instruction: str) -> str:
-        """Returns the name of the operation that an instruction came from, or ""."""
+        """Returns the name of the JAX operation that an instruction came from; "" if the program does not say."""
         found = self._by_name.get(instruction)
-        match = _NAME.search(found.attributes.get("metadata", "")) if found is not None else None
-        return match[1] if match else ""
+        return found.op_name if found is not None else ""
 
-    @functools.cache  # noqa: B019
     def multiplies(self, instruction: str) -> bool:
-        """Says whether an instruction is a matmul, or a fusion with one."""
-        found = self._by_name.get(instruction)
-        return found is not None and self._costs.multiplies(found)
+        """Says whether an instruction is a matmul, or a fusion that contains one."""
+        return instruction in self._matmuls
 
     def phase(self, instruction: str) -> str:
-        """Returns "forward", "forward again", "backward", "optimizer" or ""."""
+        """Returns the phase of an instruction: "forward", "forward again", "backward", "optimizer" or ""."""
         return phase_of(self.path(instruction))
 
     def part(self, instruction: str) -> str:
-        """Returns the op of the layers that an instruction is of, or ""."""
+        """Returns the name of the op that an instruction is part of, like "all_gather_matmul_dx"; "" for no op."""
         return part_of(self.path(instruction))
 
     def waits(self, timeline: check.Timeline) -> list[tuple[str, float]]:
-        """Returns (part and phase, seconds that the slowest device waits in it), the longest first."""
+        """Returns where the slowest device waits, as (op and phase, seconds), the longest wait first."""
         sums: dict[str, float] = collections.defaultdict(float)
         for cause, seconds in timeline.slowest.causes.items():
             sums[" of ".join(filter(None, (self.part(cause), self.phase(cause)))) or cause] += seconds
@@ -55,7 +47,7 @@ class Phases:
 
 
 def phase_of(path: str) -> str:
-    """Names the phase that a path is of."""
+    """Returns the phase that the path of an operation belongs to, as `Phases.phase` names it."""
     if "/optimizer/" in path:
         return "optimizer"
     if "rematted_computation" in path:
@@ -66,9 +58,10 @@ def phase_of(path: str) -> str:
 
 
 def part_of(path: str) -> str:
-    """Names the scope that stands first within the last shard_map of a path."""
+    """Returns the first named scope within the last shard_map of a path; "" if there is none."""
     _, found, inside = path.rpartition("shard_map/")
     if not found:
         return ""
-    scopes = [name for name in inside.split("/")[:-1] if name not in _STRUCTURE]  # the last one is the operation itself
+    # The last component is the operation itself.
+    scopes = [name for name in inside.split("/")[:-1] if name not in _STRUCTURE]
     return scopes[0] if scopes and scopes[0].isidentifier() else ""

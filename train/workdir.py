@@ -15,8 +15,6 @@ profile/         what JAX's profiler recorded
 dry_run/         report of the last `--dry-run`, which does not start a run
 stacks.txt       the stacks of a process that made no progress
 ```
-
-A workdir in an object store is a folder of this machine, which `train.remote` copies there.
 """
 
 import contextlib
@@ -100,9 +98,6 @@ class Workdir:
     @property
     def stacks(self) -> Path:
         return self.root / "stacks.txt"
-
-    def publish(self) -> None:
-        """Copies the folder to the object store, if the workdir is in one."""
 
     def keep_copy(self, file: Path) -> None:
         """Copies a file into set_aside/, under a name that is not used there."""

@@ -1,1 +1,1 @@
-"""What ring attention is made of: layouts, the product of two blocks, its kernels, the passes and their rules."""
+"""The Pallas kernels of attention."""

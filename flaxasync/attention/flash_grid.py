@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from flaxasync.attention.layout import Mask, Product
+from flaxasync.ops.attention.layouts import Mask, Product
 
 LANES = 128
 

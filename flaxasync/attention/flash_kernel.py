@@ -1,4 +1,4 @@
-"""The block product of `flaxasync.attention.blocks` and its gradient as two Pallas TPU kernels: no scores leave VMEM.
+"""The block product of `ops.attention.blocks` and its gradient as two Pallas TPU kernels: no scores leave VMEM.
 
 The forward kernel visits, for every tile of q, all tiles of kv. The backward kernel does the same and makes dq, dk and
 dv from one product of scores: five matmuls a tile. The sums of dk and dv of `KV_ROWS` rows stay in VMEM meanwhile;
@@ -22,9 +22,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.attention.blocks import LOG2_E, LOWEST, Carry, Gradients, Scores, Segments
 from flaxasync.attention.flash_grid import LANES, Grid, largest_tile
-from flaxasync.attention.layout import Product
+from flaxasync.ops.attention.blocks import LOG2_E, LOWEST, Carry, Gradients, Scores, Segments
+from flaxasync.ops.attention.layouts import Product
 
 KV_ROWS = 4096  # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, four times that with its copies
 VMEM_LIMIT = 64 * 2**20  # bytes; what these kernels use is less than half of it

@@ -2,30 +2,38 @@
 
     python -m flaxasync.check FILE|- [--json] [--chip v5e] [--expect permute_start=3] [--fail-on error]
 
-Exit status: 0 when nothing as severe as --fail-on was found, 1 when something was, 2 when the text cannot be read.
+The exit status is 0 if nothing as severe as --fail-on was found, 1 if something was, and 2 if the text cannot be
+read.
 """
 
 import argparse
 import pathlib
 import sys
 
-from flaxasync.check.findings import Severity
-from flaxasync.check.overlap import audit
-from flaxasync.check.timeline_estimate import timeline
+from flaxasync.check.auditing.audit import audit
+from flaxasync.check.auditing.findings import Severity
+from flaxasync.check.estimate.estimator import timeline
+from flaxasync.check.render import save_picture, save_trace
 from flaxasync.hardware import CHIPS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m flaxasync.check", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", help="HLO text (a dump, or what compiled.as_text() returned); - reads standard input")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--chip", choices=sorted(CHIPS), help="whose times to estimate; v5e when not given")
+    parser.add_argument("--chip", choices=sorted(CHIPS), help="the chip whose times are estimated (default: v5e)")
     parser.add_argument(
-        "--expect", action="append", default=[], metavar="NAME=COUNT", help="fail unless there are that many"
+        "--expect",
+        action="append",
+        default=[],
+        metavar="NAME=COUNT",
+        help="fail unless there are that many asynchronous operations of that name or kind",
     )
     severities = [str(s) for s in Severity]
-    parser.add_argument("--fail-on", choices=severities, default="error", help="the least severity that fails")
+    parser.add_argument(
+        "--fail-on", choices=severities, default="error", help="the lowest severity that fails (default: error)"
+    )
     parser.add_argument("--timeline", action="store_true", help="also print the estimated timeline")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
     parser.add_argument("--picture", metavar="FILE", help="draw the timeline as a PNG")
@@ -43,9 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
             if chosen.timeline:
                 print(f"\n{t}", file=sys.stderr if chosen.json else sys.stdout)
             if chosen.trace:
-                t.save_trace(chosen.trace)
+                save_trace(t, chosen.trace)
             if chosen.picture:
-                t.save_picture(chosen.picture)
+                save_picture(t, chosen.picture)
     except (OSError, ValueError) as error:  # HloError and UnicodeDecodeError are ValueErrors
         print(f"{chosen.file}: {error}", file=sys.stderr)
         return 2

@@ -1,28 +1,29 @@
 """An embedding whose vocabulary is split over a mesh axis, and the loss that goes with it."""
 
-import jax
+import dataclasses
+from typing import Unpack
+
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.typing import Initializer
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flaxasync import vocab_parallel
-from flaxasync.collective_matmul import choose_ring
 from flaxasync.nn import shards
+from flaxasync.nn.options import LayerOptions, LayerSettings, settings_of
 from flaxasync.nn.placement import (
     Layout,
     Placement,
     check_divides,
     check_input,
-    check_layout,
-    check_rows,
+    check_output_layout,
+    check_output_rows,
     place,
     place_tokens,
 )
+from flaxasync.ops import backends, vocabulary
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)  # as nnx.Embed
 
@@ -36,25 +37,22 @@ class VocabParallelEmbed(nnx.Module):
     y          [..., s, features]   layout="sequence": sharded by rows; "replicated": the same on all devices
     ```
 
-    Every device looks all rows up in its own entries, and rows travel to their owners as partial sums. `attend` turns
-    activations into logits that stay split over the vocabulary, and `softmax_cross_entropy` takes them so: the logits
-    are never whole on one device. The parameter has the name and global shape of `nnx.Embed`'s.
+    Every device looks all rows up in its own entries, and the rows travel to their owners as partial sums. `attend`
+    turns activations into logits that stay split over the vocabulary, and `softmax_cross_entropy` takes them like that,
+    so no device ever holds whole logits. The parameter has the name and global shape of that of `nnx.Embed`.
 
     Args:
-      num_embeddings: V, the entries; a multiple of the axis.
-      features: of an entry.
-      layout: of the output's rows.
-      axis_name: the mesh axis that splits the entries.
-      dtype: of the output; by default the parameter's.
-      param_dtype: of the parameter.
-      precision: of the matmul in `attend`.
-      embedding_init: of the parameter.
-      backend: of the rings; see `flaxasync.all_gather_matmul`.
-      in_spec: how ids [..., s] are sharded, under Auto axes; by default the leading dimension over the other axes.
-      rngs: the random streams; draws from `params`.
+      num_embeddings: V, the number of entries; a multiple of the axis.
+      features: The features of an entry.
+      layout: How the rows of the output lie: "sequence" or "replicated".
+      embedding_init: The initializer of the parameter.
+      rngs: The random streams; the layer draws from `params`.
+      **options: See `flaxasync.nn.LayerOptions`. `dtype` is that of the parameter by default; `in_spec` is that of ids
+        [..., s].
 
     Raises:
-      ValueError: no mesh is set, it lacks the axis, or num_embeddings does not divide by it.
+      TypeError: A keyword is unknown.
+      ValueError: No mesh is set, it lacks the axis, or the axis does not divide num_embeddings.
     """
 
     def __init__(
@@ -63,77 +61,70 @@ class VocabParallelEmbed(nnx.Module):
         features: int,
         *,
         layout: Layout = "sequence",
-        axis_name: str = "model",
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
         embedding_init: Initializer = default_embedding_init,
-        backend: str | None = None,
-        in_spec: P | None = None,
         rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
+        self.settings = settings_of(LayerSettings, "VocabParallelEmbed", options)
+        axis_name = self.settings.axis_name
         check_divides("VocabParallelEmbed", axis_name, num_embeddings=num_embeddings)
-        self.num_embeddings = num_embeddings
-        self.features = features
-        self.layout: Layout = check_layout("VocabParallelEmbed", layout)
-        self.axis_name = axis_name
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.backend = backend
-        self.in_spec = in_spec
-        embedding = embedding_init(rngs.params(), (num_embeddings, features), param_dtype)
+        self.num_embeddings, self.features = num_embeddings, features
+        self.layout: Layout = check_output_layout("VocabParallelEmbed", layout)
+        embedding = embedding_init(rngs.params(), (num_embeddings, features), self.settings.param_dtype)
         self.embedding = nnx.Param(embedding, out_sharding=(axis_name, None))
 
     def __call__(self, ids: Int[Array, "*batch s"]) -> Float[Array, "*batch s d"]:
         """Looks up `ids`. An id outside 0 .. V-1 gives zeros.
 
         Raises:
-          ValueError: no mesh is set, it lacks the axis, ids are no integers, are sharded over the axis, or have rows
-            that cannot be shared out.
+          ValueError: No mesh is set, it lacks the axis, ids are not integers, are sharded over the axis, or have rows
+            that cannot be shared out equally.
         """
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"VocabParallelEmbed looks up integers: got ids of {ids.dtype}")
-        placement = place_tokens("VocabParallelEmbed", ids, self.axis_name, self.in_spec)
-        check_rows("VocabParallelEmbed", ids.shape[-1], self.layout, placement)
-        ring = choose_ring("VocabParallelEmbed", self.axis_name, placement.size, self.backend)
-        dtype = self.dtype or self.embedding[...].dtype
+        axis_name = self.settings.axis_name
+        placement = place_tokens("VocabParallelEmbed", ids, axis_name, self.settings.in_spec)
+        check_output_rows("VocabParallelEmbed", ids.shape[-1], self.layout, placement)
+        backend = backends.if_available("lookup_reduce_scatter", self.settings.backend)
+        dtype = self.settings.dtype or self.embedding[...].dtype
 
         def apply(ids: Array, table: Array) -> Array:
             if self.layout == "sequence":
-                return vocab_parallel.lookup_reduce_scatter(ids, shards.cast(table, ids, dtype), ring)
-            # Cast after the look-up: the gradients of an id that occurs often are summed in the parameter's dtype.
-            rows = vocab_parallel.lookup(ids, shards.cast(table, ids, table.dtype), self.axis_name)
-            return lax.psum(rows.astype(dtype), self.axis_name)
+                table = shards.cast(table, ids, dtype)
+                return vocabulary.lookup_reduce_scatter(ids, table, axis_name, backend=backend)
+            # Cast after the look-up, so that the gradients of a frequent id are summed in the dtype of the parameter.
+            rows = vocabulary.lookup(ids, shards.cast(table, ids, table.dtype), axis_name)
+            return lax.psum(rows.astype(dtype), axis_name)
 
         return placement.run(
             apply,
             (ids, self.embedding[...]),
-            (placement.token_spec(), P(self.axis_name, None)),
+            (placement.token_spec(), P(axis_name, None)),
             placement.spec(self.layout),
         )
 
     def attend(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s v"]:
-        """Logits of `x` against every entry, x @ embedding.T: all rows, sharded by entries.
+        """Returns the logits of `x` against every entry, x @ embedding.T: all rows, sharded by entries.
 
         Args:
-          x: activations, sharded by rows over the axis, or the same on all of its devices.
+          x: Activations, sharded by rows over the axis, or the same on all of its devices.
 
         Raises:
-          ValueError: no mesh is set, it lacks the axis, or x has other features.
+          ValueError: No mesh is set, it lacks the axis, or x has other features.
         """
-        placement = place("VocabParallelEmbed.attend", x, self.axis_name, None, sharded="rows")
+        axis_name = self.settings.axis_name
+        placement = place("VocabParallelEmbed.attend", x, axis_name, None, sharded="rows")
         check_input("VocabParallelEmbed.attend", x, self.features, placement)
-        dtype = canonicalize_dtype(x, self.embedding[...], dtype=self.dtype)
-        options = shards.Options(self.axis_name, dtype, self.backend, self.precision)
+        dtype = canonicalize_dtype(x, self.embedding[...], dtype=self.settings.dtype)
+        settings = dataclasses.replace(self.settings, dtype=dtype)
 
         def apply(x: Array, table: Array) -> Array:
-            return shards.column(x, ((table.T, None),), options, rows_sharded=placement.rows_sharded)[0]
+            return shards.column(x, ((table.T, None),), settings, rows_sharded=placement.rows_sharded)[0]
 
         return placement.run(
             apply,
             (x, self.embedding[...]),
-            (placement.in_spec, P(self.axis_name, None)),
+            (placement.in_spec, P(axis_name, None)),
             placement.spec(features=True),
         )
 
@@ -141,20 +132,20 @@ class VocabParallelEmbed(nnx.Module):
 def softmax_cross_entropy(
     logits: Float[Array, "*batch s v"], targets: Int[Array, "*batch s"], *, axis_name: str = "model"
 ) -> Float[Array, "*batch s"]:
-    """Cross-entropy of each row in nats, from logits that are sharded by entries over `axis_name`.
+    """Computes the cross-entropy of each row, in nats, from logits that are sharded by entries over `axis_name`.
 
-    Three numbers a row cross the axis; see `flaxasync.vocab_parallel.cross_entropy`.
+    Three numbers a row cross the axis; see `flaxasync.ops.vocabulary.cross_entropy`.
 
     Args:
       logits: [..., s, V], sharded by entries (the last dimension).
       targets: [..., s], 0 .. V-1, the same on all devices of the axis.
-      axis_name: the mesh axis that splits the vocabulary.
+      axis_name: The mesh axis that splits the vocabulary.
 
     Returns:
       [..., s], float32, the same on all devices of the axis.
 
     Raises:
-      ValueError: no mesh is set, it lacks the axis, V does not divide by it, or the shapes do not match.
+      ValueError: No mesh is set, it lacks the axis, the axis does not divide V, or the shapes do not match.
     """
     placement: Placement = place("softmax_cross_entropy", logits, axis_name, None, sharded="features")
     if not placement.manual:
@@ -171,7 +162,7 @@ def softmax_cross_entropy(
             f"{list(targets.shape)}"
         )
     return placement.run(
-        lambda logits, targets: vocab_parallel.cross_entropy(logits, targets, axis_name),
+        lambda logits, targets: vocabulary.cross_entropy(logits, targets, axis_name),
         (logits, targets),
         (placement.in_spec, placement.token_spec()),
         placement.token_spec(),

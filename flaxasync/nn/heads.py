@@ -1,17 +1,16 @@
 """Attention of the heads that a device holds: rotary positions, and the rows of other devices where they are split.
 
-Inside shard_map, on local shards; the modules are in `attention` and `ring_attention`.
+It runs inside shard_map, on local shards; the modules are in `attention`.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from flaxasync.attention.layout import AttentionLayout, check_layout, positions
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.ring_attention import ring_attention
+from flaxasync.ops.attention.api import attention, ring_attention
+from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_layout, positions
 
 
 def rotary_embedding(
@@ -20,9 +19,12 @@ def rotary_embedding(
     """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), computed in float32.
 
     Args:
-      x: rows of heads.
-      theta: base of the frequencies.
-      positions: of the rows; 0 .. s - 1 by default.
+      x: Rows of heads.
+      theta: The base of the frequencies.
+      positions: The positions of the rows; 0 .. s - 1 by default.
+
+    Returns:
+      The rotated rows, in the dtype of x.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), in the half-split layout
     of the public Llama checkpoints.
@@ -41,9 +43,9 @@ class Context:
     """How a sequence is split over a mesh axis.
 
     Attributes:
-      axis_name: the mesh axis.
-      layout: which rows a device holds; see `flaxasync.ring_attention`.
-      backend: see `flaxasync.ring_attention`.
+      axis_name: The mesh axis.
+      layout: Which rows a device holds; see `flaxasync.ring_attention`.
+      backend: What moves keys and values; see `flaxasync.ring_attention`.
     """
 
     axis_name: str
@@ -56,11 +58,11 @@ class HeadAttention:
     """What the heads of a layer have in common.
 
     Attributes:
-      head_dim: features of a head.
-      causal: whether a position attends only to itself and earlier ones.
-      window: a position attends only to those fewer than so many away; None for any distance.
-      rope_theta: base of the rotary position embedding; None for none.
-      context: how the sequence is split; None where a device has all rows.
+      head_dim: The features of a head.
+      causal: Whether a row attends only to itself and to earlier rows.
+      window: A row attends only to rows fewer than `window` positions away; None for any distance.
+      rope_theta: The base of the rotary position embedding; None for none.
+      context: How the sequence is split; None where a device has all rows.
     """
 
     head_dim: int
@@ -69,60 +71,69 @@ class HeadAttention:
     rope_theta: float | None
     context: Context | None
 
+    @classmethod
+    def of(
+        cls,
+        layer: str,
+        features: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int | None,
+        *,
+        causal: bool,
+        window: int | None,
+        rope_theta: float | None,
+        context: Context | None,
+    ) -> "HeadAttention":
+        """Returns the attention of a layer's heads.
+
+        Raises:
+          ValueError: Heads do not divide, or cannot be rotated, or the window contains no row. The message begins with
+            `layer`.
+        """
+        if heads % kv_heads:
+            raise ValueError(f"{layer}: heads must be a multiple of kv_heads: got heads={heads}, kv_heads={kv_heads}")
+        if head_dim is None and features % heads:
+            raise ValueError(
+                f"{layer}: features must be divisible by heads: got features={features}, heads={heads}; or give "
+                "head_dim"
+            )
+        head_dim = head_dim or features // heads
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(
+                f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
+                "use an even head_dim, or rope_theta=None"
+            )
+        if window is not None and window < 1:
+            raise ValueError(f"{layer} needs window to be 1 or more rows, or None: got {window}")
+        return cls(head_dim, causal, window, rope_theta, context)
+
     def attend(self, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
-        """Attention of this device's heads: [b, s, h, d] of projections [b, s, h * d]."""
+        """Returns the attention [b, s, h, d] of this device's heads, from projections [b, s, h * d]."""
         q, k, v = (x.reshape(*x.shape[:-1], -1, self.head_dim) for x in (query, key, value))
         if self.rope_theta is not None:
             q, k = (rotary_embedding(x, theta=self.rope_theta, positions=self._positions(x)) for x in (q, k))
-        options: dict[str, Any] = {"causal": self.causal, "window": self.window, "segment_ids": segment_ids}
-        if self.context is None:
-            return ring_attention(q, k, v, None, **options)
+        causal, window, context = self.causal, self.window, self.context
+        if context is None:
+            return attention(q, k, v, causal=causal, window=window, segment_ids=segment_ids)
         return ring_attention(
-            q, k, v, self.context.axis_name, layout=self.context.layout, backend=self.context.backend, **options
-        )
+            q, k, v, context.axis_name, layout=context.layout, backend=context.backend, causal=causal, window=window,
+            segment_ids=segment_ids,
+        )  # fmt: skip
 
     def _positions(self, x: Array) -> Array | None:
         return None if self.context is None else positions(self.context.layout, x.shape[-3], self.context.axis_name)
 
 
-def check_heads(
-    layer: str, features: int, heads: int, kv_heads: int, head_dim: int | None, rope_theta: float | None
-) -> int:
-    """Returns the features of a head.
-
-    Raises:
-      ValueError: heads that do not divide, or cannot be rotated. The message begins with `layer`.
-    """
-    if heads % kv_heads:
-        raise ValueError(f"{layer}: heads must be a multiple of kv_heads: got heads={heads}, kv_heads={kv_heads}")
-    if head_dim is None and features % heads:
-        raise ValueError(
-            f"{layer}: features must be divisible by heads: got features={features}, heads={heads}; or give head_dim"
-        )
-    head_dim = head_dim or features // heads
-    if rope_theta is not None and head_dim % 2:
-        raise ValueError(
-            f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
-            "use an even head_dim, or rope_theta=None"
-        )
-    return head_dim
-
-
 def make_context(layer: str, axis_name: str, layout: AttentionLayout, backend: str | None) -> Context:
-    """Checks that the mesh has the axis, and the layout.
+    """Returns the context, after checking that the mesh has the axis and that the layout exists.
 
     Raises:
-      ValueError: no mesh, no such axis, no such layout. The message begins with `layer`.
+      ValueError: There is no mesh, no such axis, or no such layout. The message begins with `layer`.
     """
     mesh_axis_size(layer, axis_name)
-    check_layout(layer, layout)
+    check_sequence_layout(layer, layout)
     return Context(axis_name, layout, backend)
-
-
-def check_window(layer: str, window: int | None) -> None:
-    """Raises ValueError for a window that has no row in it."""
-    if window is not None and window < 1:
-        raise ValueError(f"{layer} needs window to be 1 or more rows, or None: got {window}")
 
 
 def check_segments(layer: str, x: Array, segment_ids: Array | None) -> None:

@@ -1,25 +1,28 @@
 """Column- and row-parallel Dense layers: `nnx.Linear` with its kernel split over a mesh axis.
 
-A column-parallel layer followed by a row-parallel one is the tensor-parallel pair: between the two, activations are
-sharded by features; around them, by rows of the sequence, so that norms and residuals are split, too.
+A column-parallel layer followed by a row-parallel one is the tensor-parallel pair. Between the two, activations are
+sharded by features; around them, by rows of the sequence, so that norms and residuals are split too.
 """
 
-from typing import ClassVar, Literal
+import dataclasses
+from typing import ClassVar, Literal, Unpack
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
-from flax.typing import Initializer
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync.nn import shards
-from flaxasync.nn.placement import Layout, check_divides, check_input, check_layout, check_rows, place
-
-default_kernel_init = nnx.initializers.lecun_normal()  # as nnx.Linear
-default_bias_init = nnx.initializers.zeros_init()
+from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
+from flaxasync.nn.placement import (
+    Layout,
+    check_divides,
+    check_input,
+    check_output_layout,
+    check_output_rows,
+    place,
+)
 
 
 class _ParallelLinear(nnx.Module):
@@ -27,60 +30,29 @@ class _ParallelLinear(nnx.Module):
 
     split: ClassVar[Literal["in_features", "out_features"]]
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        axis_name: str = "model",
-        use_bias: bool = True,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        backend: str | None = None,
-        in_spec: P | None = None,
-        rngs: nnx.Rngs,
-    ):
-        check_divides(
-            type(self).__name__,
-            axis_name,
-            **{self.split: {"in_features": in_features, "out_features": out_features}[self.split]},
-        )
-        self.in_features = in_features
-        self.out_features = out_features
-        self.axis_name = axis_name
-        self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.backend = backend
-        self.in_spec = in_spec
-        by_columns = self.split == "out_features"
-        kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        self.kernel = nnx.Param(kernel, out_sharding=(None, axis_name) if by_columns else (axis_name, None))
+    def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs, **options: Unpack[LinearOptions]):
+        layer, features = type(self).__name__, {"in_features": in_features, "out_features": out_features}
+        self.settings = settings_of(LinearSettings, layer, options)
+        check_divides(layer, self.settings.axis_name, **{self.split: features[self.split]})
+        self.in_features, self.out_features = in_features, out_features
+        kernel_spec, bias_spec = self._specs
+        dtype = self.settings.param_dtype
+        kernel = self.settings.kernel_init(rngs.params(), (in_features, out_features), dtype)
+        self.kernel = nnx.Param(kernel, out_sharding=tuple(kernel_spec))
         self.bias: nnx.Param[jax.Array] | None
-        if use_bias:
-            bias = bias_init(rngs.params(), (out_features,), param_dtype)
-            self.bias = nnx.Param(bias, out_sharding=(axis_name if by_columns else None,))
+        if self.settings.use_bias:
+            bias = self.settings.bias_init(rngs.params(), (out_features,), dtype)
+            self.bias = nnx.Param(bias, out_sharding=tuple(bias_spec))
         else:
             self.bias = nnx.data(None)
 
-    def parameters(self) -> shards.Linear:
-        """Kernel and bias (or None), global or, inside shard_map, local."""
-        return self.kernel[...], None if self.bias is None else self.bias[...]
-
-    def specs(self) -> tuple[P, P | None]:
-        """How `parameters` are sharded."""
-        by_columns = self.split == "out_features"
-        kernel = P(None, self.axis_name) if by_columns else P(self.axis_name, None)
-        return kernel, None if self.bias is None else P(self.axis_name if by_columns else None)
-
-    def options(self, x: Array) -> shards.Options:
-        """What the products of this layer with `x` have in common."""
-        dtype = canonicalize_dtype(x, *self.parameters(), dtype=self.dtype)
-        return shards.Options(self.axis_name, dtype, self.backend, self.precision)
+    @property
+    def _specs(self) -> tuple[P, P]:
+        """How the kernel and the bias are sharded."""
+        axis_name = self.settings.axis_name
+        if self.split == "out_features":
+            return P(None, axis_name), P(axis_name)
+        return P(axis_name, None), P(None)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -96,26 +68,19 @@ class ColumnParallelLinear(_ParallelLinear):
              dkernel  = x.T @ dy                       summed over the axes that shard the batch
     ```
 
-    With x sharded by rows this is `flaxasync.all_gather_matmul`: rows travel while others are multiplied. Parameters
-    have the names and global shapes of `nnx.Linear`'s, so its checkpoints load.
+    If x is sharded by rows, this is `flaxasync.all_gather_matmul`: some rows travel while others are multiplied. The
+    parameters have the names and global shapes of those of `nnx.Linear`, so its checkpoints load.
 
     Args:
-      in_features: of the input.
-      out_features: of the output; a multiple of the axis.
-      axis_name: the mesh axis that splits the kernel. The mesh is the ambient one, of `jax.set_mesh`.
-      use_bias: whether to add a bias.
-      dtype: of the computation; by default the input's and the parameters' common type.
-      param_dtype: of the parameters.
-      precision: of the matmul, as in `lax.dot_general`.
-      kernel_init: of the kernel.
-      bias_init: of the bias.
-      backend: of the ring; see `flaxasync.all_gather_matmul`.
-      in_spec: how the input is sharded, under Auto axes; by default the leading dimension over the other axes, and the
-        rows over `axis_name`. Under Explicit axes the input's type says it.
-      rngs: the random streams; draws from `params`.
+      in_features: The features of the input.
+      out_features: The features of the output; a multiple of the axis.
+      rngs: The random streams; the layer draws from `params`.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default; `in_spec` has the rows over
+        `axis_name`.
 
     Raises:
-      ValueError: no mesh is set, it lacks the axis, or out_features does not divide by it.
+      TypeError: A keyword is unknown.
+      ValueError: No mesh is set, it lacks the axis, or the axis does not divide out_features.
     """
 
     split = "out_features"
@@ -124,18 +89,17 @@ class ColumnParallelLinear(_ParallelLinear):
         """Applies the layer.
 
         Raises:
-          ValueError: no mesh is set, it lacks the axis, x has other features or is sharded by features.
+          ValueError: No mesh is set, it lacks the axis, x has other features or is sharded by features.
         """
-        placement = place("ColumnParallelLinear", x, self.axis_name, self.in_spec, sharded="rows")
+        placement = place("ColumnParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ColumnParallelLinear", x, self.in_features, placement)
-        options = self.options(x)
+        settings = compute_settings(self, x)
 
         def apply(x: Array, linear: shards.Linear) -> Array:
-            return shards.column(x, (linear,), options, rows_sharded=placement.rows_sharded)[0]
+            return shards.column(x, (linear,), settings, rows_sharded=placement.rows_sharded)[0]
 
-        return placement.run(
-            apply, (x, self.parameters()), (placement.in_spec, self.specs()), placement.spec(features=True)
-        )
+        specs = placement.in_spec, parameter_specs(self)
+        return placement.run(apply, (x, parameters(self)), specs, placement.spec(features=True))
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -151,28 +115,21 @@ class RowParallelLinear(_ParallelLinear):
              dkernel  = x.T @ dy                       summed over the axes that shard the batch
     ```
 
-    This is `flaxasync.matmul_reduce_scatter` ("sequence") or `flaxasync.matmul_all_reduce` ("replicated"): partial sums
-    travel while others are computed. Parameters have the names and global shapes of `nnx.Linear`'s, so its checkpoints
-    load.
+    This is `flaxasync.matmul_reduce_scatter` ("sequence") or `flaxasync.matmul_all_reduce` ("replicated"): some partial
+    sums travel while others are computed. The parameters have the names and global shapes of those of `nnx.Linear`, so
+    its checkpoints load.
 
     Args:
-      in_features: of the input; a multiple of the axis.
-      out_features: of the output.
-      layout: of the output's rows.
-      axis_name: the mesh axis that splits the kernel. The mesh is the ambient one, of `jax.set_mesh`.
-      use_bias: whether to add a bias; it is the same on all devices.
-      dtype: of the computation; by default the input's and the parameters' common type.
-      param_dtype: of the parameters.
-      precision: of the matmul, as in `lax.dot_general`.
-      kernel_init: of the kernel.
-      bias_init: of the bias.
-      backend: of the ring; see `flaxasync.matmul_reduce_scatter`.
-      in_spec: how the input is sharded, under Auto axes; by default the leading dimension over the other axes, and the
-        features over `axis_name`. Under Explicit axes the input's type says it.
-      rngs: the random streams; draws from `params`.
+      in_features: The features of the input; a multiple of the axis.
+      out_features: The features of the output.
+      layout: How the rows of the output lie: "sequence" or "replicated".
+      rngs: The random streams; the layer draws from `params`.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default, and all devices have the whole bias;
+        `in_spec` has the features over `axis_name`.
 
     Raises:
-      ValueError: no mesh is set, it lacks the axis, or in_features does not divide by it.
+      TypeError: A keyword is unknown.
+      ValueError: No mesh is set, it lacks the axis, or the axis does not divide in_features.
     """
 
     split = "in_features"
@@ -183,48 +140,43 @@ class RowParallelLinear(_ParallelLinear):
         out_features: int,
         *,
         layout: Layout = "sequence",
-        axis_name: str = "model",
-        use_bias: bool = True,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        backend: str | None = None,
-        in_spec: P | None = None,
         rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
     ):
-        super().__init__(
-            in_features,
-            out_features,
-            axis_name=axis_name,
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            backend=backend,
-            in_spec=in_spec,
-            rngs=rngs,
-        )
-        self.layout: Layout = check_layout("RowParallelLinear", layout)
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        self.layout: Layout = check_output_layout("RowParallelLinear", layout)
 
     def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
         """Applies the layer.
 
         Raises:
-          ValueError: no mesh is set, it lacks the axis, x has other features, is not sharded by them, or has rows
-            that cannot be shared out.
+          ValueError: No mesh is set, it lacks the axis, x has other features, is not sharded by them, or has rows
+            that cannot be shared out equally.
         """
-        placement = place("RowParallelLinear", x, self.axis_name, self.in_spec, sharded="features")
+        placement = place("RowParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="features")
         check_input("RowParallelLinear", x, self.in_features, placement)
-        check_rows("RowParallelLinear", x.shape[-2], self.layout, placement)
-        options = self.options(x)
+        check_output_rows("RowParallelLinear", x.shape[-2], self.layout, placement)
+        settings = compute_settings(self, x)
 
         def apply(x: Array, linear: shards.Linear) -> Array:
-            return shards.row(x, linear, options, layout=self.layout)
+            return shards.row(x, linear, settings, layout=self.layout)
 
-        return placement.run(
-            apply, (x, self.parameters()), (placement.in_spec, self.specs()), placement.spec(self.layout)
-        )
+        specs = placement.in_spec, parameter_specs(self)
+        return placement.run(apply, (x, parameters(self)), specs, placement.spec(self.layout))
+
+
+def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
+    """Returns the kernel and the bias (or None): global or, inside shard_map, local."""
+    return linear.kernel[...], None if linear.bias is None else linear.bias[...]
+
+
+def parameter_specs(linear: _ParallelLinear | nnx.Linear) -> tuple[P, P | None]:
+    """Returns how `parameters` are sharded. Those of an `nnx.Linear` are the same on all devices."""
+    kernel, bias = (P(None, None), P(None)) if isinstance(linear, nnx.Linear) else linear._specs
+    return kernel, None if linear.bias is None else bias
+
+
+def compute_settings(linear: _ParallelLinear, x: Array) -> LinearSettings:
+    """Returns the settings of a layer with the dtype in which it multiplies `x`."""
+    dtype = canonicalize_dtype(x, *parameters(linear), dtype=linear.settings.dtype)
+    return dataclasses.replace(linear.settings, dtype=dtype)

@@ -1,8 +1,9 @@
-"""Where a layer's input lies on the ambient mesh, and how to run a function of shards on it.
+"""How a layer's input is sharded over the ambient mesh, and how to run a function of its shards.
 
-A layer works on global arrays. Under Explicit axes an array's type says how it is sharded; under Auto axes the layer is
-told (`in_spec`), or takes the usual layout: the leading dimension over every axis but the layer's own. Inside a
-`jax.shard_map` that already maps the layer's axis, input and parameters are taken for the local shards they are.
+A layer works on global arrays. Under Explicit axes the type of an array says how it is sharded. Under Auto axes the
+layer is told (`in_spec`), or assumes the usual sharding: the leading dimension over every axis but the layer's own.
+Inside a `jax.shard_map` that already maps the layer's axis, input and parameters are local shards, and are used as
+such.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 from flaxasync.mesh import mesh_axis_size
 
 type Layout = Literal["sequence", "replicated"]
-type Entry = tuple[str, ...]  # the mesh axes over which one dimension is sharded
+type Entry = tuple[str, ...]  # the mesh axes that shard one dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +26,13 @@ class Placement:
     """How the input [..., rows, features] of a layer is sharded.
 
     Attributes:
-      axis_name: the layer's mesh axis.
-      size: devices on it.
-      batch: the mesh axes of each dimension before the rows.
-      rows: those of the rows, but for `axis_name`.
-      rows_sharded: whether `axis_name` shards the rows, minor-most.
-      features_sharded: whether `axis_name` shards the features.
-      manual: whether an enclosing shard_map maps `axis_name`.
+      axis_name: The layer's mesh axis.
+      size: The number of devices on that axis.
+      batch: The mesh axes that shard each dimension before the rows.
+      rows: The mesh axes that shard the rows, except `axis_name`.
+      rows_sharded: Whether `axis_name` shards the rows; it is then the minor-most of their axes.
+      features_sharded: Whether `axis_name` shards the features.
+      manual: Whether an enclosing shard_map maps `axis_name`.
     """
 
     axis_name: str
@@ -43,11 +44,11 @@ class Placement:
     manual: bool
 
     def spec(self, layout: Layout | None = None, *, features: bool = False) -> PartitionSpec:
-        """The spec of an array [*batch, rows, features].
+        """Returns the spec of an array [*batch, rows, features].
 
         Args:
-          layout: "sequence" to shard the rows over `axis_name`, "replicated" not to.
-          features: whether `axis_name` shards the features.
+          layout: "sequence" if `axis_name` shards the rows, else "replicated" or None.
+          features: Whether `axis_name` shards the features.
         """
         rows = (*self.rows, self.axis_name) if layout == "sequence" else self.rows
         return PartitionSpec(*map(_entry, (*self.batch, rows, (self.axis_name,) if features else ())))
@@ -58,11 +59,11 @@ class Placement:
         return self.spec("sequence" if self.rows_sharded else "replicated", features=self.features_sharded)
 
     def token_spec(self) -> PartitionSpec:
-        """The spec of an array [*batch, rows] that is the same on every device of `axis_name`."""
+        """Returns the spec of an array [*batch, rows] that is the same on every device of `axis_name`."""
         return PartitionSpec(*map(_entry, (*self.batch, self.rows)))
 
     def run(self, fn: Callable, args: tuple, in_specs: tuple, out_specs: Any) -> Any:
-        """Runs `fn` on the shards of `args`: under shard_map, or as it is inside one."""
+        """Runs `fn` on the shards of `args`: under shard_map, or directly inside one."""
         if self.manual:
             return fn(*args)
         types = _axis_types()
@@ -78,14 +79,14 @@ def place(
     """Reads how `x` [..., rows, features] is sharded.
 
     Args:
-      layer: the caller's name, for errors.
-      x: the input.
-      axis_name: the layer's mesh axis.
-      in_spec: how x is sharded, where its type does not say (Auto axes); None for the usual layout.
-      sharded: what `axis_name` shards in the usual layout.
+      layer: The name of the layer, for errors.
+      x: The input.
+      axis_name: The layer's mesh axis.
+      in_spec: How x is sharded, where its type does not say it (Auto axes); None for the usual sharding.
+      sharded: What `axis_name` shards in the usual sharding.
 
     Raises:
-      ValueError: no mesh, no such axis, too few dimensions, a spec that the layer cannot take.
+      ValueError: There is no mesh, no such axis, too few dimensions, or a spec that the layer cannot take.
     """
     size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
@@ -125,7 +126,7 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
     """Reads how `ids` [..., rows] is sharded; every device of `axis_name` must have all of them.
 
     Raises:
-      ValueError: no mesh, no such axis, no dimensions, or ids that are sharded over `axis_name`.
+      ValueError: There is no mesh, no such axis, no dimension, or the ids are sharded over `axis_name`.
     """
     size = mesh_axis_size(layer, axis_name)
     if ids.ndim < 1:
@@ -148,6 +149,48 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
     return Placement(axis_name, size, tuple(batch), rows, False, False, manual=False)
 
 
+def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
+    """Raises ValueError for a size, given by its name, that the axis does not divide."""
+    devices = mesh_axis_size(layer, axis_name)
+    for name, size in sizes.items():
+        if size % devices:
+            lower, upper = size // devices * devices, -(-size // devices) * devices
+            raise ValueError(
+                f"{layer}: {name} must be divisible by the {axis_name!r} axis: got {name}={size} on {devices} devices; "
+                f"use {f'{lower} or ' if lower else ''}{upper}, or a smaller axis"
+            )
+
+
+def check_output_layout(layer: str, layout: str) -> Layout:
+    """Returns the layout of a layer's output. Raises ValueError for an unknown one."""
+    if layout not in ("sequence", "replicated"):
+        raise ValueError(f"{layer} got layout={layout!r}: it must be 'sequence' or 'replicated'")
+    return layout  # type: ignore[return-value]
+
+
+def check_input(layer: str, x: jax.Array, features: int, placement: Placement) -> None:
+    """Raises ValueError if the input does not have the number of features for which the layer was built."""
+    local = placement.manual and placement.features_sharded
+    needed = features // placement.size if local else features
+    if x.shape[-1] != needed:
+        raise ValueError(
+            f"{layer} was built for {features} input features{' over the axis' if local else ''}: "
+            f"got {list(x.shape)}, needed [..., {needed}]"
+        )
+
+
+def check_output_rows(layer: str, rows: int, layout: Layout, placement: Placement) -> None:
+    """Raises ValueError if the rows of a layer's output are to be sharded and cannot be shared out equally."""
+    axes = (*placement.rows, placement.axis_name)
+    devices = placement.size * math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in placement.rows)
+    if layout == "sequence" and rows % devices:
+        raise ValueError(
+            f"{layer} with layout='sequence' shards the rows of its output over {', '.join(map(repr, axes))}: "
+            f"got {rows} rows on {devices} devices; pad them to {-(-rows // devices) * devices}, "
+            "or use layout='replicated'"
+        )
+
+
 def _entries(
     layer: str,
     x: jax.Array,
@@ -158,10 +201,10 @@ def _entries(
     batch_dims: int,
     split: int | None,
 ) -> list[Entry]:
-    """The mesh axes of every dimension of x: by its type, by `in_spec`, or by the usual layout.
+    """Returns the mesh axes of every dimension of x: by its type, by `in_spec`, or by the usual sharding.
 
-    In the usual layout the first of `batch_dims` leading dimensions is sharded over all other axes, and dimension
-    `split` over `axis_name`, where they divide.
+    In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other axes, and dimension
+    `split` over `axis_name`, each if the axes divide it.
     """
     typed = [_names(entry) for entry in jax.typeof(x).sharding.spec]
     typed += [()] * (x.ndim - len(typed))
@@ -186,7 +229,7 @@ def _entries(
 
 
 def _check_types_tell(layer: str, axis_name: str) -> None:
-    """Raises ValueError under check_vma=False, where no type says what varies over an axis."""
+    """Raises ValueError under check_vma=False, because then no type says what varies over an axis."""
     if axis_name not in jax.typeof(lax.axis_index(axis_name)).mat.varying:
         raise ValueError(
             f"{layer} inside jax.shard_map reads from its input's type whether that is sharded over {axis_name!r}, and "
@@ -200,7 +243,7 @@ def _axis_types() -> dict[str, AxisType]:
 
 
 def _reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """`x` as a layer wants it under Explicit axes: parameters that were loaded from elsewhere may lie elsewhere."""
+    """Shards `x` as a layer needs it under Explicit axes: parameters that were loaded may be sharded otherwise."""
     typed = jax.typeof(x).sharding.spec
     same = [_names(entry) for entry in typed] == [_names(entry) for entry in spec]
     return x if same else jax.reshard(x, spec)
@@ -214,45 +257,3 @@ def _names(entry: Any) -> Entry:
 
 def _entry(names: Entry) -> Any:
     return names[0] if len(names) == 1 else (names or None)
-
-
-def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
-    """Raises ValueError for a named size that the axis does not divide."""
-    devices = mesh_axis_size(layer, axis_name)
-    for name, size in sizes.items():
-        if size % devices:
-            lower, upper = size // devices * devices, -(-size // devices) * devices
-            raise ValueError(
-                f"{layer}: {name} must be divisible by the {axis_name!r} axis: got {name}={size} on {devices} devices; "
-                f"use {f'{lower} or ' if lower else ''}{upper}, or a smaller axis"
-            )
-
-
-def check_layout(layer: str, layout: str) -> Layout:
-    """Returns `layout` if it is one."""
-    if layout not in ("sequence", "replicated"):
-        raise ValueError(f"{layer} got layout={layout!r}: it must be 'sequence' or 'replicated'")
-    return layout  # type: ignore[return-value]
-
-
-def check_input(layer: str, x: jax.Array, features: int, placement: Placement) -> None:
-    """Raises ValueError where the input has another number of features than the layer was built for."""
-    local = placement.manual and placement.features_sharded
-    needed = features // placement.size if local else features
-    if x.shape[-1] != needed:
-        raise ValueError(
-            f"{layer} was built for {features} input features{' over the axis' if local else ''}: "
-            f"got {list(x.shape)}, needed [..., {needed}]"
-        )
-
-
-def check_rows(layer: str, rows: int, layout: Layout, placement: Placement) -> None:
-    """Raises ValueError where rows are to be sharded and do not divide."""
-    axes = (*placement.rows, placement.axis_name)
-    devices = placement.size * math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in placement.rows)
-    if layout == "sequence" and rows % devices:
-        raise ValueError(
-            f"{layer} with layout='sequence' shards the rows of its output over {', '.join(map(repr, axes))}: "
-            f"got {rows} rows on {devices} devices; pad them to {-(-rows // devices) * devices}, "
-            "or use layout='replicated'"
-        )

@@ -1,24 +1,20 @@
 """Self-attention over a sequence that is split over a mesh axis: every device has all heads, and rows of its own."""
 
-from typing import Any
+import functools
+from typing import Unpack
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype
-from flax.typing import Initializer
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flaxasync.attention.layout import AttentionLayout, check_rows
 from flaxasync.nn import shards
-from flaxasync.nn.heads import HeadAttention, check_heads, check_segments, check_window, make_context
-from flaxasync.nn.linear import default_bias_init, default_kernel_init
-from flaxasync.nn.placement import check_input, place
+from flaxasync.nn.heads import HeadAttention, make_context
+from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
+from flaxasync.nn.self_attention import SelfAttention
+from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
 
 
-class RingSelfAttention(nnx.Module):
+class RingSelfAttention(SelfAttention):
     """Multi-head self-attention whose keys and values travel between devices that each hold rows of the sequence.
 
     ```
@@ -28,33 +24,28 @@ class RingSelfAttention(nnx.Module):
     y        [b, s, features]
     ```
 
-    This is `flaxasync.ring_attention` between four `nnx.Linear`s: `query`, `key`, `value` and `out`, whose parameters
-    are the same on all devices. Nothing but keys and values crosses the axis. To split the heads, too, over another
-    axis, use `ParallelSelfAttention` with `context_axis`.
+    This is `flaxasync.ring_attention` between four `nnx.Linear`: `query`, `key`, `value` and `out`, whose parameters
+    are the same on all devices. Only keys and values cross the axis. To split the heads too, over another axis, use
+    `ParallelSelfAttention` with `context_axis`.
 
     Args:
-      features: of input and output.
-      heads: query heads; a multiple of `kv_heads`.
-      kv_heads: key-value heads, each shared by heads / kv_heads query heads. By default heads.
-      head_dim: features of a head; by default features / heads.
-      causal: whether a position attends only to itself and earlier ones.
-      layout: the order of the rows: "contiguous", or "zigzag", which shares causal work out equally. The input is then
-        in the order of `flaxasync.sequence_order`.
-      window: a position attends only to those fewer than so many away; None for any distance.
-      rope_theta: base of the rotary position embedding; None for none.
-      axis_name: the mesh axis that splits the sequence.
-      use_bias: whether the projections have biases.
-      dtype: of the computation; by default the input's and the parameters' common type.
-      param_dtype: of the parameters.
-      precision: of the projections.
-      kernel_init: of the kernels.
-      bias_init: of the biases.
-      backend: see `flaxasync.ring_attention`.
-      in_spec: how the input is sharded, under Auto axes; see `ColumnParallelLinear`.
-      rngs: the random streams; draws from `params`.
+      features: The features of input and output.
+      heads: The query heads; a multiple of `kv_heads`.
+      kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
+      head_dim: The features of a head; by default features / heads.
+      causal: Whether a row attends only to itself and to earlier rows.
+      layout: The order of the rows: "contiguous" or "zigzag"; see `flaxasync.ring_attention`. The input is in the order
+        of `flaxasync.sequence_order`.
+      window: A row attends only to rows fewer than `window` positions away; None for any distance.
+      rope_theta: The base of the rotary position embedding; None for none.
+      rngs: The random streams; the layer draws from `params`.
+      **options: See `flaxasync.nn.LinearOptions`. `axis_name`, which splits the sequence, is "context" by default;
+        `use_bias` is False by default; `backend` is that of `flaxasync.ring_attention`; `in_spec` has the rows over
+        `axis_name`.
 
     Raises:
-      ValueError: no mesh is set, it lacks the axis, or the heads do not divide by each other.
+      TypeError: A keyword is unknown.
+      ValueError: No mesh is set, it lacks the axis, or the heads do not divide by each other.
     """
 
     def __init__(
@@ -68,79 +59,53 @@ class RingSelfAttention(nnx.Module):
         layout: AttentionLayout = "contiguous",
         window: int | None = None,
         rope_theta: float | None = 10_000.0,
-        axis_name: str = "context",
-        use_bias: bool = False,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        backend: str | None = None,
-        in_spec: P | None = None,
         rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
     ):
-        context = make_context("RingSelfAttention", axis_name, layout, backend)
-        kv_heads = kv_heads or heads
-        head_dim = check_heads("RingSelfAttention", features, heads, kv_heads, head_dim, rope_theta)
-        check_window("RingSelfAttention", window)
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.attention = HeadAttention(head_dim, causal, window, rope_theta, context)
-        self.context, self.dtype, self.precision, self.in_spec = context, dtype, precision, in_spec
-        options: dict[str, Any] = {
-            "use_bias": use_bias,
-            "param_dtype": param_dtype,
-            "kernel_init": kernel_init,
-            "bias_init": bias_init,
-            "rngs": rngs,
-        }
-        self.query = nnx.Linear(features, heads * head_dim, **options)
-        self.key = nnx.Linear(features, kv_heads * head_dim, **options)
-        self.value = nnx.Linear(features, kv_heads * head_dim, **options)
-        self.out = nnx.Linear(heads * head_dim, features, **options)
+        layer, kv_heads = "RingSelfAttention", kv_heads or heads
+        options.setdefault("axis_name", "context")
+        options.setdefault("use_bias", False)
+        self.settings = settings = settings_of(LinearSettings, layer, options)
+        attention = HeadAttention.of(
+            layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
+            context=make_context(layer, settings.axis_name, layout, settings.backend),
+        )  # fmt: skip
+        linear = functools.partial(
+            nnx.Linear, use_bias=settings.use_bias, param_dtype=settings.param_dtype,
+            kernel_init=settings.kernel_init, bias_init=settings.bias_init, rngs=rngs,
+        )  # fmt: skip
+        self._build(features, heads, kv_heads, attention, linear, linear)
 
     def __call__(self, x: Float[Array, "b s d"], segment_ids: Int[Array, "b s"] | None = None) -> Float[Array, "b s d"]:
         """Applies the layer.
 
         Args:
-          x: the input, sharded by rows.
-          segment_ids: a position attends only to positions of the same id.
+          x: The input, sharded by rows.
+          segment_ids: The segment of each row; a row attends only to rows of the same segment.
 
         Raises:
-          ValueError: no mesh is set, it lacks the axis, x has other features or dimensions, is not sharded by rows
-            over the axis, or has rows that cannot be shared out.
+          ValueError: No mesh is set, it lacks the axis, x has other features or dimensions, is not sharded by rows over
+            the axis, or has rows that cannot be shared out equally.
         """
-        axis_name = self.context.axis_name
-        placement = place("RingSelfAttention", x, axis_name, self.in_spec, sharded="rows")
-        check_input("RingSelfAttention", x, self.query.in_features, placement)
-        check_segments("RingSelfAttention", x, segment_ids)
-        if x.ndim != 3:
-            raise ValueError(f"RingSelfAttention needs an input [batch, rows, features]: got {list(x.shape)}")
+        context = self.attention.context
+        assert context is not None
+        placement = self._place(x, segment_ids, self.settings.in_spec)
         if (not placement.rows_sharded and placement.size > 1) or placement.rows:
             raise ValueError(
-                f"RingSelfAttention needs its input's rows sharded over {axis_name!r} alone: got {placement.in_spec}; "
-                "reshard it with jax.reshard, or use ParallelSelfAttention for rows on two axes"
+                f"RingSelfAttention needs its input's rows sharded over {placement.axis_name!r} alone: got "
+                f"{placement.in_spec}; reshard it with jax.reshard, or use ParallelSelfAttention for rows on two axes"
             )
-        check_rows("RingSelfAttention", self.context.layout, x.shape[1] * (placement.size if placement.manual else 1),
-                   placement.size)  # fmt: skip
-        linears = tuple(
-            (linear.kernel[...], None if linear.bias is None else linear.bias[...]) for linear in self._linears
+        rows = x.shape[1] * (placement.size if placement.manual else 1)
+        check_sequence_rows("RingSelfAttention", context.layout, rows, placement.size)
+
+        def project(heads: Array, out: shards.Linear, settings: LinearSettings) -> Array:
+            return shards.column(heads, (out,), settings, rows_sharded=False)[0]
+
+        return self._attend(
+            x,
+            segment_ids,
+            placement,
+            P(*placement.in_spec[:2]),
+            rows_sharded=False,
+            project=project,
         )
-        dtype = canonicalize_dtype(x, *(p for linear in linears for p in linear), dtype=self.dtype)
-        options = shards.Options(axis_name, dtype, None, self.precision)
-
-        @jax.checkpoint  # or the output of the heads would be saved twice: as it is, and flattened
-        def project(heads: Array, out: shards.Linear) -> Array:
-            return shards.column(heads.reshape(*heads.shape[:-2], -1), (out,), options, rows_sharded=False)[0]
-
-        def apply(x: Array, linears: tuple[shards.Linear, ...], ids: Array | None) -> Array:
-            *projections, out = linears
-            q, k, v = shards.column(x, tuple(projections), options, rows_sharded=False)
-            return project(self.attention.attend(q, k, v, ids), out)
-
-        specs = tuple((P(None, None), None if bias is None else P(None)) for _, bias in linears)
-        ids_spec = None if segment_ids is None else P(*placement.in_spec[:2])
-        return placement.run(apply, (x, linears, segment_ids), (placement.in_spec, specs, ids_spec), placement.in_spec)
-
-    @property
-    def _linears(self) -> tuple[nnx.Linear, ...]:
-        return self.query, self.key, self.value, self.out

@@ -1,8 +1,8 @@
-"""Copies within one device as pairs: prefetching what is needed next, while something else is computed. TPU only.
+"""Copies within one device as start/done pairs: prefetching what is needed next during other compute. TPU only.
 
 ```
 copy_start   x [...]       y [...]        all of x, into HBM or VMEM
-slice_start  x [n, ...]    y [...]        x[index], index a Python int or an int32 scalar
+slice_start  x [n, ...]    y [...]        x[index], where index is a Python int or an int32 scalar
 ```
 """
 
@@ -13,48 +13,49 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.mesh import check_tpu
-from flaxasync.transport.pair import Future, Pair
+from flaxasync.transport.pair import Future, Pair, Ref, Scalar, Semaphore
 
 
 def copy_start(x: jax.Array, *, memory_space: Any = pltpu.HBM) -> tuple[jax.Array, Future]:
     """Begins copying `x`.
 
     Args:
-      x: an array in HBM.
-      memory_space: `pltpu.HBM` or `pltpu.VMEM`, where it has to fit.
+      x: An array in HBM.
+      memory_space: Where the copy goes: `pltpu.HBM`, or `pltpu.VMEM` if it fits there.
 
     Returns:
       `(x, future)`: the x to use from here on, and what `copy_done` needs.
 
     Raises:
-      NotImplementedError: the mesh is not of TPUs, or TPU DMAs cannot move arrays of this dtype or shape.
+      NotImplementedError: The mesh is not made of TPUs, or TPU DMAs cannot move arrays of this dtype or shape.
     """
     check_tpu("copy_start", "x + 0, which XLA schedules by itself")
     return _copy(memory_space).start(x)
 
 
 def copy_done(x: jax.Array, future: Future) -> jax.Array:
-    """Waits for `copy_start`; returns the copy.
+    """Waits for `copy_start` and returns the copy.
 
     Raises:
-      ValueError: the future is of another start, or was waited for before.
+      ValueError: The future belongs to another start, or somebody has waited for it before.
     """
-    return _of_kind("copy_done", future, "copy").done(x, future)
+    return _pair_of(future, "copy").done(x, future)
 
 
-def slice_start(x: jax.Array, index: Any) -> tuple[jax.Array, Future]:
+def slice_start(x: jax.Array, index: Scalar) -> tuple[jax.Array, Future]:
     """Begins copying `x[index]`.
 
     Args:
-      x: an array in HBM, of two dimensions or more.
-      index: along dimension 0, within 0 .. n - 1: an int, or an int32 scalar, of a loop perhaps. It is not checked.
+      x: An array in HBM, of two dimensions or more.
+      index: The position along dimension 0, within 0 .. n - 1: an int, or an int32 scalar, such as a loop counter. It
+        is not checked.
 
     Returns:
       `(x, future)`: the x to use from here on, and what `slice_done` needs.
 
     Raises:
       ValueError: x has fewer than two dimensions.
-      NotImplementedError: the mesh is not of TPUs, or TPU DMAs cannot move arrays of this dtype or shape.
+      NotImplementedError: The mesh is not made of TPUs, or TPU DMAs cannot move arrays of this dtype or shape.
     """
     check_tpu("slice_start", "lax.dynamic_index_in_dim, which XLA schedules by itself")
     if x.ndim < 2:
@@ -63,38 +64,38 @@ def slice_start(x: jax.Array, index: Any) -> tuple[jax.Array, Future]:
 
 
 def slice_done(x: jax.Array, future: Future) -> jax.Array:
-    """Waits for `slice_start`; returns x[index].
+    """Waits for `slice_start` and returns x[index].
 
     Raises:
-      ValueError: the future is of another start, or was waited for before.
+      ValueError: The future belongs to another start, or somebody has waited for it before.
     """
-    return _of_kind("slice_done", future, "slice").done(x, future)
+    return _pair_of(future, "slice").done(x, future)
 
 
-def _of_kind(caller: str, future: Any, name: str) -> Pair:
+def _pair_of(future: Future, name: str) -> Pair:
     if not isinstance(future, Future) or future.pair.name != name:
         got = future.pair.name if isinstance(future, Future) else type(future).__name__
-        raise ValueError(f"{caller} needs the future that {name}_start returned: got one of {got}")
+        raise ValueError(f"{name}_done needs the future that {name}_start returned: got one of {got}")
     return future.pair
 
 
 @functools.cache
 def _copy(memory_space: Any) -> Pair:
-    def start_body(x_ref: Any, y_ref: Any, sem: Any) -> None:
+    def start_body(x_ref: Ref, y_ref: Ref, sem: Semaphore) -> None:
         pltpu.make_async_copy(x_ref, y_ref, sem).start()
 
-    def done_body(x_ref: Any, y_ref: Any, sem: Any) -> None:
+    def done_body(x_ref: Ref, y_ref: Ref, sem: Semaphore) -> None:
         pltpu.make_async_copy(x_ref, y_ref, sem).wait()
 
     return Pair("copy", start_body, done_body, memory_space=memory_space, elementwise=True)
 
 
-def _start_slice(index_ref: Any, x_ref: Any, y_ref: Any, sem: Any) -> None:
+def _start_slice(index_ref: Ref, x_ref: Ref, y_ref: Ref, sem: Semaphore) -> None:
     pltpu.make_async_copy(x_ref.at[index_ref[0]], y_ref, sem).start()
 
 
-def _wait_slice(x_ref: Any, y_ref: Any, sem: Any) -> None:
-    pltpu.make_async_copy(x_ref.at[0], y_ref, sem).wait()  # any row: a wait takes only the number of bytes
+def _wait_slice(x_ref: Ref, y_ref: Ref, sem: Semaphore) -> None:
+    pltpu.make_async_copy(x_ref.at[0], y_ref, sem).wait()  # any row will do: a wait takes only the number of bytes
 
 
 _SLICE = Pair("slice", _start_slice, _wait_slice, out=lambda x: x[0])

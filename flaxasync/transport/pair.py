@@ -1,16 +1,17 @@
-"""A start/done pair out of two kernel bodies: one begins a transfer and returns, the other waits for it.
+"""A start/done pair built from two kernel bodies: one begins a transfer and returns, the other waits for it.
 
-Two `pallas_call`s on one TPU core; whatever XLA schedules between them runs while the transfer is under way. XLA sees
-arrays and knows nothing of the transfer that reads one and writes another. What keeps it off their memory is the shape
-of the two calls, the same for every pair:
+The two are `pallas_call`s on one TPU core, and whatever XLA schedules between them runs while the transfer is under
+way. XLA sees arrays; it does not know about the transfer that reads one of them and writes another. The shape of the
+two calls, which is the same for every pair, keeps XLA away from their memory:
 
-* the source is aliased through the start and is an operand of the done: its memory is alive and unchanged until then.
-* the destination is made by the start and aliased through the done: nothing else uses it before.
-* both lie in HBM, as `pltpu.HBM` outputs. As `pl.ANY` XLA places them in VMEM where there is room.
-* the calls have side effects: they are neither merged nor, outside a loop that nobody needs, removed.
+* The source is aliased through the start and is an operand of the done: its memory stays alive and unchanged until
+  then.
+* The destination is created by the start and aliased through the done: nothing else uses it before.
+* Both lie in HBM, as `pltpu.HBM` outputs. As `pl.ANY` outputs, XLA places them in VMEM where there is room.
+* The calls have side effects: they are not merged and, outside a loop whose result nobody uses, not removed.
 
-It does not keep XLA off everything: a loop that carries a `Future` needs two turns a body (`check_unroll` of
-`flaxasync.transport.pallas`), and `Future.buffer` is not to be read. docs/async.md shows each case as it is compiled.
+Two rules remain for the caller. A loop that carries a `Future` needs two turns in its body (`check_unroll` of
+`flaxasync.transport.pallas`), and `Future.buffer` must not be read. docs/async.md shows how each case is compiled.
 """
 
 import dataclasses
@@ -25,8 +26,12 @@ from jax import custom_batching
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+type Ref = Any  # a Ref of `jax.new_ref`, or one that a kernel is given
+type Semaphore = Any  # a DMA semaphore: outside kernels an int32 scalar
+type Scalar = Any  # an int or an int32 scalar
+type Aval = tuple[tuple[int, ...], jnp.dtype, frozenset[str]]  # shape, dtype, varying mesh axes
+
 _SEMAPHORE = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
-_SCALAR = pl.BlockSpec(memory_space=pltpu.SMEM)
 _MOVED = "8, 16 and 32 bit integers, bfloat16, float32 and the floats below 16 bits"
 
 
@@ -37,25 +42,26 @@ _MOVED = "8, 16 and 32 bit integers, bfloat16, float32 and the floats below 16 b
 )
 @dataclasses.dataclass(eq=False)
 class Future:
-    """A transfer under way. A pytree of arrays: it passes through `fori_loop`, `scan` and `cond`.
+    """A transfer under way. It is a pytree of arrays, so it passes through `fori_loop`, `scan` and `cond`.
 
     Attributes:
-      semaphores: what the transfer counts up, in bytes, as it reads and writes.
-      buffer: the memory that is being written. Not to be read: `done` returns it, once it holds something.
-      pair: the pair that it belongs to.
-      aval: shape, dtype and varying axes of the x that belongs to it.
+      semaphores: What the transfer counts up, in bytes, as it reads and writes.
+      buffer: The memory that is being written. It must not be read: `done` returns it once it holds the result.
+      pair: The pair that the future belongs to.
+      aval: The shape, dtype and varying axes of the x that belongs to the future.
+      done_in: The traces in which somebody waited for the transfer.
     """
 
-    semaphores: tuple[Any, ...]
+    semaphores: tuple[Semaphore, ...]
     buffer: jax.Array
     pair: "Pair"
-    aval: tuple[tuple[int, ...], jnp.dtype, frozenset[str]]
+    aval: Aval
     done_in: list[Any] = dataclasses.field(default_factory=list, init=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A start and a done. Make it once, not in each call: it is part of the type of its futures.
+    """A start and a done. Create it once, not in each call, because it is part of the type of its futures.
 
     ```python
     def begin(x_ref, y_ref, sem):
@@ -72,17 +78,17 @@ class Pair:
     ```
 
     Attributes:
-      name: of the two kernels, which are called name_start and name_done.
+      name: The name of the pair; its two kernels are called name_start and name_done.
       start_body: `(*scalars, x_ref, y_ref, *semaphores)`: starts every transfer and waits for none. Scalars are refs of
         shape [1] in SMEM.
-      done_body: `(x_ref, y_ref, *semaphores)`: waits until x_ref is read and y_ref is written. A wait takes only the
-        number of bytes from its refs.
-      out: x -> y, traced for its shape and dtype alone.
-      semaphores: how many DMA semaphores the two share.
-      memory_space: of y: `pltpu.HBM`, or `pltpu.VMEM` for what is to be multiplied next and fits.
-      collective_id: of the barrier that start_body uses, if it uses one without a tag.
-      remote: whether start_body sends to another device.
-      elementwise: whether the bodies move any shape alike; `jax.vmap` then moves all of a batch at once.
+      done_body: `(x_ref, y_ref, *semaphores)`: waits until x_ref has been read and y_ref has been written. A wait takes
+        only the number of bytes from its refs.
+      out: A function x -> y, which is traced only for the shape and dtype of y.
+      semaphores: The number of DMA semaphores that the two kernels share.
+      memory_space: Where y lies: `pltpu.HBM`, or `pltpu.VMEM` for something that fits and is used next.
+      collective_id: The id of the barrier that start_body uses, if it uses one without a tag.
+      remote: Whether start_body sends to another device.
+      elementwise: Whether the bodies move arrays of any shape alike; `jax.vmap` then moves the whole batch at once.
     """
 
     name: str
@@ -95,16 +101,16 @@ class Pair:
     remote: bool = False
     elementwise: bool = False
 
-    def start(self, x: jax.Array, *scalars: Any) -> tuple[jax.Array, Future]:
+    def start(self, x: jax.Array, *scalars: Scalar) -> tuple[jax.Array, Future]:
         """Begins the transfer.
 
         Args:
-          x: the array to read from.
+          x: The array to read from.
           *scalars: int32 scalars for start_body.
 
         Returns:
-          `(x, future)`: the x to use from here on, and what `done` needs. Whoever uses the x that was given makes XLA
-          copy it.
+          `(x, future)`: the x to use from here on, and what `done` needs. Code that goes on using the x that was passed
+          in makes XLA copy it.
 
         Raises:
           NotImplementedError: TPU DMAs cannot move arrays of this dtype or shape.
@@ -118,10 +124,11 @@ class Pair:
         return sent, Future(semaphores, buffer, self, aval(x))
 
     def done(self, x: jax.Array, future: Future) -> jax.Array:
-        """Waits for the transfer; returns y.
+        """Waits for the transfer and returns y.
 
         Raises:
-          ValueError: the future is of another pair, of an x of another shape or dtype, or was waited for before.
+          ValueError: The future belongs to another pair or to an x of another shape or dtype, or somebody has waited
+            for it before.
         """
         if not isinstance(future, Future) or future.pair != self:
             other = future.pair.name if isinstance(future, Future) else type(future).__name__
@@ -134,8 +141,8 @@ class Pair:
             done.def_vmap(lambda size, batched, x, buffer, semaphores: (self._done(x, buffer, semaphores), True))
         return done(x, future.buffer, future.semaphores)
 
-    def _start(self, x: jax.Array, *scalars: Any) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
-        semaphores, (x,), (buffer,) = launch(
+    def _start(self, x: jax.Array, *scalars: Scalar) -> tuple[jax.Array, jax.Array, tuple[Semaphore, ...]]:
+        semaphores, (x,), (buffer,) = start_kernel(
             f"{self.name}_start",
             self.start_body,
             (x,),
@@ -147,36 +154,37 @@ class Pair:
         )
         return x, buffer, tuple(semaphores)
 
-    def _done(self, x: jax.Array, buffer: jax.Array, semaphores: tuple[Any, ...]) -> jax.Array:
+    def _done(self, x: jax.Array, buffer: jax.Array, semaphores: tuple[Semaphore, ...]) -> jax.Array:
         spaces = (pltpu.HBM, self.memory_space)
-        return land(f"{self.name}_done", self.done_body, (x, buffer), semaphores, returned=(1,), spaces=spaces)[0]
+        name, arrays = f"{self.name}_done", (x, buffer)
+        return done_kernel(name, self.done_body, arrays, semaphores, returned=(1,), spaces=spaces)[0]
 
 
-def launch(
+def start_kernel(
     name: str,
     body: Callable[..., None],
     arrays: Sequence[jax.Array],
     *,
     made: Sequence[Any] = (),
-    scalars: Sequence[Any] = (),
+    scalars: Sequence[Scalar] = (),
     semaphores: int = 1,
     collective_id: int | None = None,
     remote: bool = False,
-) -> tuple[list[Any], list[jax.Array], list[jax.Array]]:
-    """The start of a pair: calls `body(*scalars, *arrays, *made, *semaphores)`, which returns before its transfers end.
+) -> tuple[list[Semaphore], list[jax.Array], list[jax.Array]]:
+    """Calls the start of a pair: `body(*scalars, *arrays, *made, *semaphores)` returns before its transfers end.
 
     Args:
-      name: of the kernel.
-      body: starts transfers among the refs that it is given, and to other devices.
-      arrays: of the transfer, in HBM; they are aliased through.
-      made: types of the arrays that it makes, as `pltpu.HBM(shape, dtype)`.
-      scalars: int32; the body gets refs of shape [1] in SMEM.
-      semaphores: how many DMA semaphores it makes.
-      collective_id: of its barrier; None if it has none, or one with a tag.
-      remote: whether it sends the arrays to other devices.
+      name: The name of the kernel.
+      body: Starts transfers among the refs that it is given, and to other devices.
+      arrays: The arrays of the transfer, in HBM; they are aliased through.
+      made: The types of the arrays that the kernel creates, as `pltpu.HBM(shape, dtype)`.
+      scalars: int32 scalars, of which the body gets refs of shape [1] in SMEM.
+      semaphores: The number of DMA semaphores that the kernel creates.
+      collective_id: The id of the body's barrier; None if it has none, or one with a tag.
+      remote: Whether the body sends the arrays to other devices.
 
     Returns:
-      The semaphores, the arrays, and what was made.
+      The semaphores, the arrays, and what was created.
     """
     count, size = len(scalars), len(arrays)
     made_spaces = tuple(pl.BlockSpec(memory_space=type_.memory_space) for type_ in made)
@@ -203,26 +211,26 @@ def launch(
     return list(results[:semaphores]), list(results[semaphores:][:size]), list(results[semaphores + size :])
 
 
-def land(
+def done_kernel(
     name: str,
     body: Callable[..., None],
     arrays: Sequence[jax.Array],
-    semaphores: Sequence[Any],
+    semaphores: Sequence[Semaphore],
     *,
     returned: Sequence[int],
     spaces: Sequence[Any] | None = None,
-    scalars: Sequence[Any] = (),
+    scalars: Sequence[Scalar] = (),
 ) -> list[jax.Array]:
-    """The done of a pair: calls `body(*scalars, *arrays, *semaphores)`, which waits for what `launch` started.
+    """Calls the done of a pair: `body(*scalars, *arrays, *semaphores)` waits for what `start_kernel` started.
 
     Args:
-      name: of the kernel.
-      body: waits on every semaphore.
-      arrays: those that `launch` returned, aliased and made, in that order.
-      semaphores: those that `launch` returned.
-      returned: positions of the arrays that it aliases through and returns. The others are kept alive by it.
-      spaces: the memory space of each array; HBM by default.
-      scalars: int32; the body gets refs of shape [1] in SMEM.
+      name: The name of the kernel.
+      body: Waits on every semaphore.
+      arrays: The arrays that `start_kernel` returned, the aliased ones first, then those that it created.
+      semaphores: The semaphores that `start_kernel` returned.
+      returned: The positions of the arrays that are aliased through and returned. The others are only kept alive.
+      spaces: The memory space of each array; HBM by default.
+      scalars: int32 scalars, of which the body gets refs of shape [1] in SMEM.
 
     Returns:
       The arrays at `returned`.
@@ -267,13 +275,13 @@ def check_movable(name: str, x: Any) -> None:
         )
 
 
-def aval(x: jax.Array) -> tuple[tuple[int, ...], jnp.dtype, frozenset[str]]:
-    """What a future remembers of its x: shape, dtype, and the mesh axes that it varies over."""
+def aval(x: jax.Array) -> Aval:
+    """Returns what a future remembers about its x: shape, dtype, and the mesh axes that it varies over."""
     return x.shape, jnp.dtype(x.dtype), frozenset(jax.typeof(x).mat.varying)
 
 
 def check_aval(caller: str, x: jax.Array, future: Any) -> None:
-    """Raises ValueError where `x` is not what `future` belongs to."""
+    """Raises ValueError if `x` is not what `future` belongs to."""
     shape, dtype, varying = future.aval
     if (x.shape, x.dtype) != (shape, dtype):
         raise ValueError(
@@ -288,8 +296,8 @@ def check_aval(caller: str, x: jax.Array, future: Any) -> None:
 
 
 def check_first_wait(caller: str, future: Any) -> None:
-    """Raises ValueError where `future` was waited for in this trace before."""
-    # Two branches of a cond may each wait for it: a second done is one in the same trace.
+    """Raises ValueError if somebody waited for `future` in this trace before."""
+    # Two branches of a cond may each wait for it, so only a done in the same trace is a second one.
     trace = jax.extend.core.get_opaque_trace_state(convention="flaxasync")
     if trace in future.done_in:
         raise ValueError(

@@ -1,8 +1,9 @@
-"""Writing out a schedule: keeping compute between a start and its done.
+"""Keeping compute between a start and its done.
 
-XLA runs an operation wherever its operands and users allow. Nothing ties the compute of a window to the transfer that
-it is to hide, and what is not tied is moved: two windows that follow each other in straight-line code are merged, and a
-product that does not read the travelling block is made before the transfer begins (docs/async.md). `tie` says it.
+XLA runs an operation wherever its operands and users allow. Nothing connects the compute of a window to the transfer
+that it is to hide, and XLA moves what is not connected: it merges two windows that follow each other in straight-line
+code, and it computes a product that does not read the travelling block before the transfer begins (docs/async.md).
+`tie` makes the connection.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ def tie(*values: Any) -> Any:
     """Returns `values`, none of which XLA makes available before all of them are: `lax.optimization_barrier`.
 
     Args:
-      *values: pytrees of arrays and numbers.
+      *values: Pytrees of arrays and numbers.
 
     Returns:
       As many values; one value if one was given.
@@ -26,7 +27,7 @@ def tie(*values: Any) -> Any:
 
 
 def while_travelling(x: Any, compute: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:
-    """Runs `compute(*operands)` after the start that returned `x` and before the done that is given it.
+    """Runs `compute(*operands)` after the start that returned `x` and before the done that takes it.
 
     ```python
     x, future = fa.ppermute_start(x, "model", backend="pallas")
@@ -35,9 +36,9 @@ def while_travelling(x: Any, compute: Callable[..., Any], *operands: Any) -> tup
     ```
 
     Args:
-      x: what the start returned.
-      compute: of arrays; what it closes over is not held back.
-      *operands: pytrees of arrays.
+      x: What the start returned.
+      compute: A function of arrays. Arrays that it closes over are not held back until the transfer has begun.
+      *operands: Pytrees of arrays.
 
     Returns:
       `(x, z)`: the x to give to the done, and what `compute` returned.

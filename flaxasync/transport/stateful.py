@@ -1,24 +1,23 @@
-"""The permute on Refs: the caller owns both buffers, so that XLA has none to copy, free or move. TPU only.
+"""The permute on Refs: the caller owns both buffers, so XLA has none to copy, free or move. For TPUs only.
 
 ```python
 x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
 sems = ppermute_start_stateful(x_ref, y_ref, "model")
-z = x_ref[...] * 2                                              # read x_ref meanwhile; write neither
+z = x_ref[...] * 2                                              # meanwhile x_ref may be read; neither may be written
 ppermute_done_stateful(*sems, x_ref, y_ref)
 y = y_ref[...]
 ```
 
-Both kernels read and write both Refs, so their order, and that of everything else that touches the Refs, is the order
-of the program. A loop body makes two hops, there and back; or it makes one, and both buffers are the two slots of one
-Ref, picked by the hop's parity (`new_slots`, `start_slots`, `done_slots`). A pair that nothing depends on is kept, in a
-loop too.
+Both kernels read and write both Refs, so they keep the order of the program among themselves and with everything else
+that uses the Refs. A loop has one of two forms: its body makes two hops, there and back, or it makes one hop, and the
+two buffers are the two slots of one Ref, chosen by the parity of the hop (`new_slots`, `start_slots`, `done_slots`). A
+pair whose result nobody uses is kept, in a loop too.
 
-Refs are those of `jax.new_ref`, and whole: a view of one would be copied before the DMA sees it.
+Refs are those of `jax.new_ref`, and whole: a view of a Ref would be copied before the DMA sees it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,39 +26,44 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from flaxasync import mesh
+from flaxasync.ring import Block, Update
 from flaxasync.transport import pair, pallas, schedule
+from flaxasync.transport.pair import Ref, Scalar, Semaphore
 
-type Semaphores = tuple[Any, Any]
+type Semaphores = tuple[Semaphore, Semaphore]
 
 
 def ppermute_start_stateful(
-    x_ref: Any, y_ref: Any, axis_name: str, shift: int = 1, *, collective_id: int | None = None
+    x_ref: Ref, y_ref: Ref, axis_name: str, shift: int = 1, *, collective_id: int | None = None
 ) -> Semaphores:
-    """Begins sending what x_ref holds to y_ref of the device `shift` places onward on `axis_name`.
+    """Begins sending what `x_ref` holds to `y_ref` of the device `shift` positions onward on `axis_name`. TPU only.
 
     Args:
-      x_ref: what is sent. It may be read, not written, until the done.
-      y_ref: what is received. It may be neither read nor written until the done.
-      axis_name: the mesh axis.
-      shift: device i sends to device (i + shift) % R.
-      collective_id: of the entry barrier; see `flaxasync.transport.pallas.start`.
+      x_ref: A Ref of `jax.new_ref`. Until the done it may be read, but not written.
+      y_ref: Another Ref, of the same shape and dtype. Until the done it may be neither read nor written.
+      axis_name: A mesh axis of R devices that the enclosing `shard_map` maps.
+      shift: Device i sends to device (i + shift) % R.
+      collective_id: The id of the entry barrier; by default one that no other kernel of the program has.
 
     Returns:
-      The send and the receive semaphore.
+      The semaphores of the two ends, for `ppermute_done_stateful(*sems, x_ref, y_ref)`.
 
     Raises:
-      ValueError: the two are one Ref, are views, or differ in shape or dtype; no `shard_map` maps `axis_name`.
-      NotImplementedError: the mesh is not of TPUs; TPU DMAs cannot move arrays of this dtype or shape.
+      ValueError: No `shard_map` maps `axis_name`; the two are the same Ref, are views, or differ in shape or dtype.
+      NotImplementedError: The mesh is not made of TPUs, or TPU DMAs cannot move such an array.
     """
+    size = mesh.mapped_axis_size("ppermute_start_stateful", axis_name)
+    mesh.check_tpu("ppermute_start_stateful", "ppermute_start with backend='xla', which runs on every device")
     _check_refs("ppermute_start_stateful", x_ref, y_ref)
     pair.check_movable("ppermute_stateful", jax.typeof(x_ref[...]))
-    shift %= lax.axis_size(axis_name)
+    shift %= size
 
-    def body(x: Any, y: Any, send_sem: Any, recv_sem: Any) -> None:
+    def body(x: Ref, y: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         pallas.enter(axis_name, shift, collective_id)
         pallas.send(x, y, send_sem, recv_sem, axis_name, shift)
 
-    sems, (x_ref[...], y_ref[...]), _ = pair.launch(
+    sems, (x_ref[...], y_ref[...]), _ = pair.start_kernel(
         "ppermute_stateful_start",
         body,
         (x_ref[...], y_ref[...]),
@@ -70,14 +74,20 @@ def ppermute_start_stateful(
     return sems[0], sems[1]
 
 
-def ppermute_done_stateful(send_sem: Any, recv_sem: Any, x_ref: Any, y_ref: Any) -> None:
-    """Waits until x_ref is sent and y_ref has arrived.
+def ppermute_done_stateful(send_sem: Semaphore, recv_sem: Semaphore, x_ref: Ref, y_ref: Ref) -> None:
+    """Waits until `x_ref` has been sent and `y_ref` has arrived. After that, both may be read and written again.
+
+    Args:
+      send_sem: The first semaphore that `ppermute_start_stateful` returned.
+      recv_sem: The second one.
+      x_ref: The first Ref that `ppermute_start_stateful` was given.
+      y_ref: The second one.
 
     Raises:
-      ValueError: the two are one Ref, are views, or differ in shape or dtype.
+      ValueError: The two are the same Ref, are views, or differ in shape or dtype.
     """
     _check_refs("ppermute_done_stateful", x_ref, y_ref)
-    x_ref[...], y_ref[...] = pair.land(
+    x_ref[...], y_ref[...] = pair.done_kernel(
         "ppermute_stateful_done",
         pallas.wait_sent_and_received,
         (x_ref[...], y_ref[...]),
@@ -87,26 +97,37 @@ def ppermute_done_stateful(send_sem: Any, recv_sem: Any, x_ref: Any, y_ref: Any)
     _keep()
 
 
-def new_slots(x: jax.Array) -> Any:
-    """Makes a Ref of shape [2, *x.shape] with `x` in slot 0: the two buffers of a ring, in one."""
+def new_slots(x: jax.Array) -> Ref:
+    """Creates a Ref of shape [2, *x.shape] with `x` in slot 0: the two buffers of a ring in one Ref.
+
+    ```python
+    slots = new_slots(x)
+    for hop in range(3):
+        sems = start_slots(slots, hop % 2, "model")
+        z = slots[hop % 2] * 2                                  # meanwhile this slot may be read
+        done_slots(*sems, slots, hop % 2)
+    y = slots[3 % 2]
+    ```
+    """
     both = _empty_like(x, (2, *x.shape))
     return jax.new_ref(lax.dynamic_update_slice_in_dim(both, x[None], 0, axis=0))
 
 
 def start_slots(
-    slots_ref: Any, slot: Any, axis_name: str, *, shift: int, collective_id: int | None = None
+    slots_ref: Ref, slot: Scalar, axis_name: str, shift: int = 1, *, collective_id: int | None = None
 ) -> Semaphores:
-    """Begins sending `slots_ref[slot]` to `slots_ref[1 - slot]` of the device `shift` places onward on `axis_name`.
+    """Begins sending `slots_ref[slot]` to `slots_ref[1 - slot]` of the device `shift` positions onward on `axis_name`.
 
     Args:
-      slots_ref: of shape [2, ...], from `new_slots`. Until the done its slot `slot` may be read, and nothing written.
-      slot: 0 or 1, int32; of a loop, the parity of the hop.
-      axis_name: the mesh axis.
-      shift: device i sends to device (i + shift) % R.
-      collective_id: of the entry barrier; see `flaxasync.transport.pallas.start`.
+      slots_ref: A Ref of shape [2, ...], from `new_slots`. Until the done, slot `slot` may be read, and nothing
+        written.
+      slot: 0 or 1, int32; in a loop, the parity of the hop.
+      axis_name: A mesh axis of R devices that the enclosing `shard_map` maps.
+      shift: Device i sends to device (i + shift) % R.
+      collective_id: The id of the entry barrier; by default one that no other kernel of the program has.
 
     Returns:
-      The send and the receive semaphore.
+      The semaphores of the two ends, for `done_slots(*sems, slots_ref, slot)`.
 
     Raises:
       ValueError: slots_ref is not a whole Ref with two slots.
@@ -116,12 +137,12 @@ def start_slots(
     pair.check_movable("ppermute_stateful", jax.typeof(slots_ref[0]))
     shift %= lax.axis_size(axis_name)
 
-    def body(slot_ref: Any, slots: Any, send_sem: Any, recv_sem: Any) -> None:
+    def body(slot_ref: Ref, slots: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         pallas.enter(axis_name, shift, collective_id)
         here = slot_ref[0]
         pallas.send(slots.at[here], slots.at[1 - here], send_sem, recv_sem, axis_name, shift)
 
-    sems, (slots_ref[...],), _ = pair.launch(
+    sems, (slots_ref[...],), _ = pair.start_kernel(
         "ppermute_slots_start",
         body,
         (slots_ref[...],),
@@ -133,31 +154,32 @@ def start_slots(
     return sems[0], sems[1]
 
 
-def done_slots(send_sem: Any, recv_sem: Any, slots_ref: Any, slot: Any) -> None:
-    """Waits until slot `slot` is sent and slot `1 - slot` has arrived. Arguments as `start_slots`."""
+def done_slots(send_sem: Semaphore, recv_sem: Semaphore, slots_ref: Ref, slot: Scalar) -> None:
+    """Waits until slot `slot` has been sent and slot `1 - slot` has arrived. Takes what `start_slots` took."""
     _check_slots("done_slots", slots_ref)
 
-    def body(slot_ref: Any, slots: Any, send_sem: Any, recv_sem: Any) -> None:
+    def body(slot_ref: Ref, slots: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         here = slot_ref[0]
         pallas.wait_sent_and_received(slots.at[here], slots.at[1 - here], send_sem, recv_sem)
 
-    (slots_ref[...],) = pair.land(
+    (slots_ref[...],) = pair.done_kernel(
         "ppermute_slots_done", body, (slots_ref[...],), (send_sem, recv_sem), returned=(0,), scalars=(slot,)
     )
     _keep()
 
 
-def tie_refs(*refs: Any, values: Any = None) -> Any:
+def tie_refs(*refs: Ref, values: Any = None) -> Any:
     """Orders everything that was done to `refs`, and what `values` need, before everything that follows on them.
 
-    The ordering barrier for Refs: operations on one Ref keep their order by themselves, operations on two do not.
+    This is the ordering barrier for Refs. Operations on one Ref keep their order without it; operations on two
+    different Refs do not.
 
     Args:
-      *refs: whole Refs.
-      values: a pytree of arrays and numbers that belong into the same order.
+      *refs: Whole Refs.
+      values: A pytree of arrays and numbers that belong into the same order.
 
     Returns:
-      The values, which are there once all that came before is done.
+      The values, available once everything before them is done.
     """
     contents, values = schedule.tie([ref[...] for ref in refs], values)
     for ref, content in zip(refs, contents, strict=True):
@@ -165,26 +187,30 @@ def tie_refs(*refs: Any, values: Any = None) -> Any:
     return values
 
 
-def open(block: Any, axis_name: str, *, shift: int) -> "Refs":
-    """The channel of one block of a ring, for `flaxasync.ring.staggered_loop`: two Refs for every array of it."""
-    arrays, structure = jax.tree.flatten(block)
-    return Refs(tuple((jax.new_ref(x), jax.new_ref(_empty_like(x))) for x in arrays), structure, axis_name, shift)
+@dataclasses.dataclass(frozen=True)
+class StatefulTransport:
+    """A `flaxasync.ring.Transport` that moves blocks between Refs, which stand outside the loop."""
 
+    def open(self, block: Block, axis_name: str, *, shift: int) -> "RefChannel":
+        """Returns a channel with two Refs for each array of `block`."""
+        arrays, structure = jax.tree.flatten(block)
+        pairs = tuple((jax.new_ref(x), jax.new_ref(_empty_like(x, x.shape))) for x in arrays)
+        return RefChannel(pairs, structure, axis_name, shift)
 
-def check_unroll(unroll: int) -> None:
-    """Raises ValueError for a loop whose body does not end with every Ref in the role that it began with."""
-    if unroll % 2:
-        raise ValueError(
-            f"a loop of Refs needs an even unroll: got unroll={unroll}. Source and destination are two Refs that "
-            "change roles every turn. Leave unroll out, or use backend='xla'"
-        )
+    def check_unroll(self, unroll: int) -> None:
+        """Raises ValueError for a loop whose body does not leave each Ref in the role in which it found it."""
+        if unroll % 2:
+            raise ValueError(
+                f"a loop of Refs needs an even unroll: got unroll={unroll}. Source and destination are two Refs that "
+                "change roles every turn. Leave unroll out, or use backend='xla'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
-class Refs:
-    """A block of a ring in pairs of Refs, which change roles each turn. A loop carries nothing of it but semaphores."""
+class RefChannel:
+    """The channel of a block in pairs of Refs, which swap roles in each turn. A loop only carries its semaphores."""
 
-    pairs: tuple[tuple[Any, Any], ...]
+    pairs: tuple[tuple[Ref, Ref], ...]
     structure: Any
     axis_name: str
     shift: int
@@ -192,20 +218,20 @@ class Refs:
     def start(self) -> list[Semaphores]:
         return self._start(0)
 
-    def read(self, state: list[Semaphores], turn: int) -> Any:
+    def read(self, state: list[Semaphores], turn: int) -> Block:
         return jax.tree.unflatten(self.structure, [refs[turn % 2][...] for refs in self.pairs])
 
     def tie(self, state: list[Semaphores], values: Any) -> tuple[list[Semaphores], Any]:
         return state, tie_refs(*(ref for refs in self.pairs for ref in refs), values=values)
 
-    def hop(self, state: list[Semaphores], update: Callable[[Any], Any] | None, turn: int) -> list[Semaphores]:
+    def hop(self, state: list[Semaphores], update: Update, turn: int) -> list[Semaphores]:
         self._done(state, turn)
         if update is not None:
             for refs, x in zip(self.pairs, jax.tree.leaves(update(self.read(state, turn + 1))), strict=True):
                 refs[(turn + 1) % 2][...] = x
         return self._start(turn + 1)
 
-    def finish(self, state: list[Semaphores], update: Callable[[Any], Any] | None, turn: int) -> Any:
+    def finish(self, state: list[Semaphores], update: Update, turn: int) -> Block:
         self._done(state, turn)
         block = self.read(state, turn + 1)
         return block if update is None else update(block)
@@ -219,13 +245,12 @@ class Refs:
             ppermute_done_stateful(*sems, refs[turn % 2], refs[(turn + 1) % 2])
 
 
-def _empty_like(x: jax.Array, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Memory of x's dtype that varies over the same mesh axes, with nothing in it."""
-    empty, varying = lax.empty(x.shape if shape is None else shape, x.dtype), tuple(sorted(jax.typeof(x).mat.varying))
-    return lax.pcast(empty, varying, to="varying") if varying else empty
+def _empty_like(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns uninitialised memory of x's dtype that varies over the same mesh axes."""
+    return mesh.cast_to_varying(lax.empty(shape, x.dtype), jax.typeof(x).mat.varying)
 
 
-def _check_refs(caller: str, x_ref: Any, y_ref: Any) -> None:
+def _check_refs(caller: str, x_ref: Ref, y_ref: Ref) -> None:
     for name, ref in (("x_ref", x_ref), ("y_ref", y_ref)):
         if not _is_whole_ref(ref):
             raise ValueError(
@@ -241,18 +266,18 @@ def _check_refs(caller: str, x_ref: Any, y_ref: Any) -> None:
         )
 
 
-def _check_slots(caller: str, slots_ref: Any) -> None:
+def _check_slots(caller: str, slots_ref: Ref) -> None:
     if not _is_whole_ref(slots_ref) or slots_ref.ndim < 2 or slots_ref.shape[0] != 2:
         got = list(slots_ref.shape) if _is_whole_ref(slots_ref) else type(slots_ref).__name__
         raise ValueError(f"{caller} needs a whole Ref of shape [2, ...], from new_slots: got {got}")
 
 
-def _is_whole_ref(ref: Any) -> bool:
+def _is_whole_ref(ref: Ref) -> bool:
     return isinstance(ref, jax.core.Tracer | jax.Ref) and hasattr(jax.typeof(ref), "inner_aval")
 
 
-# An operation that does nothing and may not be removed: it keeps the loop that it stands in. A `pallas_call` with side
-# effects is kept by itself, but JAX drops a whole loop when neither a result nor an effect of it is needed.
+# An operation that does nothing and may not be removed keeps the loop in which it stands. XLA keeps a `pallas_call`
+# with side effects by itself, but JAX drops a whole loop when neither a result nor an effect of the loop is needed.
 _keep_p = Primitive("flaxasync_keep")
 _keep_p.multiple_results = True
 _keep_p.def_impl(list)
@@ -261,12 +286,12 @@ mlir.register_lowering(_keep_p, lambda context: [])
 
 @_keep_p.def_effectful_abstract_eval
 def _keep_effects() -> tuple[list, Any]:
-    return [], _effect_of_a_call()
+    return [], _effects_of_a_call()
 
 
 @functools.cache
-def _effect_of_a_call() -> Any:
-    """The effects of a foreign call with side effects, which JAX keeps in loops, branches and gradients."""
+def _effects_of_a_call() -> Any:
+    """Returns the effects of a foreign call with side effects, which JAX keeps in loops, branches and gradients."""
     call = jax.ffi.ffi_call("flaxasync_keep", (), has_side_effect=True)
     return jax.make_jaxpr(lambda: call())().effects
 

@@ -1,8 +1,9 @@
-"""`lax.ppermute` behind start and done: any backend, any device.
+"""`lax.ppermute` as a start and a done: backend "xla", which runs on every device.
 
-XLA splits the permute into its own start and done and schedules compute between them. It can do so only if the permute
-and the compute stand in one loop body, so the permute is issued by `done`: a start in the turn before would put it on
-the far side of the loop's boundary from the compute that is to hide it. Safety is XLA's: it sees source and target.
+XLA splits the permute into a start and a done of its own and schedules compute between them. It can do so only if the
+permute and the compute stand in the same loop body, so `done` issues the permute: a start in the turn before would put
+it on the other side of the loop's boundary from the compute that is to hide it. XLA keeps this safe by itself, because
+it sees the source and the target of the transfer.
 """
 
 import dataclasses
@@ -10,41 +11,41 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from flaxasync import ring
-from flaxasync.transport.pair import aval
+from flaxasync.transport.pair import Aval, aval
+from flaxasync.transport.values import ValueTransport
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["axis_name", "shift", "aval"])
 @dataclasses.dataclass(frozen=True)
 class Future:
-    """A transfer that was started: where it goes; shape, dtype and varying axes of the block that belongs to it.
+    """A transfer that was started: where it goes, and the type of the block that belongs to it.
 
-    It holds no array: in a loop's carry the block would stand there twice, and XLA would copy one of the two each turn.
+    It holds no array: otherwise the block would stand twice in a loop's carry, and XLA would copy one of the two in
+    every turn.
     """
 
     axis_name: str
     shift: int
-    aval: tuple[tuple[int, ...], jnp.dtype, frozenset[str]]
+    aval: Aval
 
 
-def start(x: jax.Array, axis_name: str, *, shift: int) -> tuple[jax.Array, Future]:
-    """Marks `x` as being sent `shift` devices onward."""
-    return x, Future(axis_name, shift, aval(x))
+@dataclasses.dataclass(frozen=True)
+class XlaTransport(ValueTransport):
+    """Moves arrays with `lax.ppermute`."""
 
+    def start(self, x: jax.Array, axis_name: str, *, shift: int) -> tuple[jax.Array, Future]:
+        return x, Future(axis_name, shift, aval(x))
 
-def done(x: jax.Array, future: Future) -> jax.Array:
-    """Sends `x`; returns what arrives from the device `shift` before this one, of the same shape and dtype."""
-    size = lax.axis_size(future.axis_name)
-    return lax.ppermute(x, future.axis_name, ring.permutation(size, future.shift))
+    def done(self, x: jax.Array, future: Future) -> jax.Array:
+        size = lax.axis_size(future.axis_name)
+        return lax.ppermute(x, future.axis_name, ring.permutation(size, future.shift))
 
+    def tie(self, x: jax.Array, values: Any) -> tuple[jax.Array, Any]:
+        """Ties nothing: XLA schedules its own permute, and the compute must be free to move across it."""
+        return x, values
 
-def pin(x: jax.Array, values: Any) -> tuple[jax.Array, Any]:
-    """Ties nothing: XLA schedules its own permute, and needs the compute to be free to move over it."""
-    return x, values
-
-
-def check_unroll(unroll: int) -> None:
-    """Any number of turns is safe: XLA knows what travels."""
+    def check_unroll(self, unroll: int) -> None:
+        """Accepts any number of turns, because XLA knows what travels."""

@@ -10,9 +10,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import flaxasync as fa
 from flaxasync.attention import flash_kernel
-from flaxasync.attention.blocks import Reference, Scores, finish, initial_carry
 from flaxasync.attention.flash_kernel import Flash, unsupported
-from flaxasync.attention.layout import Mask, Product
+from flaxasync.ops.attention.blocks import Reference, Scores, finish, initial_carry
+from flaxasync.ops.attention.layouts import Mask, Product
 from tests.simulator.callbacks import quick_callbacks
 
 ROWS, HEAD = 256, 64
@@ -77,7 +77,7 @@ def test_whole_sequences_need_no_ring():
     k, v = (rng.standard_normal((1, ROWS, 1, HEAD)).astype(np.float32) for _ in range(2))
 
     def both(kernel):
-        attention = functools.partial(fa.ring_attention, axis_name=None, kernel=kernel, window=200)
+        attention = functools.partial(fa.attention, kernel=kernel, window=200)
         out, vjp = jax.jit(lambda *qkv: jax.vjp(attention, *qkv))(q, k, v)
         return out, *jax.jit(vjp)(do)
 

@@ -1,7 +1,7 @@
-"""Ring permutes as start/done kernel pairs, written the right way and in each wrong way; the audit is asked about all.
+"""Ring permutes as start/done kernel pairs, in correct forms and in each wrong form, for the tests of the audit.
 
-Each form is a function of one local shard, for a ring on the mesh axis "x". They are written here by hand, apart from
-the package's own transports, so that the tests of the reader do not rest on what they help to prove.
+Each form is a function of one local shard, for a ring on the mesh axis "x". The kernels are written here again, apart
+from the package's own transports, so that the tests of the audit do not depend on what they help to prove.
 """
 
 import functools
@@ -42,7 +42,7 @@ def _out(x, memory):
 
 
 def start(x, memory="hbm"):
-    """Value form: (send semaphore, receive semaphore, the source, the buffer in flight)."""
+    """Starts a permute of a value. Returns two semaphores (sent, received), the source, and the buffer in flight."""
     space = _space(memory)
     return pl.pallas_call(
         lambda x, ss, rs, _, y: _send(x, y, ss, rs),
@@ -56,7 +56,7 @@ def start(x, memory="hbm"):
 
 
 def start_unpinned(x):
-    """Wrong: the source is not aliased through the start, so nothing keeps it alive while it is sent."""
+    """Starts in a wrong way: the source is not aliased through the start, so nothing keeps it alive meanwhile."""
     space = _space("hbm")
     return pl.pallas_call(
         lambda x, ss, rs, y: _send(x, y, ss, rs),
@@ -97,7 +97,10 @@ def done_unpinned(future):
 
 
 def start_stateful(x_ref, y_ref):
-    """Ref form. A pallas_call cannot close over Refs that are held to HBM: small buffers go to vector memory."""
+    """Starts a permute between Refs.
+
+    A pallas_call cannot close over Refs that are held to HBM, so small buffers go to vector memory.
+    """
     return pl.pallas_call(
         lambda ss, rs: _send(x_ref, y_ref, ss, rs),
         out_shape=(DMA(()), DMA(())),
@@ -121,11 +124,11 @@ def to_hbm(x):
     return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
-# right -----------------------------------------------------------------------------------------
+# The correct forms.
 
 
 def value(x, *, unroll=2, hops=HOPS):
-    """The staggered loop of value futures, unrolled by two, in HBM."""
+    """The staggered loop of value futures, unrolled by two, with its buffers in HBM."""
     return done(lax.fori_loop(0, hops, lambda _, f: start(done(f)), start(to_hbm(x)), unroll=unroll))
 
 
@@ -133,18 +136,18 @@ def value_with_compute(x):
     """The staggered loop with a matmul on the block in hand while the next one travels."""
 
     def step(_, carry):
-        future, total = carry
+        future, summed = carry
         y = done(future)
         future = start(y)
         ss, rs, y, flying = future
-        return (ss, rs, y, flying), total + jnp.dot(y, y[:1024], preferred_element_type=jnp.float32)
+        return (ss, rs, y, flying), summed + jnp.dot(y, y[:1024], preferred_element_type=jnp.float32)
 
-    future, total = lax.fori_loop(0, HOPS, step, (start(to_hbm(x)), jnp.zeros(x.shape, jnp.float32)), unroll=2)
-    return done(future) + total.astype(x.dtype)
+    future, summed = lax.fori_loop(0, HOPS, step, (start(to_hbm(x)), jnp.zeros(x.shape, jnp.float32)), unroll=2)
+    return done(future) + summed.astype(x.dtype)
 
 
 def stateful(x):
-    """Refs whose roles swap inside the body."""
+    """Two Refs that swap their roles within the body of the loop."""
     x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
 
     def step(_, sems):
@@ -159,21 +162,21 @@ def stateful(x):
 
 
 def stateful_with_compute(x):
-    """Refs, with a matmul that reads the block being sent."""
+    """Two Refs, with a matmul that reads the block while it is being sent."""
     x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
 
     def step(_, carry):
-        sems, total = carry
+        sems, summed = carry
         done_stateful(*sems, x_ref, y_ref)
         sems = start_stateful(y_ref, x_ref)
-        total = total + jnp.dot(y_ref[...], y_ref[:1024], preferred_element_type=jnp.float32)
+        summed = summed + jnp.dot(y_ref[...], y_ref[:1024], preferred_element_type=jnp.float32)
         done_stateful(*sems, y_ref, x_ref)
         sems = start_stateful(x_ref, y_ref)
-        return sems, total + jnp.dot(x_ref[...], x_ref[:1024], preferred_element_type=jnp.float32)
+        return sems, summed + jnp.dot(x_ref[...], x_ref[:1024], preferred_element_type=jnp.float32)
 
-    sems, total = lax.fori_loop(0, HOPS // 2, step, (start_stateful(x_ref, y_ref), jnp.zeros(x.shape, jnp.float32)))
+    sems, summed = lax.fori_loop(0, HOPS // 2, step, (start_stateful(x_ref, y_ref), jnp.zeros(x.shape, jnp.float32)))
     done_stateful(*sems, x_ref, y_ref)
-    return total.astype(x.dtype) + jax.freeze(y_ref)
+    return summed.astype(x.dtype) + jax.freeze(y_ref)
 
 
 def two_slots(x):
@@ -202,18 +205,18 @@ def two_slots(x):
     return jax.freeze(slots)[1]
 
 
-# wrong -----------------------------------------------------------------------------------------
+# The wrong forms.
 
 staggered_unroll_1 = functools.partial(value, unroll=1)
 
 
 def any_outputs(x):
-    """Outputs in pl.ANY: the compiler puts buffers that another chip writes into its vector memory."""
+    """Outputs in pl.ANY: the compiler puts buffers that another chip writes into vector memory."""
     return done(lax.fori_loop(0, HOPS, lambda _, f: start(done(f, "any"), "any"), start(x, "any"), unroll=2), "any")
 
 
 def unthreaded(x):
-    """A stateful pair in a loop that carries nothing: nothing depends on it."""
+    """A stateful pair in a loop that carries nothing, so nothing depends on the pair."""
     x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
 
     def step(_, nothing):
@@ -232,7 +235,7 @@ def read_in_flight(x):
 
 
 def freed_in_flight(x):
-    """The source dies at the start while it is still being sent."""
+    """The source is freed at the start, while it is still being sent."""
     x = to_hbm(x * 2)
     future = start_unpinned(x)
     y = done_unpinned(future)
@@ -240,5 +243,5 @@ def freed_in_flight(x):
 
 
 def forgotten(x):
-    """A start whose done is missing."""
+    """A start without a done."""
     return start(to_hbm(x))[2]

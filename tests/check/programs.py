@@ -1,4 +1,4 @@
-"""Programs that the tests compile for topologies that are not there, each once a process."""
+"""Programs that the tests compile for topologies that are not there, each once in a process."""
 
 import functools
 
@@ -72,7 +72,7 @@ def compiled(fn, topology: str, rows: int = ROWS) -> CompiledProgram:
 
 @functools.cache
 def async_form(name: str, topology: str = "v5e:2x2", rows: int = 1024, keep_dumps: object = False) -> CompiledProgram:
-    """Returns one of the forms of async_forms.py, compiled."""
+    """Returns one of the forms of async_forms.py, compiled for a topology."""
     n = DEVICES[topology]
     mesh = topology_mesh(topology, (n,), ("x",))
     fn = getattr(async_forms, name)
@@ -84,7 +84,7 @@ def async_form(name: str, topology: str = "v5e:2x2", rows: int = 1024, keep_dump
 
 @functools.cache
 def mesh_matmul() -> CompiledProgram:
-    """Returns LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] of the 2x2 v5e study, as jnp.matmul compiles."""
+    """Returns LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] of the 2x2 study on v5e, as jnp.matmul compiles it."""
     mesh = topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
     lhs = jax.ShapeDtypeStruct((16384, 16384), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", "y")))
     rhs = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", None)))
@@ -94,7 +94,7 @@ def mesh_matmul() -> CompiledProgram:
 
 @functools.cache
 def windowed_einsum() -> CompiledProgram:
-    """Returns a matmul whose operand XLA gathers in a loop of its own, two permutes a step."""
+    """Returns a matmul whose operand XLA gathers in a loop of its own, with two permutes in each step."""
     mesh = topology_mesh("v5e:2x4", (8,), ("model",))
     x = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("model", None)))
     w = jax.ShapeDtypeStruct((8192, 28672), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "model")))

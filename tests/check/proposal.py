@@ -1,4 +1,4 @@
-"""The examples of XLA's "Async HLO Instructions" proposal, each as a whole module."""
+"""The examples of XLA's "Async HLO Instructions" proposal, each as a complete module."""
 
 OP = """%async_op (param0: f32[64]) -> f32[32] {
   %param0 = f32[64] parameter(0)
@@ -20,7 +20,7 @@ FOO = """%foo (p0: f32[], p1: f32[]) -> f32[] {
 
 
 def module(*lines: str, wrapped: str = "", inputs: tuple[str, ...] = ("f32[64]",)) -> str:
-    """Returns a scheduled module whose entry has operand0, operand1, ... and these lines."""
+    """Returns a scheduled module. Its entry has the parameters operand0, operand1, ... and these lines."""
     parameters = [f"  %operand{n} = {shape} parameter({n})" for n, shape in enumerate(inputs)]
     body = [*parameters, *(f"  {line}" for line in lines)]
     return f"HloModule m, is_scheduled=true\n\n{wrapped}\nENTRY %e {{\n" + "\n".join(body) + "\n}\n"
@@ -78,7 +78,7 @@ EXAMPLES = {
     "late output at the done": LATE_OUTPUT_AT_DONE,
 }
 
-# As the proposal prints it: no module, no entry, an operand that is defined nowhere, typographic quotes.
+# The text as the proposal prints it: without a module and an entry, with an undefined operand and typographic quotes.
 VERBATIM = """%async_op {
   %param0 = f32[64] parameter(0)
   ROOT %op = f32[32] op(f32[64] %param0), op_specific_attr=\u201dfoo\u201d

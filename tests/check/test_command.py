@@ -1,4 +1,4 @@
-"""python -m flaxasync.check: its output, its exit status, and what it says of bad input."""
+"""python -m flaxasync.check: its output, its exit status, and what it says about bad input."""
 
 import io
 import json
@@ -40,8 +40,10 @@ def test_fail_on_chooses_the_severity(dump):
 def test_expectation(dump, capsys):
     assert main([dump(programs.async_form("unthreaded").text), "--expect", "permute_start=1"]) == 1
     assert "deleted" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stopped:
         main([dump("x"), "--expect", "permute_start"])
+    assert stopped.value.code == 2
+    assert "--expect needs NAME=COUNT: got permute_start" in capsys.readouterr().err
 
 
 def test_json(dump, capsys):
@@ -64,10 +66,17 @@ def test_trace_and_picture(dump, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "HloModule m\n\nENTRY e {\n"])
-def test_bad_text(dump, capsys, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1, column 1: the text is empty"),
+        ("nonsense", "line 1, column 1: expected HLO text: got 'nonsense'"),
+        ("HloModule m\n\nENTRY e {\n", "line 3, column 1: computation 'e' is not closed: the text is cut short"),
+    ],
+)
+def test_bad_text(dump, capsys, text, message):
     assert main([dump(text)]) == 2
-    assert "line 1" in (said := capsys.readouterr().err) or "line 3" in said
+    assert message in capsys.readouterr().err
 
 
 def test_missing_file(capsys):

@@ -1,4 +1,4 @@
-"""The decoder against one written out in jnp, its causality, its remat policies and what does not fit."""
+"""The decoder against one written out in jnp; its causality, its remat policies, and sizes that do not fit."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ def make_mesh(data=2, model=4, axis_type=AxisType.Explicit):
 
 
 def split(config, **options):
-    """A model's parameters, and its loss as a function of them and of a batch."""
+    """Returns a model's parameters, and its loss as a function of them and of a batch."""
     graph, params = nnx.split(drawn(lambda: Transformer(config, **options, rngs=nnx.Rngs(0))))
     return params, lambda params, *batch: nnx.merge(graph, params).loss(*batch)
 
@@ -37,7 +37,7 @@ def place(spec, order=slice(None)):
     return [jax.device_put(t[:, order], spec) for t in (TOKENS, TARGETS)]
 
 
-@functools.cache  # compiling takes all of the time, and most tests compare with CONFIG's
+@functools.cache  # compiling takes nearly all of the time, and most tests compare with CONFIG's
 def loss_and_gradients(config, axis_type):
     with jax.set_mesh(make_mesh(axis_type=axis_type)):
         params, loss = split(config, backend="xla")
@@ -46,7 +46,7 @@ def loss_and_gradients(config, axis_type):
 
 
 def plain_loss(params, config, tokens, targets):
-    """The same decoder on whole arrays, layer by layer, nothing shared with the model's code."""
+    """Computes the loss of the same decoder on whole arrays, layer by layer, without any of the model's code."""
 
     def norm(x, scale):
         return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + config.norm_epsilon) * scale
@@ -148,7 +148,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
         ({"layers": 0}, "layers must be 1 or more: got 0"),
     ],
 )
-def test_what_does_not_fit_is_named(change, message):
+def test_a_size_that_does_not_fit_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         check_fits(dataclasses.replace(CONFIG, **change), sequence_length=8, mesh_shape={"data": 2, "model": 4})
 
@@ -171,7 +171,7 @@ def test_a_sequence_that_does_not_fit_a_context_axis_is_named():
     check_fits(CONFIG, sequence_length=12, mesh_shape=shape | {"model": 1}, context_layout="contiguous")
 
 
-@pytest.mark.slow  # tests/train/test_context.py trains so, too
+@pytest.mark.slow  # tests/train/test_context.py trains with a context axis too
 def test_with_a_context_axis_loss_and_gradients_are_the_same():
     mesh = jax.make_mesh((2, 2, 2), ("data", "context", "model"), (AxisType.Explicit,) * 3)
     order = fa.sequence_order("zigzag", TOKENS.shape[1], 2)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-# float32 sums in another order; bfloat16 keeps 8 bits, and partial sums travel in it.
+# In float32 only the order of additions differs; bfloat16 keeps 8 bits, and partial sums travel in it.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 ROWS = P("data", "model", None)
 
@@ -20,12 +20,12 @@ def make_mesh(data, model, axis_type=AxisType.Explicit):
 
 
 def parameters(module):
-    """{path: array}."""
+    """Returns {path: array}."""
     return {path: variable[...] for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
 
 
 def drawn(make, seed=0):
-    """The module that `make` returns, with parameters of numpy's: each shape's initialiser would be compiled."""
+    """Returns the module that `make` makes, with parameters drawn by numpy, so that no initializer is compiled."""
     module, rng = nnx.eval_shape(make), np.random.default_rng(seed)
 
     def draw(leaf):
@@ -37,12 +37,12 @@ def drawn(make, seed=0):
 
 
 def put(value, like):
-    """`value` where an array, or one that is still abstract, lies on the ambient mesh."""
+    """Returns `value` sharded like another array, which may be abstract, on the ambient mesh."""
     return jax.device_put(value, getattr(like.sharding, "spec", like.sharding))
 
 
 def load(layer, reference):
-    """Puts the reference's parameters, name by name and in their global shapes, where the layer's lie."""
+    """Loads the reference's parameters into a layer, by name and in their global shapes."""
     state, plain = nnx.state(layer, nnx.Param), nnx.to_pure_dict(nnx.state(reference, nnx.Param))
     placed = jax.tree.map(lambda ours, theirs: put(np.asarray(theirs), ours), nnx.to_pure_dict(state), plain)
     nnx.replace_by_pure_dict(state, placed)
@@ -50,7 +50,7 @@ def load(layer, reference):
 
 
 def round_parameters(module, dtype):
-    """Leaves what the dtype holds exactly: the comparison measures the layer, not the rounding of its input."""
+    """Rounds parameters to a dtype, so that a comparison measures the layer and not the rounding of its input."""
     rounded = jax.tree.map(lambda p: np.asarray(p).astype(dtype).astype(np.float32), nnx.state(module, nnx.Param))
     nnx.update(module, rounded)
 
@@ -60,7 +60,7 @@ def ones(shape, spec, dtype=np.float32):
 
 
 def permutes(layer, x):
-    """How many permutes stand in the compiled value and gradient of a layer."""
+    """Counts the permutes in the compiled value and gradient of a layer."""
     graph, state = nnx.split(layer)
     loss = jax.value_and_grad(lambda state, x: (nnx.merge(graph, state)(x) ** 2).sum(), argnums=(0, 1))
     return jax.jit(loss).lower(state, x).compile().as_text().count(" collective-permute(")
@@ -77,9 +77,9 @@ def call(layer, x, ids=None):
     return layer(x) if ids is None else layer(x, ids)
 
 
-@functools.partial(nnx.jit, static_argnames="apply")  # one function: a reference's program serves every test of it
+@functools.partial(nnx.jit, static_argnames="apply")  # one function, so that a reference is compiled once for all tests
 def gradients(layer, x, dy, *ids, apply=call):
-    """Gradients of the parameters and of x, and y."""
+    """Returns the gradients of the parameters and of x, and y."""
 
     def loss(layer, x):
         y = apply(layer, x, *ids)
@@ -102,7 +102,7 @@ def check_parity(
     y_spec=ROWS,
     apply=call,
 ):
-    """Compares y, dx and every parameter's gradient; the cotangent is random, so sums over a wrong axis show."""
+    """Compares y, dx and every parameter's gradient. The cotangent is random, so a sum over a wrong axis shows."""
     rng, held = np.random.default_rng(sum(x_shape) + size), jnp.dtype(dtype)
     round_parameters(reference, held)
     x = rng.standard_normal(x_shape).astype(held)

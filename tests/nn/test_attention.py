@@ -1,4 +1,4 @@
-"""Parallel self-attention against four nnx.Linear layers and a softmax written out."""
+"""Parallel self-attention against four nnx.Linear layers and a softmax that is written out."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ ROWS, SAME = P("data", "model", None), P("data", None, None)
 
 
 def rotate(x, theta):
-    """Rotary positions by complex multiplication: another way to the same numbers."""
+    """Rotates positions by complex multiplication, which is another way to the same numbers."""
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
     turned = jax.lax.complex(x[..., :half], x[..., half:]) * np.exp(1j * angle).astype(np.complex64)
@@ -84,7 +84,7 @@ def test_parity_in_bfloat16(parity):
     parity(make, plain, (2, 8, 8), size=4, dtype="bfloat16")
 
 
-def test_an_input_that_is_the_same_everywhere(parity):
+def test_an_input_that_is_the_same_on_all_devices(parity):
     make, plain = pair(4, 4)
     parity(make, plain, (2, 7, 8), size=4, x_spec=SAME, y_spec=SAME)
 
@@ -101,8 +101,8 @@ def test_segments_are_sequences_of_their_own(mesh_of):
 
 
 @pytest.mark.optimized
-def test_the_ring_that_is_not_needed_again_is_not_run_again(mesh_of):
-    """The projection is not computed again with the heads: R - 1 permutes each for x, y, dy and dx."""
+def test_a_ring_whose_result_is_saved_is_not_run_again(mesh_of):
+    """The backward pass computes the heads again, not the projection: R - 1 permutes each for x, y, dy and dx."""
     with jax.set_mesh(mesh_of(1, 4)):
         attention = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, backend="xla", rngs=nnx.Rngs(0)))
         assert permutes(attention, ones((2, 8, 8), ROWS)) == 4 * 3  # XLA merges the trips of x into one
@@ -122,7 +122,7 @@ def test_no_position_sees_a_later_one(mesh_of):
 
 
 def test_no_pair_of_rows_is_saved(mesh_of):
-    """Scores, weights and masks are rows x rows a head: they are computed again. And nothing is saved twice."""
+    """Scores, weights and masks, which are rows x rows for each head, are computed again. Nothing is saved twice."""
     rows, width = 64, 8
     with jax.set_mesh(mesh_of(1, 2)):
         attention = drawn(lambda: fa.nn.ParallelSelfAttention(width, 4, rope_theta=None, rngs=nnx.Rngs(0)))
@@ -130,7 +130,7 @@ def test_no_pair_of_rows_is_saved(mesh_of):
         x = ones((1, rows, width), P("data", "model", None))
         vjp = jax.eval_shape(lambda state, x: jax.vjp(lambda *a: nnx.merge(graph, a[0])(a[1]), state, x)[1], state, x)
     saved = sum(leaf.size for leaf in jax.tree.leaves(vjp) if rows in leaf.shape)
-    assert saved == 5 * rows * width + 4 * rows  # x, q, k, v, what the heads give; the log-sum-exp of each head's rows
+    assert saved == 5 * rows * width + 4 * rows  # x, q, k, v, the output of the heads; log-sum-exps
 
 
 def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():

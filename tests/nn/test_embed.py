@@ -33,7 +33,7 @@ def lookup_gradients(layer, ids, dy):
 
 
 def check_lookup(mesh, make, plain, load_from, *, rows, batch=2, dtype="float32", y_spec=ROWS):
-    """y and the table's gradient; every id appears more than once, so additions show."""
+    """Compares y and the table's gradient. Every id appears more than once, so that additions show."""
     held = jnp.dtype(dtype)
     round_parameters(plain, held)
     ids = np.random.default_rng(rows).integers(0, plain.num_embeddings, (batch, rows)).astype(np.int32)
@@ -64,7 +64,7 @@ def test_lookup_on_a_sub_axis(mesh_of, load_from, axis_type, dtype):
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_ids_of_a_small_type_are_not_cut_off(mesh_of, size):
-    """As uint8, 256 entries would be 0, and the second half of 512 entries would begin at 0."""
+    """In uint8, 256 entries would be 0, and the second half of 512 entries would begin at 0."""
     with jax.set_mesh(mesh_of(1, size)):
         layer = drawn(lambda: fa.nn.VocabParallelEmbed(512, 4, rngs=nnx.Rngs(0)))
         ids, row = np.array([[0, 7, 200, 255]], np.uint8), 5.0 * (np.arange(512) == 200).astype(np.float32)
@@ -77,7 +77,7 @@ def test_ids_of_a_small_type_are_not_cut_off(mesh_of, size):
 
 
 def test_many_gradients_of_one_id_are_not_lost_in_bfloat16(mesh_of):
-    """512 ones: summed in bfloat16 one by one they would stop at 256."""
+    """Summed one by one in bfloat16, 512 ones would stop at 256."""
     with jax.set_mesh(mesh_of(1, 4)):
         layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 4, layout="replicated", dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
         ids = jax.device_put(np.zeros((1, 512), np.int32), TOKENS)
@@ -85,9 +85,15 @@ def test_many_gradients_of_one_id_are_not_lost_in_bfloat16(mesh_of):
     np.testing.assert_array_equal(np.asarray(grads["embedding"][...])[0], 512.0)
 
 
-def test_lookup_with_rows_the_same_everywhere(mesh_of, load_from):
+def test_lookup_with_the_same_rows_on_all_devices(mesh_of, load_from):
     make, plain = embed_pair(4, layout="replicated")
     check_lookup(mesh_of(2, 4), make, plain, load_from, rows=7, y_spec=SAME)
+
+
+def test_a_lookup_chooses_if_it_lacks_the_layers_backend(mesh_of, load_from):
+    """There is no kernel for the look-up: it does not refuse the backend that `attend` uses."""
+    make, plain = embed_pair(4, backend="fused")
+    check_lookup(mesh_of(1, 4), make, plain, load_from, rows=8)
 
 
 def test_an_id_outside_the_vocabulary_gives_zeros(mesh_of):
@@ -153,7 +159,7 @@ def test_cross_entropy_of_huge_logits_is_finite(mesh_of):
 @pytest.mark.optimized
 @pytest.mark.parametrize("backend", ["xla", "none"])
 def test_no_device_ever_holds_whole_logits(mesh_of, backend):
-    """No array of the compiled loss and its gradient ends in V = 64 features; the sharded 16 there are."""
+    """No array of the compiled loss and its gradient has V = 64 features; some have the 16 of a shard."""
     with jax.set_mesh(mesh_of(1, 4)):
         embed = drawn(lambda: fa.nn.VocabParallelEmbed(64, 8, backend=backend, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(embed)

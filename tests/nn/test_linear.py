@@ -1,5 +1,6 @@
 """Column- and row-parallel layers against nnx.Linear: values, gradients, transforms, meshes, errors."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.nn.options import LayerSettings, LinearSettings
 from tests.grids import sparse
 from tests.nn.conftest import drawn, ones
 
@@ -22,7 +24,7 @@ ROWS, COLUMNS, SAME = P("data", "model", None), P("data", None, "model"), P("dat
 
 
 def linear(size, **options):
-    """A plain layer whose features divide by `size`."""
+    """Returns a plain layer whose features `size` divides."""
     return drawn(lambda: nnx.Linear(4 * size, 6 * size, rngs=nnx.Rngs(0), **options))
 
 
@@ -152,7 +154,7 @@ def test_eval_shape_keeps_sharding(mesh_of):
 
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_scan_over_stacked_layers(mesh_of, remat):
-    """Column then row, three times, as one scan over stacked parameters; against a loop over the same parameters."""
+    """Compares a scan over three stacked column-row pairs with a loop over the same parameters."""
 
     class Pair(nnx.Module):
         def __init__(self, rngs):
@@ -197,7 +199,7 @@ def test_scan_over_stacked_layers(mesh_of, remat):
 
 
 def test_inside_a_shard_map_of_the_caller(mesh_of):
-    """Where the axis is mapped already, input and parameters are the local shards that they are."""
+    """If the axis is mapped already, input and parameters are local shards."""
     x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
     with jax.set_mesh(mesh_of(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
@@ -211,7 +213,7 @@ def test_inside_a_shard_map_of_the_caller(mesh_of):
 
 @pytest.mark.optimized
 def test_a_weight_gradient_is_summed_over_data_once(mesh_of):
-    """One all-reduce over data for the kernel's gradient, none inside the ring."""
+    """The kernel's gradient has one all-reduce over data, and the ring has none."""
     with jax.set_mesh(mesh_of(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, backend="xla", rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
@@ -295,7 +297,7 @@ class TestErrors:
             with pytest.raises(ValueError, match="leave in_spec out under Explicit axes"):
                 layer(ones((4, 4, 8), ROWS))
 
-    def test_inside_a_shard_map_whose_types_do_not_tell(self, mesh_of):
+    def test_inside_a_shard_map_without_varying_types(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)):
             layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
             graph, state = nnx.split(layer)
@@ -308,15 +310,32 @@ class TestErrors:
             with pytest.raises(ValueError, match="check_vma=False hides it"):
                 jax.eval_shape(fn, state, ones((2, 8, 8), ROWS))
 
-    def test_a_layout_that_is_none(self, mesh_of):
+    def test_an_unknown_layout(self, mesh_of):
         with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="it must be 'sequence' or 'replicated'"):
             fa.nn.RowParallelLinear(8, 12, layout="rows", rngs=nnx.Rngs(0))
 
 
-def test_the_signature_holds_what_nnx_linear_is_called_with():
+def test_the_keywords_are_those_of_nnx_linear_with_its_defaults():
     plain, ours = (inspect.signature(cls.__init__).parameters for cls in (nnx.Linear, fa.nn.RowParallelLinear))
     assert list(ours)[1:3] == list(plain)[1:3] == ["in_features", "out_features"]
-    shared = ["use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init", "rngs"]
-    for name in shared:
-        assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert name.endswith("_init") or ours[name].default == plain[name].default
+    defaults = LinearSettings()
+    for name in ["use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init"]:
+        assert name in fa.nn.LinearOptions.__annotations__
+        assert name.endswith("_init") or getattr(defaults, name) == plain[name].default
+
+
+def test_every_option_has_a_setting():
+    fields = [field.name for field in dataclasses.fields(LinearSettings)]
+    assert sorted(fields) == sorted(fa.nn.LinearOptions.__annotations__)
+    fields = [field.name for field in dataclasses.fields(LayerSettings)]
+    assert sorted(fields) == sorted(fa.nn.LayerOptions.__annotations__)
+
+
+@pytest.mark.parametrize("make", [
+    fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear, fa.nn.ParallelMLP, fa.nn.ParallelSelfAttention,
+    fa.nn.RingSelfAttention, fa.nn.VocabParallelEmbed,
+])  # fmt: skip
+def test_an_unknown_keyword_is_named(mesh_of, make):
+    message = rf"^{make.__name__} got an unexpected keyword argument 'use_biases'; the keywords .* axis_name, dtype, "
+    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(TypeError, match=message):
+        make(8, 8, use_biases=True, rngs=nnx.Rngs(0))

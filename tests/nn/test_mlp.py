@@ -53,14 +53,14 @@ def test_parity_on_a_sub_axis(parity, axis_type, backend, dtype):
     parity(make, plain, (2, 8, 8), size=4, data=2, axis_type=axis_type, dtype=dtype)
 
 
-def test_an_input_that_is_the_same_everywhere_gives_an_output_that_is(parity):
+def test_an_input_that_is_the_same_on_all_devices_gives_such_an_output(parity):
     make, plain = pair(4, use_bias=True)
     parity(make, plain, (2, 7, 8), size=4, x_spec=SAME, y_spec=SAME)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_what_is_saved_of_the_hidden_features(mesh_of, gated):
-    """The products of gate and up: not the activation, nor what it is made of."""
+def test_only_products_of_the_hidden_features_are_saved(mesh_of, gated):
+    """The products of gate and up are saved; the activation and its parts are not."""
     hidden = 24
     with jax.set_mesh(mesh_of(1, 4)):
         mlp = drawn(lambda: fa.nn.ParallelMLP(8, hidden, gated=gated, rngs=nnx.Rngs(0)))
@@ -73,8 +73,8 @@ def test_what_is_saved_of_the_hidden_features(mesh_of, gated):
 
 
 @pytest.mark.optimized
-def test_the_ring_that_is_not_needed_again_is_not_run_again(mesh_of):
-    """y is not computed again with h: R - 1 permutes each for x, y, dy and dx; XLA merges the trips of x into one."""
+def test_a_ring_whose_result_is_saved_is_not_run_again(mesh_of):
+    """The backward pass computes h again, not y: R - 1 permutes each for x, y, dy and dx. XLA merges the trips of x."""
     with jax.set_mesh(mesh_of(1, 4)):
         mlp = drawn(lambda: fa.nn.ParallelMLP(8, 16, backend="xla", rngs=nnx.Rngs(0)))
         assert permutes(mlp, ones((2, 8, 8), ROWS)) == 4 * 3
@@ -82,7 +82,7 @@ def test_the_ring_that_is_not_needed_again_is_not_run_again(mesh_of):
 
 @pytest.mark.optimized
 def test_gate_and_up_share_one_trip(mesh_of):
-    """Gated or not, the forward pass makes as many permutes: R - 1 in and R - 1 out."""
+    """With and without a gate the forward pass has as many permutes: R - 1 for x and R - 1 for y."""
     for gated in (True, False):
         with jax.set_mesh(mesh_of(1, 4)):
             mlp = drawn(lambda: fa.nn.ParallelMLP(8, 16, gated=gated, backend="xla", rngs=nnx.Rngs(0)))

@@ -1,4 +1,4 @@
-"""Attention over a split sequence as a layer: the numbers of plain nnx on one device, on any mesh, in any layout."""
+"""Attention layers over a split sequence against plain nnx on one device, on several meshes and in both layouts."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ TENSOR, ALONE = P("data", ("context", "model"), None), P("data", "context", None
 
 
 class PlainAttention(nnx.Module):
-    """Four nnx.Linear and all scores at once; `ids` and `window` as the layers take them."""
+    """Four nnx.Linear and all scores at once, with the `ids` and `window` that the layers take."""
 
     def __init__(self, *, window, use_bias):
         options = {"use_bias": use_bias, "rngs": nnx.Rngs(0)}
@@ -65,7 +65,7 @@ def check(make, mesh, x_spec, *, layout, window=None, segments=False, use_bias=F
 
 
 def check_ring(layout, axis_type, *, told):
-    """Rows in one layout, given to a layer that was told one."""
+    """Compares a layer that was told one layout, on rows in another or the same layout."""
     in_spec = ALONE if axis_type == AxisType.Auto else None
     options = {"layout": told, "in_spec": in_spec, "use_bias": True}
     check(
@@ -79,8 +79,8 @@ def test_ring_alone(layout, axis_type):
     check_ring(layout, axis_type, told=layout)
 
 
-def test_the_layout_is_not_decoration():
-    """The twin: rows in another order than the layer was told give other numbers."""
+def test_a_wrong_layout_gives_other_numbers():
+    """Negative test: the rows are in another order than the layer was told."""
     with pytest.raises(AssertionError, match="relative error"):
         check_ring("zigzag", AxisType.Explicit, told="contiguous")
 
@@ -121,7 +121,7 @@ def test_context_and_tensor_axis_under_auto_axes():
 
 @pytest.mark.parametrize("form", [{"window": 5}, pytest.param({"segments": True}, marks=pytest.mark.slow)])
 def test_a_whole_sequence_with_the_same_options(form):
-    """Without a context axis a window and segments mean the same."""
+    """A window and segments mean the same without a context axis."""
     check(
         lambda: fa.nn.ParallelSelfAttention(
             FEATURES, HEADS, kv_heads=KV_HEADS, window=form.get("window"), rngs=nnx.Rngs(0)
@@ -130,7 +130,7 @@ def test_a_whole_sequence_with_the_same_options(form):
     )  # fmt: skip
 
 
-def test_what_does_not_fit_is_refused():
+def test_bad_input_is_refused_with_its_numbers():
     with jax.set_mesh(make_mesh(2, 4, 1)):
         ring = drawn(lambda: fa.nn.RingSelfAttention(FEATURES, HEADS, rngs=nnx.Rngs(0), layout="zigzag"))
         with pytest.raises(ValueError, match="needs its input's rows sharded over 'context' alone"):
@@ -148,3 +148,20 @@ def test_what_does_not_fit_is_refused():
             fa.nn.RingSelfAttention(FEATURES, HEADS, axis_name="seq", rngs=nnx.Rngs(0))
         with pytest.raises(ValueError, match="RingSelfAttention: heads must be a multiple of kv_heads"):
             fa.nn.RingSelfAttention(FEATURES, 4, kv_heads=3, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({"backend": "none"}, "none"),
+        ({"backend": "fused"}, None),  # which ring attention lacks: it chooses
+        ({"backend": "none", "context_backend": "xla"}, "xla"),
+        ({}, None),
+    ],
+)
+def test_keys_and_values_travel_as_the_layers_backend_says(options, backend):
+    with jax.set_mesh(make_mesh(1, 2, 2)):
+        layer = nnx.eval_shape(
+            lambda: fa.nn.ParallelSelfAttention(FEATURES, HEADS, context_axis="context", **options, rngs=nnx.Rngs(0))
+        )
+    assert layer.attention.context.backend == backend

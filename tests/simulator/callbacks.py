@@ -1,4 +1,4 @@
-"""How programs that are made of callbacks are compiled and run: fast."""
+"""Compiling and running programs that are made of callbacks, fast."""
 
 import contextlib
 from unittest import mock
@@ -12,8 +12,9 @@ from jax._src import callback
 def quick_callbacks():
     """Compiles unoptimised, and hands callbacks numpy arrays.
 
-    The programs here are callbacks: optimising what stands between them takes longer than running it. Of a callback's
-    arguments JAX makes arrays on a device, whose values the simulators read at once: most of what a callback took.
+    In these programs it takes longer to optimise what stands between the callbacks than to run it. JAX would turn the
+    arguments of a callback into arrays on a device, whose values the simulators read at once; this would take most of
+    the time of a callback.
     """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
@@ -25,5 +26,5 @@ def quick_callbacks():
 
 
 def _call(*args, callback, **_):
-    # Copies, as what is given lies in memory of the program, which takes it back when the callback returns.
+    # These are copies: the arguments are memory of the program, which reuses it when the callback returns.
     return jax.tree.map(np.asarray, callback(*map(np.array, args)))

@@ -40,7 +40,7 @@ if jax.__version_info__[:2] != (0, 12):
 
 @dataclasses.dataclass
 class Report:
-    """What a session found, once it has ended."""
+    """What a session found. It is complete once the session has ended."""
 
     races: bool = False
     early_writes: int = 0  # DMAs to a device that had not entered the kernel
@@ -48,13 +48,13 @@ class Report:
     pending_dmas: int = 0
 
     def problems(self) -> set[str]:
-        """The names of the checks that failed."""
+        """Returns the names of the checks that failed."""
         return {field.name for field in dataclasses.fields(self) if getattr(self, field.name)}
 
 
 @dataclasses.dataclass
 class _Session:
-    """What lasts from kernel to kernel beside JAX's own shared memory."""
+    """What lasts from kernel to kernel, beside the shared memory of JAX's interpreter."""
 
     report: Report
     delayed: dict[int, float]
@@ -84,7 +84,7 @@ def session(*, mode, on_race="warn", delayed=None):
     stock.reset_tpu_interpret_mode_state()
     _session = _Session(report, delayed or {})
     stock.interpret_pallas_call, stock.dma_start = _interpret_pair, functools.partial(_dma_start, replaced[1])
-    # A kernel has no effects on a TPU, and callbacks here: jax.checkpoint is to take the one like the other.
+    # A kernel has no effects on a TPU, but here it has callbacks. jax.checkpoint must accept both.
     allowed = effects.remat_allowed_effects._effect_types
     added = {callback.IOEffect, callback.OrderedIOEffect} - allowed
     allowed |= added
@@ -125,7 +125,7 @@ def _identity(name, abstract_eval):
     return primitive
 
 
-# To XLA a semaphore is an int32; here it is the number of a simulated one.
+# XLA sees a semaphore as an int32; here that is the number of a simulated semaphore.
 _number_of = _identity("semaphore_number", lambda x: jax_core.ShapedArray(x.shape, jnp.int32))
 _anywhere = _identity("without_memory_space", lambda x: jax_core.ShapedArray(x.shape, x.dtype))
 _semaphore = _identity("numbered_semaphore", lambda x, *, dtype: jax_core.ShapedArray(x.shape, dtype))
@@ -135,11 +135,11 @@ def _is_semaphore(aval) -> bool:
     return jnp.issubdtype(aval.dtype, pallas_core.semaphore_dtype)
 
 
-@config._check_vma(False)  # kernels are traced without, too
+@config._check_vma(False)  # JAX traces kernels without it too
 def _interpret_pair(
     *args, jaxpr, input_output_aliases, grid_mapping, mesh, compiler_params, interpret_params, **_unused
 ):
-    """In place of `interpret_pallas_call`: one kernel, whose memory and semaphores outlive it."""
+    """Replaces `interpret_pallas_call`: runs one kernel, whose memory and semaphores outlive it."""
     assert not grid_mapping.grid, "the simulator of pairs runs kernels without a grid"
     assert mesh is None
     count, inputs = grid_mapping.num_index_operands, grid_mapping.num_inputs
@@ -157,7 +157,8 @@ def _interpret_pair(
         for mapping in grid_mapping.block_mappings
     ]
 
-    # One callback before the kernel and one after it do what JAX has a callback each for: most of a program was those.
+    # One callback before the kernel and one after it do what JAX does in one callback for each buffer, which took most
+    # of the time.
     token = jnp.array(stock.TOP_LEVEL_TOKEN_VALUE, jnp.int32)
     plan = _Plan(spaces, given, out_avals, aliases, int(np.prod(list(axis_sizes.values()))), interpret_params)
     waits = [a.astype(jnp.int16) for a, aval in zip(arrays, given, strict=True) if _is_semaphore(aval)]
@@ -194,7 +195,7 @@ def _interpret_pair(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What a kernel is given and returns: semaphores, and arrays in memory."""
+    """What a kernel takes and returns: semaphores, and arrays in memory."""
 
     spaces: list  # of inputs, then of outputs
     inputs: list  # avals, like the outputs
@@ -209,7 +210,7 @@ class _Plan:
 
 
 def _enter(plan, token, device, scalars, values, waits):
-    """Gives the kernel memory: numbers of the scalars, of the arrays given, and of what is returned."""
+    """Allocates memory for the kernel; returns the numbers of the scalars, the inputs and the outputs."""
     stock._initialize_shared_memory(token, device, plan.devices, 1, interpret_params=plan.params)
     if plan.starts:
         time.sleep(_session.delayed.get(int(device), 0))
@@ -219,7 +220,7 @@ def _enter(plan, token, device, scalars, values, waits):
 
     scalar_ids = [allocate(pltpu.SMEM, value) for value in scalars]
     arrays = [i for i, aval in enumerate(plan.inputs) if not _is_semaphore(aval)]
-    if waits:  # what is in flight stays where it is: the buffers of the transfer that the first semaphore counts
+    if waits:  # the buffers of the transfer that the first semaphore counts are in flight, and keep their memory
         with _session.lock:
             held = _session.held[int(device), int(waits[0])]
         array_ids = [np.int16(n) for n in held[: len(arrays)]]
@@ -237,7 +238,7 @@ def _enter(plan, token, device, scalars, values, waits):
 
 
 def _leave(plan, token, device, array_ids, output_ids, waits):
-    """Notes what is in flight, or no longer is; returns what the kernel does."""
+    """Records what is in flight from now on, or no longer; returns the outputs of the kernel."""
     outputs = list(zip(output_ids, plan.outputs, plan.spaces[len(plan.inputs) :], strict=True))
     held = [*array_ids, *(n for i, (n, aval, _) in enumerate(outputs)
                           if not _is_semaphore(aval) and i not in plan.aliases)]  # fmt: skip
@@ -254,7 +255,7 @@ def _leave(plan, token, device, array_ids, output_ids, waits):
 
 
 def _barrier_id(jaxpr, collective_id):
-    """The number of a kernel's barrier; JAX gives tags their numbers only when it lowers for a TPU."""
+    """Returns the number of a kernel's barrier. JAX numbers tags only when it lowers for a TPU."""
     tags = [e.params["tag"] for e in jaxpr.eqns if e.primitive is mosaic_primitives.get_barrier_semaphore_p]
     if not tags:
         return None
@@ -268,7 +269,7 @@ def _nothing(dtype):
 
 def _dma_start(start, token, device, core, source_space, source, source_transforms, space, target, transforms,
                *args, **options):  # fmt: skip
-    """Starts a DMA, and notes what is written here: every device runs the same program, and sends to the same place."""
+    """Starts a DMA, and records what is written here: all devices run one program, and send to the same buffer."""
     to = int(device if args[2] is None else args[2])
     memory = stock._get_shared_memory()
     key = (stock.TPU_MEMORY_SPACE_NAMES[int(space)], int(target), to, 0)
@@ -287,7 +288,7 @@ def _dma_start(start, token, device, core, source_space, source, source_transfor
 
 
 def _read(token, device, buffer, *, space, blank):
-    """What a kernel returns: read as a kernel reads, or, during a transfer, with nothing where that writes."""
+    """Returns an output of a kernel; during a transfer, with NaN (or the largest integer) where the transfer writes."""
     device, buffer = int(device), int(buffer)
     if not blank:
         return stock.get(token, device, 0, space, buffer, ())[1]

@@ -1,29 +1,29 @@
-"""The parity suite of every op and layer again, on four simulated TPUs: transfers start and end in kernels of ours."""
+"""The parity suites of ops and layers on four simulated TPUs, where Pallas kernels start and end each transfer."""
 
 import jax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests import test_collective_matmul as ops
-from tests import test_ring_attention as ring_attention
 from tests.nn import conftest as layers
 from tests.nn import test_attention as attention
 from tests.nn import test_embed as embed
 from tests.nn import test_linear as linear
 from tests.nn import test_mlp as mlp
+from tests.ops.attention import test_api as ring_attention
+from tests.ops.matmul import test_api as ops
 from tests.simulator.split_pairs import session
 
 
 @pytest.fixture(autouse=True, params=["on_wait"])
 def simulator(request):
-    """One that ends without a race, a semaphore or a transfer left over."""
+    """Checks that the session ends without a race and with no semaphore or transfer left over."""
     with session(mode=request.param) as report:
         yield
     assert report.problems() == set()
 
 
-repeats = pytest.mark.slow  # of what the others show for one op, one mode or one size each
+repeats = pytest.mark.slow  # repeats what another test shows for one op, one mode or one size
 
 
 FORMS = [("on_wait", "pallas", 2), ("eager", "pallas", 1), ("eager", "stateful", 2),
@@ -87,13 +87,13 @@ def test_linear(form):
     layers.check_parity(layer, linear.linear(3), (2, 6, 12), size=3, x_spec=x_spec, y_spec=y_spec)
 
 
-@repeats  # of the gated one under a checkpoint
+@repeats  # test_a_gated_mlp_under_checkpoint
 def test_mlp():
     make, plain = mlp.pair(4, use_bias=True, backend="pallas")
     layers.check_parity(make, plain, (2, 8, 8), size=4)
 
 
-@repeats  # of test_mlp: a column-parallel layer, then a row-parallel one
+@repeats  # test_mlp, which also has a column-parallel layer and then a row-parallel one
 def test_attention():
     make, plain = attention.pair(8, 4, use_bias=True, backend="pallas")
     layers.check_parity(make, plain, (2, 8, 8), size=4)

@@ -126,6 +126,8 @@ def test_a_preset_that_is_not_python_is_refused(tmp_path):
         ("--data.separator", 256, "data.separator must be a token below model.vocab_size=256: got 256"),
         ("--resume", "yesterday", "--resume must be latest, none, or the step of a checkpoint: got yesterday"),
         ("--workdir", "", "workdir must be a folder: got ''"),
+        ("--workdir", "gs://bucket/run", "workdir must be a path of this machine: got gs://bucket/run"),
+        ("--data.path", "s3://bucket/a.bin", "data.path must be a path of this machine: got s3://bucket/a.bin"),
     ],
 )
 def test_a_value_out_of_range_is_refused(option, value, message):

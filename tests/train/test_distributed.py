@@ -1,34 +1,33 @@
-"""Tests of a run of several processes: each loads its own rows, and the losses are those of a single process."""
+"""Tests of a run of several processes: each loads its own rows, they stop together, and none survives another."""
 
 import json
+import os
+import random
+import re
 import signal
-import socket
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from train.local_processes import environments
 from train.run import main
+from train.workdir import Workdir
+
+LOSSES_ONLY = ("--eval.every", 0, "--eval.sample_tokens", 0)
+FOREVER = (*LOSSES_ONLY, "--steps", 100_000, "--checkpoint.every", 100_000)
 
 
 @pytest.fixture
 def launch(start):
-    """A function that starts two processes of four devices each, with the environment variables of Open MPI."""
+    """A function that starts two processes of four devices each; `options_of_each` differ between them."""
 
-    def two(*options: object):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        common = {
-            "OMPI_MCA_orte_hnp_uri": f"1.0;tcp://127.0.0.1:{port}",
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "OMPI_COMM_WORLD_SIZE": "2",
-            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        }
+    def two(*options: object, options_of_each: tuple[tuple[object, ...], ...] = ((), ())):
         join = ("--mesh.distributed", "True", "--mesh.cpu_devices", 4)
         return [
-            start(*join, *options, **common, OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_LOCAL_RANK="0")
-            for rank in range(2)
+            start(*join, *options, *own, **variables)
+            for own, variables in zip(options_of_each, environments(2), strict=True)
         ]
 
     return two
@@ -38,19 +37,120 @@ def losses_of(workdir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+def wait_for_step(process, step: int) -> None:
+    for line in process.stdout:
+        if line.startswith(f"step {step}/"):
+            return
+    raise AssertionError(process.communicate())
+
+
+def end(processes) -> tuple[list[int], list[tuple[str, str]]]:
+    printed = [process.communicate(timeout=120) for process in processes]
+    return [process.returncode for process in processes], printed
+
+
+def child_of(pid: int) -> int:
+    """Returns the training process of a monitor."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
 def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, monkeypatch, trainer_of):
     monkeypatch.setattr("train.lifecycle.Trainer", trainer_of)
-    common = ("--eval.every", "0", "--eval.sample_tokens", "0")
+    common = tuple(map(str, LOSSES_ONLY))
     assert main([str(preset("auto")), *common, "--steps", "10", "--workdir", str(tmp_path / "one")]) == 0
 
-    both = launch(*common, "--steps", 100_000, "--checkpoint.every", 100_000, "--workdir", tmp_path / "two")
-    for line in both[0].stdout:
-        if line.startswith("step 10/"):
-            both[1].send_signal(signal.SIGTERM)
-            break
-    printed = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [75, 75], printed
+    both = launch(*FOREVER, "--workdir", tmp_path / "two")
+    wait_for_step(both[0], 10)
+    both[1].send_signal(signal.SIGTERM)
+    codes, printed = end(both)
+    assert codes == [75, 75], printed
     assert "stopped by SIGTERM after step" in printed[0][0]
     assert not any("step" in line for line in printed[1][0].splitlines()), "only the first process prints"
     assert len(list((tmp_path / "two" / "checkpoints").iterdir())) == 1
     np.testing.assert_allclose(losses_of(tmp_path / "two")[:10], losses_of(tmp_path / "one"), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", [(0,), (1,), (0, 1)], ids=str)
+def test_ctrl_c_to_any_process_stops_and_saves_all(to, launch, tmp_path):
+    both = launch(*FOREVER)
+    wait_for_step(both[0], 3)
+    for rank in to:
+        both[rank].send_signal(signal.SIGINT)
+    codes, printed = end(both)
+    assert codes == [130 if rank in to else 75 for rank in range(2)], printed
+    assert [err for _, err in printed] == ["", ""]
+    assert re.search(r"stopped by (SIGINT|SIGTERM) after step \d+, saved in", printed[0][0])
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("which", ["the monitor", "the training process"])
+def test_the_death_of_one_process_ends_the_others_within_10_seconds(which, victim, launch):
+    both = launch(*FOREVER)
+    wait_for_step(both[0], 3)
+    pid = both[victim].pid
+    os.kill(pid if which == "the monitor" else child_of(pid), signal.SIGKILL)
+    began = time.monotonic()
+    codes, printed = end(both)
+    assert time.monotonic() - began < 10
+    assert codes[1 - victim] == 75, printed
+    assert codes[victim] == (-9 if which == "the monitor" else 75)
+    err = printed[1 - victim][1]
+    assert err.count("\n") == 1, err
+    assert re.match(rf"error: process {victim} \(pid {pid} on .*\) (is gone|was killed by SIGKILL), so all", err), err
+
+
+@pytest.mark.slow
+def test_a_stopped_process_counts_as_dead(launch):
+    """SIGSTOP stands for a machine that hangs or has lost its network."""
+    both = launch(*FOREVER, "--mesh.heartbeat_seconds", 4)
+    wait_for_step(both[0], 3)
+    os.kill(child_of(both[1].pid), signal.SIGSTOP)
+    os.kill(both[1].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    _, err = both[0].communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    assert both[0].returncode == 75
+    assert re.match(r"error: process 1 \(.*\) has been silent for \d+ s, so all processes of the run end", err), err
+
+
+@pytest.mark.slow
+def test_bad_input_of_one_process_is_printed_by_it_alone(launch):
+    both = launch(*FOREVER, options_of_each=((), ("--data.path", "nowhere.txt")))
+    codes, printed = end(both)
+    assert codes == [2, 2], printed
+    errors = [err for _, err in printed]
+    assert "".join(errors).count("\n") == 1, printed
+    assert "process 1 differs from process 0" in "".join(errors) or "nowhere.txt" in errors[1]
+
+
+@pytest.mark.slow
+def test_a_locked_workdir_is_one_paragraph(launch, tmp_path):
+    with Workdir(tmp_path / "run").locked():
+        codes, printed = end(launch(*FOREVER))
+    assert codes == [2, 2], printed
+    assert "is in use by another run" in printed[0][1]
+    assert [err.count("\n") for _, err in printed] == [1, 0]
+
+
+@pytest.mark.slow
+def test_ten_kills_of_either_process_leave_the_losses_of_an_undisturbed_run(launch, tmp_path):
+    steps = (*LOSSES_ONLY, "--steps", 60)
+    codes, printed = end(launch(*steps, "--workdir", tmp_path / "one"))
+    assert codes == [0, 0], printed
+    dice = random.Random(7)
+    for _ in range(10):
+        both = launch(*steps)
+        until = time.monotonic() + dice.uniform(2.0, 9.0)
+        while time.monotonic() < until and all(process.poll() is None for process in both):
+            time.sleep(0.01)
+        both[dice.randrange(2)].kill()
+        began = time.monotonic()
+        codes, printed = end(both)
+        assert time.monotonic() - began < 10
+        assert set(codes) <= {-9, 75, 0}, printed
+    codes, printed = end(launch(*steps))
+    assert codes == [0, 0], printed
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "one")

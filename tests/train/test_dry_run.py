@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from flaxasync import check
-from tests.check.test_hlo_compiled import counts, counts_of_jaxlib
+from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train import dry_run as dry_run_module
 from train.command import load_preset
 from train.dry_run_report import GIB

@@ -1,4 +1,4 @@
-"""Compiles forms for TPU topologies, with no TPU, and names what is wrong with the HLO."""
+"""Compiles forms for TPU topologies, without a TPU, and names what is wrong with the HLO."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
-from flaxasync.check.hlo import VMEM
+from flaxasync.check.hlo.shapes import VMEM
 
 DEVICES = {"v5e:2x2": 4, "v5e:2x4": 8, "v6e:2x4": 8, "v5p:2x2x2": 8, "tpu7x:2x2x1": 8}
 COLUMNS = 1024
@@ -21,7 +21,7 @@ def compile_form(
     axis_type=AxisType.Explicit,
     compiler_options=check.HLO_ONLY,
 ):
-    """The program of `fn`, which takes this device's block [rows, 1024] on the axis "x"."""
+    """Compiles `fn`, which takes this device's block [rows, 1024] on the axis "x"."""
     size = DEVICES[topology]
     mesh = check.topology_mesh(topology, (size,), ("x",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
@@ -31,7 +31,7 @@ def compile_form(
 
 
 def kernels(module):
-    """{computation: its Pallas calls, in the order in which they run}."""
+    """Returns {computation: its Pallas calls, in the order in which they run}."""
     return {
         name: [i for i in computation.instructions if i.custom_call_target == "tpu_custom_call"]
         for name, computation in module.computations.items()
@@ -39,7 +39,7 @@ def kernels(module):
 
 
 def faults(program, *, pairs):
-    """The names of the checks that a program fails.
+    """Returns the names of the checks that a program fails.
 
     deleted   it has another number of starts and dones than `pairs`
     copied    a loop copies a travelling buffer, or a buffer is copied between its start and its done
@@ -62,7 +62,7 @@ def faults(program, *, pairs):
         i.attributes.get("body", "").lstrip("%") for c in module.computations.values() for i in c.instructions
     } & module.computations.keys()
     for i in (i for body in bodies for i in module.computations[body].instructions):
-        # A copy to or from VMEM is an operand of the compute on its way there: it reads a source, which is allowed.
+        # A copy to VMEM fetches an operand of the compute: it reads a source, which is allowed.
         if i.opcode == "copy" and i.shape.bytes in blocks and i.shape.memory_space != VMEM:
             found.add("copied")
     if "in-flight-copied" in audit.codes():

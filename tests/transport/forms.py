@@ -1,4 +1,4 @@
-"""Every form in which a transfer and compute can be written down: run in the simulator, and compiled for TPUs.
+"""The forms in which a transfer and compute can be written: run in the simulator, and compiled for TPUs.
 
 A form takes this device's block x [rows, columns] on the axis "x", lets it make `hops` hops, and adds up in `seen` each
 block that it had in hand while that was travelling.
@@ -15,9 +15,11 @@ from jax import lax
 
 from flaxasync import ring, transport
 from flaxasync.mesh import cast_to_varying
-from flaxasync.transport import pallas, stateful
+from flaxasync.transport import stateful
+from flaxasync.transport.pallas import PallasTransport
 
 AXIS = "x"
+pallas = PallasTransport()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Form:
     Attributes:
       run: (x, hops) -> arrays.
       expect: (blocks [R, rows, columns], hops) -> the same arrays, of all devices.
-      pairs: (hops, ring size) -> how many kernel pairs the program has. The body of a loop counts once.
+      pairs: (hops, ring size) -> how many kernel pairs the program has, where the body of a loop counts once.
     """
 
     run: Callable
@@ -40,7 +42,7 @@ def add(block, seen):
 
 
 def one_after_another(x, hops):
-    """Start, compute and done in one turn; two turns a body."""
+    """Start, compute and done in one turn; two turns in a body."""
 
     def turn(_, carry):
         x, seen = carry
@@ -52,7 +54,7 @@ def one_after_another(x, hops):
 
 
 def staggered(x, hops):
-    """Accumulate while permuting: a future passes from turn to turn; two turns a body."""
+    """Accumulates while permuting: a future passes from turn to turn; two turns in a body."""
 
     def turn(_, carry):
         x, future, seen = carry
@@ -66,7 +68,7 @@ def staggered(x, hops):
 
 
 def staggered_both(x, hops):
-    """The same with half of the rows going each way: two transfers under way at once."""
+    """The same with one half-block in each direction: two transfers are under way at once."""
     half = x.shape[0] // 2
     starts = [functools.partial(pallas.start, axis_name=AXIS, shift=shift) for shift in (1, -1)]
 
@@ -79,13 +81,13 @@ def staggered_both(x, hops):
         blocks, seen = window(*carry)
         return [start(x) for start, x in zip(starts, blocks, strict=True)], seen
 
-    carry = [start(run) for start, run in zip(starts, (x[:half], x[half:]), strict=True)], jnp.zeros_like(x)
+    carry = [start(block) for start, block in zip(starts, (x[:half], x[half:]), strict=True)], jnp.zeros_like(x)
     blocks, seen = window(*lax.fori_loop(0, hops - 1, turn, carry, unroll=2))
     return jnp.concatenate(blocks), seen
 
 
 def swap(x, hops):
-    """Two Refs that change roles; a body makes two hops."""
+    """Two Refs that swap roles; a body makes two hops."""
     x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
     start, done = functools.partial(transport.ppermute_start_stateful, axis_name=AXIS), transport.ppermute_done_stateful
 
@@ -108,7 +110,7 @@ def swap(x, hops):
 
 
 def two_slots(x, hops):
-    """The two slots of one Ref, picked by the hop's parity; one turn a body."""
+    """The two slots of one Ref, chosen by the parity of the hop; one turn in a body."""
     ref = stateful.new_slots(x)
 
     def hop(sems, seen, slot):
@@ -129,7 +131,7 @@ def two_slots(x, hops):
 
 
 def gather(backend, directions):
-    """`ring.gather_pass`: doubles the rows of every device."""
+    """Doubles the rows of every device with `ring.ring_gather`."""
 
     def run(x, hops):
         def write(block, row, y):
@@ -137,7 +139,7 @@ def gather(backend, directions):
 
         y = lax.empty((lax.axis_size(AXIS) * x.shape[0], x.shape[1]), x.dtype)
         loop = ring.Ring(AXIS, transport.get(backend), directions)
-        return (ring.gather_pass(loop, x, cast_to_varying(y, {AXIS}), write),)
+        return (ring.ring_gather(loop, x, cast_to_varying(y, {AXIS}), write),)
 
     def expect(blocks, hops):
         return (np.stack([2 * blocks.reshape(-1, blocks.shape[-1])] * len(blocks)),)
@@ -146,26 +148,26 @@ def gather(backend, directions):
 
 
 def reduce(backend, directions):
-    """`ring.reduce_pass`: sums over the devices their x, weighted by the row that it is meant for."""
+    """Sums the x of all devices with `ring.ring_reduce`, each weighted by the row for which it is meant."""
 
     def run(x, hops):
         def produce(row, count):
             return x[:count] * jnp.asarray(row + 1, jnp.float32).astype(x.dtype)
 
         loop = ring.Ring(AXIS, transport.get(backend), directions)
-        return (ring.reduce_pass(loop, x.shape[0], produce, x.dtype),)
+        return (ring.ring_reduce(loop, x.shape[0], produce, x.dtype),)
 
     def expect(blocks, hops):
         size, rows, _ = blocks.shape
-        runs = ring.split_rows(rows, 2 if directions == 2 else 1)
-        parts = [[blocks.sum(0)[:count] * (i * rows + start + 1) for start, count in runs] for i in range(size)]
+        ranges = ring.split_rows(rows, 2 if directions == 2 else 1)
+        parts = [[blocks.sum(0)[:count] * (i * rows + start + 1) for start, count in ranges] for i in range(size)]
         return (np.stack([np.concatenate(part) for part in parts]),)
 
     return Form(run, expect, functools.partial(_ring_pairs, directions))
 
 
 def _ring_pairs(directions, hops, size):
-    """The first and the last two hops stand outside; a body makes two; turns that fill no body stand outside, too."""
+    """The first and the last two hops stand outside the loop, as do turns that do not fill a body of two."""
     turns = size - 1 - 2
     inside = 2 + turns % 2 if turns > 2 else turns
     return directions * (inside + min(size - 1, 2))

@@ -1,4 +1,4 @@
-"""Every form as the TPU compiler leaves it; and broken forms, which the same checks notice."""
+"""Every form in compiled TPU programs; and broken forms, which the same checks notice."""
 
 import functools
 import re
@@ -15,17 +15,18 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync import check, ring, transport
 from flaxasync.mesh import cast_to_varying
-from flaxasync.transport import pallas
+from flaxasync.transport.pallas import PallasTransport, enter, send, wait_sent_and_received
 from tests.grids import sparse
 from tests.transport.compiled import DEVICES, compile_form, faults
 from tests.transport.forms import FORMS
 
 HOPS = 7
+pallas = PallasTransport()
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "topology"),
-    # Every form on three of the five topologies, the others at the next three; small and large blocks in turns.
+    # Every form runs on three of the five topologies, and neighbouring forms on others; block sizes alternate.
     sparse(FORMS, [1024, 16384], DEVICES, keep=lambda i, j, k: (i + j + k) % 2 == 0 and (k - i) % 5 < 3),
 )
 def test_every_form(name, rows, topology):
@@ -38,7 +39,7 @@ def test_every_form(name, rows, topology):
     "topology", [pytest.param(name, marks=[] if name == "v5e:2x2" else pytest.mark.slow) for name in DEVICES]
 )
 def test_hlo_only_is_the_same_hlo(topology):
-    """What the tests of this folder compile is what a TPU would run, but for the code of the fusions."""
+    """The tests of this folder compile what a TPU would run, except for the code of the fusions."""
 
     def compile_both(x):
         return FORMS["reduce_pallas_2"].run(x, HOPS), FORMS["staggered_both"].run(x, HOPS)
@@ -48,7 +49,7 @@ def test_hlo_only_is_the_same_hlo(topology):
     assert texts[0] == texts[1]
     assert quick.cost == whole.cost
     different = {kind for kind in whole.memory if quick.memory[kind] != whole.memory[kind]}
-    assert different == {"generated_code_size_in_bytes"}  # none: libtpu no longer knows the option by this meaning
+    assert different == {"generated_code_size_in_bytes"}  # an empty set would mean that libtpu has changed the option
 
 
 @pytest.mark.parametrize("name", ["one_after_another", "staggered", "two_slots"])
@@ -67,7 +68,7 @@ def test_under_auto_axes():
     sparse(["pallas", "stateful"], [AxisType.Explicit, AxisType.Auto], keep=lambda backend, axes: backend == axes),
 )
 def test_on_one_axis_of_two(backend, axis_type):
-    """Data-parallel and tensor-parallel at once: neighbours are found on a mesh of two axes, too."""
+    """A ring finds its neighbours on a mesh of two axes too."""
     mesh = check.topology_mesh("v5e:2x4", (2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
     rows, columns = P("data", "model", None), P(None, "model")
     with jax.set_mesh(mesh):
@@ -80,7 +81,7 @@ def test_on_one_axis_of_two(backend, axis_type):
 
 
 def test_a_dot_in_the_window_writes_straight_into_its_rows():
-    """An all-gather-matmul of large blocks: nothing but products between the kernels, and no pass over the output."""
+    """An all-gather-matmul of large blocks has only products between its kernels, and no copy of the output."""
 
     def f(x):
         w = cast_to_varying(jnp.ones((1024, 1024), x.dtype), {"x"})
@@ -93,7 +94,7 @@ def test_a_dot_in_the_window_writes_straight_into_its_rows():
     assert program.bytes_by_kind["temporaries"] < 3 * 16384 * 1024 * 2  # two buffers of the block, not a gathered x
 
 
-# ---- broken on purpose ----------------------------------------------------------------------------------------------
+# ---- negative tests -------------------------------------------------------------------------------------------------
 
 
 def test_staggered_with_one_turn_a_body_is_copied_in_flight():
@@ -107,7 +108,7 @@ def test_staggered_with_one_turn_a_body_is_copied_in_flight():
 
 
 def test_a_loop_of_a_single_turn_is_copied_in_flight_too():
-    """Why `staggered_loop` writes a single turn out: a ring of four has one, and `unroll=2` does not apply to it."""
+    """This is why `staggered_loop` writes out a single turn: `unroll=2` does not alter the one of a ring of four."""
 
     def f(x):
         def turn(_, carry):
@@ -119,16 +120,16 @@ def test_a_loop_of_a_single_turn_is_copied_in_flight_too():
 
 
 def permute_anywhere(x):
-    """The permute with outputs as `pl.ANY`, as it is usually written."""
+    """A permute with `pl.ANY` outputs, as it is usually written."""
     anywhere, sem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
     like, dma = jax.ShapeDtypeStruct.like(x), pltpu.SemaphoreType.DMA(())
 
     def start(x_ref, send_sem, recv_sem, _, y_ref):
-        pallas.enter("x", 1)
-        pallas.send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
+        enter("x", 1)
+        send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
 
     def done(x_ref, y_ref, send_sem, recv_sem, _):
-        pallas.wait_sent_and_received(x_ref, y_ref, send_sem, recv_sem)
+        wait_sent_and_received(x_ref, y_ref, send_sem, recv_sem)
 
     params = pltpu.CompilerParams(has_side_effects=True)
     *sems, x, y = pl.pallas_call(
@@ -147,7 +148,7 @@ def test_outputs_given_as_any_land_in_vmem(rows):
 
 
 def unthreaded(x_ref, y_ref):
-    """A stateful pair on closed-over Refs, with side effects declared, of which nothing is kept."""
+    """A stateful pair on closed-over Refs that declares side effects, and is still removed."""
     sem = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
     neighbours = jnp.stack([(lax.axis_index("x") + step) % lax.axis_size("x") for step in (-1, 1)])
     params = pltpu.CompilerParams(has_side_effects=True)
@@ -165,7 +166,7 @@ def unthreaded(x_ref, y_ref):
         out_shape=(pltpu.SemaphoreType.DMA(()),) * 2, compiler_params=params, name="ppermute_start",
     )(neighbours)  # fmt: skip
     pl.pallas_call(
-        lambda *sems: pallas.wait_sent_and_received(x_ref, y_ref, *sems), in_specs=[sem, sem], out_shape=(),
+        lambda *sems: wait_sent_and_received(x_ref, y_ref, *sems), in_specs=[sem, sem], out_shape=(),
         compiler_params=params, name="ppermute_done",
     )(*sems)  # fmt: skip
 
@@ -206,7 +207,7 @@ def unused_once(x):
 
 
 def test_windows_that_are_not_tied_are_moved_out():
-    """Two hops in a row, each with a product of its own to hide behind: one of the windows ends up empty."""
+    """Three hops in a row each have compute of their own to hide behind; without ties, some windows end up empty."""
 
     def products(tie):
         def f(x):
@@ -231,7 +232,7 @@ def test_without_its_ties_the_loop_hides_less(op, monkeypatch):
         return getattr(fa, op)(x, w, "x", backend="pallas", directions=1)
 
     assert faults(compile_form(f, "v5e:2x4"), pairs=5) == set()
-    monkeypatch.setattr(pallas, "pin", lambda x, values: (x, values))
+    monkeypatch.setattr(PallasTransport, "tie", lambda self, x, values: (x, values))
     assert faults(compile_form(f, "v5e:2x4"), pairs=5) == {"order"}
 
 

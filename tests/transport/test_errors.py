@@ -1,4 +1,4 @@
-"""What a misuse of the asynchronous permutes says. Nothing here needs a simulator or a compiler: tracing is enough."""
+"""The errors of misused asynchronous permutes. Tracing is enough; nothing here needs a simulator or a compiler."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ LIKE = jnp.ones((16, 128))
 
 @pytest.fixture
 def on_tpu(monkeypatch):
-    """Programs for TPUs may be traced anywhere; the mesh says what they are for."""
+    """Makes the mesh say that it is of TPUs: programs for TPUs can be traced anywhere."""
     monkeypatch.setattr(ambient_mesh, "platform", lambda: "tpu")
 
 
@@ -134,7 +134,7 @@ class TestOnTpu:
         with pytest.raises(ValueError, match=r"needs a whole Ref of shape \[2, ...\], from new_slots: got \[16, 128\]"):
             trace(lambda x: stateful.start_slots(jax.new_ref(x), 0, "x", shift=1))
 
-    def test_refs_are_no_backend_of_a_value_permute(self):
+    def test_a_permute_of_values_has_no_stateful_backend(self):
         with pytest.raises(NotImplementedError, match="has no Refs to work on; use ppermute_start_stateful"):
             trace(lambda x: fa.ppermute_start(x, "x", backend="stateful")[0])
 

@@ -1,4 +1,4 @@
-"""The scenarios of JAX's own tests of asynchronous Pallas operations, without a TPU: simulated, and compiled for one.
+"""The scenarios of JAX's own tests of asynchronous Pallas operations, simulated and compiled without a TPU.
 
 After `tests/pallas/tpu_pallas_async_test.py` of the JAX repository, whose tests skip themselves where there is no TPU.
 """
@@ -26,9 +26,9 @@ done = fa.ppermute_done
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    run: Callable  # of a block [rows, columns]
-    expect: Callable  # of all blocks [R, rows, columns]
-    pairs: int  # in the compiled program
+    run: Callable  # block [rows, columns] -> results
+    expect: Callable  # blocks of all devices [R, rows, columns] -> their results
+    pairs: int  # how many pairs of kernels the compiled program has
 
 
 def planes(x):
@@ -137,17 +137,17 @@ def _wait(x_ref, y_ref, sem):
 
 
 def stateful_copies(x):
-    """A pair of one's own, on Refs: two copies of one Ref under way at once."""
+    """A user-defined pair on Refs: two copies of one Ref are under way at once."""
     refs = [jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)), jax.new_ref(jnp.zeros_like(x))]
 
     def begin(to):
-        sems, (refs[0][...], refs[to][...]), _ = pair.launch("copy_start", _begin, (refs[0][...], refs[to][...]))
+        sems, (refs[0][...], refs[to][...]), _ = pair.start_kernel("copy_start", _begin, (refs[0][...], refs[to][...]))
         return sems
 
     sems = begin(1), begin(2)
     for to in (1, 2):
         contents = (refs[0][...], refs[to][...])
-        refs[0][...], refs[to][...] = pair.land("copy_done", _wait, contents, sems[to - 1], returned=(0, 1))
+        refs[0][...], refs[to][...] = pair.done_kernel("copy_done", _wait, contents, sems[to - 1], returned=(0, 1))
     return refs[1][...], refs[2][...]
 
 

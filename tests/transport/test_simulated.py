@@ -1,4 +1,4 @@
-"""Every form on simulated devices, races on; then one fault at a time, each caught by a named check."""
+"""Every form on simulated devices with race detection; then planted faults, each caught by the check that is named."""
 
 import functools
 
@@ -21,7 +21,7 @@ ROWS, COLUMNS = 16, 128
 
 
 def on_ring(fn, size=4, *, mode="eager", delayed=None, rows=ROWS):
-    """Runs `fn` on each device's block of small whole numbers; returns the blocks, all results, and a report."""
+    """Runs `fn` on each device's block of small integers; returns the blocks, all results, and a report."""
     blocks = np.random.default_rng(0).integers(-8, 8, (size, rows, COLUMNS)).astype(np.float32)
     mesh = jax.make_mesh((size,), ("x",), devices=jax.devices()[:size])
 
@@ -43,12 +43,16 @@ def check_form(name, hops, size=4, **options):
     assert report.problems() == set()
 
 
-LOOPS = ["one_after_another", "staggered", "staggered_both", "swap", "two_slots"]  # the first forms; then passes
+LOOPS = ["one_after_another", "staggered", "staggered_both", "swap", "two_slots"]  # ring collectives follow
 assert list(FORMS)[: len(LOOPS)] == LOOPS
 
 
 def kept(form, mode):
-    """Passes take turns; of loops all but the swap, whose number of hops is odd, make an even number in eager mode."""
+    """Says whether `make test` runs a form in a mode.
+
+    Ring collectives alternate between the modes. Loops run in the second mode; in the first one they make an even
+    number of hops (test_an_even_number_of_hops), except for the swap, which needs an odd number and runs in both.
+    """
     return mode == form % 2 if form >= len(LOOPS) else mode or LOOPS[form] == "swap"
 
 
@@ -122,7 +126,7 @@ def test_a_barrier_by_hand_or_by_tag(options):
 
 
 def test_what_is_in_flight_cannot_be_read():
-    """The simulator hands out NaN for it, and whoever reads it early shows."""
+    """The simulator returns NaN for it, so that a program which reads it early shows."""
 
     def early(x):
         x, future = fa.ppermute_start(x, "x", backend="pallas")
@@ -133,11 +137,11 @@ def test_what_is_in_flight_cannot_be_read():
     assert np.isnan(peek).all()
 
 
-# ---- planted faults -------------------------------------------------------------------------------------------------
+# ---- negative tests: planted faults ---------------------------------------------------------------------------------
 
 
 def faulty(*, enter=True, wait_send=True, wait_recv=True):
-    """The permute with a part left out."""
+    """Returns the permute with some of its steps left out."""
 
     def start_body(x_ref, y_ref, send_sem, recv_sem):
         if enter:
@@ -195,7 +199,7 @@ def test_a_missing_entry_barrier_writes_early(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_missing_capacity_ack_writes_early(mode):
-    """The slots again, with a barrier at the first hop alone: a slot is written before its owner has given it back."""
+    """The slots with a barrier at the first hop only: a slot is written before its owner is done with it."""
 
     def start(ref, slot, *, acknowledge):
         def body(slot_ref, slots, send_sem, recv_sem):
@@ -204,7 +208,8 @@ def test_a_missing_capacity_ack_writes_early(mode):
             here = slot_ref[0]
             pallas.send(slots.at[here], slots.at[1 - here], send_sem, recv_sem, "x", 1)
 
-        sems, (ref[...],), _ = pair.launch("ppermute_slots_start", body, (ref[...],), scalars=(slot,), semaphores=2)
+        name = "ppermute_slots_start"
+        sems, (ref[...],), _ = pair.start_kernel(name, body, (ref[...],), scalars=(slot,), semaphores=2)
         return sems
 
     def f(x, acknowledge):

@@ -1,4 +1,4 @@
-"""The public pair over `lax.ppermute`: what arrives, its gradient, and what a misuse says."""
+"""The public pair over `lax.ppermute`: what arrives, its gradient, and the errors of misuse."""
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,6 @@ def test_a_future_of_another_shape_is_refused():
         on_ring(f, jnp.ones(8))
 
 
-def test_something_that_is_no_future_is_refused():
+def test_something_other_than_a_future_is_refused():
     with pytest.raises(ValueError, match="needs the future that ppermute_start returned: got int"):
         on_ring(lambda x: fa.ppermute_done(x, 3), jnp.ones(4))

@@ -1,8 +1,17 @@
-"""Plays a compiled TPU program on a machine without a TPU, cycle by cycle, for all devices of its mesh.
+"""The player: simulates a compiled TPU program cycle by cycle, for all devices of its mesh, on a machine without a TPU.
 
-The floors, lowest first: bundle_text, dump (text -> programs); scalar_operations, matrix_unit, blocks, machine (a
-program on one core); launch, network, transfers, mesh, verdicts (machines -> a mesh); recorder, result, picture (a run
--> what it tells); play (all of it).
+The files, each of which imports only files above it:
+
+  errors, bundle_text, dump                                    from text to programs
+  chips, chip_grid                                             what the machine can do, and where its chips are
+  addresses, scalar_operations, matrix_unit, basic_blocks      from a program to code that can be executed
+  machine                                                      one core
+  network, event_queue, recorder, vector_clocks                what the cores share
+  transfers, memory_claims, semaphores                         what a core can ask for
+  collective_tables, ring_model                                XLA's collectives
+  launch, diagnostics, devices, transfer_engine, simulation    all devices together
+  result, summary, picture                                     what a simulation tells
+  play                                                         all of it: `play` and `play_dump`
 """
 
 from flaxasync.check.player.chips import PLAYED_CHIPS as PLAYED_CHIPS

@@ -1,19 +1,22 @@
-"""`python -m flaxasync.check.player DUMPDIR [--topology v5e:2x2]`: plays bundle dumps, says where the time went."""
+"""`python -m flaxasync.check.player DUMPDIR [--topology v5e:2x2]` simulates bundle dumps: where does the time go?"""
 
 import argparse
+import pathlib
 import sys
 
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.play import play_dump
+from flaxasync.check.render import save_picture, save_trace
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 0, 1 when the program breaks a rule of the machine or cannot be played."""
+    """Runs the command. Returns 0, or 1 if the program breaks a rule of the machine or cannot be simulated."""
     parser = argparse.ArgumentParser(prog="python -m flaxasync.check.player", description=__doc__)
-    parser.add_argument("folder", help="what --xla_jf_dump_to wrote")
-    parser.add_argument("--topology", help="what it was compiled for, like v5e:2x2; from player.json when left out")
+    parser.add_argument("folder", help="the folder that --xla_jf_dump_to named")
+    parser.add_argument("--topology", help="what it was compiled for, like v5e:2x2 (default: as player.json says)")
     parser.add_argument(
-        "--coords", help="the chip of each partition, like 0,0,0:1,0,0:1,1,0:0,1,0; from player.json likewise"
+        "--coords",
+        help="the chip of each partition, like 0,0,0:1,0,0:1,1,0:0,1,0 (default: as player.json says)",
     )
     parser.add_argument("--measured-ms", type=float, help="what the same program took on a TPU: prints the error")
     parser.add_argument(
@@ -24,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--accept", action="append", default=[], metavar="OPERATION", help="let an unknown operation cost its slot"
     )
-    parser.add_argument("--any-version", action="store_true", help="play dumps of an untested libtpu")
+    parser.add_argument("--any-version", action="store_true", help="read dumps of an untested libtpu")
     options = parser.parse_args(argv)
     try:
         coords = None
@@ -42,11 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(result)
         if options.json:
-            result.save_json(options.json)
+            pathlib.Path(options.json).write_text(result.to_json() + "\n")
     if options.trace:
-        result.save_trace(options.trace)
+        save_trace(result, options.trace)
     if options.picture:
-        result.save_picture(options.picture)
+        save_picture(result, options.picture)
     return 0
 
 

@@ -1,18 +1,20 @@
-"""Declarations -> addresses: every buffer, scalar and semaphore of a dump gets a place that no other one shares.
+"""Gives every buffer, scalar and semaphore of a dump an address that no other one shares.
 
-The dump leaves most addresses to the linker. Any will do for playing, as long as they are distinct, the same on every
-device (the devices run one program), and buffers have their true size, so that the program's own bounds checks mean
-something. No two values share a place, so a program needs more of each space here than on a chip: of vmem, half a GiB
-for two layers. A transfer whose text names no spaces is told by its addresses, so each space ends before the next
-begins, and a program that needs more is refused.
+The dump leaves most addresses to the linker. A simulation can choose any addresses, as long as three things hold: they
+are distinct; they are the same on every device, because the devices run one program; and buffers have their true size,
+so that the program's own bounds checks work.
+
+No two values share memory here, even where they do on a chip, so a program needs more of each memory space: half a
+GiB of vmem for two layers. A transfer whose text does not name its memory spaces is recognized by its addresses.
+Each space therefore ends before the next one begins, and a program that needs more is refused.
 
 | space | unit of an address |
 |---|---|
-| smem, sflag | one word, 4 bytes |
-| vmem | one row of 128 words, 512 bytes |
-| hbm | such a row on v5e, a granule of 32 bytes on later chips |
+| smem, sflag | one word, which is 4 bytes |
+| vmem | one row of 128 words, which is 512 bytes |
+| hbm | such a row on v5e, and a granule of 32 bytes on later chips |
 
-Operands of transfers count granules in both vmem and hbm.
+The operands of transfers count granules in both vmem and hbm.
 """
 
 import bisect
@@ -24,28 +26,133 @@ from flaxasync.check.player.bundle_text import Declaration, Program
 from flaxasync.check.player.errors import DumpError, PlayerError
 
 GRANULE = 32  # bytes
-_FIRST = {"smem": 0x1000, "sflag": 0x400, "vmem": 0x200000, "hbm": 8 << 30}  # bytes
-_END = {"smem": 0x600000, "sflag": 4 << 13, "vmem": _FIRST["hbm"], "hbm": GRANULE << 32}  # 13 and 32 bits of operands
+# The first byte of each space, and the byte after its last. Operands have 13 bits for a semaphore and 32 for a granule.
+_FIRST = {"smem": 0x1000, "sflag": 0x400, "vmem": 0x200000, "hbm": 8 << 30}
+_END = {"smem": 0x600000, "sflag": 4 << 13, "vmem": _FIRST["hbm"], "hbm": GRANULE << 32}
 FIRST_HBM_GRANULE = _FIRST["hbm"] // GRANULE
-_GAP = {"smem": 0, "sflag": 0, "vmem": 4096, "hbm": 32768}  # bytes between buffers: one past the end is in none
+# Bytes between buffers, so that an address just past the end of one lies in none.
+_GAP = {"smem": 0, "sflag": 0, "vmem": 4096, "hbm": 32768}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
 _TILE = re.compile(r"\(([\d,]+)\)")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0, "opaque": 0}
+LATE = "late scalar"  # begins the label of a scalar that the compiler added after the declarations were written
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
+    """A range of addresses.
+
+    Attributes:
+      space: The memory space.
+      address: The first address, in units of the space.
+      size: The size, in units of the space.
+      label: What it is, for messages.
+    """
+
     space: str
-    address: int  # in units of the space
-    size: int  # in units
-    label: str  # for messages
+    address: int
+    size: int
+    label: str
 
 
-LATE = "late scalar"
+class Addresses:
+    """Gives out addresses, and knows what lies at each.
+
+    Attributes:
+      fixed: What lies at the (space, address) pairs that the compiler has fixed, in the compiler's words.
+    """
+
+    def __init__(self, hbm_unit: int) -> None:
+        self._unit = {"smem": 4, "sflag": 4, "vmem": 512, "hbm": hbm_unit}
+        self._next = {space: first // self._unit[space] for space, first in _FIRST.items()}
+        self._by_program: dict[str, dict[str, Buffer]] = {}
+        self._ordered: dict[str, tuple[list[int], list[Buffer]]] = {space: ([], []) for space in self._unit}
+        self.fixed: dict[tuple[str, int], str] = {}
+
+    def add(self, program: Program) -> None:
+        """Gives addresses to the declarations of one program."""
+        placed: dict[str, Buffer] = {}
+        for declaration in program.declarations.values():
+            placed[declaration.name] = self._declared(program, declaration)
+        self._by_program[program.name] = placed
+
+    def new(self, space: str, size: int, label: str) -> Buffer:
+        """Gives addresses to a buffer of `size` bytes.
+
+        Raises:
+          PlayerError: All buffers of the space together are larger than its range of addresses.
+        """
+        units = max(1, -(-size // self._unit[space]))
+        buffer = Buffer(space, self._next[space], units, label)
+        if (end := (buffer.address + units) * self._unit[space]) > _END[space]:
+            raise PlayerError(
+                f"the program's buffers in {space} need addresses up to {end:#x}, and the player has them up to "
+                f"{_END[space]:#x}, as no two buffers share any: simulate its parts as programs of their own ({label})"
+            )
+        self._next[space] += units + _GAP[space] // self._unit[space]
+        starts, buffers = self._ordered[space]
+        starts.append(buffer.address)
+        buffers.append(buffer)
+        return buffer
+
+    def of(self, program: Program, name: str) -> Buffer:
+        """Returns the buffer of `#name` in a program.
+
+        Later passes of the compiler add scalars, for spilled registers and for offsets of the linker. They are not
+        declared, and get an address when they are first used. Their numbers are higher than those of all declarations.
+
+        Raises:
+          DumpError: The name is not declared although it should be.
+        """
+        placed = self._by_program[program.name]
+        if name not in placed:
+            last = max((_number(known) for known in program.declarations), default=-1)
+            if not name.endswith("_spill") and _number(name) <= last:
+                raise DumpError(
+                    f"{program.path.name} uses #{name}, which its *-original.txt does not declare: the dump was cut"
+                )
+            placed[name] = self.new("smem", 4, f"{LATE} {name} of {program.name}")
+        return placed[name]
+
+    def at_granule(self, space: str, granule: int) -> Buffer | None:
+        """Returns the buffer that contains a granule of vmem or hbm; None if there is none."""
+        return self.at(space, granule * GRANULE // self._unit[space])
+
+    def granules(self, buffer: Buffer) -> tuple[int, int]:
+        """Returns the first granule of a buffer, and the granule after its last."""
+        scale = self._unit[buffer.space] // GRANULE
+        return buffer.address * scale, (buffer.address + buffer.size) * scale
+
+    def at(self, space: str, address: int) -> Buffer | None:
+        """Returns the buffer that contains an address; None if there is none."""
+        starts, buffers = self._ordered[space]
+        index = bisect.bisect_right(starts, address) - 1
+        if index < 0 or address >= buffers[index].address + buffers[index].size:
+            return None
+        return buffers[index]
+
+    def _declared(self, program: Program, declaration: Declaration) -> Buffer:
+        """Returns the buffer of a declaration, at its fixed address if it has one."""
+        space = declaration.space
+        if space not in self._unit:
+            space = "smem"  # the core that is simulated never uses its address
+        label = f"{declaration.tag} ({declaration.name} of {program.name})"
+        if declaration.offset >= 0:
+            address = declaration.offset // self._unit[space]
+            if declaration.size and not declaration.tag.endswith("null"):
+                self.fixed[space, address] = declaration.tag
+            if space not in ("smem", "sflag"):
+                return self.new(space, max(declaration.size, 1), label)
+            return Buffer(space, address, max(1, declaration.size // 4), label)
+        size = declaration.size if declaration.size >= 0 else shape_bytes(declaration.shape)
+        return self.new(space, size, label)
 
 
 def shape_bytes(shape: str) -> int:
-    """Returns the bytes of an HLO shape, its tiles filled up: `bf16[3,5]{1,0:T(8,128)(2,1)}` is 2048; a tuple's sum."""
+    """Returns the bytes of an HLO shape with the padding of its tiles. For a tuple it returns the sum.
+
+    `bf16[3,5]{1,0:T(8,128)(2,1)}` has 2048 bytes.
+    """
     return sum(_array_bytes(m) for m in _SHAPE.finditer(shape))
 
 
@@ -63,88 +170,3 @@ def _array_bytes(match: re.Match) -> int:
 
 def _number(name: str) -> int:
     return int(re.findall(r"\d+", name)[0])
-
-
-class Addresses:
-    """Hands out addresses, and tells what lies at one."""
-
-    def __init__(self, hbm_unit: int) -> None:
-        self._unit = {"smem": 4, "sflag": 4, "vmem": 512, "hbm": hbm_unit}
-        self._next = {space: first // self._unit[space] for space, first in _FIRST.items()}
-        self._by_program: dict[str, dict[str, Buffer]] = {}
-        self._ordered: dict[str, tuple[list[int], list[Buffer]]] = {space: ([], []) for space in self._unit}
-        self.fixed: dict[tuple[str, int], str] = {}  # (space, address) -> what the compiler says lies there
-
-    def add(self, program: Program) -> None:
-        """Places the declarations of one program."""
-        places: dict[str, Buffer] = {}
-        for declaration in program.declarations.values():
-            places[declaration.name] = self._place(program, declaration)
-        self._by_program[program.name] = places
-
-    def new(self, space: str, size: int, label: str) -> Buffer:
-        """Places a buffer of `size` bytes that no program declares.
-
-        Raises:
-          PlayerError: all buffers of the space together are larger than its range of addresses.
-        """
-        units = max(1, -(-size // self._unit[space]))
-        buffer = Buffer(space, self._next[space], units, label)
-        if (end := (buffer.address + units) * self._unit[space]) > _END[space]:
-            raise PlayerError(
-                f"the program's buffers in {space} need addresses up to {end:#x}, and the player has them up to "
-                f"{_END[space]:#x}, as no two buffers share any: play its parts as programs of their own ({label})"
-            )
-        self._next[space] += units + _GAP[space] // self._unit[space]
-        starts, buffers = self._ordered[space]
-        starts.append(buffer.address)
-        buffers.append(buffer)
-        return buffer
-
-    def of(self, program: Program, name: str) -> Buffer:
-        """Returns where `#name` of a program lies.
-
-        Scalars that later passes add (spill slots, offsets of the linker) are declared by their first use: their
-        numbers are higher than any that was declared.
-        """
-        places = self._by_program[program.name]
-        if name not in places:
-            last = max((_number(known) for known in program.declarations), default=-1)
-            if not name.endswith("_spill") and _number(name) <= last:
-                raise DumpError(
-                    f"{program.path.name} uses #{name}, which its *-original.txt does not declare: the dump was cut"
-                )
-            places[name] = self.new("smem", 4, f"{LATE} {name} of {program.name}")
-        return places[name]
-
-    def at_granule(self, space: str, granule: int) -> Buffer | None:
-        """Returns the buffer that holds a granule of vmem or hbm."""
-        return self.at(space, granule * GRANULE // self._unit[space])
-
-    def granules(self, buffer: Buffer) -> tuple[int, int]:
-        """Returns the first granule of a buffer, and the one after its last."""
-        scale = self._unit[buffer.space] // GRANULE
-        return buffer.address * scale, (buffer.address + buffer.size) * scale
-
-    def at(self, space: str, address: int) -> Buffer | None:
-        """Returns the buffer that holds an address."""
-        starts, buffers = self._ordered[space]
-        index = bisect.bisect_right(starts, address) - 1
-        if index < 0 or address >= buffers[index].address + buffers[index].size:
-            return None
-        return buffers[index]
-
-    def _place(self, program: Program, declaration: Declaration) -> Buffer:
-        space = declaration.space
-        if space not in self._unit:
-            space = "smem"  # never addressed by the core that is played
-        label = f"{declaration.tag} ({declaration.name} of {program.name})"
-        if declaration.offset >= 0:
-            address = declaration.offset // self._unit[space]
-            if declaration.size and not declaration.tag.endswith("null"):
-                self.fixed[space, address] = declaration.tag
-            if space not in ("smem", "sflag"):
-                return self.new(space, max(declaration.size, 1), label)
-            return Buffer(space, address, max(1, declaration.size // 4), label)
-        size = declaration.size if declaration.size >= 0 else shape_bytes(declaration.shape)
-        return self.new(space, size, label)

@@ -1,7 +1,8 @@
-"""Bundle text -> Program: reads one `*-final_bundles.txt` and the declarations in the `*-original.txt` beside it.
+"""Reads one program: its `*-final_bundles.txt`, and the declarations in the `*-original.txt` beside it.
 
-A bundle is what the core issues in one cycle: operations between braces, separated by ` ;; `, with their address in
-front and the regions that begin there behind. Nothing is interpreted here: operands stay text.
+A bundle is what the core issues in one cycle. In the text it is a list of operations between braces, separated by
+` ;; `. Its address stands before it, and the regions that begin there stand behind it. Nothing is interpreted here:
+operands stay text.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ HEADER = "= control target key start"
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +([A-Z]{2})? *: *(?:> *)*\{", re.M)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _COMMENT = re.compile(r"/\*(.*?)\*/", re.S)
-_KEPT = re.compile(r"\x01(\d+)\x02")  # what stands for a comment while operations are told apart
+_PLACEHOLDER = re.compile(r"\x01(\d+)\x02")  # stands for a comment while operations are split apart
 _LABEL = re.compile(r"/\*\w+=\*/")
 _OPERATION = re.compile(r"(?:%(\S+) = )?([a-z_][\w.\-\[\]]*)\s*(.*)", re.S)
 _BRACKET = re.compile(r"[\[\](),]")
@@ -30,25 +31,44 @@ _ALLOCATION = re.compile(
     r"(?:, offset = (0x[0-9a-f]+|\d+))?[^\n]*?tag = '([^']*)'"
 )
 _HLO_REGION = re.compile(r"^ *\$region\d+: #\{([^}]+)\}|vtrace (\d{10})\b", re.M)
+# Trace marks: the number of an instruction plus MARK_START where it begins, and plus MARK_END where it ends.
 MARK_START, MARK_END, MARK_LIMIT = 0x80000000, 0x90000000, 0xA0000000
-MARK_RUN = 0x0FFFFFFF  # the mark around the whole run
-_UNKNOWN_SIZE = 1 << 40
+MARK_RUN = 0x0FFFFFFF  # the number of the mark around the whole program
+_UNKNOWN_SIZE = 1 << 40  # a declared size above this is the compiler's word for a size that it does not know
 
 
 class Operation(NamedTuple):
-    """One operation of a bundle; operands and predicate as they are written."""
+    """One operation of a bundle.
+
+    Attributes:
+      name: The name, like "sadd.s32".
+      unit: The name up to the first dot, like "sadd".
+      result: The register that it writes; "" if it writes none.
+      operands: The operands, as text.
+      predicate: "" or the condition under which it is executed: "%p3_p1", "!%p3_p1", "1" or "!1".
+      target: The region that a branch goes to; -1 for every other operation.
+      comment: The compiler's comment.
+    """
 
     name: str
-    unit: str  # the name up to the first dot
+    unit: str
     result: str
     operands: tuple[str, ...]
-    predicate: str  # "", "%p3_p1", "!%p3_p1", "1" or "!1"
-    target: int  # region of a branch, or -1
+    predicate: str
+    target: int
     comment: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bundle:
+    """The operations that the core issues in one cycle.
+
+    Attributes:
+      address: The address in the program.
+      line: The line of the text.
+      operations: The operations, in printed order.
+    """
+
     address: int
     line: int
     operations: tuple[Operation, ...]
@@ -56,29 +76,47 @@ class Bundle:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Declaration:
-    """A buffer, scalar or semaphore as the compiler declared it. Sizes in bytes; -1 where the text does not say."""
+    """A buffer, scalar or semaphore, as the compiler declared it.
+
+    Attributes:
+      name: The name, like "allocation3".
+      shape: The HLO shape, as text.
+      space: The memory space: "hbm", "vmem", "smem", "sflag", ...
+      size: The size in bytes; -1 if the text does not say.
+      offset: The address in bytes if the compiler fixed it; -1 otherwise.
+      tag: What it is for, in the compiler's words.
+    """
 
     name: str
     shape: str
     space: str
     size: int
-    offset: int  # fixed byte address, or -1
+    offset: int
     tag: str
 
 
 @dataclasses.dataclass
 class Program:
-    """The bundles of one fusion, kernel or of the top level program."""
+    """The bundles of one fusion, of one kernel, or of the top level program.
+
+    Attributes:
+      name: The HLO instruction that it implements.
+      path: The file.
+      bundles: The bundles, in the order of their addresses.
+      regions: The index of the first bundle of each region.
+      declarations: The buffers, scalars and semaphores, by name.
+      marks: The HLO instruction of each trace mark. Only the top level program has marks.
+    """
 
     name: str
     path: pathlib.Path
     bundles: list[Bundle]
-    regions: dict[int, int]  # region -> index of its first bundle
+    regions: dict[int, int]
     declarations: dict[str, Declaration]
-    marks: dict[int, str]  # mark -> HLO instruction; of the top level program
+    marks: dict[int, str]
 
-    def place(self, index: int) -> str:
-        """Returns file:line and address of a bundle, for messages."""
+    def location(self, index: int) -> str:
+        """Returns the file, line and address of a bundle, for messages."""
         bundle = self.bundles[min(index, len(self.bundles) - 1)]
         return f"{self.path.name}:{bundle.line} (bundle {bundle.address:#x})"
 
@@ -87,7 +125,7 @@ def read_program(name: str, bundles: pathlib.Path, original: pathlib.Path) -> Pr
     """Reads one program.
 
     Raises:
-      DumpError: the text has another form, or ends too early.
+      DumpError: The text has another form, or ends too early.
     """
     text = bundles.read_text(errors="replace")
     if not text.startswith(HEADER):
@@ -101,7 +139,7 @@ def read_program(name: str, bundles: pathlib.Path, original: pathlib.Path) -> Pr
 
 
 def parse_operation(text: str, comment: str = "") -> Operation | None:
-    """Parses `%s4_s2 = sadd.s32 (%p1_p0), %s1_s0, 4`; None for what is no operation."""
+    """Parses `%s4_s2 = sadd.s32 (%p1_p0), %s1_s0, 4`. Returns None for a text that is not an operation."""
     match = _OPERATION.match(text)
     if not match:
         return None
@@ -117,13 +155,14 @@ def parse_operation(text: str, comment: str = "") -> Operation | None:
         predicate, rest = found[1], rest[: found.start()].rstrip(", ") + ", " + rest[found.end() :]
     if name == "sst":
         rest = _SMEM_STORE.sub(r"\1, ", rest.strip(", "))
-    name = sys.intern(name)  # there are some hundred names, and up to a million operations
+    name = sys.intern(name)  # a million operations share a few hundred names
     return Operation(
         name, sys.intern(name.partition(".")[0]), result, _split(rest.strip(", ")), predicate, target, comment
     )
 
 
 def _bundles(text: str, path: pathlib.Path) -> tuple[list[Bundle], dict[int, int]]:
+    """Returns the bundles of a text, and the index of the first bundle of each region."""
     starts = list(_BUNDLE.finditer(text))
     if not starts:
         raise DumpError(f"{path.name} holds no bundle: the dump was cut short; compile again")
@@ -151,7 +190,8 @@ def _bundles(text: str, path: pathlib.Path) -> tuple[list[Bundle], dict[int, int
                 regions.setdefault(int(region), index)
             bundles.append(Bundle(address, line, _operations(body[:close])))
         line += text.count("\n", match.start(), end)
-    if starts[-1][2]:  # the exit bundle is a branch target, but its comment names the exit instead of the regions
+    if starts[-1][2]:
+        # The exit bundle is the target of branches, but its comment names the exit instead of its regions.
         targets = {o.target for bundle in bundles for o in bundle.operations if o.target >= 0}
         for region in targets - regions.keys():
             regions[region] = len(bundles) - 1
@@ -159,7 +199,7 @@ def _bundles(text: str, path: pathlib.Path) -> tuple[list[Bundle], dict[int, int
 
 
 def _close(body: str) -> int:
-    """Returns the position of the brace that ends a bundle: the first one outside comments."""
+    """Returns the position of the brace that ends a bundle, the first one outside of comments; -1 if there is none."""
     position = 0
     while True:
         brace, comment = body.find("}", position), body.find("/*", position)
@@ -174,25 +214,25 @@ def _close(body: str) -> int:
 def _operations(text: str) -> tuple[Operation, ...]:
     comments: list[str] = []
 
-    def keep(match: re.Match) -> str:
+    def set_aside(match: re.Match) -> str:
         comments.append(match[1].strip())
         return f"\x01{len(comments) - 1}\x02"
 
     if "/*" in text:
-        text = _COMMENT.sub(keep, _LABEL.sub("", text))
+        text = _COMMENT.sub(set_aside, _LABEL.sub("", text))
     operations = []
-    for part in text.split(" ;; "):
+    for one in text.split(" ;; "):
         comment = ""
-        if found := _KEPT.search(part) if "\x01" in part else None:
-            part, comment = _KEPT.sub("", part), comments[int(found[1])]
-        operation = parse_operation(part.strip(), comment)
+        if found := _PLACEHOLDER.search(one) if "\x01" in one else None:
+            one, comment = _PLACEHOLDER.sub("", one), comments[int(found[1])]
+        operation = parse_operation(one.strip(), comment)
         if operation is not None:
             operations.append(operation)
     return tuple(operations)
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Splits operands at the commas outside brackets."""
+    """Splits operands at the commas that stand outside of brackets."""
     if "[" not in text and "(" not in text:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     parts, depth, start = [], 0, 0

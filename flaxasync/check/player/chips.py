@@ -1,17 +1,20 @@
-"""The chip table of the player: what each number is, and where it comes from.
+"""The chip table of the player: what each number means, and where it comes from.
 
-Peak rates, bandwidths and clocks are those of `flaxasync.hardware` (data sheets and the compiler's own clock). What
-is added is how the matrix units keep time, and the calibrated efficiencies. Only v5e was calibrated on measurements;
-the constants of other chips marked "assumed" are not measured, and results on those chips say so.
+Peak rates, bandwidths and clocks are those of `flaxasync.hardware`, which has them from data sheets and from the
+compiler. This table adds the timing of the matrix units, and the efficiencies of memory and links. Only v5e was
+calibrated on measurements. The numbers of other chips that are marked "assumed" were not measured, and results on
+those chips say so.
 
-| number | v5e | others |
+| number | v5e | other chips |
 |---|---|---|
-| `push`, `latency`, `results` | spacing that the compiler itself keeps between a push, a multiply and its pop | same |
-| `occupancy` bf16 | 16: 4 units x 16x128x128 MACs / 16 cycles x 1.5 GHz = 197 TFLOP/s, the data sheet | likewise |
+| `push`, `latency`, `results` | the spacing that the compiler keeps between a push, a multiply and its pop | the same |
+| `occupancy` bf16 | 16: 4 units x 16x128x128 MACs / 16 cycles x 1.5 GHz = 197 TFLOP/s, the data sheet | the same way |
 | `hbm_efficiency` | 0.801: a 128 MiB copy (read + write) in 0.41 ms, published with the 2x2 study | assumed equal |
 | `link_efficiency` | 1.0367: a 128 MiB permute in 2.877 ms, same study | assumed 1 |
 | `local_latency` | 0.45 us: JAX's matmul tutorial, 128-row blocks | assumed equal |
-| `remote_latency`, `sync_latency` | 1 us a message, assumed: the study's sizes do not resolve it | assumed equal |
+| `remote_latency`, `sync_latency` | 1 us, assumed: the sizes of the study do not resolve it | assumed equal |
+
+The study is the published 2x2 matmul study on v5e, with which docs/player.md compares the player.
 """
 
 import dataclasses
@@ -24,23 +27,42 @@ from flaxasync.check.player.errors import PlayerError
 
 @dataclasses.dataclass(frozen=True)
 class PlayedChip:
-    """A chip as the player sees it. Cycles are those of its clock."""
+    """A chip as the player models it. Cycles are those of its clock.
+
+    Attributes:
+      name: The name of the chip.
+      sheet: Its data sheet.
+      occupancy: Cycles for which one vmatmul holds its unit, by operand type; "" is every type but bf16.
+      push: Cycles for which one weight push holds the port of its unit.
+      latency: Cycles from a vmatmul to its first result.
+      results: The number of pops for one vmatmul, by operand type.
+      hbm_efficiency: The share of the data sheet's HBM bandwidth that transfers reach.
+      link_efficiency: The share of the data sheet's link bandwidth that transfers reach.
+      local_latency: Seconds from the last byte of a transfer within a chip until its semaphore is raised.
+      remote_latency: Seconds from the last byte of a transfer between chips until its semaphore is raised.
+      sync_latency: Seconds that a semaphore signal takes to another chip.
+      branch_delay: The number of bundles after a branch that are still issued.
+      granule: Bytes of the unit in which transfers are counted.
+      hbm_unit: Bytes of the unit in which HBM addresses are counted.
+      cores: Cores of one device. A second core is taken to do half of the work, in step with the first one.
+      known_error: How far simulated times were off, if a measurement is known.
+    """
 
     name: str
     sheet: data_sheets.Chip
-    occupancy: Mapping[str, int]  # cycles that one vmatmul holds its unit, by operand type; "" for the rest
-    push: int  # cycles that one weight push holds the port of its unit
-    latency: int  # cycles from a vmatmul to its first result
-    results: Mapping[str, int]  # pops per vmatmul, by operand type
+    occupancy: Mapping[str, int]
+    push: int
+    latency: int
+    results: Mapping[str, int]
     hbm_efficiency: float
     link_efficiency: float
-    local_latency: float  # seconds from the last byte of a local transfer to its semaphore
-    remote_latency: float  # the same between chips
-    sync_latency: float  # seconds of a semaphore signal to another chip
-    branch_delay: int  # bundles after a branch that still issue
-    granule: int  # bytes that a transfer is counted in
-    hbm_unit: int  # bytes that an HBM address counts
-    cores: int  # of one device: a second one is taken to do half of the work in step
+    local_latency: float
+    remote_latency: float
+    sync_latency: float
+    branch_delay: int
+    granule: int
+    hbm_unit: int
+    cores: int
     known_error: str
 
     @property
@@ -49,12 +71,12 @@ class PlayedChip:
 
     @property
     def hbm(self) -> float:
-        """Bytes a second of one core, reads and writes together."""
+        """Bytes per second of one core's HBM, reads and writes together."""
         return self.sheet.hbm_bandwidth * self.hbm_efficiency / self.cores
 
     @property
     def link(self) -> float:
-        """Bytes a second of one link in one direction."""
+        """Bytes per second of one link in one direction."""
         return self.sheet.link_bandwidth * self.link_efficiency
 
     def cycles(self, seconds: float) -> float:
@@ -101,7 +123,11 @@ PLAYED_CHIPS = {
 
 
 def played_chip(topology: str) -> PlayedChip:
-    """Returns the chip of a topology ("v5e:2x2") or by its name."""
+    """Returns the chip of a topology ("v5e:2x2"), or the chip of that name ("v5e").
+
+    Raises:
+      PlayerError: The player does not know the chip.
+    """
     name = str(topology).partition(":")[0]
     if name not in PLAYED_CHIPS:
         raise PlayerError(f"topology must be of one of {', '.join(PLAYED_CHIPS)}, like 'v5e:2x2': got {topology!r}")

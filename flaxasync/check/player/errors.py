@@ -1,30 +1,33 @@
-"""What can be wrong with a dump, with a program, or with a run of it. Every message says where and what to do."""
+"""The errors of the player: a dump that cannot be read, or a program that breaks a rule of the machine.
+
+Every message says where the fault is, in the dump and where possible in the Python source, and what to do.
+"""
 
 import dataclasses
 
 
 class PlayerError(ValueError):
-    """Anything that keeps a dump from being played."""
+    """A dump cannot be simulated. All other errors of the player are of this kind."""
 
 
 class DumpError(PlayerError):
-    """The folder is no whole dump of one program by a version that the player reads."""
+    """The folder does not hold one whole dump of one program, of a version that the player reads."""
 
 
 class UnknownOperationError(PlayerError, NotImplementedError):
-    """The program holds an operation whose meaning or cost the player does not know."""
+    """The program contains an operation whose meaning or cost the player does not know."""
 
 
 class MeshMismatchError(PlayerError):
-    """The program was compiled for another number or order of devices."""
+    """The program was compiled for another number or another order of devices."""
 
 
 class ProtocolError(PlayerError):
-    """The compiled program breaks a rule of the machine: what would hang, halt or corrupt memory on a TPU."""
+    """The program breaks a rule of the machine. On a TPU it would hang, halt or corrupt memory."""
 
 
 class OutOfBoundsError(ProtocolError):
-    """A transfer leaves the buffer that it starts in."""
+    """A transfer leaves the buffer in which it begins."""
 
 
 class LeftoverSemaphoreError(ProtocolError):
@@ -36,12 +39,23 @@ class RaceError(ProtocolError):
 
 
 class HaltError(ProtocolError):
-    """The program stops itself: one of its own checks failed."""
+    """The program stops itself, because one of its own checks failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocked:
-    """Where one device waits for ever."""
+    """Where one device waits forever.
+
+    Attributes:
+      device: The number of the device.
+      kernel: The instruction of the program that the device is in.
+      semaphore: The name of the semaphore that it waits for.
+      value: The value of the semaphore.
+      needed: The value that it waits for, in words.
+      comment: The compiler's comment on the wait; "" if it has none.
+      location: The file and line of the dump.
+      source: "file:line" of the Python that made the operation; "" if the dump does not say.
+    """
 
     device: int
     kernel: str
@@ -49,20 +63,24 @@ class Blocked:
     value: int
     needed: str
     comment: str
-    place: str  # file:line of the dump
-    source: str  # file:line of the Python that made the operation, where the dump knows it
+    location: str
+    source: str
 
     def __str__(self) -> str:
         why = f" ({self.comment})" if self.comment else ""
         source = f", made at {self.source}" if self.source else ""
         return (
             f"device {self.device} waits in {self.kernel} for {self.semaphore} {self.needed}{why}, "
-            f"which is {self.value}; {self.place}{source}"
+            f"which is {self.value}; {self.location}{source}"
         )
 
 
 class DeadlockError(ProtocolError):
-    """Devices wait for what nobody will send."""
+    """Devices wait for something that no device will send.
+
+    Attributes:
+      blocked: Where each device that did not end waits.
+    """
 
     def __init__(self, blocked: tuple[Blocked, ...], finished: tuple[int, ...]):
         self.blocked = blocked

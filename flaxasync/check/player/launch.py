@@ -1,73 +1,73 @@
-"""What the runtime leaves for a program: its parameters, its outputs, who sits where, and the bundle at which to begin.
+"""What the runtime prepares for a program: its parameters, its outputs, the device assignment, and where it begins.
 
 On a TPU the host prepares these before the program starts, and a preamble of the program makes sure that all devices
-were launched together. The player begins after that preamble.
+were launched together. The simulation begins after this preamble.
 """
 
 from flaxasync.check.player.addresses import Addresses, Buffer, shape_bytes
-from flaxasync.check.player.blocks import Code
+from flaxasync.check.player.basic_blocks import Code
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
+from flaxasync.check.player.chip_grid import ChipGrid, Coords
 from flaxasync.check.player.dump import Dump
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.machine import Machine
-from flaxasync.check.player.topology import Coords, Topology
 
-_REGISTRY = 0x180000  # of profile counters, beyond all scalar memory that a program uses
+_PROFILE_COUNTERS = 0x180000  # an address beyond all scalar memory that a program uses
 
 
 class Launch:
-    """The memory that all devices find, the same on each.
+    """The memory that every device finds when it starts. It is the same on each.
 
     Attributes:
-      chips: the number of each partition's chip (and core), as programs address it.
+      chips: The number of each partition's chip (and core), as programs address it.
     """
 
-    def __init__(self, dump: Dump, addresses: Addresses, grid: Topology, coords: tuple[Coords, ...]):
+    def __init__(self, dump: Dump, addresses: Addresses, grid: ChipGrid, coords: tuple[Coords, ...]):
         self._addresses = addresses
-        cores = [coords[:device].count(place) for device, place in enumerate(coords)]
-        self.chips = [grid.chip_id(place) * grid.cores + core for place, core in zip(coords, cores, strict=True)]
+        cores = [coords[:device].count(chip) for device, chip in enumerate(coords)]
+        self.chips = [grid.chip_id(chip) * grid.cores + core for chip, core in zip(coords, cores, strict=True)]
         self._parameters = {
-            i.parameter_number: self._place(str(i.shape), f"parameter {i.parameter_number} ({i.name})")
+            i.parameter_number: self._new_address(str(i.shape), f"parameter {i.parameter_number} ({i.name})")
             for i in dump.module.entry.instructions
             if i.parameter_number is not None
         }
         root = next(i for i in dump.module.entry.instructions if i.is_root)
-        parts = root.operands if root.opcode == "tuple" else ()
-        shapes = [dump.instructions[name].shape for name in parts] or [root.shape]
-        outputs = [self._place(str(shape), f"output {n}") for n, shape in enumerate(shapes)]
+        names = root.operands if root.opcode == "tuple" else ()
+        shapes = [dump.instructions[name].shape for name in names] or [root.shape]
+        outputs = [self._new_address(str(shape), f"output {n}") for n, shape in enumerate(shapes)]
         assignment = addresses.new("hbm", 4 * len(self.chips), "the device assignment")
         table = addresses.new("hbm", 4 * len(outputs), "the table of outputs")
         self._tables = [(assignment, self.chips), (table, outputs)]
         self._pointers = {
             "device assignment ptr": assignment.address,
             "output ptr": table.address if len(outputs) > 1 else outputs[0],
-            "registry": _REGISTRY,
+            "registry": _PROFILE_COUNTERS,
         }
-        self._seats = list(zip(coords, cores, strict=True))
+        self._coords_and_cores = list(zip(coords, cores, strict=True))
         self._grid = grid
 
     def machine(self, device: int, code: Code) -> Machine:
         """Returns a device at the beginning of the program."""
-        place, core = self._seats[device]
-        machine = Machine(device, self._grid.chip_id(place), core, place, self._addresses, code)
-        machine.position, machine.parameters, machine.pointers = _entry(code), self._parameters, self._pointers
+        coords, core = self._coords_and_cores[device]
+        machine = Machine(device, self._grid.chip_id(coords), core, coords, self._addresses, code)
+        machine.position, machine.parameters, machine.pointers = _first_bundle(code), self._parameters, self._pointers
         return machine
 
-    def table(self, buffer: Buffer | None) -> list[int] | None:
-        """Returns the words of a buffer, if it is one that the runtime filled."""
+    def words_of(self, buffer: Buffer | None) -> list[int] | None:
+        """Returns the words of a buffer that the runtime has filled; None for any other buffer."""
         return next((words for known, words in self._tables if known is buffer), None)
 
-    def _place(self, shape: str, label: str) -> int:
+    def _new_address(self, shape: str, label: str) -> int:
         return self._addresses.new("hbm", shape_bytes(shape), label).address
 
 
-def _entry(code: Code) -> int:
-    """Returns the bundle at which the program proper begins: after the last branch of the launch."""
-    launch = 0
+def _first_bundle(code: Code) -> int:
+    """Returns the bundle at which the program proper begins, which is after the last branch of the preamble."""
+    first = 0
     for index, bundle in enumerate(code.program.bundles):
         for operation in bundle.operations:
             if operation.unit == "sbr":
-                launch = index + code.chip.branch_delay + 1
+                first = index + code.chip.branch_delay + 1
             begins = operation.unit == "scalar_parameter_address" or (
                 operation.unit == "vtrace"
                 and operation.operands[0].isdigit()
@@ -75,7 +75,7 @@ def _entry(code: Code) -> int:
                 and (int(operation.operands[0]) & MARK_RUN) != MARK_RUN
             )
             if begins:
-                return launch
+                return first
     raise PlayerError(
         f"{code.program.path.name} has no instruction of a program: the dump was cut, or is of another version"
     )

@@ -1,28 +1,58 @@
-"""One device: registers, scalar memory and semaphores, and its run from one action on the outside world to the next."""
+"""One device: its registers, its scalar memory and its semaphores, and its run to the next external operation."""
 
 import dataclasses
 from collections import Counter, deque
 
 from flaxasync.check.player import matrix_unit
 from flaxasync.check.player.addresses import LATE, Addresses
-from flaxasync.check.player.blocks import Action, Code
+from flaxasync.check.player.basic_blocks import Code, ExternalOperation
 from flaxasync.check.player.errors import PlayerError
 
-MAX_BLOCKS = 20_000_000  # blocks a device may run: far above any program, below for ever
+MAX_BLOCKS = (
+    20_000_000  # basic blocks that a device may run: far more than any program has, and fewer than infinitely many
+)
 
 
 @dataclasses.dataclass(slots=True)
 class Frame:
-    """A caller that waits for its callee."""
+    """The state of a caller to which its callee returns."""
 
     code: Code
     position: int
-    pending: tuple[int, int] | None
+    pending_branch: tuple[int, int] | None
     kernel: str
 
 
 class Machine:
-    """The state of one device. Time is in cycles."""
+    """The state of one device. Times are in cycles.
+
+    Attributes:
+      device: The number of the partition.
+      chip_id: The number of its chip.
+      core: The number of its core on the chip.
+      coords: The coordinates of its chip.
+      now: The time of the core.
+      registers: The scalar registers.
+      predicates: The predicate registers.
+      smem: Scalar memory, by address. It has only what was written.
+      semaphores: The semaphores, by number.
+      semaphore_values: The queue from which a program reads the values of semaphores.
+      divided: The queue of quotients and remainders.
+      core_values: The queue of values from the other core of the chip.
+      units: The state of the matrix units, as in `matrix_unit.Cost`.
+      code: The program that runs.
+      position: The index of its next bundle.
+      pending_branch: The target of a branch that was taken, and the last bundle that is still issued; None if none was.
+      stack: The callers.
+      kernel: The name of the program that runs.
+      finished: Whether the device has run to the end.
+      issue: Cycles in which a bundle was issued.
+      stall: Cycles in which a bundle waited for a matrix unit.
+      busy: Cycles in which the busiest matrix unit multiplied.
+      notes: What the simulation could not know, and how often.
+      parameters: The address of each parameter of the program.
+      pointers: Addresses that the runtime leaves in scalar memory, by the compiler's words for them.
+    """
 
     def __init__(self, device: int, chip_id: int, core: int, coords: tuple[int, ...], addresses: Addresses, code: Code):
         self.device, self.chip_id, self.core, self.coords = device, chip_id, core, coords
@@ -30,37 +60,38 @@ class Machine:
         self.registers = [0] * 64
         self.predicates = [False] * 32
         self.smem: dict[int, int] = {}
-        self.flags: Counter[int] = Counter()
-        self.flag_values: deque[int] = deque()
+        self.semaphores: Counter[int] = Counter()
+        self.semaphore_values: deque[int] = deque()
         self.divided: deque[int] = deque()
         self.core_values: deque[int] = deque()
         self.units = matrix_unit.IDLE
         self.code, self.position = code, 0
-        self.pending: tuple[int, int] | None = None  # branch under way: target, last delay slot
+        self.pending_branch: tuple[int, int] | None = None
         self.stack: list[Frame] = []
         self.kernel = code.program.name
         self.finished = False
         self.issue = self.stall = self.busy = 0
         self.notes: Counter[str] = Counter()
         self.parameters: dict[int, int] = {}
-        self.pointers: dict[str, int] = {}  # what the runtime leaves in scalar memory, by the compiler's words for it
+        self.pointers: dict[str, int] = {}
         self._addresses = addresses
-        self._runs = 0
-        self._start = 0  # of the block that runs, for messages
+        self._blocks_run = 0
+        self._start = 0  # the first bundle of the block that runs, for messages
 
-    def advance(self) -> list[tuple[Action, tuple]]:
-        """Runs until the program asks something of the world.
+    def advance(self) -> list[tuple[ExternalOperation, tuple]]:
+        """Runs until the next bundle with external operations.
 
         Returns:
-          What it asks, with operand values; nothing when the program (or the callee) has ended.
+          These operations, each with the values of its operands. The list is empty if the program has ended, which
+          may be the callee of another one.
         """
         registers, predicates = self.registers, self.predicates
         while self.position < self.code.length:
-            self._runs += 1
-            if self._runs > MAX_BLOCKS:
+            self._blocks_run += 1
+            if self._blocks_run > MAX_BLOCKS:
                 raise PlayerError(
                     f"device {self.device} ran {MAX_BLOCKS} blocks without an end, now in {self.code.program.name} at "
-                    f"{self.code.program.place(self.position)}"
+                    f"{self.code.program.location(self.position)}"
                 )
             block = self.code.block(self.position)
             self._start = self.position
@@ -77,28 +108,27 @@ class Machine:
             self.issue += block.bundles
             self.stall += cost.stall
             self.busy += cost.busy
-            branch, events = block.run(registers, predicates, self)
+            branch, external = block.run(registers, predicates, self)
             self.position = block.end + 1
             if branch is not None:
-                self.pending = self.branch(self.pending, *branch)
-            if self.pending is not None and self.pending[1] <= block.end:
-                self.position, self.pending = self.pending[0], None
-            if events:
-                return [(block.actions[number], values) for number, values in events]
+                self.pending_branch = self.branch(self.pending_branch, *branch)
+            if self.pending_branch is not None and self.pending_branch[1] <= block.end:
+                self.position, self.pending_branch = self.pending_branch[0], None
+            if external:
+                return [(block.external[number], values) for number, values in external]
         return []
 
-    def wait_until(self, time: float) -> float:
-        """Moves on to a later time without issuing; returns how long that was."""
+    def wait_until(self, time: float) -> None:
+        """Moves on to a later time without issuing anything."""
         waited = max(0.0, time - self.now)
         if waited:
             self.units = matrix_unit.aged(self.units, waited)
             self.now = time
-        return waited
 
     def call(self, code: Code, operands: tuple) -> None:
-        """Enters another program. Its operands are already in the first registers."""
-        self.stack.append(Frame(self.code, self.position, self.pending, self.kernel))
-        self.code, self.position, self.pending = code, 0, None
+        """Enters another program, with its operands in the first registers."""
+        self.stack.append(Frame(self.code, self.position, self.pending_branch, self.kernel))
+        self.code, self.position, self.pending_branch = code, 0, None
         self.kernel = code.program.name
         for register, value in enumerate(operands):
             if value is not None:
@@ -107,20 +137,23 @@ class Machine:
     def leave(self) -> None:
         """Returns to the caller."""
         frame = self.stack.pop()
-        self.code, self.position, self.pending, self.kernel = frame.code, frame.position, frame.pending, frame.kernel
+        self.code, self.position, self.kernel = frame.code, frame.position, frame.kernel
+        self.pending_branch = frame.pending_branch
 
-    def place(self, index: int | None = None) -> str:
-        return self.code.program.place(self._start if index is None else index)
+    def location(self, index: int | None = None) -> str:
+        """Returns the file and line of a bundle, by default of the first one of the block that runs."""
+        return self.code.program.location(self._start if index is None else index)
 
-    # What the generated code of a block calls.
+    # The functions of basic blocks call these.
 
     def branch(self, pending: tuple[int, int] | None, target: int, slot: int) -> tuple[int, int]:
-        """Takes a branch, whose last delay slot is `slot`."""
+        """Takes a branch whose last delay slot is `slot`."""
         if pending is not None:
-            raise PlayerError(f"{self.kernel}: a branch is taken while another is under way, at {self.place()}")
+            raise PlayerError(f"{self.kernel}: a branch is taken while another is under way, at {self.location()}")
         return target, slot
 
     def load(self, address: int) -> int:
+        """Reads scalar memory: what the program wrote, or what the runtime leaves there, or else 0 and a note."""
         address &= 0xFFFFFFFF
         value = self.smem.get(address)
         if value is not None:
@@ -145,8 +178,10 @@ class Machine:
         return 0
 
     def parameter(self, number: int) -> int:
+        """Returns the address of a parameter of the program."""
         return self.parameters[number]
 
     def pop_vector(self) -> int:
+        """Returns 0 for a scalar that depends on vector data, which is not computed."""
         self.notes[f"{self.kernel}: a scalar that depends on vector data was taken as 0"] += 1
         return 0

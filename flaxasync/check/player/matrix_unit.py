@@ -1,9 +1,11 @@
-"""The vector side: what an operation costs. Values are never computed; time is.
+"""What vector and matrix operations cost. Their values are never computed, only their time.
 
-A bundle issues in one cycle. Three operations can hold it up, all of a matrix unit: a multiply (`vmatmul`) while the
-unit still streams the one before, a weight push (`vmatpush`) while its port is busy, a pop of a result that is not
-there yet. Everything else of the vector side issues and is gone. The result of a straight run of bundles depends only
-on what the units had left to do when it began, so it is remembered by that.
+A bundle is issued in one cycle. Three operations can delay it, all of them of a matrix unit: a multiply (`vmatmul`)
+while the unit still streams the one before, a weight push (`vmatpush`) while its port is busy, and a pop of a result
+that is not ready. Every other vector operation costs its slot in the bundle and no more.
+
+The time of a basic block depends only on what the units had left to do when it began. It is therefore computed once for
+each such state.
 """
 
 import re
@@ -13,7 +15,7 @@ from typing import NamedTuple
 from flaxasync.check.player.bundle_text import Operation
 from flaxasync.check.player.chips import PlayedChip
 
-# Families of the vector, permute and transpose units that were seen in dumps, by their name up to the first dot.
+# The operations of the vector, permute and transpose units that were seen in dumps, by their name up to the first dot.
 # They cost their slot in the bundle.
 VECTOR_FAMILIES = frozenset(
     """
@@ -21,18 +23,26 @@ VECTOR_FAMILIES = frozenset(
     vlaneseq vld vllmr vlog2 vmand vmatprep vmax vmin vmmov vmneg vmor vmov vmpackc vmphi vmul vnez vor vpack vpcnt
     vperm vphi vpop vpush vrcp vrng vrot vround vrsqrt vsel vset vsetiar vsetrngseed vsettm vshll vshra vshrl vsinq
     vst vstv vsub vtanh vtrace vtrunc vunpack vweird vxor vxpose
-    """.split()  # noqa: SIM905  one a line would fill a page
+    """.split()  # noqa: SIM905, one a line would fill the page
 )
-MATRIX_FAMILIES = frozenset(
-    ["vmatmul", "vmatpush", "vmatpush1", "vmatpush2", "vmatpush3"]
-)  # pushes: to one of four places
+# A unit keeps weights in four places, and each has a push of its own.
+MATRIX_FAMILIES = frozenset(["vmatmul", "vmatpush", "vmatpush1", "vmatpush2", "vmatpush3"])
 _UNIT = re.compile(r"mxu(\d)")
-_NARROW = re.compile(r"\.(?:bf16|packed|f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
+_PACKED = re.compile(r"\.(?:bf16|packed|f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
 
 MULTIPLY, PUSH, POP = 0, 1, 2
 
 
 class MatrixOperation(NamedTuple):
+    """What an operation asks of a matrix unit.
+
+    Attributes:
+      kind: MULTIPLY, PUSH or POP.
+      unit: The number of the unit.
+      cycles: For how long it holds the unit (a multiply) or its port (a push).
+      results: The number of results that a multiply makes.
+    """
+
     kind: int
     unit: int
     cycles: int
@@ -40,30 +50,38 @@ class MatrixOperation(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of a straight run of bundles; in cycles."""
+    """The time of a basic block, in cycles.
+
+    Attributes:
+      cycles: From its beginning to its end.
+      state: What the matrix units have left to do at its end: for each unit its number, the cycles until it is free,
+        the cycles until its port is free, and the cycles until each of its results is ready.
+      stall: Cycles in which a bundle waited for a matrix unit.
+      busy: Cycles in which the busiest unit multiplied.
+    """
 
     cycles: int
     state: tuple
     stall: int
-    busy: int  # of the busiest unit
+    busy: int
 
 
-IDLE: tuple = ()
+IDLE: tuple = ()  # the state of units that have nothing left to do
 
 
 def is_vector(operation: Operation) -> bool:
-    """Says whether an operation of the vector side is known: it costs its slot only, or it is one of a matrix unit."""
+    """Says whether a vector operation is known: it costs its slot only, or it is one of a matrix unit."""
     return operation.unit in VECTOR_FAMILIES or operation.unit in MATRIX_FAMILIES
 
 
 def matrix_operation(operation: Operation, chip: PlayedChip) -> MatrixOperation | None:
-    """Returns what an operation asks of a matrix unit; None for all others."""
+    """Returns what an operation asks of a matrix unit; None for every other operation."""
     if not operation.unit.startswith(("vmat", "vpop")):
         return None
     unit = int(match[1]) if (match := _UNIT.search(operation.name)) else 0
     if operation.unit == "vmatmul":
-        # `lmr` multiplies 8 rows of a loaded register, as a float32 multiply does, whatever their type.
-        packed = _NARROW.search(operation.name) and ".lmr." not in operation.name
+        # `lmr` multiplies 8 rows of a loaded register, whatever their type. A float32 multiply does the same.
+        packed = _PACKED.search(operation.name) and ".lmr." not in operation.name
         kind = "bf16" if packed else ""
         return MatrixOperation(MULTIPLY, unit, chip.occupancy[kind], chip.results[kind])
     if operation.unit.startswith("vmatpush"):
@@ -74,13 +92,13 @@ def matrix_operation(operation: Operation, chip: PlayedChip) -> MatrixOperation 
 
 
 def cost(bundles: int, work: list[tuple[int, tuple[MatrixOperation, ...]]], state: tuple, latency: int) -> Cost:
-    """Returns what a straight run of bundles takes.
+    """Returns the time of a basic block.
 
     Args:
-      bundles: how many.
-      work: (bundle, operations) for those that use a matrix unit.
-      state: per unit (number, busy for, port busy for, cycles until each result): the `Cost.state` before.
-      latency: cycles from a multiply to its first result.
+      bundles: The number of its bundles.
+      work: (index of the bundle, operations) for each bundle that uses a matrix unit.
+      state: The state of the units before, as in `Cost`.
+      latency: Cycles from a multiply to its first result.
     """
     free = {unit: until for unit, until, _, _ in state}
     port = {unit: until for unit, _, until, _ in state}
@@ -120,7 +138,7 @@ def cost(bundles: int, work: list[tuple[int, tuple[MatrixOperation, ...]]], stat
 
 
 def aged(state: tuple, cycles: float) -> tuple:
-    """Returns what is left of `state` after the core has waited for a while."""
+    """Returns the state of the units after the core has waited for some cycles."""
     passed = int(cycles)
     if not state or passed <= 0:
         return state

@@ -1,12 +1,12 @@
-"""Transfers as flows: how bytes share HBM and links, and when each transfer ends.
+"""Transfers as flows: how their bytes share HBM and links, and when each transfer ends.
 
-A transfer uses one or more resources for every byte: the HBM of a chip (twice for a copy within it) and each directed
-link on its way. The order of service was chosen by comparison with the published study (docs/player.md):
+Every byte of a transfer uses one or more resources: the HBM of a chip (twice for a copy within it), and each directed
+link on its route. The order of service was chosen by comparison with the published study (docs/player.md):
 
-* The core's own transfers use the HBM of their chip one at a time, in the order of issue.
-* A chip sends one transfer at a time over an outgoing link, in the order of issue.
-* Transfers between chips go before the core's own where they meet in an HBM: they are as slow as their link and never
-  wait for long. Among each other they share links and HBM evenly (max-min).
+* The transfers within a chip use its HBM one at a time, in the order in which they were issued.
+* A chip sends one transfer at a time over each outgoing link, in the order in which they were issued.
+* Where transfers between chips meet transfers within a chip in an HBM, those between chips go first. They are as slow
+  as their link, and hardly ever wait. Among each other they share links and HBM evenly (max-min fairness).
 """
 
 import dataclasses
@@ -15,55 +15,75 @@ from collections.abc import Callable, Hashable, Mapping
 
 INFINITY = float("inf")
 _EPSILON = 1e-12
+_UNLIMITED = 1e9  # bytes per cycle of a transfer that uses no resource
 
-Use = tuple[Hashable, float]
+Use = tuple[Hashable, float]  # a resource, and the bytes of it that one byte of the transfer uses
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Flow:
-    """A transfer under way."""
+    """A transfer under way.
+
+    Attributes:
+      number: Counts the transfers in the order in which they were issued.
+      size: Bytes.
+      uses: The resources that it uses.
+      done: Called with the time and the flow when the transfer ends.
+      left: Bytes that have not moved yet.
+      rate: Bytes per cycle at this moment.
+      started: When its first byte moved; -1 before that.
+    """
 
     number: int
     size: int
-    uses: tuple[Use, ...]  # (resource, bytes of it per byte)
+    uses: tuple[Use, ...]
     done: Callable[[float, "Flow"], None]
     left: float
     rate: float = 0.0
-    started: float = -1.0  # when its first byte moved
+    started: float = -1.0
 
 
 class Network:
-    """All transfers of the mesh. Time is in cycles, rates in bytes a cycle.
+    """All transfers of the mesh. Times are in cycles, rates in bytes per cycle.
 
-    Args:
-      capacity: of a resource, by its kind, the first entry of its name: ("hbm", device), ("link", from, to).
+    Attributes:
+      next: When the next transfer ends; infinity if none is under way.
     """
 
     def __init__(self, capacity: Mapping[str, float]):
+        """Makes a network without transfers.
+
+        Args:
+          capacity: The capacity of a resource, by its kind. The kind is the first entry of the resource's name, which
+            is ("hbm", device) or ("link", from, to).
+        """
         self._capacity = capacity
-        self._between: dict[Hashable, deque[Flow]] = {}  # by first link
-        self._own: dict[Hashable, deque[Flow]] = {}  # by HBM
+        self._between_chips: dict[Hashable, deque[Flow]] = {}  # queues by their first link
+        self._within_chip: dict[Hashable, deque[Flow]] = {}  # queues by their HBM
         self._moving: list[Flow] = []
         self._now = 0.0
         self._count = 0
-        self.next = INFINITY  # when the next transfer ends
+        self.next = INFINITY
 
     def start(self, now: float, size: int, uses: tuple[Use, ...], done: Callable[[float, Flow], None]) -> None:
-        """Begins a transfer; `done(time, flow)` is called at its end.
+        """Begins a transfer. `done(time, flow)` is called at its end.
 
-        A transfer that uses no resource (within the on-chip memory) is over at once.
+        A transfer that uses no resource, within the on-chip memory, ends at once.
         """
         self.advance(now)
         self._count += 1
         flow = Flow(self._count, size, uses, done, float(max(size, 1)))
         link = next((resource for resource, _ in uses if resource[0] == "link"), None)  # type: ignore[index]
-        lanes, lane = (self._between, link) if link is not None else (self._own, uses[0][0] if uses else flow.number)
-        lanes.setdefault(lane, deque()).append(flow)
-        if len(lanes[lane]) == 1:
+        if link is not None:
+            queues, name = self._between_chips, link
+        else:
+            queues, name = self._within_chip, uses[0][0] if uses else flow.number
+        queues.setdefault(name, deque()).append(flow)
+        if len(queues[name]) == 1:
             self._share()
 
     def advance(self, now: float) -> None:
-        """Moves bytes until `now`, which must not be after `next`."""
+        """Moves bytes until `now`, which must not be later than `next`."""
         elapsed = now - self._now
         if elapsed > 0:
             for flow in self._moving:
@@ -71,33 +91,33 @@ class Network:
             self._now = now
 
     def finish(self) -> None:
-        """Moves on to `next` and ends the transfers that are done then."""
+        """Moves on to `next`, and ends the transfers that are done then."""
         now = self.next
         self.advance(now)
         ended = [f for f in self._moving if f.left <= 1e-6 * max(1, f.size) + 1e-3]
-        if not ended:  # rounding: the one that is nearest to its end
+        if not ended:  # rounding left a few bytes in all of them: the one that is closest to its end has ended
             ended = [min(self._moving, key=lambda f: f.left / f.rate)]
-        for lanes in (self._between, self._own):
-            for lane in [lane for lane, queue in lanes.items() if queue[0] in ended]:
-                lanes[lane].popleft()
-                if not lanes[lane]:
-                    del lanes[lane]
+        for queues in (self._between_chips, self._within_chip):
+            for name in [name for name, queue in queues.items() if queue[0] in ended]:
+                queues[name].popleft()
+                if not queues[name]:
+                    del queues[name]
         self._share()
         for flow in ended:
             flow.done(now, flow)
 
     def _share(self) -> None:
-        """Gives every transfer that is at the head of its lane a rate."""
-        between = sorted((queue[0] for queue in self._between.values()), key=_number)
-        own = sorted((queue[0] for queue in self._own.values()), key=_number)
+        """Gives a rate to every transfer that is at the head of its queue."""
+        between = sorted((queue[0] for queue in self._between_chips.values()), key=_number)
+        within = sorted((queue[0] for queue in self._within_chip.values()), key=_number)
         free: dict[Hashable, float] = {}
-        for flow in between + own:
+        for flow in between + within:
             for resource, _ in flow.uses:
                 free[resource] = self._capacity[resource[0]]  # type: ignore[index]
-        _max_min(between, free)
-        for flow in own:
-            flow.rate = min((free[resource] / share for resource, share in flow.uses), default=1e9)
-        self._moving = [f for f in between + own if f.rate > _EPSILON]
+        _share_evenly(between, free)
+        for flow in within:
+            flow.rate = min((free[resource] / share for resource, share in flow.uses), default=_UNLIMITED)
+        self._moving = [f for f in between + within if f.rate > _EPSILON]
         self.next = INFINITY
         for flow in self._moving:
             if flow.started < 0:
@@ -109,17 +129,21 @@ def _number(flow: Flow) -> int:
     return flow.number
 
 
-def _max_min(flows: list[Flow], free: dict[Hashable, float]) -> None:
-    """Fills all flows evenly until a resource is used up, fixes the flows that need it, and goes on with the rest."""
+def _share_evenly(flows: list[Flow], free: dict[Hashable, float]) -> None:
+    """Gives max-min fair rates to flows, and takes them from the free capacity of the resources.
+
+    It raises all rates evenly until a resource is used up, fixes the flows that need that resource, and goes on with
+    the rest.
+    """
     left = list(flows)
     while left:
         wanted: dict[Hashable, float] = {}
         for flow in left:
             for resource, share in flow.uses:
                 wanted[resource] = wanted.get(resource, 0.0) + share
-        narrow = min(wanted, key=lambda resource: free[resource] / wanted[resource])
-        rate = max(free[narrow] / wanted[narrow], 0.0)
-        for flow in [f for f in left if any(resource == narrow for resource, _ in f.uses)]:
+        scarcest = min(wanted, key=lambda resource: free[resource] / wanted[resource])
+        rate = max(free[scarcest] / wanted[scarcest], 0.0)
+        for flow in [f for f in left if any(resource == scarcest for resource, _ in f.uses)]:
             flow.rate = rate
             for resource, share in flow.uses:
                 free[resource] -= share * rate

@@ -1,16 +1,17 @@
-"""Runs as a PNG: one band per device that shows what its core does at every moment, its links below it.
+"""Simulated runs as a picture: one band for the core of each device, and below it one for the bytes on its links.
 
-The height of a band is the core's time: the share of each thin slice of time in which the matrix unit multiplies,
-other work issues, or the core waits, by cause. Several runs stand side by side on one time scale, so that the bubbles
-of one, and their absence in another, are seen at one glance.
+The height of a band stands for the core's time. In each thin slice of time it is divided into the shares in which a
+matrix unit multiplies, other work is issued, and the core waits, by cause. Several runs stand side by side on one scale
+of time, so that the waits of one and their absence in another are seen together.
+
+matplotlib and numpy are imported only when a picture is drawn.
 """
 
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from flaxasync.check.player.result import Device, Result
+from flaxasync.check.player.result import Device, Result
 
 COLOURS = {
     "matrix": ("#1f5fa8", "matrix units multiply"),
@@ -20,22 +21,24 @@ COLOURS = {
     "collective": ("#e8853d", "ring model of a collective"),
 }
 LINK = ("#3c8d5a", "bytes on a link")
+# The colour of each cause of a wait.
 _CAUSES = {"memory": "memory", "receive": "remote", "send": "remote", "sync": "remote", "collective": "collective"}
-_BINS = 900
-_BAND, _LINK, _GAP = 1.0, 0.22, 0.34
-_WIDTH, _LEFT, _RIGHT, _BETWEEN = 12.0, 0.85, 0.2, 0.35  # inches: of the figure, and around its panels
-_TOP, _BOTTOM, _ROW = 0.78, 0.72, 0.62  # inches: over and under the panels, and of one unit of a band
-_NAMED = 120  # letters that a phase as wide as the figure has room for
+MAX_DEVICES = 4  # drawn per run
+
+_BINS = 900  # slices of time in a panel
+_BAND, _LINK, _GAP = 1.0, 0.22, 0.34  # heights, in units of a band
+_WIDTH, _LEFT, _RIGHT, _BETWEEN = 12.0, 0.85, 0.2, 0.35  # inches of the figure, and beside and between its panels
+_TOP, _BOTTOM, _ROW = 0.78, 0.72, 0.62  # inches above and below the panels, and of one unit of a band
+_LETTERS = 120  # letters that fit into a phase that is as wide as the figure
 
 
-def save_picture(results: "Sequence[Result]", path: Any, *, titles: Sequence[str] = (), devices: int = 4) -> None:
-    """Draws results side by side, on one time scale.
+def draw_runs(results: Sequence[Result], path: Any, *, titles: Sequence[str] = ()) -> None:
+    """Draws simulated runs as a PNG, side by side, on one scale of time.
 
     Args:
-      results: at least one.
-      path: of the PNG.
-      titles: one per result; the program's name by default.
-      devices: how many devices of each are drawn.
+      results: At least one.
+      path: The file.
+      titles: A title for each result; the name of its program by default.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -50,7 +53,7 @@ def save_picture(results: "Sequence[Result]", path: Any, *, titles: Sequence[str
             "drawing a run needs matplotlib: install it, or write a trace and open it in Perfetto"
         ) from error
     end = max(r.seconds for r in results) * 1e3
-    rows = max(min(devices, len(r.devices)) for r in results) * (_BAND + _LINK + _GAP)
+    rows = max(min(MAX_DEVICES, len(r.devices)) for r in results) * (_BAND + _LINK + _GAP)
     height = _ROW * rows + _TOP + _BOTTOM
     panel = (_WIDTH - _LEFT - _RIGHT - _BETWEEN * (len(results) - 1)) / len(results)
     with rc_context({"font.family": "DejaVu Sans", "font.size": 9}):
@@ -61,11 +64,11 @@ def save_picture(results: "Sequence[Result]", path: Any, *, titles: Sequence[str
             axes = figure.add_axes(
                 (left / _WIDTH, _BOTTOM / height, panel / _WIDTH, 1 - (_TOP + _BOTTOM) / height)
             )  # fmt: skip
-            shown = sorted(result.devices, key=lambda d: d.device)[:devices]
+            shown = sorted(result.devices, key=lambda d: d.device)[:MAX_DEVICES]
             title = titles[number] if number < len(titles) else result.name
-            _draw_run(axes, result, shown, title, end, room=_NAMED * panel / _WIDTH)
+            _draw_run(axes, result, shown, title, end, letters=_LETTERS * panel / _WIDTH)
             axes.set_ylim(rows, -_GAP)
-            if number:  # the devices are named once, at the left
+            if number:  # the devices are named in the first panel only
                 axes.set_yticks([])
         present = {c for r in results for d in r.devices for c in d.waits}
         used = [k for k in COLOURS if k in ("matrix", "work") or any(_CAUSES[c] == k for c in present)]
@@ -79,8 +82,8 @@ def save_picture(results: "Sequence[Result]", path: Any, *, titles: Sequence[str
         figure.savefig(path)
 
 
-def _draw_run(axes: Any, result: "Result", shown: "Sequence[Device]", title: str, end: float, *, room: float) -> None:
-    """Draws one run from 0 to `end` ms; `room` is how many letters fit into its width."""
+def _draw_run(axes: Any, result: Result, shown: Sequence[Device], title: str, end: float, *, letters: float) -> None:
+    """Draws one run, from 0 to `end` ms. `letters` says how many of them fit into its width."""
     import numpy as np
 
     times, top, ticks = np.linspace(0, end, _BINS + 1), 0.0, []
@@ -92,7 +95,7 @@ def _draw_run(axes: Any, result: "Result", shown: "Sequence[Device]", title: str
             axes.fill_between(times, _step(low), _step(high), step="post", color=colour, lw=0)
             base = base + shares[kind]
         axes.broken_barh(links, (top + _BAND + 0.05, _LINK - 0.05), facecolors=LINK[0])
-        _name_phases(axes, device, top, end, room)
+        _name_phases(axes, device, top, end, letters)
         ticks.append((top + _BAND / 2, f"device {device.device}\n({','.join(map(str, device.coords[:2]))})"))
         top += _BAND + _LINK + _GAP
     took = result.seconds * 1e3
@@ -111,8 +114,8 @@ def _draw_run(axes: Any, result: "Result", shown: "Sequence[Device]", title: str
         axes.spines[side].set_visible(False)
 
 
-def _shares(result: "Result", device: int, end: float, np: Any) -> tuple[dict, list[tuple[float, float]]]:
-    """Returns the share of each bin by kind, and the stretches in which a link of the device carries its bytes."""
+def _shares(result: Result, device: int, end: float, np: Any) -> tuple[dict, list[tuple[float, float]]]:
+    """Returns the share of each kind in each bin, and the stretches of time in which links carry the device's bytes."""
     shares = {kind: np.zeros(_BINS) for kind in COLOURS}
     links = []
     scale = 1e3 / result.clock / end * _BINS
@@ -134,7 +137,7 @@ def _shares(result: "Result", device: int, end: float, np: Any) -> tuple[dict, l
 
 
 def _add(bins: Any, first: float, last: float, weight: float, np: Any) -> None:
-    """Adds a stretch to the bins it touches, by the part of each that it fills."""
+    """Adds a stretch of time to the bins that it overlaps, by the share of each bin that it fills."""
     low, high = int(first), min(int(last), len(bins) - 1)
     if low >= len(bins):
         return
@@ -147,19 +150,20 @@ def _add(bins: Any, first: float, last: float, weight: float, np: Any) -> None:
 
 
 def _step(values: Any) -> Any:
-    """Repeats the last value, as a post-step plot of edges wants it."""
+    """Repeats the last value, because a plot with steps needs one value for each edge of the bins."""
     import numpy as np
 
     return np.append(values, values[-1])
 
 
-def _name_phases(axes: Any, device: "Device", top: float, end: float, room: float) -> None:
+def _name_phases(axes: Any, device: Device, top: float, end: float, letters: float) -> None:
+    """Writes the names of the phases above a band, if they fit."""
     for phase in device.phases:
         start, seconds = phase.start * 1e3, phase.seconds * 1e3
         if phase.depth == 0 and phase.runs == 1:
             if start > 0:
                 axes.plot([start, start], [top - 0.02, top + _BAND + 0.02], color="white", lw=1.2)
-            width = int(seconds / end * room)
+            width = int(seconds / end * letters)
             if width > 3:
                 text = phase.name if len(phase.name) <= width else phase.name[: width - 1] + "…"
                 axes.text(start + 0.004 * end, top - 0.03, text, fontsize=7, color="#333333", va="bottom")

@@ -1,18 +1,19 @@
-"""`play` and `play_dump`: a function, or a folder of dumps, to a played result."""
+"""`play` and `play_dump`: from a function, or from a folder of dumps, to the result of its simulation."""
 
+import importlib.metadata
 import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from flaxasync.check.player.chip_grid import chip_grid, coords_of_partitions
 from flaxasync.check.player.chips import PlayedChip, played_chip
 from flaxasync.check.player.dump import Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError
-from flaxasync.check.player.mesh import Mesh
-from flaxasync.check.player.result import Result, make_result
-from flaxasync.check.player.topology import place_devices
-from flaxasync.check.player.topology import topology as read_topology
+from flaxasync.check.player.result import Result
+from flaxasync.check.player.simulation import Simulation
+from flaxasync.check.player.summary import summarize
 
 
 def play(
@@ -24,26 +25,27 @@ def play(
     accept: Iterable[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Compiles a function for a topology in a child process, dumps its bundles, and plays them.
+    """Compiles a function for a topology in a child process, dumps its final bundles, and simulates them.
 
     Args:
-      fn: a jitted function, or a function of global arrays, as for `compile_for`.
-      *args: arrays or jax.ShapeDtypeStruct with shardings on a `topology_mesh`.
-      topology: "v5e:2x4", ...
-      keep_dumps: an empty folder to leave the dumps in.
-      measured: seconds that the same program took on a TPU, where known: the result then states its error.
-      accept: names of operations that the player does not know and that are to cost their slot only.
+      fn: A jitted function, or a function of global arrays, as for `compile_for`.
+      *args: Arrays or jax.ShapeDtypeStruct, with shardings on a `topology_mesh`.
+      topology: The chip and its grid: "v5e:2x4", ...
+      keep_dumps: An empty folder in which the dumps are left. By default they are deleted.
+      measured: Seconds that the same program took on a TPU, if they are known. The result then states its error.
+      accept: Names of operations that the player does not know and that are to cost their slot only.
       compiler_options: libtpu's own options.
 
     Returns:
-      The result.
+      Where the time and the bytes of the program went. `print` shows a table. `fa.check.save_picture` and
+      `fa.check.save_trace` write files of it.
 
     Raises:
-      ValueError: the topology is unknown or does not fit.
-      RuntimeError: the compiler refused the program.
-      PlayerError: the program cannot be played, or breaks a rule of the machine.
+      ValueError: The topology is unknown, or does not fit the arguments.
+      RuntimeError: The compiler refused the program.
+      PlayerError: The program cannot be simulated, or breaks a rule of the machine.
     """
-    from flaxasync.check.topology import compile_for  # imports jax
+    from flaxasync.check.compile.compile_for import compile_for  # here, because it imports JAX and play_dump does not
 
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as temporary:
         folder = pathlib.Path(temporary if keep_dumps is None else keep_dumps)
@@ -66,18 +68,21 @@ def play_dump(
     accept: Iterable[str] = (),
     any_version: bool = False,
 ) -> Result:
-    """Plays a folder of bundle dumps.
+    """Simulates a folder of bundle dumps.
 
     Args:
-      folder: where `--xla_jf_dump_to` pointed.
-      topology: what the program was compiled for; that of the note that `play` leaves when None.
-      coords: the chip of each partition, in the mesh's order; from the note, or in the chips' order, when None.
-      chip: other constants than those of the table: `dataclasses.replace(played_chip("v5e"), hbm_efficiency=1.0)`.
-      measured, accept: as for `play`.
-      any_version: play dumps of an untested libtpu, too.
+      folder: The folder that `--xla_jf_dump_to` named.
+      topology: What the program was compiled for. By default, what the note says that `play` leaves.
+      coords: The chip of each partition, in the order of the mesh. By default, what the note says; without a note, the
+        chips in the order of their numbers.
+      chip: A chip with other numbers than those of the table, like
+        `dataclasses.replace(played_chip("v5e"), hbm_efficiency=1.0)`.
+      measured: As for `play`.
+      accept: As for `play`.
+      any_version: Whether to read dumps of a libtpu with which the player was not tested.
 
     Raises:
-      PlayerError: see errors.py.
+      PlayerError: The program cannot be simulated, or breaks a rule of the machine; see errors.py.
     """
     dump = read_dump(pathlib.Path(folder), any_version=any_version)
     named = topology or dump.note.topology
@@ -89,7 +94,7 @@ def play_dump(
         raise MeshMismatchError(
             f"{folder} was compiled for {dump.note.topology}, not for {topology}: compile again, or leave it out"
         )
-    grid = read_topology(named)
+    grid = chip_grid(named)
     chip = chip or played_chip(named)
     order = tuple(tuple(c) for c in coords) if coords is not None else dump.note.coords
     notes = []
@@ -97,14 +102,12 @@ def play_dump(
         notes.append("the order of the mesh is not known: partitions are taken to be the chips in their order")
     if not dump.note.libtpu:
         notes.append("the dump does not say which libtpu made it; its form is that of a tested version")
-    mesh = Mesh(dump, grid, place_devices(grid, dump.devices, order), chip, frozenset(accept))
-    mesh.run()
-    return make_result(mesh, measured=measured, basis_notes=tuple(notes))
+    simulation = Simulation(dump, grid, coords_of_partitions(grid, dump.devices, order), chip, frozenset(accept))
+    simulation.run()
+    return summarize(simulation, measured=measured, notes=tuple(notes))
 
 
 def _libtpu_version() -> str:
-    import importlib.metadata
-
     try:
         return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:

@@ -1,34 +1,60 @@
-"""What is written down while devices run: stretches of time on lanes, the phases of the program, and bytes by kind."""
+"""What a simulation writes down: stretches of time on lanes, the phases of the program, and bytes by kind."""
 
 import dataclasses
 from collections import Counter
 
+# What a device can wait for.
 CAUSES = {
-    "memory": "a transfer of the device's own",
+    "memory": "a transfer within its own chip",
     "receive": "bytes from another device",
     "send": "its own bytes to have left for another device",
     "sync": "a signal of another device",
-    "collective": "a collective of XLA, timed by a ring model",
+    "collective": "a collective of XLA that is timed by a ring model",
 }
 
 
 @dataclasses.dataclass(slots=True)
 class Stretch:
-    """A stretch of one device's time. Times in cycles."""
+    """A stretch of one device's time, in cycles.
+
+    Attributes:
+      device: The device.
+      lane: "core", "memory" or "link to N".
+      name: The instruction, or what was waited for.
+      kind: "run", "wait", "transfer" or "copy".
+      start: When it begins.
+      end: When it ends.
+      cause: A key of CAUSES if the core waits; the instruction if it is a transfer.
+      busy: Cycles of it in which a matrix unit multiplied.
+    """
 
     device: int
-    lane: str  # "core", "memory", "link to N"
+    lane: str
     name: str
-    kind: str  # "run", "wait", "transfer", "copy"
+    kind: str
     start: float
     end: float
     cause: str = ""
-    busy: int = 0  # cycles of the matrix unit within
+    busy: int = 0
 
 
 @dataclasses.dataclass(slots=True)
 class PhaseTime:
-    """One stay in one instruction of the program. Times in cycles."""
+    """The time of one device in one instruction of the program, for one execution of it, in cycles.
+
+    Attributes:
+      device: The device.
+      name: The instruction.
+      start: When it began.
+      end: When it ended.
+      depth: The number of instructions (loops) around it.
+      issue: Cycles in which a bundle was issued.
+      stall: Cycles in which a bundle waited for a matrix unit.
+      busy: Cycles in which the busiest matrix unit multiplied.
+      waits: Cycles of waiting, by cause.
+      analytic: Whether a part of it was timed by a ring model.
+      bytes: Bytes that its transfers moved, by kind.
+    """
 
     device: int
     name: str
@@ -44,7 +70,9 @@ class PhaseTime:
 
 
 @dataclasses.dataclass(slots=True)
-class _Open:
+class _OpenPhase:
+    """A phase that has begun and not ended, with the counts of its device at its beginning."""
+
     name: str
     start: float
     issue: int
@@ -56,28 +84,40 @@ class _Open:
 
 
 class Recorder:
-    """Books of all devices."""
+    """The records of all devices.
+
+    Attributes:
+      stretches: The stretches of time, in the order in which they ended.
+      phases: The phases, in the order in which they ended.
+      waits: Cycles of waiting of each device, by cause.
+      bytes: Bytes that the transfers of each device moved, by kind.
+    """
 
     def __init__(self, devices: int):
         self.stretches: list[Stretch] = []
         self.phases: list[PhaseTime] = []
         self.waits: list[Counter[str]] = [Counter() for _ in range(devices)]
         self.bytes: list[Counter[str]] = [Counter() for _ in range(devices)]
-        self.counts: Counter[str] = Counter()
-        self._open: list[list[_Open]] = [[] for _ in range(devices)]
+        self._open: list[list[_OpenPhase]] = [[] for _ in range(devices)]
         self._run_start = [0.0] * devices
         self._run_busy = [0] * devices
 
     def phase(self, device: int) -> str:
-        """Returns the innermost instruction that a device is in."""
+        """Returns the innermost instruction that a device is in; "" if it is in none."""
         return self._open[device][-1].name if self._open[device] else ""
 
-    def open(self, device: int, name: str, now: float, issue: int, stall: int, busy: int) -> None:
+    def depth(self, device: int) -> int:
+        """Returns the number of instructions that a device is in, one within the other."""
+        return len(self._open[device])
+
+    def enter_phase(self, device: int, name: str, now: float, issue: int, stall: int, busy: int) -> None:
+        """Begins an instruction. The last three arguments are the counts of the device so far."""
         self.run_until(device, now, busy)
-        entry = _Open(name, now, issue, stall, busy, self.waits[device].copy(), self.bytes[device].copy())
+        entry = _OpenPhase(name, now, issue, stall, busy, self.waits[device].copy(), self.bytes[device].copy())
         self._open[device].append(entry)
 
-    def close(self, device: int, now: float, issue: int, stall: int, busy: int) -> None:
+    def leave_phase(self, device: int, now: float, issue: int, stall: int, busy: int) -> None:
+        """Ends the innermost instruction. The last three arguments are the counts of the device so far."""
         self.run_until(device, now, busy)
         entry = self._open[device].pop()
         waits, moved = self.waits[device] - entry.waits, self.bytes[device] - entry.bytes
@@ -89,11 +129,9 @@ class Recorder:
         )  # fmt: skip
 
     def mark_analytic(self, device: int) -> None:
+        """Notes that a ring model times a part of the innermost instruction."""
         if self._open[device]:
             self._open[device][-1].analytic = True
-
-    def depth(self, device: int) -> int:
-        return len(self._open[device])
 
     def run_until(self, device: int, now: float, busy: int) -> None:
         """Ends the stretch in which the core ran."""
@@ -113,8 +151,8 @@ class Recorder:
         self._run_start[device] = end
 
     def transfer(self, device: int, lane: str, name: str, kind: str, start: float, end: float) -> None:
+        """Writes down that a transfer of the device was under way."""
         self.stretches.append(Stretch(device, lane, name, kind, start, end, name))
 
-    def move(self, device: int, kind: str, size: int) -> None:
+    def count_bytes(self, device: int, kind: str, size: int) -> None:
         self.bytes[device][kind] += size
-        self.counts[kind] += 1

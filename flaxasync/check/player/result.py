@@ -1,31 +1,42 @@
-"""What a run tells: where the time and the bytes went, per device and phase; a table, JSON, a trace and a picture.
+"""`Result`: where the time and the bytes of a simulated program went, for each device and phase.
 
-A phase is one instruction of the scheduled program; one in a loop counts every time it runs. Times are seconds of the
-device's own clock, which all devices start at 0.
+A phase is one instruction of the scheduled program, and one in a loop counts all of its executions. Times are seconds
+of the devices' own clocks, which all begin at 0. The file holds data and its table; render.py writes pictures and
+traces of it.
 """
 
 import dataclasses
 import json
-import pathlib
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
-from flaxasync.check.player.chips import PlayedChip
-from flaxasync.check.player.mesh import Mesh
-from flaxasync.check.player.recorder import CAUSES, PhaseTime, Stretch
-from flaxasync.check.timeline import DeviceTime, Slice, Timeline
+from flaxasync.check.estimate.timeline import DeviceTime, Slice, Timeline
+from flaxasync.check.player.recorder import CAUSES, Stretch
 
-BETWEEN_DEVICES = ("receive", "send", "sync", "collective")  # waits that count as exposed communication
+BETWEEN_DEVICES = ("receive", "send", "sync", "collective")  # the causes whose waits are exposed communication
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One instruction, all its runs together. Times in seconds."""
+    """One instruction of the program, with all of its executions together. Times are in seconds.
+
+    Attributes:
+      name: The instruction.
+      runs: How often it was executed.
+      start: When the first execution began.
+      seconds: All of its time.
+      issue: Time in which bundles were issued.
+      matrix_stall: Time in which a bundle waited for a matrix unit.
+      matrix_busy: Time in which the busiest matrix unit multiplied.
+      waits: Time of waiting, by cause.
+      bytes: Bytes that its transfers moved, by kind.
+      analytic: Whether a part of it was timed by a ring model.
+      depth: The number of loops around it.
+    """
 
     name: str
     runs: int
-    start: float  # of the first run
+    start: float
     seconds: float
     issue: float
     matrix_stall: float
@@ -33,16 +44,29 @@ class Phase:
     waits: Mapping[str, float]
     bytes: Mapping[str, int]
     analytic: bool
-    depth: int  # loops around it
+    depth: int
 
     @property
     def exposed(self) -> float:
+        """Seconds of waiting for other devices."""
         return sum(self.waits.get(cause, 0.0) for cause in BETWEEN_DEVICES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One device. seconds = issue + matrix_stall + the sum of its waits."""
+    """One device. Times are in seconds: `seconds` is the sum of `issue`, `matrix_stall` and all `waits`.
+
+    Attributes:
+      device: The number of the partition.
+      coords: The coordinates of its chip.
+      seconds: All of its time.
+      issue: Time in which bundles were issued.
+      matrix_stall: Time in which a bundle waited for a matrix unit.
+      matrix_busy: Time in which the busiest matrix unit multiplied.
+      waits: Time of waiting, by cause.
+      bytes: Bytes that its transfers moved, by kind.
+      phases: The phases, in the order in which they first began.
+    """
 
     device: int
     coords: tuple[int, ...]
@@ -56,16 +80,20 @@ class Device:
 
     @property
     def exposed(self) -> float:
-        """Seconds spent waiting for other devices."""
+        """Seconds of waiting for other devices."""
         return sum(self.waits.get(cause, 0.0) for cause in BETWEEN_DEVICES)
 
     @property
     def share_of_peak(self) -> float:
-        """Share of the time in which a matrix unit multiplies: of the peak, as far as its tiles are full."""
+        """The share of the time in which a matrix unit multiplies. It is the share of peak where tiles are full."""
         return self.matrix_busy / self.seconds if self.seconds else 0.0
 
     def phase(self, name: str) -> Phase:
-        """Returns a phase by the beginning of its name, the longest if there are several."""
+        """Returns the phase whose name begins so, or the longest of them if there are several.
+
+        Raises:
+          KeyError: There is no such phase.
+        """
         found = [p for p in self.phases if p.name.startswith(name)]
         if not found:
             raise KeyError(f"no phase begins with {name!r}: {', '.join(p.name for p in self.phases)}")
@@ -74,7 +102,20 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A program played on a mesh. Totals are those of the slowest device."""
+    """A simulated program. The totals are those of the slowest device. `print` shows a table.
+
+    Attributes:
+      name: The name of the program.
+      topology: The topology.
+      chip: The name of the chip.
+      basis: What the times are based on.
+      known_error: How far such times were off, if a measurement is known.
+      devices: The devices, in the order of the partitions.
+      notes: What a reader should know beside the figures.
+      stretches: All stretches of time, in cycles.
+      clock: Cycles per second.
+      measured: Seconds that the program took on a TPU; None if it was not measured.
+    """
 
     name: str
     topology: str
@@ -97,6 +138,7 @@ class Result:
 
     @property
     def exposed(self) -> float:
+        """Seconds in which the slowest device waits for other devices."""
         return self.slowest.exposed
 
     @property
@@ -105,46 +147,45 @@ class Result:
 
     @property
     def error(self) -> float | None:
-        """How far the total is from the measurement, as a share of it; None without one."""
+        """How far the total is from the measurement, as a share of it; None if there is no measurement."""
         return None if self.measured is None else self.seconds / self.measured - 1
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes moved by all devices, by kind."""
-        total: Counter[str] = Counter()
+        """Bytes that the transfers of all devices moved, by kind."""
+        moved: Counter[str] = Counter()
         for d in self.devices:
-            total.update(d.bytes)
-        return dict(total)
+            moved.update(d.bytes)
+        return dict(moved)
 
     def timeline(self) -> Timeline:
-        """Returns the run as the result type that all sources of time in flaxasync.check share."""
+        """Returns the simulated program as a `Timeline`, the data that `fa.check.timeline` returns, too."""
         kinds = {"run": "compute", "transfer": "transfer", "copy": "copy"}
         waits = dict.fromkeys(CAUSES, "stall") | {"memory": "memory", "collective": "collective"}
         slices = tuple(
             Slice(
-                s.device, s.lane, s.name, kinds.get(s.kind) or waits[s.cause], s.start / self.clock, s.end /
-                self.clock, s.cause
+                device=s.device,
+                lane=s.lane,
+                name=s.name,
+                kind=kinds.get(s.kind) or waits[s.cause],
+                start=s.start / self.clock,
+                end=s.end / self.clock,
+                cause=s.cause,
             )
             for s in self.stretches
-        )  # fmt: skip
+        )
         devices = tuple(
             DeviceTime(
-                d.device, d.seconds, d.issue + d.matrix_stall, d.exposed, d.waits.get("memory", 0.0),
-                {p.name: sum(p.waits.values()) for p in d.phases if p.waits},
+                device=d.device,
+                seconds=d.seconds,
+                compute=d.issue + d.matrix_stall,
+                exposed=d.exposed,
+                memory=d.waits.get("memory", 0.0),
+                causes={p.name: sum(p.waits.values()) for p in d.phases if p.waits},
             )
             for d in self.devices
-        )  # fmt: skip
+        )
         return Timeline(self.name, self.chip, self.basis, self.known_error, slices, devices, self.notes)
-
-    def save_trace(self, path: Any) -> None:
-        """Writes a Chrome trace (JSON), which Perfetto and chrome://tracing open."""
-        self.timeline().save_trace(path)
-
-    def save_picture(self, path: Any) -> None:
-        """Writes a PNG of the mesh's timeline; needs matplotlib."""
-        from flaxasync.check.player.picture import save_picture
-
-        save_picture([self], path)
 
     def to_json(self) -> str:
         """Returns everything but the single stretches of time."""
@@ -164,63 +205,8 @@ class Result:
         }
         return json.dumps(content, indent=1)
 
-    def save_json(self, path: Any) -> None:
-        pathlib.Path(path).write_text(self.to_json() + "\n")
-
     def __str__(self) -> str:
         return _table(self)
-
-
-def make_result(mesh: Mesh, *, measured: float | None, basis_notes: tuple[str, ...] = ()) -> Result:
-    """Collects what a finished run has written down."""
-    chip = mesh.chip
-    notes = sum((m.notes for m in mesh.machines), mesh.notes)
-    devices = []
-    for m in mesh.machines:
-        waits = {cause: chip.seconds(t) for cause, t in sorted(mesh.recorder.waits[m.device].items())}
-        phases = [p for p in mesh.recorder.phases if p.device == m.device]
-        devices.append(
-            Device(
-                m.device, m.coords, chip.seconds(m.now), chip.seconds(m.issue), chip.seconds(m.stall),
-                chip.seconds(m.busy), waits, dict(sorted(mesh.recorder.bytes[m.device].items())), _phases(phases,
-                chip),
-            )
-        )  # fmt: skip
-    version = mesh.dump.note.libtpu or "unknown"
-    basis = (
-        f"a played prediction, nothing was run on a TPU: libtpu {version}'s final bundles executed for {len(devices)} "
-        f"devices, {chip.clock / 1e9:g} GHz, HBM {chip.hbm / 1e9:.0f} GB/s, links {chip.link / 1e9:.1f} GB/s each way"
-    )
-    analytic = sorted({p.name for p in mesh.recorder.phases if p.analytic})
-    said = [*basis_notes, *(f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in sorted(notes.items()))]
-    if analytic:
-        said.append(f"timed by a ring model, not by their bundles: {', '.join(analytic)}")
-    return Result(
-        mesh.dump.module.name, mesh.grid.name, chip.name, basis, chip.known_error, tuple(devices), tuple(said),
-        tuple(mesh.recorder.stretches), chip.clock, measured,
-    )  # fmt: skip
-
-
-def _phases(times: list[PhaseTime], chip: PlayedChip) -> tuple[Phase, ...]:
-    grouped: dict[str, list[PhaseTime]] = {}
-    for t in times:
-        grouped.setdefault(t.name, []).append(t)
-    phases = []
-    for name, group in grouped.items():
-        waits: Counter[str] = Counter()
-        moved: Counter[str] = Counter()
-        for t in group:
-            waits.update(t.waits)
-            moved.update(t.bytes)
-        phases.append(
-            Phase(
-                name, len(group), chip.seconds(group[0].start), chip.seconds(sum(t.end - t.start for t in group)),
-                chip.seconds(sum(t.issue for t in group)), chip.seconds(sum(t.stall for t in group)),
-                chip.seconds(sum(t.busy for t in group)), {c: chip.seconds(v) for c, v in sorted(waits.items())},
-                dict(sorted(moved.items())), any(t.analytic for t in group), group[0].depth,
-            )
-        )  # fmt: skip
-    return tuple(sorted(phases, key=lambda p: (p.start, p.depth)))
 
 
 def _table(result: Result) -> str:
@@ -231,25 +217,20 @@ def _table(result: Result) -> str:
     columns = ("total", "issue", "mxu stall", "mxu busy", *CAUSES)
     title = f"  {'':34s}" + "".join(f"{c:>11s}" for c in columns)
     lines = [head, title + "   ms"]
-
-    def row(label: str, part: Device | Phase) -> str:
-        values = (
-            part.seconds,
-            part.issue,
-            part.matrix_stall,
-            part.matrix_busy,
-            *(part.waits.get(c, 0.0) for c in CAUSES),
-        )
-        return f"  {label[:34]:34s}" + "".join(f"{v * 1e3:11.4f}" for v in values)
-
     for d in result.devices:
-        lines.append(row(f"device {d.device} at {','.join(map(str, d.coords))}", d))
+        lines.append(_row(f"device {d.device} at {','.join(map(str, d.coords))}", d))
     slowest = result.slowest
     lines.append(f"  phases of device {slowest.device}, the slowest:")
     for p in slowest.phases:
         if p.seconds > 0.002 * slowest.seconds:
             runs = f" x{p.runs}" if p.runs > 1 else ""
-            lines.append(row("  " * (1 + p.depth) + p.name + runs + (" (ring model)" if p.analytic else ""), p))
+            lines.append(_row("  " * (1 + p.depth) + p.name + runs + (" (ring model)" if p.analytic else ""), p))
     moved = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(result.bytes.items()))
     lines += [f"  bytes of all devices: {moved}", f"  basis: {result.basis}", f"  known error: {result.known_error}"]
     return "\n".join(lines + [f"  note: {note}" for note in result.notes])
+
+
+def _row(label: str, times: Device | Phase) -> str:
+    waits = (times.waits.get(cause, 0.0) for cause in CAUSES)
+    values = (times.seconds, times.issue, times.matrix_stall, times.matrix_busy, *waits)
+    return f"  {label[:34]:34s}" + "".join(f"{v * 1e3:11.4f}" for v in values)

@@ -1,8 +1,8 @@
-"""The scalar unit: text of an operation -> Python that computes its result.
+"""The scalar unit: translates the text of an operation to Python that computes its result.
 
-Registers hold unsigned 32-bit integers; floats are kept as their bits. The strings built here become the body of a
-block (blocks.py), in which `s` and `p` are the register files, `d` is the machine, and the helpers of RUNTIME are in
-scope.
+Registers hold unsigned 32-bit integers, and floats are kept as their bits. The expressions that are built here become
+the body of a basic block (basic_blocks.py). In that body `s` and `p` are the registers and the predicates, `d` is the
+machine, and the functions of RUNTIME are in scope.
 """
 
 import re
@@ -22,7 +22,7 @@ _MEMORY = re.compile(r"\[(?:smem|sflag):\[(.*)\]\]$", re.S)
 
 
 class NoScalarError(ValueError):
-    """An operand or operation that the scalar unit has no meaning for."""
+    """An operand or operation that has no meaning to the scalar unit."""
 
 
 def signed(x: int) -> int:
@@ -49,6 +49,7 @@ def shift_right(x: int, n: int) -> int:
     return (x & MASK) >> n if n < 32 else 0
 
 
+# The functions that the expressions call.
 RUNTIME = {
     "signed": signed,
     "as_float": as_float,
@@ -90,15 +91,15 @@ _PREDICATES = {
     "pneg": "not ({0})",
     "pmov": "bool({0})",
 }
-# Names that leave every register as it is: a phi's operands share its register, an operand of a call is set by the
-# caller.
+# Operations that leave every register as it is. The operands of a phi share its register, and the operands of a call
+# are set by the caller.
 NO_EFFECT = ("sphi", "pphi", "inlined_call_operand", "sfence", "compiler-scheduling-barrier", "vsettm", "xla_tuple")
 
-Resolve = Callable[[str], int]  # name of an allocation -> its address
+Resolve = Callable[[str], int]  # from the name of an allocation to its address
 
 
 def result_register(operation: Operation) -> tuple[str, int] | None:
-    """Returns ("s" or "p", number) of the register that an operation writes."""
+    """Returns the register that an operation writes, as ("s" or "p", number); None if it writes none."""
     match = _RESULT.match(operation.result)
     return (match[1], int(match[2])) if match else None
 
@@ -107,7 +108,7 @@ def operand_value(text: str, resolve: Resolve) -> str:
     """Returns Python for the value of an operand.
 
     Raises:
-      NoScalarError: it is none that the scalar unit can read.
+      NoScalarError: The scalar unit cannot read such an operand.
     """
     text = text.strip()
     if match := _REGISTER.match(text):
@@ -124,7 +125,7 @@ def operand_value(text: str, resolve: Resolve) -> str:
     if match := _MEMORY.match(text):
         inner = match[1]
         return operand_value(f"[{inner}]" if inner.startswith("#") else inner, resolve)
-    if " [#" in text:  # the buffer that a pointer belongs to, as a hint
+    if " [#" in text:  # the text also names the buffer that a pointer belongs to
         return operand_value(text[: text.index(" [#")], resolve)
     if " + " in text:
         return (
@@ -136,7 +137,7 @@ def operand_value(text: str, resolve: Resolve) -> str:
 
 
 def predicate_value(text: str, resolve: Resolve) -> str:
-    """Returns Python for a predicate, which may be a constant."""
+    """Returns Python for the value of a predicate, which may be a constant."""
     if text in ("1", "!0"):
         return "True"
     if text in ("0", "!1"):
@@ -145,10 +146,10 @@ def predicate_value(text: str, resolve: Resolve) -> str:
 
 
 def result_value(operation: Operation, resolve: Resolve) -> str | None:
-    """Returns Python for what an operation writes to its result register; None when it leaves it as it is.
+    """Returns Python for what an operation writes to its result register; None if it writes nothing.
 
     Raises:
-      NoScalarError: the operation is unknown.
+      NoScalarError: The operation is unknown.
     """
     unit, parts = operation.unit, operation.name.split(".")
     if unit in NO_EFFECT:
@@ -168,7 +169,7 @@ def result_value(operation: Operation, resolve: Resolve) -> str | None:
     if unit == "scalar_parameter_address":
         return f"d.parameter({int(operands[0])})"
     if unit == "reloc":
-        return "0"  # index of a profile counter
+        return "0"  # the index of a profile counter
     if unit == "smov":
         return read(-1)
     if unit in _PREDICATES:
@@ -177,7 +178,7 @@ def result_value(operation: Operation, resolve: Resolve) -> str | None:
         order, kind = parts[1], parts[2]
         wrap = "as_float" if kind.startswith("f") else "signed" if kind.startswith("s") else ""
         return f"{wrap}({read(0)}) {_COMPARE[order]} {wrap}({read(1)})"
-    if unit == "sc":  # carry of an addition
+    if unit == "sc":  # the carry of an addition
         return f"({read(0)} + {read(1)}) > 4294967295"
     if unit == "scalar_select":
         return f"({read(1)}) if ({read(0)}) else ({read(2)})"
@@ -186,7 +187,7 @@ def result_value(operation: Operation, resolve: Resolve) -> str | None:
     if unit == "sld":
         return f"d.load({read(0)})"
     if operation.name == "spop.sfrf":
-        return "d.flag_values.popleft()"
+        return "d.semaphore_values.popleft()"
     if operation.name == "spop.sccf":
         return "d.core_values.popleft()"
     if operation.name == "spop.drf":

@@ -1,7 +1,7 @@
-"""A ring exchange in one kernel, and the same with one rule broken: what the tests plant and the player has to find.
+"""A ring exchange in one kernel, and the same kernel with one rule broken, for the tests that plant a fault.
 
-Four devices on one axis; each sends its block to the next one, which copies it out. The right form: a barrier with both
-neighbours, start, a wait for both ends, and only then the copy.
+Four devices are on one axis. Each sends its block to the next one, which copies it out. The correct form has a barrier
+with both neighbours, starts the transfer, waits for both of its ends, and copies only then.
 """
 
 import functools
@@ -28,7 +28,7 @@ ROWS, COLUMNS = 256, 512
 
 
 def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
-    """What the left neighbour holds, passed on once through HBM, and copied out."""
+    """Returns the block of the left neighbour, which arrives in HBM and is copied out."""
 
     def body(x_ref, o_ref, slot, send_sem, recv_sem, copy_sem):
         here, count = lax.axis_index("ring"), lax.axis_size("ring")
@@ -37,7 +37,7 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
         if fault != "no barrier":
             barrier = pltpu.get_barrier_semaphore()
             pl.semaphore_signal(barrier, device_id={"ring": right})
-            if fault != "wrong barrier":  # without this signal nobody hears from the device that it will write into
+            if fault != "wrong barrier":  # without it a device never hears from the device that it writes into
                 pl.semaphore_signal(barrier, device_id={"ring": left})
             pl.semaphore_wait(barrier, 1 if fault == "wrong barrier" else 2)
         target = right
@@ -55,13 +55,14 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
             send.wait_recv()
         if fault == "waits twice":
             send.wait_recv()
-        rows = pl.ds(pl.multiple_of(here * 8, 8), ROWS)  # past the end on all devices but the first
+        rows = pl.ds(pl.multiple_of(here * 8, 8), ROWS)  # ends past the buffer on all devices but the first
         copy = pltpu.make_async_copy(slot, o_ref.at[rows, :] if fault == "too far" else o_ref, copy_sem)
         copy.start()
         copy.wait()
 
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    if fault == "no barrier":  # libtpu puts a barrier of its own before a kernel that has none, unless told not to
+    if fault == "no barrier":
+        # libtpu puts a barrier of its own before a kernel that has none, unless it is told not to.
         options = pltpu.CompilerParams(skip_device_barrier=True, has_side_effects=True)
     else:
         options = pltpu.CompilerParams(collective_id=5, has_side_effects=True)
@@ -77,7 +78,7 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
 
 
 def exchange_program(mesh: Mesh, fault: str = "") -> tuple:
-    """The jitted exchange on a mesh with the axis "ring", and its argument."""
+    """Returns the jitted exchange on a mesh with the axis "ring", and its argument."""
     x = jax.ShapeDtypeStruct((ROWS * mesh.size, COLUMNS), jnp.float32, sharding=NamedSharding(mesh, P("ring", None)))
     sharded = jax.shard_map(
         functools.partial(exchange, fault=fault),

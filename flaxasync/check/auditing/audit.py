@@ -1,0 +1,108 @@
+"""`audit`: whether the transfers of a compiled program overlap with work, whether they are safe, and what to do.
+
+For every asynchronous operation the audit reports its bytes, the work that runs inside its window, and what stays
+exposed (overlap.py). Then it reports what is wrong, each finding with a code and a remedy (findings.py). Times are
+estimates from the text. Hazards (hazards.py) and broken rules (pairing_rules.py) are facts of the text.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flaxasync.check.auditing.findings import CODES, Finding, finding
+from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
+from flaxasync.check.auditing.overlap import loop_copies, overlap_findings, pair_of, synchronous_collectives
+from flaxasync.check.auditing.pairing_rules import check_async_rules
+from flaxasync.check.auditing.report import Audit
+from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
+from flaxasync.check.hlo.from_compiled import chip_of, module_of
+from flaxasync.check.hlo.module import HloModule
+from flaxasync.hardware import chip as chip_named
+
+DEFAULT_CHIP = "v5e"  # whose times are estimated if neither the caller nor the program names a chip
+
+
+def audit(
+    compiled: Any,
+    *,
+    chip: str | None = None,
+    expect: Mapping[str, int] | None = None,
+    kernels: Mapping[str, float] | None = None,
+) -> Audit:
+    """Audits a compiled program.
+
+    Args:
+      compiled: What `jitted.lower(...).compile()` or `compile_for` returned, or HLO text, or a parsed module.
+      chip: The chip whose times are estimated, or one of its topologies: "v5e", "v5p:2x2x2". By default the program's
+        own chip, or v5e if the program does not tell.
+      expect: How many asynchronous operations the program must have at least, by a part of their name or by their
+        kind: {"permute_start": 3}.
+      kernels: Seconds of Pallas kernels, by name. A kernel that is not named takes its own cost estimate.
+
+    Returns:
+      The audit: `.ok`, `.findings`, `.pairs`. `print` shows a table.
+
+    Raises:
+      HloError: The text cannot be read.
+      ValueError: The chip is unknown, or the program has no text on this platform.
+    """
+    module = module_of(compiled)
+    named = chip or chip_of(compiled)
+    costs = Costs(module, chip_named(named or DEFAULT_CHIP), dict(kernels or {}))
+    runs = costs.executions()
+    operations = [op for op in async_operations(module) if op.computation in runs]
+    pairs = tuple(pair_of(module, costs, op, runs[op.computation]) for op in operations)
+    found = list(check_async_rules(module))
+    sent = sent_operands(module, operations)
+    found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op, sent)]
+    found += _unfinished_kernels(module, operations)
+    found += _missing(module, operations, expect or {})
+    if module.is_scheduled:
+        for op, pair in zip(operations, pairs, strict=True):
+            found += overlap_findings(module, costs, op, pair)
+    else:
+        message = f"{module.name or 'the text'} is not scheduled"
+        found.append(finding("not-scheduled", message, module.entry.name, ""))
+    found += synchronous_collectives(module, costs, runs)
+    copied_in_flight = {(f.computation, f.instruction) for f in found if f.code == "in-flight-copied"}
+    found += loop_copies(module, runs, known=copied_in_flight)
+    found = [dataclasses.replace(f, count=runs.get(f.computation, 1)) for f in found]
+    found.sort(key=lambda f: (-f.severity, list(CODES).index(f.code)))
+    return Audit(module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None))
+
+
+def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str, ...]:
+    notes = []
+    if chip_was_assumed:
+        notes.append(f"times are those of a {costs.chip.name}, because the text does not name its chip: say chip=...")
+    if not any(
+        "estimated_cycles" in i.attributes.get("backend_config", "")
+        for computation in module.computations.values()
+        for i in computation.instructions
+    ):
+        notes.append("the text has no cycle estimates (it is no TPU program): work is timed by its bytes only")
+    return tuple(notes)
+
+
+def _unfinished_kernels(module: HloModule, operations: list[AsyncOperation]) -> list[Finding]:
+    """Returns a finding for each start of a kernel pair or of a pair of fusions that has no done."""
+    return [
+        finding(
+            "async-unfinished", f"no kernel waits for the semaphores of {op.name}", op.computation, op.name,
+            source=module.source(op.start),
+        )
+        for op in operations
+        if op.spelling in ("kernel", "fusion") and not op.windows
+    ]  # fmt: skip
+
+
+def _missing(module: HloModule, operations: list[AsyncOperation], expect: Mapping[str, int]) -> list[Finding]:
+    """Returns a finding for each expectation that the program does not meet."""
+    found = []
+    for key, wanted in expect.items():
+        have = sum(key in op.name or key == op.kind for op in operations)
+        if have < wanted:
+            message = f"expected {wanted} of '{key}', the program has {have}"
+            found.append(finding("deleted", message, module.entry.name, ""))
+    return found

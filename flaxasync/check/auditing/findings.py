@@ -1,0 +1,160 @@
+"""What an audit can find: every code with its severity, its meaning and its remedy.
+
+docs/check.md has an example program for each code.
+"""
+
+import dataclasses
+import enum
+
+
+class Severity(enum.IntEnum):
+    """INFO is worth knowing; WARNING costs time; ERROR can give wrong results, or breaks the rules of the format."""
+
+    INFO = 0
+    WARNING = 1
+    ERROR = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """One kind of finding.
+
+    Attributes:
+      severity: The severity of a finding that does not give its own.
+      meaning: What is wrong.
+      remedy: What to do about it.
+    """
+
+    severity: Severity
+    meaning: str
+    remedy: str
+
+
+_INFO, _WARNING, _ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
+
+CODES = {
+    # Hazards of kernel pairs: the compiler does not know that the buffer is in use.
+    "in-flight-copied": Code(
+        _ERROR, "the compiler copies a buffer that a transfer is reading or writing, and waits on the copy",
+        "unroll the staggered loop by two (fori_loop(..., unroll=2)), or use a two-slot Ref, or distinct Refs",
+    ),
+    "in-flight-read": Code(
+        _ERROR, "an instruction reads the destination before the done",
+        "read what the done returns, never the future's buffer",
+    ),
+    "in-flight-written": Code(
+        _ERROR, "an instruction writes a buffer that a transfer is reading or writing",
+        "write after the done, or into another buffer",
+    ),
+    "in-flight-vmem": Code(
+        _ERROR, "a buffer in flight lies in vector memory, S(1)",
+        "give the kernel outputs pltpu.HBM(shape, dtype) and its operand with_memory_space_constraint(x, pltpu.HBM)",
+    ),
+    "in-flight-freed": Code(
+        _ERROR, "nothing keeps a buffer of the transfer alive until the done, so its memory can be given away",
+        "alias the source through the start (input_output_aliases) and hand every buffer of the future to the done",
+    ),
+    "deleted": Code(
+        _ERROR, "fewer asynchronous operations than expected: the compiler removed what nothing depends on",
+        "thread the semaphores, or a scalar that the done returns, through what follows",
+    ),
+    # Missing overlap.
+    "empty-window": Code(
+        _WARNING, "nothing runs between start and done, though independent work was there",
+        "make the work depend on the start and the done on the work: jax.lax.optimization_barrier, or a staggered loop",
+    ),
+    "serialised": Code(
+        _WARNING, "nothing runs between start and done, and nothing could: all work feeds the start or needs the done",
+        "stagger: start the next block's transfer before using this one, or cut the transfer into ring steps",
+    ),
+    "exposed": Code(
+        _WARNING, "the work between start and done is shorter than the transfer",
+        "more work per step: larger blocks, both directions of the ring, or a longer window",
+    ),
+    "synchronous-collective": Code(
+        _WARNING, "the chip waits for a collective that has no start and done",
+        "cut it into ring steps: all_gather_matmul, matmul_reduce_scatter or ring_attention of flaxasync",
+    ),
+    "loop-copies": Code(
+        _WARNING, "a loop copies a buffer that it carries, on every iteration",
+        "unroll the loop by two, so that the carried buffers can swap places",
+    ),
+    "not-scheduled": Code(
+        _WARNING, "the module is not scheduled: the text has no order, so windows and stalls cannot be told",
+        "audit the compiled program (jitted.lower(...).compile(), or compile_for), not the lowered one",
+    ),
+    # The rules of the "Async HLO Instructions" proposal.
+    "async-one-user": Code(
+        _ERROR, "a start or an update has more than one user, or a user that is no update and no done",
+        "route every reader through the done",
+    ),
+    "async-unfinished": Code(_ERROR, "a start is never finished", "add its done"),
+    "async-no-start": Code(_ERROR, "an update or a done continues no start", "give it the result of one"),
+    "async-operand-alias": Code(
+        _ERROR, "the first element of a start or an update is not the tuple of its operands",
+        "give it the operands' shapes: their buffers stay alive through it",
+    ),
+    "async-result-alias": Code(
+        _ERROR, "the second element of the last start or update is not the done's result",
+        "give both the same shape: they are one buffer",
+    ),
+    "async-shape": Code(
+        _ERROR, "the wrapped computation's parameters or root do not have the shapes of the operands or the result",
+        "make the start's operands and result those of what it runs",
+    ),
+    "async-wrapped-one": Code(
+        _ERROR, "an async-start wraps more than one instruction beside the parameters",
+        "put the rest into a computation that the one instruction calls",
+    ),
+    "async-wrapped-first-class": Code(
+        _ERROR, "an async-start wraps an operation that has start and done opcodes of its own",
+        "use collective-permute-start and the like",
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, and what to do about it. `print` shows all of it.
+
+    Attributes:
+      code: A key of CODES.
+      message: What is wrong, with names and figures.
+      computation: The computation in which it is.
+      instruction: The instruction; "" if it is the whole computation.
+      source: "file:line" of the Python that made the instruction; "" if the text does not say.
+      severity: How bad it is.
+      count: How often it happens in a run, with the iterations of the loops around it.
+    """
+
+    code: str
+    message: str
+    computation: str
+    instruction: str
+    source: str = ""
+    severity: Severity = Severity.INFO
+    count: int = 1
+
+    @property
+    def remedy(self) -> str:
+        return CODES[self.code].remedy
+
+    def __str__(self) -> str:
+        place = f"{self.computation}/{self.instruction}" if self.instruction else self.computation
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.severity}: {self.code}: {self.message}\n    at {place}{where}\n    do {self.remedy}"
+
+    def to_json(self) -> dict:
+        fields = dataclasses.asdict(self)
+        return fields | {"severity": str(self.severity), "remedy": self.remedy}
+
+
+def finding(
+    code: str, message: str, computation: str, instruction: str, *, source: str = "", severity: Severity | None = None
+) -> Finding:
+    """Makes a finding. Its severity is that of its code unless another one is given."""
+    chosen = CODES[code].severity if severity is None else severity
+    return Finding(code, message, computation, instruction, source, chosen)

@@ -1,0 +1,155 @@
+"""Hazards of kernel pairs: what the compiler does to a buffer between a kernel's start and its done.
+
+XLA schedules and allocates its own asynchronous operations safely. A pair of kernels is to XLA just two calls that are
+tied by semaphores and aliased buffers, so XLA may copy, free or move a buffer that a transfer is using.
+
+The text does not say which buffer a kernel reads and which it writes. A buffer that the start makes is taken to be the
+destination. Where the start aliases all of its buffers (Refs), the last one is taken to be the destination. Several
+transfers may send one buffer at a time: each start aliases it through, and only reads it.
+"""
+
+from collections.abc import Iterable, Set
+
+from flaxasync.check.auditing.findings import Finding, Severity, finding
+from flaxasync.check.hlo.async_operations import AsyncOperation
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM
+from flaxasync.check.hlo.value_flow import Use, trace
+
+SMALL = 1024  # bytes; anything smaller is a scalar that the kernel takes by value
+
+type Operand = tuple[str, str, int]  # the computation, the instruction, and the number of the operand
+
+
+def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
+    """Returns the operands that are the source of a kernel pair, at its start and at its done.
+
+    The instructions alias these operands to their results, but they only read them.
+    """
+    found: set[Operand] = set()
+    for op in operations:
+        if op.spelling != "kernel":
+            continue
+        computation, ends = module.computations[op.computation], {window.done.name for window in op.windows}
+        for path, role in _roles(op.start).items():
+            if role == "source":
+                found |= {(op.computation, op.name, a.operand) for a in op.start.aliases if a.output == path}
+                uses = trace(module, computation, op.start, path, stop=lambda i: i.name in ends)
+                found |= {(u.computation, u.instruction.name, u.operand) for u in uses if u.instruction.name in ends}
+    return frozenset(found)
+
+
+def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Operand]) -> list[Finding]:
+    """Returns what endangers the buffers of one kernel pair.
+
+    Args:
+      module: The program.
+      operation: The kernel pair.
+      sent: What `sent_operands` returned for all pairs of the program.
+    """
+    computation, start = module.computations[operation.computation], operation.start
+    ends = {window.done.name for window in operation.windows}
+    found: dict[tuple[str, str, str], Finding] = {}  # one finding for each code and instruction
+
+    def add(code: str, message: str, at: tuple[str, Instruction], severity: Severity | None = None) -> None:
+        key = (code, at[0], at[1].name)
+        if key not in found:
+            source = module.source(at[1]) or module.source(start)
+            found[key] = finding(code, message, at[0], at[1].name, source=source, severity=severity)
+
+    for path, role in _roles(start).items():
+        shape = start.shape.at(path)
+        what = f"the {role} buffer of {start.name}, {shape}"
+        if shape is not None and shape.memory_space == VMEM:
+            add("in-flight-vmem", f"{what}, lies in vector memory", (operation.computation, start))
+        if not ends:
+            continue
+        uses = trace(module, computation, start, path, stop=lambda i: i.name in ends)
+        at_done = [use for use in uses if use.instruction.name in ends]
+        for use in at_done:
+            for copied in use.copies:
+                add("in-flight-copied", f"{what}, is copied before {use.instruction.name} waits for it", copied)
+        for use in uses:
+            if use.instruction.name not in ends and role.startswith("destination"):
+                for copying, copy in use.copies:
+                    if _is_inside(module, operation, copying, copy):
+                        add("in-flight-read", f"{what}, is copied before its done", (copying, copy), _severity(role))
+            if use.instruction.name in ends or not _is_inside(module, operation, use.computation, use.instruction):
+                continue
+            using = (use.computation, use.instruction)
+            if use.aliased and not (role == "source" and (use.computation, use.instruction.name, use.operand) in sent):
+                add("in-flight-written", f"{what}, is written by {use.instruction.name}", using)
+            elif role == "only":
+                add("in-flight-read", f"{what}, is read; the text does not say which part", using, Severity.INFO)
+            elif role.startswith("destination"):
+                add("in-flight-read", f"{what}, is read by {use.instruction.name}", using, _severity(role))
+        if not at_done and not _is_used_after(module, operation, uses):
+            add("in-flight-freed", f"{what}, does not reach the done", (operation.computation, start))
+    for number, operand in _unaliased_operands(computation, start) if ends else ():
+        uses = trace(module, computation, operand, ())
+        if not any(use.instruction.name in ends for use in uses) and not _is_used_after(module, operation, uses):
+            message = (
+                f"{operand.name}, operand {number} of {start.name}, is not used after it and not aliased through it"
+            )
+            add("in-flight-freed", message, (operation.computation, start))
+    return list(found.values())
+
+
+def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
+    """Returns the role of each buffer in a start's result, by its index path.
+
+    A role is "source", "destination", "destination (by position)" or "only".
+    """
+    aliased = {alias.output for alias in start.aliases}
+    buffers = [
+        path
+        for path, leaf in start.shape.leaves()
+        if leaf.memory_space not in (SEMAPHORE, SMEM) and leaf.bytes >= SMALL
+    ]
+    made = [path for path in buffers if path not in aliased]
+    if made:
+        return {path: "destination" if path in made else "source" for path in buffers}
+    if len(buffers) == 1:
+        return {buffers[0]: "only"}
+    return {path: "destination (by position)" if path == buffers[-1] else "source" for path in buffers}
+
+
+def _severity(role: str) -> Severity:
+    """Returns the severity of a read: only a warning if the destination was guessed from its position."""
+    return Severity.ERROR if role == "destination" else Severity.WARNING
+
+
+def _is_inside(module: HloModule, operation: AsyncOperation, computation: str, instruction: Instruction) -> bool:
+    """Says whether an instruction runs while the operation is under way."""
+    at = module.computations[computation].position[instruction.name]
+    return any(
+        span.computation == computation and span.first <= at < span.stop
+        for window in operation.windows
+        for span in window.spans
+    )
+
+
+def _is_used_after(module: HloModule, operation: AsyncOperation, uses: list[Use]) -> bool:
+    """Says whether a use comes after a done, in the same computation as the done. The buffer is alive until then."""
+    for window in operation.windows:
+        position = module.computations[window.computation].position
+        for use in uses:
+            if use.computation == window.computation and position[use.instruction.name] > position[window.done.name]:
+                return True
+    return False
+
+
+def _unaliased_operands(computation: Computation, start: Instruction) -> list[tuple[int, Instruction]]:
+    """Returns the buffers that a start reads and does not alias, except parameters of the program.
+
+    The parameters of the entry computation stay alive during the whole program.
+    """
+    aliased = {alias.operand for alias in start.aliases}
+    found = []
+    for n, name in enumerate(start.operands):
+        made = computation.by_name.get(name)
+        if n in aliased or made is None or made.shape.is_tuple or made.shape.memory_space in (SEMAPHORE, SMEM):
+            continue
+        if made.shape.bytes >= SMALL and not (made.opcode == "parameter" and computation.is_entry):
+            found.append((n, made))
+    return found

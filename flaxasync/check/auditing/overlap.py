@@ -1,0 +1,177 @@
+"""What runs while a transfer is under way, and what the chip waits for although it need not.
+
+Times are estimates from the text of the program (estimate/costs.py), so they hold for a scheduled program only.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Set
+
+from flaxasync.check.auditing.findings import Finding, Severity, finding
+from flaxasync.check.auditing.report import Pair, Work, size_text, time_text
+from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, Window, collective_in_fusion
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.value_flow import Span
+
+LARGE = 1 << 20  # bytes; a smaller collective is limited by its latency, so it is reported as information only
+COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported
+WORK = 1e-7  # seconds; a shorter instruction does not count as work
+
+
+def pair_of(module: HloModule, costs: Costs, op: AsyncOperation, runs: int) -> Pair:
+    """Returns an asynchronous operation as it was scheduled.
+
+    Args:
+      module: The program.
+      costs: The times of its instructions.
+      op: The operation.
+      runs: How often the computation of its start runs.
+    """
+    window = _usual_window(op)
+    work = tuple(_work_in(module, costs, window.spans)) if window and module.is_scheduled else ()
+    return Pair(
+        name=op.name,
+        kind=op.kind,
+        spelling=op.spelling,
+        computation=op.computation,
+        dones=tuple(w.done.name for w in op.windows),
+        bytes=op.bytes,
+        runs=runs,
+        communicates=op.communicates,
+        work=work,
+        inside=sum(w.seconds for w in work),
+        transfer=costs.transfer_seconds(op),
+        crosses=", ".join(window.crosses) if window else "",
+        source=module.source(op.start),
+    )
+
+
+def overlap_findings(module: HloModule, costs: Costs, op: AsyncOperation, pair: Pair) -> list[Finding]:
+    """Returns what keeps a transfer from being hidden: an empty window, or one that is too short."""
+    offloaded = op.thread not in ("main", "")
+    if not op.windows or not (op.communicates or offloaded):
+        return []
+    computation = module.computations[op.computation]
+    severity = None if pair.bytes >= LARGE else Severity.INFO
+    what = f"{pair.name} ({pair.kind}, {size_text(pair.bytes)})"
+    if not pair.overlapped:
+        free = _independent_work(costs, computation, op)
+        code = "empty-window" if free else "serialised"
+        detail = f": {free} could run inside" if free else ""
+        message = f"{what} takes {time_text(pair.transfer)} and nothing runs meanwhile{detail}"
+        return [finding(code, message, op.computation, pair.name, source=pair.source, severity=severity)]
+    if pair.exposed > max(0.05 * pair.transfer, 1e-6):
+        message = f"{what} takes {time_text(pair.transfer)}, the work inside {time_text(pair.inside)}"
+        return [finding("exposed", message, op.computation, pair.name, source=pair.source, severity=severity)]
+    return []
+
+
+def synchronous_collectives(module: HloModule, costs: Costs, runs: Iterable[str]) -> list[Finding]:
+    """Returns a finding for each collective that holds the chip, alone or within a fusion.
+
+    Args:
+      module: The program.
+      costs: The times of its instructions.
+      runs: The computations that run.
+    """
+    found = []
+    for name in runs:
+        computation = module.computations[name]
+        for i in computation.instructions:
+            collective = collective_in_fusion(module, i) if i.opcode == "fusion" else i
+            if collective is None or collective.opcode not in COLLECTIVES or collective.opcode in ("send", "recv"):
+                continue
+            seconds = costs.seconds(computation, i)
+            moved = max([i.shape.bytes] + [m.shape.bytes for o in i.operands if (m := computation.by_name.get(o))])
+            message = f"{i.name} ({collective.opcode}, {size_text(moved)}) holds the chip for {time_text(seconds)}"
+            severity = None if moved >= LARGE else Severity.INFO
+            found.append(
+                finding("synchronous-collective", message, name, i.name, source=module.source(i), severity=severity)
+            )
+    return found
+
+
+def loop_copies(module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[str, str]]) -> list[Finding]:
+    """Returns a finding for each large copy of a buffer that a loop carries.
+
+    Args:
+      module: The program.
+      runs: How often each computation runs.
+      known: The copies, as (computation, instruction), that are reported for a worse reason already.
+    """
+    found = []
+    bodies = {i.loop_body for name in runs for i in module.computations[name].instructions}
+    for name in (n for n in runs if n in bodies):
+        computation = module.computations[name]
+        carried = _carried(computation)
+        for i in computation.instructions:
+            if i.opcode != "copy" or i.shape.bytes < COPIED or (name, i.name) in known or not i.operands:
+                continue
+            made = computation.by_name.get(i.operands[0])
+            if made is not None and made.shape == i.shape and (made.name in carried or i.name in carried):
+                message = f"{i.name} copies {size_text(i.shape.bytes)} of what the loop carries, {runs[name]} times"
+                found.append(finding("loop-copies", message, name, i.name, source=module.source(i)))
+    return found
+
+
+def _usual_window(op: AsyncOperation) -> Window | None:
+    """Returns the window that most iterations of a loop see, which is not the one that leaves the loop."""
+    staying = [w for w in op.windows if not any(c.startswith("leaves") for c in w.crosses)]
+    return next(iter(staying or op.windows), None)
+
+
+def _work_in(module: HloModule, costs: Costs, spans: tuple[Span, ...]) -> list[Work]:
+    work = []
+    for span in spans:
+        computation = module.computations[span.computation]
+        for i in computation.instructions[span.first : span.stop]:
+            seconds = costs.seconds(computation, i)
+            if seconds >= WORK and i.opcode not in COLLECTIVES and not _changes_nothing(computation, i):
+                work.append(Work(span.computation, i.name, seconds))
+    return work
+
+
+def _changes_nothing(computation: Computation, i: Instruction) -> bool:
+    """Says whether an instruction is a copy that keeps even the layout. Such a copy is waste and not work."""
+    made = computation.by_name.get(i.operands[0]) if i.opcode == "copy" and i.operands else None
+    return made is not None and made.shape == i.shape
+
+
+def _independent_work(costs: Costs, computation: Computation, op: AsyncOperation) -> str:
+    """Returns the name of work in the same computation that neither feeds the start nor needs the done; "" if none."""
+    ends = [w.done.name for w in op.windows if w.computation == computation.name and not w.crosses]
+    if not ends:
+        return ""
+    before = _reachable(computation, [op.start.name], lambda i: (*i.operands, *i.control_predecessors))
+    users: dict[str, list[str]] = {}
+    for i in computation.instructions:
+        for o in (*i.operands, *i.control_predecessors):
+            users.setdefault(o, []).append(i.name)
+    after = _reachable(computation, ends, lambda i: tuple(users.get(i.name, ())))
+    for i in computation.instructions:
+        is_free = i.name not in before and i.name not in after and i.opcode not in COLLECTIVES
+        if is_free and costs.seconds(computation, i) >= 10 * WORK:
+            return i.name
+    return ""
+
+
+def _reachable(
+    computation: Computation, names: list[str], neighbours: Callable[[Instruction], tuple[str, ...]]
+) -> set[str]:
+    """Returns everything that can be reached from some instructions by stepping to neighbours."""
+    seen, pending = set(names), list(names)
+    while pending:
+        instruction = computation.by_name.get(pending.pop())
+        for name in neighbours(instruction) if instruction is not None else ():
+            if name not in seen:
+                seen.add(name)
+                pending.append(name)
+    return seen
+
+
+def _carried(body: Computation) -> set[str]:
+    """Returns the names of what comes in through a loop's parameter, and of what goes out through its root."""
+    names = {i.name for i in body.parameters.values()}
+    for i in body.instructions:
+        if i.opcode in ("get-tuple-element", "bitcast") and i.operands and i.operands[0] in names:
+            names.add(i.name)
+    return names | set(body.root.operands if body.root else ())

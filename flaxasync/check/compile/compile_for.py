@@ -1,0 +1,123 @@
+"""`compile_for`, which compiles a function for a TPU topology on a machine without a TPU.
+
+The caller's process traces and lowers the function, and a child process compiles it. libtpu can end the process in
+which it compiles: with a segmentation fault on some kernels, and with an arithmetic fault on some names. The child
+stays for the next call. A new one is started where it died, or where dumps are asked for and it makes none, because
+libtpu reads the flags of the dumps only when it is loaded.
+
+The result is the program that jax.jit would compile on that topology, instruction for instruction.
+"""
+
+import contextlib
+import io
+import os
+import pathlib
+import tempfile
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxasync.check.compile.placement import place_arguments
+from flaxasync.check.compile.process import shared_process
+from flaxasync.check.compile.program import CompiledProgram
+from flaxasync.check.compile.topologies import topology_devices
+
+COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
+
+# Compiler options for callers that read the HLO only: loops in the code of fusions are not unrolled. 55 small programs
+# took 24 s of processor time instead of 63; large matmuls gain little. The HLO, the cost and the memory are the same,
+# but for the scratch bytes that a fusion is said to use and for the bytes of the code, which is smaller and slower.
+HLO_ONLY = types.MappingProxyType({"xla_tpu_enable_emitter_rolling": "true"})
+
+
+def compile_for(
+    topology: str,
+    fn: Callable,
+    *args: Any,
+    keep_dumps: bool | str | os.PathLike = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    timeout: float = COMPILE_SECONDS,
+) -> CompiledProgram:
+    """Compiles a function for a TPU topology in a child process, without a TPU.
+
+    Args:
+      topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...
+      fn: A jitted function, or a function of global arrays.
+      *args: Arrays or jax.ShapeDtypeStruct, or pytrees of them. Shardings on a `topology_mesh` are taken as they are.
+        Shardings on another mesh of the same size (8 CPU devices) are moved to the topology, whose mesh is then the
+        ambient one while `fn` is traced. Shardings on an AbstractMesh (from `nnx.eval_shape`) go where those of a mesh
+        with the same axes go. Arguments without any sharding compile for one chip, unless a mesh is ambient.
+      keep_dumps: True, or a folder: libtpu's final bundles are also written there. The caller deletes the folder,
+        which is `.dumps` of the result.
+      compiler_options: libtpu's own options, as for `Lowered.compile`. `HLO_ONLY` compiles sooner where only the HLO
+        is read.
+      timeout: Seconds after which the child is ended.
+
+    Returns:
+      The program: `.as_text()`, `.memory_analysis()`, `.bytes_by_kind`, `.cost_analysis()`, `.dumps`.
+
+    Raises:
+      ValueError: The topology is unknown, or does not have the size of the mesh, or the arguments lie on several
+        meshes.
+      ImportError: libtpu is not installed.
+      HbmError: The program does not fit into the memory of a device. This RuntimeError has `.needed` and `.available`.
+      RuntimeError: The compiler refused the program, crashed (the message names the signal), or did not finish.
+    """
+    devices = topology_devices(topology)
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    args, mesh = place_arguments(topology, devices, args)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        lowered = jitted.lower(*args)
+    request = _request(topology, lowered, dict(compiler_options or {}))
+    known = {d.id for d in devices}
+    if len(request["device_ids"]) > len(devices) or not known.issuperset(request["device_ids"]):
+        raise ValueError(
+            f"the function was lowered for {len(request['device_ids'])} devices that are not those of {topology}: "
+            f"make its mesh with topology_mesh({topology!r}, ...), or let it use the ambient mesh"
+        )
+    folder = None
+    if keep_dumps:
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="flaxasync-") if keep_dumps is True else keep_dumps).absolute()
+    answer = shared_process(dumps=folder is not None).compile(request, timeout, folder)
+    coords = {d.id: tuple(d.coords) for d in devices}
+    return CompiledProgram(
+        text=answer["text"],
+        topology=topology,
+        memory=answer["memory"],
+        cost=answer["cost"],
+        coords=tuple(coords[i] for i in request["device_ids"]),
+        dumps=folder,
+    )
+
+
+def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:
+    """Packs a lowered function for the worker, with the options that `lowered.compile()` would use.
+
+    JAX has no public way to take a lowered function to another process, so this reads its private attributes.
+    """
+    from jax._src.interpreters import pxla
+
+    lowering = lowered._lowering
+    facts = lowering.compile_args
+    if facts["host_callbacks"] or facts["ordered_effects"]:
+        raise NotImplementedError(
+            "compile_for cannot compile host callbacks: take io_callback, pure_callback and debug.print out of it"
+        )
+    devices = tuple(lowering._device_list)
+    to_inputs, to_outputs = pxla.get_prop_to_input_output(facts["in_shardings"], facts["out_shardings"], 0)
+    options = dict(lowering._compiler_options_kvs) | compiler_options
+    module = io.BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(module)
+    compile_options = pxla.create_compile_options(
+        lowered.compiler_ir("stablehlo"), facts["tuple_args"], to_inputs, to_outputs, facts["backend"],
+        np.array(devices, dtype=object), options,
+    )  # fmt: skip
+    return {
+        "topology": topology,
+        "module": module.getvalue(),
+        "options": compile_options.SerializeAsString(),
+        "device_ids": [d.id for d in devices],
+    }

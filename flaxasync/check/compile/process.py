@@ -1,0 +1,142 @@
+"""The parent's side of worker.py: it starts the child, sends it programs, and says how the child died if it dies."""
+
+import atexit
+import contextlib
+import os
+import pathlib
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+from flaxasync.check.compile import worker
+from flaxasync.check.compile.hbm_error import hbm_error
+
+# With these settings libtpu loads on a machine without a TPU, and beside another process that has loaded it.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# The compiler passes whose bundles are dumped. All passes of a kernel would be ten times as much text and take seconds.
+_DUMP_PASSES = "(final_bundles|original)"
+
+
+class CompilerProcess:
+    """A child process that compiles.
+
+    libtpu reads only once, when it is loaded, whether and where it writes dumps. A process therefore dumps all of its
+    programs or none, into one folder, from which the dumps of each program are moved away.
+
+    Attributes:
+      dumps: The folder into which libtpu dumps; None if it does not.
+      log: What the child prints.
+      process: The child.
+    """
+
+    def __init__(self, *, dumps: bool = False):
+        environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
+        self.dumps = tempfile.TemporaryDirectory(prefix="flaxasync-") if dumps else None
+        if self.dumps is not None:
+            flags = f"--xla_jf_dump_to={self.dumps.name} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
+            flags += f" --xla_jf_dump_llo_pass_label_regex={_DUMP_PASSES}"
+            environment["LIBTPU_INIT_ARGS"] = f"{environment.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
+        self.process = subprocess.Popen(
+            [sys.executable, worker.__file__],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=environment,
+        )  # fmt: skip
+
+    def compile(self, request: dict, timeout: float, folder: pathlib.Path | None = None) -> dict:
+        """Compiles one program.
+
+        Args:
+          request: As for `compile_request` of worker.py.
+          timeout: Seconds after which the child is ended.
+          folder: Where the dumps of the program go, if this process dumps.
+
+        Returns:
+          The answer of `compile_request`.
+
+        Raises:
+          HbmError: The program does not fit into memory.
+          RuntimeError: The compiler refused the program, died, or did not finish.
+        """
+        try:
+            return self._compile(request, timeout)
+        finally:
+            if self.dumps is not None and folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                for file in pathlib.Path(self.dumps.name).iterdir():
+                    shutil.move(file, folder / file.name)  # replaces a file of that name, as libtpu would
+
+    def _compile(self, request: dict, timeout: float) -> dict:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            worker.send(stdin, request)
+            if not select.select([stdout], [], [], timeout)[0]:
+                self.end()
+                raise RuntimeError(
+                    f"the TPU compiler did not finish in {timeout} s and was ended; pass a longer timeout"
+                )
+            answer = worker.receive(stdout)
+        except (EOFError, BrokenPipeError):
+            death = f"the TPU compiler {_death(self.process.wait())}; its last lines:\n{self.last_lines()}"
+            self.end()
+            raise RuntimeError(death) from None
+        if "error" in answer:
+            message = answer["error"]
+            raise hbm_error(message) or RuntimeError(
+                busy_message(message) if "already in use" in message else f"the TPU compiler refused: {message}"
+            )
+        return answer["ok"]
+
+    def last_lines(self) -> str:
+        """Returns the end of what the child has printed."""
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return "\n".join(line for line in lines if not line.startswith("http"))[-2000:]
+
+    def close(self) -> None:
+        """Ends the child and removes its dumps."""
+        self.end()
+        if self.dumps is not None:
+            self.dumps.cleanup()
+
+    def end(self) -> None:
+        """Ends the child."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()  # type: ignore[union-attr]
+
+
+_shared: dict[bool, CompilerProcess] = {}  # by whether it dumps
+
+
+def shared_process(*, dumps: bool = False) -> CompilerProcess:
+    """Returns the process that dumps, or the one that does not. Starts it if there is none."""
+    if dumps in _shared and _shared[dumps].process.poll() is not None:
+        _shared.pop(dumps).close()
+    if dumps not in _shared:
+        _shared[dumps] = CompilerProcess(dumps=dumps)
+        atexit.register(_shared[dumps].close)
+    return _shared[dumps]
+
+
+def busy_message(error: object) -> str:
+    """Returns a message that says what to do where another process holds libtpu."""
+    return f"libtpu is in use: {error}. Start the other process with ALLOW_MULTIPLE_LIBTPU_LOAD=1, or wait for it"
+
+
+def _death(code: int) -> str:
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    return f"ended with code {code}"

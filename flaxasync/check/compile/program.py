@@ -1,0 +1,58 @@
+"""`CompiledProgram`: what the TPU compiler made of a function. The file needs the standard library only."""
+
+import dataclasses
+import pathlib
+import types
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """What the TPU compiler made of a function, on one device of a topology. It cannot be run.
+
+    Attributes:
+      text: The HLO text, after optimization and scheduling.
+      topology: The name of the topology.
+      memory: The *_in_bytes of JAX's memory analysis, of one device.
+      cost: XLA's cost analysis.
+      coords: The chip of each partition, in the order of the mesh.
+      dumps: The folder with libtpu's final bundles, if they were asked for.
+    """
+
+    text: str
+    topology: str
+    memory: Mapping[str, int]
+    cost: Mapping[str, float]
+    coords: tuple[tuple[int, ...], ...]
+    dumps: pathlib.Path | None = None
+
+    @property
+    def chip(self) -> str:
+        return self.topology.partition(":")[0]
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """The bytes that a device needs: arguments, outputs, temporaries, code, and their total.
+
+        An output that takes the place of a donated argument counts as that argument only.
+        """
+        m = self.memory
+        kinds = {
+            "arguments": m["argument_size_in_bytes"],
+            "outputs": m["output_size_in_bytes"] - m["alias_size_in_bytes"],
+            "temporaries": m["temp_size_in_bytes"],
+            "code": m["generated_code_size_in_bytes"],
+        }
+        return kinds | {"total": sum(kinds.values())}
+
+    # The methods of jax.stages.Compiled, for code that takes either.
+
+    def as_text(self) -> str:
+        return self.text
+
+    def memory_analysis(self) -> Any:
+        return types.SimpleNamespace(**self.memory)
+
+    def cost_analysis(self) -> dict[str, float]:
+        return dict(self.cost)

@@ -1,0 +1,86 @@
+"""The process in which libtpu compiles. It reads requests from stdin and writes answers to stdout.
+
+libtpu may end this process without harm to its parent. process.py runs the file by its path, as a script. It imports
+jax and never flaxasync, so that it starts fast. A message is eight bytes of length, and then a pickle.
+
+Three internals of jaxlib are used (the compile-only client, CompileOptions and DeviceList), because only they compile
+a lowered module in another process than the one that traced it.
+"""
+
+import os
+import pickle
+import struct
+import sys
+from typing import IO, Any
+
+
+def send(stream: IO[bytes], message: Any) -> None:
+    """Writes one message."""
+    data = pickle.dumps(message)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> Any:
+    """Reads one message.
+
+    Raises:
+      EOFError: The other side has ended.
+    """
+    size = stream.read(8)
+    if len(size) < 8:
+        raise EOFError
+    data = stream.read(struct.unpack("<Q", size)[0])
+    return pickle.loads(data)
+
+
+def compile_request(request: dict) -> dict:
+    """Compiles one lowered module.
+
+    Args:
+      request: A dict of "topology" (its name), "module" (MLIR bytecode), "options" (serialized CompileOptions) and
+        "device_ids" (in the order of the mesh).
+
+    Returns:
+      A dict of "text" (HLO), "memory" (bytes by kind) and "cost" (XLA's analysis).
+    """
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax.experimental import topologies
+    from jaxlib.mlir import ir
+
+    described: list[Any] = list(topologies.get_topology_desc(request["topology"], platform="tpu").devices)
+    devices = {device.id: device for device in described}
+    chosen = tuple(devices[i] for i in request["device_ids"])
+    with mlir.make_ir_context():
+        module = ir.Module.parse(request["module"])
+        executable = chosen[0].client.compile(
+            module,
+            executable_devices=xla_client.DeviceList(chosen),
+            compile_options=xla_client.CompileOptions.ParseFromString(request["options"]),
+        )
+    stats = executable.get_compiled_memory_stats()
+    return {
+        "text": "\n\n".join(m.to_string() for m in executable.hlo_modules()),
+        "memory": {name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")},
+        "cost": dict(executable.cost_analysis()),
+    }
+
+
+def main() -> None:
+    """Answers requests until stdin is closed."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # so that nothing that libtpu prints on stdout is taken for an answer
+    while True:
+        try:
+            request = receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            send(answers, {"ok": compile_request(request)})
+        except Exception as error:
+            send(answers, {"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The XLA flags with which a GPU runs while loops by itself, as conditional nodes of CUDA graphs.
+
+XLA's default set of command buffers contains neither WHILE nor CONDITIONAL, and graphs of fewer than five commands are
+not made. The host then reads the condition back before every iteration (`while_thunk.cc` and `conditional_thunk.cc` in
+openxla/xla). XLA reads its flags once, when the process first uses it, so they must be set before that.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+# The flags that are tried. The plus signs add to XLA's set, where bare names would replace it. The second flag is
+# needed because a loop alone is one command.
+_CANDIDATES = (
+    "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
+    "--xla_gpu_graph_min_graph_size=1",
+)
+_SECONDS = 120  # reading the flags takes one second; the rest allows for a busy machine
+
+
+@functools.cache
+def command_buffer_flags() -> str:
+    """Returns what to add to XLA_FLAGS, before JAX is first used, so that while loops stay on a GPU.
+
+    Each flag is tried in a process of its own first, because XLA aborts on a name that it does not know. That proves
+    that the installed jaxlib takes the flags. Whether a loop was captured can only be measured, with
+    `measure_dispatch` on the GPU.
+
+    Returns:
+      The flags that the installed jaxlib takes, separated by blanks. The second flag is left out where jaxlib does not
+      take it.
+
+    Raises:
+      NotImplementedError: The installed jaxlib has no command buffers for while loops.
+    """
+    accepted = [flag for flag in _CANDIDATES if _is_accepted(flag)]
+    if _CANDIDATES[0] not in accepted:
+        import jaxlib
+
+        raise NotImplementedError(
+            f"jaxlib {jaxlib.__version__} does not take {_CANDIDATES[0]}: its while loops cannot be put into command "
+            "buffers; give loops a trip count that is known when they are compiled, or install another jaxlib"
+        )
+    return " ".join(accepted)
+
+
+def may_capture_loops(xla_flags: str) -> bool:
+    """Says whether these XLA_FLAGS put while loops into command buffers."""
+    return any("WHILE" in flag for flag in xla_flags.split() if flag.startswith("--xla_gpu_enable_command_buffer="))
+
+
+def _is_accepted(flag: str) -> bool:
+    environment = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=_SECONDS, check=False)
+    return done.returncode == 0

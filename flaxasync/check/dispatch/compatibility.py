@@ -1,0 +1,253 @@
+"""`check_async_compatible`: whether a call of a compiled function makes the host wait, why, and what to do about it.
+
+A call of a compiled function should return at once and leave the devices working. Two things can prevent that: calls
+back into Python, and values that the host must read back before the program can go on. Which of them do depends on the
+platform; docs/dispatch.md has the measurement or the source behind each rule of this file.
+
+The answer rests on public signals (signals.py). The private flags of JAX can turn a True into a False, and never the
+other way.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+
+from flaxasync.check.compile.program import CompiledProgram
+from flaxasync.check.dispatch.command_buffers import may_capture_loops
+from flaxasync.check.dispatch.signals import (
+    Callback,
+    Decision,
+    Program,
+    listed,
+    read_flags,
+    read_text,
+    read_traced,
+)
+from flaxasync.check.hlo.error import HloError
+
+_GPU = ("gpu", "cuda", "rocm")
+_MEASURE = "measure it on that device: flaxasync.check.measure_dispatch(fn, *args)"
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchInfo:
+    """What `check_async_compatible` found. `print` shows it in words.
+
+    Attributes:
+      compatible: True if the call returns while the devices work, False if it makes the host wait, and None
+        if that cannot be told.
+      has_unordered_effects: Whether the program has effects that may come in any order, like jax.debug.print; None
+        if that cannot be told.
+      ordered_effects: The names of the effects that must come in order.
+      has_host_callbacks: Whether the program calls Python; None if that cannot be told.
+      callbacks: The calls into Python, each with its line if the program contains it.
+      dynamic_loops: The loops without a known trip count. They matter on a GPU.
+      branches: The `lax.cond` and `lax.switch` that are left in the program. They matter on a GPU.
+      reasons: The answer in words, and what else is worth knowing.
+      remedies: What to do, if there is something to do.
+      signals: The names of what was read.
+      platform: "cpu", "gpu" or "tpu"; "" if nothing tells it.
+      devices: The number of devices that the program runs on; 0 if nothing tells it.
+    """
+
+    compatible: bool | None
+    has_unordered_effects: bool | None
+    ordered_effects: tuple[str, ...]
+    has_host_callbacks: bool | None
+    callbacks: tuple[Callback, ...]
+    dynamic_loops: tuple[Decision, ...]
+    branches: tuple[Decision, ...]
+    reasons: tuple[str, ...]
+    remedies: tuple[str, ...]
+    signals: tuple[str, ...]
+    platform: str
+    devices: int
+
+    def __str__(self) -> str:
+        answer = {True: "the host does not wait", False: "THE HOST WAITS", None: "cannot tell"}[self.compatible]
+        lines = [f"dispatch on {self.devices} {self.platform or 'unknown'} device(s): {answer}"]
+        lines += [f"  {reason}" for reason in self.reasons]
+        lines += [f"  do {remedy}" for remedy in self.remedies]
+        return "\n".join([*lines, f"  read: {', '.join(self.signals) or 'nothing'}"])
+
+
+def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo:
+    """Says whether a call of a compiled function returns while the devices still work.
+
+    What holds for `jitted.lower(...).compile()` holds for calls of `jitted` itself, too: both were measured, and they
+    behave alike.
+
+    Args:
+      compiled: What `jitted.lower(*args).compile()` or `compile_for` returned.
+      traced: `jitted.trace(*args)`, a further public signal. It also tells of callbacks that XLA has removed from the
+        program and for which JAX waits nevertheless. It is lowered again for this.
+
+    Returns:
+      The answer, with its reasons and remedies.
+
+    Raises:
+      ValueError: `compiled` is not a compiled function, or `traced` was not traced.
+    """
+    _require_compiled(compiled)
+    if traced is not None and not isinstance(traced, jax.stages.Traced):
+        raise ValueError(f"traced must be a jax.stages.Traced: got {type(traced).__name__}; pass jitted.trace(*args)")
+    platform, devices = _placement(compiled)
+    program, unread = _read_program(compiled, platform)
+    diagnosis = _Diagnosis(platform, devices)
+    if unread:
+        diagnosis.unsure(unread, _MEASURE)
+    signals = [] if unread else [program.signal]
+    signals += [] if traced is None else [read_traced(traced)]
+    flags = read_flags(compiled)
+    signals += [] if flags is None else [flags]
+    diagnosis.device()
+    if any(signal.has_host_callbacks for signal in signals):
+        diagnosis.callbacks(program.callbacks)
+    diagnosis.decisions(program)
+    if not diagnosis.reasons:
+        diagnosis.note("nothing in it calls the host or needs a value from the devices to go on")
+    return DispatchInfo(
+        compatible=diagnosis.compatible,
+        has_unordered_effects=any(s.has_unordered_effects for s in signals) if signals else None,
+        ordered_effects=next((s.ordered_effects for s in reversed(signals) if s.ordered_effects), ()),
+        has_host_callbacks=any(s.has_host_callbacks for s in signals) if signals else None,
+        callbacks=program.callbacks,
+        dynamic_loops=program.dynamic_loops,
+        branches=program.branches,
+        reasons=tuple(diagnosis.reasons),
+        remedies=tuple(dict.fromkeys(diagnosis.remedies)),
+        signals=tuple(s.name for s in signals),
+        platform=platform,
+        devices=devices,
+    )
+
+
+class _Diagnosis:
+    """Collects the reasons for and against, by the rules of the platform.
+
+    Attributes:
+      compatible: The answer so far, as in `DispatchInfo`.
+      reasons: The reasons so far.
+      remedies: The remedies so far.
+    """
+
+    def __init__(self, platform: str, devices: int):
+        self.compatible: bool | None = True
+        self.reasons: list[str] = []
+        self.remedies: list[str] = []
+        self._platform, self._devices = platform, devices
+
+    def note(self, reason: str) -> None:
+        """Adds something that is worth knowing and does not change the answer."""
+        self.reasons.append(reason)
+
+    def blocks(self, reason: str, remedy: str) -> None:
+        """Adds something that makes the host wait."""
+        self.compatible = False
+        self.reasons.append(reason)
+        self.remedies.append(remedy)
+
+    def unsure(self, reason: str, remedy: str) -> None:
+        """Adds something that may make the host wait."""
+        self.compatible = None if self.compatible else self.compatible
+        self.reasons.append(reason)
+        self.remedies.append(remedy)
+
+    def device(self) -> None:
+        """Judges the device itself."""
+        if self._platform not in ("cpu", "tpu", *_GPU):
+            self.unsure(f"it was not measured how programs run on {self._platform or 'an unknown device'}", _MEASURE)
+        if self._platform == "cpu" and self._devices == 1 and not _cpu_is_asynchronous():
+            self.blocks(
+                "the CPU runs every program within the call: jax_cpu_enable_async_dispatch is False",
+                'jax.config.update("jax_cpu_enable_async_dispatch", True) before JAX is first used',
+            )
+
+    def callbacks(self, found: tuple[Callback, ...]) -> None:
+        """Judges calls into Python, including those that XLA has removed from the program."""
+        what = "JAX has a callback for it that is not in the program's text, as when XLA has removed it"
+        what = f"{listed(found)} calls Python on the host" if found else what
+        remedy = "take it out of the function: return the value, and print it or pass it on after the call"
+        if self._platform == "cpu" and self._devices == 1:
+            self.blocks(f"{what}, and the CPU then runs the whole program within the call", remedy)
+        elif self._platform == "cpu":
+            self.note(f"{what}; on several CPU devices the call returns before that")
+        elif self._platform in _GPU:
+            self.blocks(
+                f"{what}, which a GPU program waits for (by the Async AOT Dispatch study; not measured here)", remedy
+            )
+        else:
+            self.unsure(f"{what}; it was not measured whether the call waits for that", _MEASURE)
+
+    def decisions(self, program: Program) -> None:
+        """Judges the loops and branches whose course depends on values."""
+        if self._platform == "tpu":
+            self.note(
+                "TPU text never notes a trip count, and needs none here: a TPU runs loops and branches by itself; "
+                "dynamic_loops are those that could not be counted by hand"
+            )
+        if self._platform not in _GPU:
+            return
+        decisions = (
+            ("no known trip count", "the host reads its condition back every time", program.dynamic_loops),
+            ("a branch", "the host reads back which one to take", program.branches),
+        )
+        for kind, why, found in decisions:
+            if found and may_capture_loops(os.environ.get("XLA_FLAGS", "")):
+                self.unsure(
+                    f"{kind}: {listed(found)}; XLA_FLAGS may put it into a command buffer, which no text says",
+                    _MEASURE,
+                )
+            elif found:
+                self.blocks(
+                    f"{kind}: {listed(found)}; {why} (XLA's source; not measured here)",
+                    "give loops a trip count that is known when they are compiled (scan, or fori_loop with Python "
+                    "bounds), or add flaxasync.check.command_buffer_flags() to XLA_FLAGS",
+                )
+
+
+def _cpu_is_asynchronous() -> bool:
+    """Says whether JAX runs CPU programs asynchronously. It reads this option when it first uses the CPU."""
+    try:
+        return bool(jax.config.read("jax_cpu_enable_async_dispatch"))
+    except AttributeError:  # this version of JAX has no such option, and always does
+        return True
+
+
+def _require_compiled(compiled: Any) -> None:
+    if isinstance(compiled, jax.stages.Compiled | CompiledProgram):
+        return
+    how = "jax.jit(fn).lower(*args).compile()"
+    if isinstance(compiled, jax.stages.Traced):
+        how = "traced.lower().compile()"
+    elif isinstance(compiled, jax.stages.Lowered):
+        how = "lowered.compile()"
+    elif hasattr(compiled, "lower") and callable(compiled):
+        how = "fn.lower(*args).compile()"
+    raise ValueError(f"compiled must be a compiled function: got {type(compiled).__name__}; get one with {how}")
+
+
+def _placement(compiled: Any) -> tuple[str, int]:
+    """Returns the platform and the number of devices; ("", 0) for a function that has neither inputs nor outputs."""
+    if isinstance(compiled, CompiledProgram):
+        return "tpu", len(compiled.coords)
+    for sharding in jax.tree.leaves((compiled.output_shardings, compiled.input_shardings)):
+        for device in getattr(sharding, "device_set", ()):
+            return device.platform, len(sharding.device_set)
+    return "", 0
+
+
+def _read_program(compiled: Any, platform: str) -> tuple[Program, str]:
+    """Returns what the text says and "", or an empty program and the reason why the text could not be read."""
+    try:
+        text = compiled.as_text()
+    except NotImplementedError:
+        text = None
+    if not text:
+        return Program(), "this platform gives no text of a compiled program"
+    try:
+        return read_text(text, platform), ""
+    except HloError as error:
+        return Program(), f"the program's text could not be read ({error})"

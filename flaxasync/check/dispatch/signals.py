@@ -1,0 +1,164 @@
+"""What in a compiled function can make the host wait, and where that is written down.
+
+Three places are read:
+
+1. The text of the program contains the callbacks, the loops and the branches that run.
+2. A `Traced`, where one is given, contains the effects of the jaxpr. Its lowered text contains the callbacks that JAX
+   registers with the executable, even those that XLA removes later.
+3. The flags of the executable say which way of calling JAX chose. They are private to JAX: they are read if they
+   exist, and compatibility.py never depends on them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.reader import parse
+from flaxasync.check.hlo.trip_count import trip_count
+
+_CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
+# The public name of each primitive that calls Python.
+_PUBLIC_NAMES = {
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "io_callback",
+}
+_HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true, these are how a TPU reaches a callback
+
+
+@dataclasses.dataclass(frozen=True)
+class Callback:
+    """A call from the program into Python.
+
+    Attributes:
+      name: The public name of what was called: "jax.debug.print", "jax.pure_callback", ...
+      source: "file:line" of the call; "" if the text does not say.
+      has_effect: Whether the callback runs for its effect.
+      ordered: Whether its effect is ordered.
+    """
+
+    name: str
+    source: str
+    has_effect: bool
+    ordered: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.source}" if self.source else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A while loop without a known trip count, or a branch. Its course depends on a value that the device computes.
+
+    Attributes:
+      instruction: The name of the instruction.
+      computation: The name of its computation.
+      source: "file:line" of the Python that made it; "" if the text does not say.
+    """
+
+    instruction: str
+    computation: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.computation}/{self.instruction}" + (f" at {self.source}" if self.source else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """What one of the three places says about effects and callbacks."""
+
+    name: str
+    has_unordered_effects: bool
+    ordered_effects: tuple[str, ...]
+    has_host_callbacks: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the text of a program says."""
+
+    callbacks: tuple[Callback, ...] = ()
+    dynamic_loops: tuple[Decision, ...] = ()
+    branches: tuple[Decision, ...] = ()
+
+    @property
+    def signal(self) -> Signal:
+        return Signal(
+            "the program's text",
+            any(c.has_effect and not c.ordered for c in self.callbacks),
+            tuple(c.name for c in self.callbacks if c.ordered),
+            bool(self.callbacks),
+        )
+
+
+def read_text(text: str, platform: str) -> Program:
+    """Reads the text of a compiled program.
+
+    XLA notes the trip counts by which its CPU and GPU runtimes go. On TPU it never notes one, so counting loops are
+    recognized from their instructions there.
+
+    Raises:
+      HloError: The text cannot be read.
+    """
+    module = parse(text)
+    callbacks, loops, branches = [], [], []
+    for computation in module.computations.values():
+        for i in computation.instructions:
+            if _is_callback(i):
+                callbacks.append(_callback(module, i))
+            elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
+                loops.append(Decision(i.name, computation.name, module.source(i)))
+            elif i.opcode == "conditional":
+                branches.append(Decision(i.name, computation.name, module.source(i)))
+    return Program(tuple(dict.fromkeys(callbacks)), tuple(loops), tuple(branches))
+
+
+def read_traced(traced: jax.stages.Traced) -> Signal:
+    """Reads `jitted.trace(*args)`. It is lowered for this, because a pure_callback is not an effect of the jaxpr."""
+    names = sorted(type(effect).__name__ for effect in traced.jaxpr.effects)
+    ordered = tuple(name for name in names if name.startswith("Ordered"))
+    has_callbacks = _CALLBACK.search(traced.lower().as_text()) is not None
+    return Signal("the jaxpr's effects and the lowered program", len(ordered) < len(names), ordered, has_callbacks)
+
+
+def read_flags(compiled: Any) -> Signal | None:
+    """Returns the flags by which JAX chooses its way of calling; None if this version of JAX has no such flags."""
+    call: Any = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
+    try:
+        ordered = tuple(type(effect).__name__ for effect in call.ordered_effects)
+        unordered, callbacks = bool(call.has_unordered_effects), bool(call.has_host_callbacks)
+    except (AttributeError, TypeError):
+        return None
+    return Signal("the executable's private flags", unordered, ordered, callbacks)
+
+
+def listed(things: Iterable[object], most: int = 3) -> str:
+    """Joins the texts of what was found, the first few of them."""
+    texts = list(map(str, things))
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def _is_callback(i: Instruction) -> bool:
+    if i.opcode == "custom-call":
+        return _CALLBACK.fullmatch(i.custom_call_target) is not None
+    return i.opcode in _HOST_TRANSFERS and i.attributes.get("is_host_transfer") == "true"
+
+
+def _callback(module: HloModule, i: Instruction) -> Callback:
+    primitive = i.op_name.rpartition("/")[2] or i.name.partition(".")[0]
+    ordered = "token[]" in i.attributes.get("operand_layout_constraints", "") or i.opcode in _HOST_TRANSFERS
+    has_effect = i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in _HOST_TRANSFERS
+    return Callback(_PUBLIC_NAMES.get(primitive, primitive), module.source(i), has_effect, ordered)
+
+
+def _has_known_trip_count(module: HloModule, loop: Instruction, platform: str) -> bool:
+    if platform == "tpu":
+        return trip_count(module, loop) is not None
+    return "known_trip_count" in loop.backend_config

@@ -1,0 +1,115 @@
+"""`measure_dispatch`: how long a call holds the host, and how long it keeps the devices busy.
+
+The ratio of these two times tells whether the host waits. For a call that returns at once and leaves the devices
+working, dispatch / total is small; for a call that waits, it is near 1. Three things would falsify the ratio and are
+excluded: inputs that are not ready yet, a queue of earlier calls (each repeat ends before the next begins), and
+functions so short that the dispatch is all there is.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+FLOOR = 1e-3  # seconds; a shorter function is not judged: a pure function of microseconds has a ratio of 80 %
+WAITS = 0.5  # the ratio above which a call waits; measured ratios are below 0.3 or above 0.95, and none is between
+_CONTROL_SIZE, _CONTROL_TRIPS = 512, 16  # of the control function, which takes about 10 ms on two CPU cores
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchTiming:
+    """How long calls held the host. The times and the ratio are medians over the repeats.
+
+    Attributes:
+      dispatch: Seconds until the call returned.
+      total: Seconds until its outputs were ready.
+      ratio: dispatch / total. It is the median of the ratios, and not the ratio of the medians.
+      repeats: The number of calls that were measured, after one that was not.
+      floor: Seconds below which `total` is too short to judge.
+    """
+
+    dispatch: float
+    total: float
+    ratio: float
+    repeats: int
+    floor: float
+
+    @property
+    def waits(self) -> bool | None:
+        """True if the call waits for the device, False if it does not, None if it is too short to tell."""
+        return None if self.total < self.floor else self.ratio > WAITS
+
+    def __str__(self) -> str:
+        answer = {True: "the host waits", False: "the host does not wait", None: "too short to judge"}[self.waits]
+        times = f"dispatch {self.dispatch * 1e3:.3g} ms of {self.total * 1e3:.3g} ms"
+        return f"{answer}: {times} ({self.ratio:.1%}, {self.repeats} repeats)"
+
+
+def measure_dispatch(fn: Callable, *args: Any, repeats: int = 5, floor: float = FLOOR) -> DispatchTiming:
+    """Measures for how much of a call's time the host is held.
+
+    Args:
+      fn: A jitted or compiled function of arrays that returns arrays. It is called `repeats` + 1 times.
+      *args: Its arguments. They are waited for first. They must not be donated, because they are used again.
+      repeats: The number of calls to measure.
+      floor: Seconds; a shorter call is not judged.
+
+    Returns:
+      The times and their ratio. `.waits` says whether the host waits.
+
+    Raises:
+      ValueError: `fn` is not callable, returns anything but arrays, or donates its arguments; or `repeats` is below 1.
+      NotImplementedError: The device has no asynchronous dispatch, so that even a pure function waits.
+    """
+    if not callable(fn):
+        raise ValueError(f"fn must be a function: got {type(fn).__name__}; pass a jitted or a compiled function")
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1: got {repeats}")
+    jax.block_until_ready(args)
+    outputs = jax.tree.leaves(fn(*args))
+    strange = [type(leaf).__name__ for leaf in outputs if not isinstance(leaf, jax.Array)]
+    if strange or not outputs:
+        raise ValueError(
+            f"fn must return jax arrays, whose readiness can be waited for: got {', '.join(strange) or 'nothing'}; "
+            "pass a jitted function"
+        )
+    jax.block_until_ready(outputs)
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(args)):
+        raise ValueError("fn donates its arguments, so it cannot be called again with them; measure it undonated")
+    timing = _measure(fn, args, repeats, floor)
+    device = min(outputs[0].sharding.device_set, key=lambda device: device.id)
+    if timing.waits and _waits_for_everything(device):
+        raise NotImplementedError(
+            f"{device} has no asynchronous dispatch: there a pure function holds the host as well, so this says "
+            "nothing about fn; on a CPU, leave jax_cpu_enable_async_dispatch at True"
+        )
+    return timing
+
+
+def _measure(fn: Callable, args: Any, repeats: int, floor: float) -> DispatchTiming:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        outputs = fn(*args)
+        returned = time.perf_counter()
+        jax.block_until_ready(outputs)
+        times.append((returned - start, time.perf_counter() - start))
+        jax.effects_barrier()  # so that callbacks of this repeat do not run during the next one
+    # Medians, so that one repeat during which another process had the cores does not decide.
+    dispatch, total = (statistics.median(column) for column in zip(*times, strict=True))
+    return DispatchTiming(dispatch, total, statistics.median(d / t for d, t in times), repeats, floor)
+
+
+@functools.cache
+def _waits_for_everything(device: jax.Device) -> bool:
+    """Says whether even a pure function makes the host wait. It is measured once for each device."""
+    x = jax.device_put(jnp.eye(_CONTROL_SIZE, dtype=jnp.float32), device)
+    control = jax.jit(lambda x: lax.fori_loop(0, _CONTROL_TRIPS, lambda _, y: jnp.tanh(y @ x), x))
+    jax.block_until_ready(control(x))
+    return bool(_measure(control, (x,), 3, FLOOR).waits)

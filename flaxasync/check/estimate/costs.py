@@ -1,0 +1,197 @@
+"""How long each instruction takes on a chip, as far as the text of the program tells.
+
+| instruction | its time |
+|---|---|
+| a matmul, alone or in a fusion | the compiler's cycle estimate (8 % too long for a large one, measured on v5e) |
+| a copy | the compiler's cycle estimate |
+| other work | its bytes at the rate that a copy reaches, or the cycle estimate where that is shorter |
+| a collective, alone or in a fusion | its bytes on the links (collective_time.py) |
+| a loop | the time of its body, times its trip count |
+| a branch | the time of the longest branch |
+| a call | the time of the computation that it calls |
+| a Pallas kernel | what the caller gives; else its `cost_estimate` at the peak, or its bytes where those take longer |
+
+The compiler's estimates of work without a matmul are too long: for broadcasts and additions in HBM by up to a factor
+of two. Such work is therefore never charged more than its bytes. Copies keep the estimate, because the compiler itself
+schedules by it. That estimate is furthest off within vector memory: a copy of 16 MiB is put at 184 512 cycles on v5e,
+and its final bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. A Pallas kernel that was written
+without a `cost_estimate` is charged by its bytes, and the timeline notes it.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from flaxasync.check.estimate.collective_time import collective_seconds
+from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, collective_in_fusion
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.participants import permute_pairs, replica_groups
+from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM
+from flaxasync.check.hlo.trip_count import trip_count
+from flaxasync.hardware import Chip
+
+# Opcodes that name, group or order values and take no time.
+_FREE = frozenset(
+    """
+    parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id optimization-barrier
+    add-dependency domain opt-barrier get-dimension-size
+    """.split()  # noqa: SIM905, one a line would fill the page
+)
+_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+_STEPS = ("-start", "-done", "-update")
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The times of the instructions of one module on one chip, in seconds.
+
+    Attributes:
+      module: The program.
+      chip: The chip.
+      kernels: Seconds of Pallas kernels, by the name of the instruction, with or without its number.
+      copies: "cycles" or "bytes": what the time of a copy is taken from.
+      known: The times that were asked for before, each with the word of `explained`.
+    """
+
+    module: HloModule
+    chip: Chip
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    copies: str = "cycles"
+    known: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
+
+    def seconds(self, computation: Computation, instruction: Instruction) -> float:
+        """Returns the time that the core spends on an instruction. A start and a done take none."""
+        return self.explained(computation, instruction)[0]
+
+    def explained(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
+        """Returns the time of an instruction, and what it was taken from.
+
+        The second value is one of "cycles", "links", "bytes", "given", "estimate", "body" and "nothing".
+        """
+        key = f"{computation.name}/{instruction.name}"
+        if key not in self.known:
+            self.known[key] = (0.0, "nothing")  # ends the recursion if a computation of the text calls itself
+            self.known[key] = self._explain(computation, instruction)
+        return self.known[key]
+
+    def computation_seconds(self, name: str) -> float:
+        computation = self.module.computations.get(name.lstrip("%"))
+        return sum(self.seconds(computation, i) for i in computation.instructions) if computation else 0.0
+
+    def trips(self, loop: Instruction) -> int:
+        """Returns how often a loop runs; 1 if the text does not tell."""
+        count = trip_count(self.module, loop)
+        return 1 if count is None else count
+
+    def executions(self) -> dict[str, int]:
+        """Returns how often each computation of the control flow runs: the entry, loop bodies, branches and calls."""
+        runs = {self.module.entry.name: 1}
+        pending = [self.module.entry.name]
+        while pending:
+            name = pending.pop()
+            for i in self.module.computations[name].instructions:
+                if i.opcode not in ("while", "conditional", "call"):
+                    continue
+                for called in i.called_computations:
+                    if called in self.module.computations and called not in runs:
+                        runs[called] = runs[name] * (self.trips(i) if i.opcode == "while" else 1)
+                        pending.append(called)
+        return runs
+
+    def transfer_seconds(self, operation: AsyncOperation) -> float:
+        """Returns how long an asynchronous operation is under way when it is alone on its link or in its memory."""
+        computation = self.module.computations[operation.computation]
+        if operation.spelling == "kernel":
+            given = self._given(operation.start.name)
+            if given is not None:
+                return given
+            if not operation.communicates:
+                return self._hbm_seconds(2 * operation.bytes)
+            return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
+        if operation.communicates:
+            collective = operation.inner or operation.start
+            sent = self._operand_bytes(computation, operation.start) or operation.bytes
+            if operation.updates and not operation.start.operands:  # an update brings the operands
+                sent = max(sent, self._operand_bytes(computation, operation.updates[0], skip=1))
+            return collective_seconds(operation.kind, sent, operation.bytes, self._group_size(collective), self.chip)
+        return self._hbm_seconds(2 * operation.bytes)
+
+    def _explain(self, computation: Computation, i: Instruction) -> tuple[float, str]:
+        if i.opcode in _FREE or i.opcode.endswith(_STEPS) or i.opcode in ("send", "recv"):
+            return 0.0, "nothing"
+        if i.opcode == "while":
+            once = sum(self.computation_seconds(i.attributes.get(part, "")) for part in ("body", "condition"))
+            return self.trips(i) * once, "body"
+        if i.opcode == "conditional":
+            return max((self.computation_seconds(name) for name in i.called_computations), default=0.0), "body"
+        if i.opcode == "call":
+            return sum(self.computation_seconds(name) for name in i.called_computations), "body"
+        if i.opcode in COLLECTIVES:
+            sent = self._operand_bytes(computation, i)
+            return collective_seconds(i.opcode, sent, i.shape.bytes, self._group_size(i), self.chip), "links"
+        if i.opcode == "custom-call":
+            return self._custom_call(computation, i)
+        if i.opcode == "fusion" and (collective := collective_in_fusion(self.module, i)) is not None:
+            if collective.opcode == "custom-call":
+                return 0.0, "nothing"  # the fusion is a start or a done
+            # XLA writes a reduce-scatter as a fusion of an all-reduce and a slice.
+            sent = self._operand_bytes(computation, i)
+            kind = "reduce-scatter" if collective.opcode == "all-reduce" and i.shape.bytes < sent else collective.opcode
+            return collective_seconds(kind, sent, i.shape.bytes, self._group_size(collective), self.chip), "links"
+        cycles, moved = i.estimated_cycles, self._bytes_seconds(computation, i)
+        as_estimated = self.module.contains_matmul(i) or (i.opcode == "copy" and self.copies == "cycles")
+        if cycles is not None and (as_estimated or cycles / self.chip.clock < moved):
+            return cycles / self.chip.clock, "cycles"
+        return moved, "bytes"
+
+    def _custom_call(self, computation: Computation, i: Instruction) -> tuple[float, str]:
+        given = self._given(i.name)
+        if given is not None:
+            return given, "given"
+        if i.custom_call_target in _FREE_CALLS:
+            return 0.0, "nothing"
+        shapes = [i.shape] + [made.shape for o in i.operands if (made := computation.by_name.get(o))]
+        if any(leaf.memory_space == SEMAPHORE for shape in shapes for _, leaf in shape.leaves()):
+            return 0.0, "nothing"  # one half of an asynchronous pair
+        moved, flops = self._bytes_seconds(computation, i), _flops_of_cost_estimate(i)
+        return (moved, "bytes") if flops is None else (max(moved, flops / self.chip.flops), "estimate")
+
+    def _given(self, kernel: str) -> float | None:
+        return self.kernels.get(kernel, self.kernels.get(_without_number(kernel)))
+
+    def _group_size(self, collective: Instruction) -> int:
+        """Returns how many devices take part in one group of a collective."""
+        if pairs := permute_pairs(collective):
+            return max(2, len(pairs))
+        return max(len(g) for g in replica_groups(collective, self.module.num_partitions))
+
+    def _bytes_seconds(self, computation: Computation, i: Instruction) -> float:
+        """Returns the time in which the operands and the result of an instruction move through memory."""
+        arrays = [i.shape] + [made.shape for o in i.operands if (made := computation.by_name.get(o))]
+        if i.opcode in ("dynamic-slice", "slice", "gather"):
+            arrays = [i.shape, i.shape]  # only the slice is read and written
+        elif i.opcode == "dynamic-update-slice" and len(arrays) > 2:
+            arrays = [arrays[2], arrays[2]]  # only the update is read and written
+        leaves = [leaf for array in arrays for _, leaf in array.leaves()]
+        in_hbm = sum(leaf.bytes for leaf in leaves if leaf.memory_space == HBM)
+        in_vmem = max((leaf.bytes for leaf in leaves if leaf.memory_space == VMEM), default=0)
+        return max(self._hbm_seconds(in_hbm), in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock))
+
+    def _hbm_seconds(self, moved: int) -> float:
+        return moved / (self.chip.hbm_bandwidth * self.chip.hbm_efficiency)
+
+    def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:
+        made = (computation.by_name.get(o) for o in i.operands[skip:])
+        return sum(m.shape.bytes for m in made if m is not None)
+
+
+def _flops_of_cost_estimate(kernel: Instruction) -> int | None:
+    """Returns the FLOPs in the `cost_estimate` of a Pallas kernel; None if it was written without one."""
+    found = re.search(r'"cost_estimate":\{"flops":"(\d+)"', kernel.attributes.get("backend_config", ""))
+    return int(found[1]) if found else None
+
+
+def _without_number(name: str) -> str:
+    """Returns "gemm" for "gemm.3"."""
+    head, _, tail = name.rpartition(".")
+    return head if tail.isdigit() and head else name

@@ -1,0 +1,108 @@
+"""`timeline`: an estimated timeline of a scheduled program, with the work, the transfers and the stalls of each device.
+
+Nothing is run. lockstep.py steps through the text of the program, with the times of costs.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.estimate.lockstep import Lockstep
+from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
+from flaxasync.check.hlo.from_compiled import chip_of, module_of
+from flaxasync.hardware import Chip
+from flaxasync.hardware import chip as chip_named
+
+_KNOWN_ERROR = {
+    "v5e": "+2.4 % on the one program with a published time, the 2x2 jnp.matmul of docs/check.md "
+    "(12.05 ms measured, 12.34 estimated)"
+}
+
+
+def timeline(
+    compiled: Any, chip: str | None = None, *, kernels: Mapping[str, float] | None = None, copies: str = "cycles"
+) -> Timeline:
+    """Estimates when what runs.
+
+    Args:
+      compiled: A compiled program, its text, or a parsed module. It must be scheduled.
+      chip: "v5e", "v6e", "v5p" or "tpu7x"; the name of a topology will do, too. By default the program's own chip.
+      kernels: Seconds of Pallas kernels, by name. A kernel that is not named takes its own cost estimate at the chip's
+        peak.
+      copies: "cycles" takes the compiler's estimates of copies, which are far too long within vector memory; "bytes"
+        times copies by what they move.
+
+    Returns:
+      The timeline: `.seconds`, `.compute`, `.exposed`, `.devices`. `print` shows a table. `fa.check.save_picture` and
+      `fa.check.save_trace` write files of it.
+
+    Raises:
+      ValueError: The chip is unknown or was not given, or the program is not scheduled or has no text.
+      HloError: The text cannot be read.
+    """
+    module = module_of(compiled)
+    named = chip or chip_of(compiled)
+    if named is None:
+        raise ValueError("chip must be given for a text, which does not name it: chip='v5e', for example")
+    if not module.is_scheduled:
+        raise ValueError(
+            f"{module.name or 'the text'} is not scheduled, so it has no order to put in time: compile it first "
+            "(jitted.lower(...).compile(), or compile_for)"
+        )
+    if copies not in ("bytes", "cycles"):
+        raise ValueError(f"copies must be 'bytes' or 'cycles': got {copies!r}")
+    costs = Costs(module, chip_named(named), dict(kernels or {}), copies)
+    lockstep = Lockstep(module, costs)
+    lockstep.run()
+    return Timeline(
+        name=module.name,
+        chip=costs.chip.name,
+        basis=_basis(costs.chip, copies),
+        known_error=_KNOWN_ERROR.get(costs.chip.name, f"none measured on {costs.chip.name}"),
+        slices=tuple(lockstep.slices),
+        devices=tuple(_device_time(lockstep, n) for n in range(len(lockstep.devices))),
+        notes=_notes(lockstep),
+        loops=tuple(lockstep.loops),
+    )
+
+
+def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
+    causes: dict[str, float] = {}
+    by_kind = dict.fromkeys(KINDS, 0.0)
+    for (kind, cause), seconds in lockstep.seconds[n].items():
+        by_kind[kind] += seconds
+        if cause:
+            causes[cause] = causes.get(cause, 0.0) + seconds
+    exposed = by_kind["stall"] + by_kind["collective"]
+    return DeviceTime(lockstep.devices[n], lockstep.clock[n], by_kind["compute"], exposed, by_kind["memory"], causes)
+
+
+def _notes(lockstep: Lockstep) -> tuple[str, ...]:
+    notes = []
+    module, devices = lockstep.module, lockstep.devices
+    if len(devices) == 1 and module.num_partitions > 1:
+        notes.append(f"all {module.num_partitions} devices do the same: one is shown")
+    if len(devices) < module.num_partitions and len(devices) > 1:
+        notes.append(f"the first {len(devices)} of {module.num_partitions} devices are shown")
+    by_bytes = [
+        i.name
+        for n in lockstep.executed
+        for i in module.computations[n].instructions
+        if i.custom_call_target == "tpu_custom_call"
+        and lockstep.costs.explained(module.computations[n], i)[1] == "bytes"
+    ]
+    if by_bytes:
+        named = ", ".join(by_bytes[:4]) + (" ..." if len(by_bytes) > 4 else "")
+        notes.append(
+            f"Pallas kernels without a cost estimate count as their bytes: {named}; give kernels={{name: seconds}}"
+        )
+    return tuple(notes)
+
+
+def _basis(chip: Chip, copies: str) -> str:
+    cycles = "matmuls and copies" if copies == "cycles" else "matmuls"
+    return (
+        f"the compiler's cycle estimates of {cycles} at {chip.clock / 1e9:g} GHz, other work by its bytes in HBM of "
+        f"{chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of {chip.link_bandwidth / 1e9:g} GB/s "
+        "in each direction; nothing was run"
+    )

@@ -1,0 +1,255 @@
+"""Steps through a scheduled program on all of its devices at once, and writes down when what runs.
+
+Work takes the time of costs.py. A transfer begins when both of its ends have started it and its link is free. A done
+waits for its transfer. A synchronous collective waits for all devices of its group. The first iterations of a long loop
+are stepped through, and the rest are added as a repetition of them.
+
+A kernel that starts a transfer does not say in which direction it sends: kernels with the same collective_id are taken
+to share a link. Three things are not modelled: work and transfers that compete for HBM, different collectives that
+share links, and the time of the host.
+"""
+
+import collections
+
+from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.estimate.timeline import Loop, Slice
+from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, async_operations, collective_in_fusion
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.participants import permute_pairs, replica_groups
+
+STEPPED_ITERATIONS = 4  # of a longer loop, three iterations at its beginning and one at its end are stepped through
+MAX_DEVICES = 64  # of a program whose devices do different things, only so many are stepped through
+
+
+class Lockstep:
+    """All devices of one program. They run the same instructions, each at its own time.
+
+    Attributes:
+      module: The program.
+      costs: The times of its instructions.
+      executed: How often each computation of the control flow runs.
+      devices: The numbers of the devices that are stepped through; [0] where all of them do the same.
+      clock: The time of each device's core, in seconds.
+      seconds: The seconds of each device, by the kind of slice and its cause.
+      slices: What ran, waited and travelled, in all devices.
+      loops: The loops of the first device.
+    """
+
+    def __init__(self, module: HloModule, costs: Costs):
+        self.module, self.costs = module, costs
+        self.executed = costs.executions()
+        self._operations = [op for op in async_operations(module) if op.computation in self.executed]
+        self.devices = self._distinct_devices()
+        count = len(self.devices)
+        self.clock = [0.0] * count
+        self.seconds: list[dict[tuple[str, str], float]] = [{} for _ in range(count)]
+        self.slices: list[Slice] = []
+        self.loops: list[Loop] = []
+        # The operation that begins at an instruction: at its start, or at the update that brings late operands.
+        self._begins = {op.name: op for op in self._operations if op.start.operands or not op.updates}
+        self._begins |= {op.updates[-1].name: op for op in self._operations if op.updates and not op.start.operands}
+        # The operations that an instruction may be the done of.
+        self._finishes: dict[str, list[AsyncOperation]] = {}
+        for op in self._operations:
+            for window in op.windows:
+                self._finishes.setdefault(window.done.name, []).append(op)
+        self._lane_free: dict[tuple[str, int], float] = {}  # when a lane of a device is next free
+        self._ends: dict[str, list[float]] = {}  # by start: when the transfers under way end, for each device
+        self._started: list[str] = []  # the starts, the latest last
+        self._open_loops: list[str] = []
+        self._active: set[str] = set()  # the computations that are being run, so that none runs within itself
+
+    def run(self) -> None:
+        """Runs the entry computation, once."""
+        self._run(self.module.entry.name)
+
+    def _run(self, name: str) -> None:
+        computation = self.module.computations.get(name)
+        if computation is None or name in self._active:
+            return
+        self._active.add(name)
+        for i in computation.instructions:
+            if i.name in self._begins:
+                self._start(self._begins[i.name])
+            if i.name in self._finishes:
+                self._done(self._finishes[i.name], i)
+            elif i.opcode == "while":
+                self._loop(i)
+            elif i.opcode == "conditional":
+                self._longest_branch(i)
+            elif i.opcode == "call":
+                for called in i.called_computations:
+                    self._run(called)
+            elif (collective := self._synchronous_collective(i)) is not None:
+                self._hold(computation, i, collective)
+            elif (seconds := self.costs.seconds(computation, i)) > 0:
+                for n in range(len(self.devices)):
+                    self._spend(n, self.clock[n] + seconds, i.name, "compute", "")
+        self._active.discard(name)
+
+    def _spend(self, n: int, until: float, name: str, kind: str, cause: str) -> None:
+        """Moves the core of the n-th device to a later time, and writes down what for."""
+        start = self.clock[n]
+        if until <= start:
+            return
+        self.clock[n] = until
+        key = (kind, cause)
+        self.seconds[n][key] = self.seconds[n].get(key, 0.0) + until - start
+        self.slices.append(Slice(self.devices[n], "core", name, kind, start, until, cause))
+
+    # Transfers.
+
+    def _start(self, op: AsyncOperation) -> None:
+        seconds = self.costs.transfer_seconds(op)
+        ends = [0.0] * len(self.devices)
+        to_itself = 2 * op.bytes / self.costs.chip.hbm_bandwidth
+        for n in range(len(self.devices)):
+            for lane, begin, receiver in self._sends(op, n):
+                begin = max(begin, self._lane_free.get((lane, n), 0.0))
+                end = begin + (to_itself if op.communicates and lane == "memory" else seconds)
+                self._lane_free[lane, n] = end
+                kind = "transfer" if op.communicates else "copy"
+                self.slices.append(Slice(self.devices[n], lane, op.name, kind, begin, end, op.kind))
+                ends[n] = max(ends[n], end)  # the sender, too, waits: its source may not be touched before it is sent
+                ends[receiver] = max(ends[receiver], end)
+        self._ends[op.name] = ends
+        self._started = [name for name in self._started if name != op.name] + [op.name]
+
+    def _sends(self, op: AsyncOperation, n: int) -> list[tuple[str, float, int]]:
+        """Returns what the n-th device sends in an operation, each as (lane, earliest begin, receiving device)."""
+        pairs = permute_pairs(op.inner or op.start)
+        count = max(self.module.num_partitions, 1)
+        if not op.communicates:
+            return [("memory", self.clock[n], n)]
+        if not pairs:
+            group = next((g for g in self._groups(op.inner or op.start) if n in g), [n])
+            lane = "links" if op.spelling != "kernel" else _lane_of_kernel(op)
+            return [(lane, max(self.clock[m] for m in group), n)]
+        if len(self.devices) == 1:
+            # The lane is named after the distance that most devices send over.
+            shift = collections.Counter((target - source) % count for source, target in pairs).most_common(1)[0][0]
+            return [(f"link {shift if shift <= count // 2 else shift - count:+d}", self.clock[0], 0)]
+        sends = []
+        for source, target in pairs:
+            if source == n and target < len(self.devices):
+                lane = f"link to {target}" if target != n else "memory"
+                sends.append((lane, max(self.clock[n], self.clock[target]), target))
+        return sends
+
+    def _done(self, candidates: list[AsyncOperation], done: Instruction) -> None:
+        """Lets every device wait for the operation that was started last, of those that the instruction may end."""
+        started = [name for name in self._started if any(op.name == name for op in candidates)]
+        if not started:
+            return
+        op = next(op for op in candidates if op.name == started[-1])
+        kind = "stall" if op.communicates or op.thread not in ("main", "") else "memory"
+        for n, end in enumerate(self._ends[op.name]):
+            self._spend(n, end, done.name, kind, op.name)
+
+    # Synchronous collectives.
+
+    def _synchronous_collective(self, i: Instruction) -> Instruction | None:
+        """Returns the collective that an instruction performs without a start, by itself or within a fusion."""
+        if i.opcode == "fusion":
+            inside = collective_in_fusion(self.module, i)
+            return inside if inside is not None and inside.opcode in COLLECTIVES else None
+        return i if i.opcode in COLLECTIVES and i.opcode not in ("send", "recv") else None
+
+    def _hold(self, computation: Computation, i: Instruction, collective: Instruction) -> None:
+        """Lets the devices of each group wait for each other, and then holds them for the time of the collective."""
+        seconds = self.costs.seconds(computation, i)
+        pairs = permute_pairs(collective)
+        if pairs and len(self.devices) > 1:
+            before = list(self.clock)
+            for source, target in pairs:
+                if source < len(before) and target < len(before):
+                    begin = max(before[source], before[target])
+                    for n in (source, target):
+                        self._spend(n, begin, f"waits for {i.name}", "stall", i.name)
+                        self._spend(n, begin + seconds, i.name, "collective", i.name)
+            return
+        for group in self._groups(collective):
+            begin = max((self.clock[n] for n in group), default=0.0)
+            for n in group:
+                self._spend(n, begin, f"waits for {i.name}", "stall", i.name)
+                self._spend(n, begin + seconds, i.name, "collective", i.name)
+
+    def _groups(self, i: Instruction) -> list[list[int]]:
+        """Returns the groups of a collective, as far as their devices are stepped through."""
+        if len(self.devices) == 1:
+            return [[0]]
+        groups = replica_groups(i, self.module.num_partitions)
+        return [[d for d in group if d < len(self.devices)] for group in groups]
+
+    # Control flow.
+
+    def _longest_branch(self, i: Instruction) -> None:
+        names = [name for name in i.called_computations if name in self.module.computations]
+        if names:
+            self._run(max(names, key=self.costs.computation_seconds))
+
+    def _loop(self, loop: Instruction) -> None:
+        body = loop.loop_body
+        if body not in self.module.computations or body in self._active:
+            return
+        self._open_loops.append(body)
+        trips, depth = self.costs.trips(loop), len(self._open_loops) - 1
+        began = before = after = self.clock[0]
+        if trips <= STEPPED_ITERATIONS:
+            for _ in range(trips):
+                before = self.clock[0]
+                self._run(body)
+            after = self.clock[0]
+        else:
+            for _ in range(STEPPED_ITERATIONS - 2):
+                self._run(body)
+            clock, seconds = list(self.clock), [dict(by_kind) for by_kind in self.seconds]
+            self._run(body)
+            before, after = clock[0], self.clock[0]
+            self._repeat(loop, trips - STEPPED_ITERATIONS, clock, seconds)
+            self._run(body)
+        self.loops.append(Loop(loop.name, depth, trips, began, self.clock[0], (before, after)))
+        self._open_loops.pop()
+
+    def _repeat(self, loop: Instruction, times: int, clock: list[float], seconds: list[dict]) -> None:
+        """Adds iterations that are like the last one.
+
+        Args:
+          loop: The while instruction.
+          times: How many iterations are added.
+          clock: The clock before the last iteration.
+          seconds: The seconds by kind and cause before the last iteration.
+        """
+        step = max(now - before for now, before in zip(self.clock, clock, strict=True)) * times
+        for n in range(len(self.devices)):
+            for key, value in list(self.seconds[n].items()):
+                self.seconds[n][key] = value + times * (value - seconds[n].get(key, 0.0))
+            start = self.clock[n]
+            self.clock[n] += step
+            name = f"{times} more iterations of {loop.name}"
+            self.slices.append(Slice(self.devices[n], "core", name, "repeat", start, self.clock[n]))
+        self._lane_free = {lane: end + step for lane, end in self._lane_free.items()}
+        self._ends = {name: [end + step for end in ends] for name, ends in self._ends.items()}
+
+    # Which devices differ.
+
+    def _distinct_devices(self) -> list[int]:
+        """Returns [0] if all devices do the same, and all devices if a permute leaves some of them out."""
+        count = self.module.num_partitions
+        for i in self._communications():
+            pairs = [(source, target) for source, target in permute_pairs(i) if source != target]
+            if permute_pairs(i) and (len({s for s, _ in pairs}) < count or len({t for _, t in pairs}) < count):
+                return list(range(min(count, MAX_DEVICES)))
+        return [0]
+
+    def _communications(self) -> list[Instruction]:
+        starts = [op.inner or op.start for op in self._operations]
+        return starts + [
+            i for n in self.executed for i in self.module.computations[n].instructions if i.opcode in COLLECTIVES
+        ]
+
+
+def _lane_of_kernel(op: AsyncOperation) -> str:
+    """Names the link of a kernel after its collective_id, because the text does not tell where it sends."""
+    config = op.start.backend_config.get("custom_call_config", {})
+    return f"link {config.get('collective_id', 0) if isinstance(config, dict) else 0}"

@@ -1,0 +1,273 @@
+"""One model of an asynchronous operation, whichever way the compiler spells it.
+
+| spelling | start | done |
+|---|---|---|
+| first-class | all-gather-start, all-reduce-start, collective-permute-start, copy-start; send, recv | op-done |
+| generic | async-start(...), calls=%wrapped | async-update*, async-done |
+| sugar | op-start of any other opcode: slice-start, custom-call-start, reduce-scatter-start | op-update*, op-done |
+| fusion | a fusion that contains a custom call AsyncCollectiveStart | a fusion that contains AsyncCollectiveDone |
+| kernel | a custom call that returns semaphores, S(2): a Pallas start | the custom calls that consume them |
+
+Between the two, the future may pass through tuples, loops and branches. A start in the body of a loop whose done
+stands in the next iteration has several windows. A start that is bound late has no operands: an update brings them.
+"""
+
+import dataclasses
+
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.shapes import SEMAPHORE, Shape
+from flaxasync.check.hlo.value_flow import Span, Use, trace
+
+FIRST_CLASS = ("all-gather", "all-reduce", "collective-permute", "copy", "send", "recv")
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast", "send", "recv",
+)  # fmt: skip
+
+# The custom calls that mark the fusions in which XLA starts and ends a collective.
+_FUSED_START, _FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What lies between a start and one of its dones.
+
+    Attributes:
+      done: The instruction that waits for the operation.
+      computation: The computation of the done.
+      spans: What runs while the operation is under way.
+      crosses: How the future crosses loops on its way to the done, as in `Use`.
+      copies: The copies that the future passes through, each as (computation, instruction).
+    """
+
+    done: Instruction
+    computation: str
+    spans: tuple[Span, ...]
+    crosses: tuple[str, ...]
+    copies: tuple[tuple[str, Instruction], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncOperation:
+    """A start with its updates and its dones.
+
+    Attributes:
+      spelling: "first-class", "generic", "sugar", "fusion" or "kernel".
+      kind: The opcode of what runs: "collective-permute", "copy", "all-reduce", ...; "custom-call" for a kernel.
+      computation: The computation of the start.
+      start: The instruction that starts the operation.
+      updates: The instructions that take the future and return it.
+      windows: One window for each done.
+      inner: The wrapped instruction, if the text has one.
+      bytes: The bytes of the arrays that the operation moves or makes.
+    """
+
+    spelling: str
+    kind: str
+    computation: str
+    start: Instruction
+    updates: tuple[Instruction, ...]
+    windows: tuple[Window, ...]
+    inner: Instruction | None
+    bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.start.name
+
+    @property
+    def thread(self) -> str:
+        return self.start.attributes.get("async_execution_thread", '"main"').strip('"')
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the operation moves data between devices. Of a kernel, only the compiler's notes tell this."""
+        if self.spelling == "kernel":
+            return '"has_communication":true' in self.start.attributes.get("backend_config", "")
+        return self.kind in COLLECTIVES
+
+
+def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
+    """Returns every asynchronous operation of a program, in printed order. A start without a done has no window."""
+    return tuple(
+        _operation(module, computation, instruction, spelling)
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if (spelling := spelling_of_start(module, instruction))
+    )
+
+
+def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
+    """Returns the spelling in which an instruction is a start, or "" if it is none."""
+    opcode = instruction.opcode
+    if opcode == "async-start":
+        return "generic"
+    if opcode in ("send", "recv"):
+        return "first-class"
+    if opcode.endswith("-start"):
+        return "first-class" if opcode.removesuffix("-start") in FIRST_CLASS else "sugar"
+    if opcode == "fusion":
+        return "fusion" if _contains_mark(module, instruction, _FUSED_START) else ""
+    marks = (_FUSED_START, _FUSED_DONE)
+    if opcode == "custom-call" and instruction.custom_call_target not in marks and _new_semaphores(instruction):
+        return "kernel"
+    return ""
+
+
+def step_of_opcode(opcode: str) -> str:
+    """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any other opcode.
+
+    This covers the first-class, generic and sugar spellings, whose steps have opcodes of their own.
+    """
+    for step in ("update", "done"):
+        if opcode.endswith("-" + step):
+            return step
+    return ""
+
+
+def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction | None:
+    """Returns the collective that a fusion performs, or the custom call that marks it as a start or a done.
+
+    Returns None for a fusion that does neither. A fusion that computes while a collective is under way contains that
+    collective, too, with notes about its progress. Such a fusion does not perform it.
+    """
+    inside = module.instructions_in(fusion)
+    marks = [i for i in inside if i.custom_call_target.startswith("AsyncCollective")]
+    collectives = [i for i in inside if i.opcode in COLLECTIVES]
+    if marks or not collectives:
+        return marks[0] if marks else None
+    config = collectives[0].attributes.get("backend_config", "")
+    return None if "async_collective_fusion_config" in config else collectives[0]
+
+
+def _operation(module: HloModule, computation: Computation, start: Instruction, spelling: str) -> AsyncOperation:
+    inner = _wrapped(module, start)
+    if spelling == "kernel":
+        updates, windows = _kernel_ends(module, computation, start)
+    elif spelling == "fusion":
+        updates, windows = _fusion_ends(module, computation, start)
+    else:
+        updates, windows = _opcode_ends(module, computation, start)
+    kind = start.opcode.removesuffix("-start")
+    if spelling in ("generic", "fusion") or (inner is not None and inner.opcode in COLLECTIVES):
+        kind = inner.opcode if inner is not None else kind
+    moved = _moved_bytes(computation, start, spelling, kind, windows, inner)
+    return AsyncOperation(spelling, kind, computation.name, start, tuple(updates), tuple(windows), inner, moved)
+
+
+def _wrapped(module: HloModule, start: Instruction) -> Instruction | None:
+    """Returns the instruction that a generic, sugared or fused start runs, if the text has it."""
+    for name in start.called_computations:
+        computation = module.computations.get(name)
+        if computation is None:
+            continue
+        collectives = [i for i in computation.instructions if i.opcode in COLLECTIVES]
+        if collectives:
+            return collectives[0]
+        if start.opcode == "async-start":
+            return computation.root
+    return None
+
+
+def _opcode_ends(
+    module: HloModule, computation: Computation, start: Instruction
+) -> tuple[list[Instruction], list[Window]]:
+    """Finds the updates and dones of a spelling with opcodes of its own.
+
+    The tuple of the future always travels as a whole, so following its first array finds every update and done. An
+    empty tuple is followed as itself.
+    """
+    updates: list[Instruction] = []
+    windows: list[Window] = []
+    pending: list[tuple[Computation, Instruction, tuple[Span, ...]]] = [(computation, start, ())]
+    seen: set[str] = set()
+    while pending:
+        at, step, before = pending.pop()
+        if step.name in seen:
+            continue
+        seen.add(step.name)
+        path = next((p for p, _ in step.shape.leaves()), ())
+        for use in trace(module, at, step, path, stop=lambda i: bool(step_of_opcode(i.opcode))):
+            spans = before + use.spans
+            role = step_of_opcode(use.instruction.opcode)
+            if role == "done":
+                windows.append(Window(use.instruction, use.computation, spans, use.crosses, ()))
+            elif role == "update" and use.operand == 0:
+                updates.append(use.instruction)
+                # An operation that is bound late begins only at the update that brings its operands.
+                begins_here = not start.operands and len(use.instruction.operands) > 1
+                pending.append((module.computations[use.computation], use.instruction, () if begins_here else spans))
+    return updates, windows
+
+
+def _kernel_ends(
+    module: HloModule, computation: Computation, start: Instruction
+) -> tuple[list[Instruction], list[Window]]:
+    """Finds the updates and dones of a kernel pair by following its semaphores."""
+    ends: dict[tuple[str, str], Use] = {}
+    updates: dict[str, Instruction] = {}
+    for path in _new_semaphores(start):
+        for use in trace(module, computation, start, path):
+            if use.aliased:
+                updates[use.instruction.name] = use.instruction
+            elif use.instruction.opcode in ("custom-call", "fusion"):
+                ends[use.computation, use.instruction.name] = use
+    windows = [Window(u.instruction, u.computation, u.spans, u.crosses, u.copies) for u in ends.values()]
+    return list(updates.values()), windows
+
+
+def _fusion_ends(
+    module: HloModule, computation: Computation, start: Instruction
+) -> tuple[list[Instruction], list[Window]]:
+    """Finds the updates and dones of a pair of fusions by following all of the start's results."""
+    ends: dict[tuple[str, str], Use] = {}
+    updates: dict[str, Instruction] = {}
+    for path, _ in start.shape.leaves():
+        for use in trace(module, computation, start, path, stop=lambda i: _contains_mark(module, i, _FUSED_DONE)):
+            if _contains_mark(module, use.instruction, _FUSED_DONE):
+                ends.setdefault((use.computation, use.instruction.name), use)
+            elif use.aliased and use.instruction.opcode == "fusion":
+                updates[use.instruction.name] = use.instruction
+    windows = [Window(u.instruction, u.computation, u.spans, u.crosses, ()) for u in ends.values()]
+    return list(updates.values()), windows
+
+
+def _contains_mark(module: HloModule, fusion: Instruction, target: str) -> bool:
+    return fusion.opcode == "fusion" and any(
+        i.opcode == "custom-call" and i.custom_call_target == target for i in module.instructions_in(fusion)
+    )
+
+
+def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:
+    """Returns the index paths of the semaphores that a custom call returns and did not get as an operand."""
+    passed_on = {alias.output for alias in instruction.aliases}
+    return [
+        path for path, leaf in instruction.shape.leaves() if leaf.memory_space == SEMAPHORE and path not in passed_on
+    ]
+
+
+def _moved_bytes(
+    computation: Computation,
+    start: Instruction,
+    spelling: str,
+    kind: str,
+    windows: list[Window],
+    inner: Instruction | None,
+) -> int:
+    """Returns the bytes of the result, which a gather makes and a permute moves; of a kernel, its largest buffer."""
+    if spelling == "kernel":
+        aliased = {alias.output for alias in start.aliases}
+        arrays = [(path, s) for path, s in start.shape.leaves() if s.memory_space != SEMAPHORE]
+        sizes = [s.bytes for path, s in arrays if path not in aliased] or [s.bytes for _, s in arrays]
+        return max(sizes, default=0)
+    if kind == "send" and start.operands and (sent := computation.by_name.get(start.operands[0])) is not None:
+        return sent.shape.bytes
+    if kind in ("reduce-scatter", "all-reduce") and inner is not None:
+        return inner.shape.bytes
+    if windows:
+        return _data_bytes(windows[0].done.shape)
+    return inner.shape.bytes if inner is not None else _data_bytes(start.shape.at((1,)) or start.shape)
+
+
+def _data_bytes(shape: Shape) -> int:
+    return sum(leaf.bytes for _, leaf in shape.leaves() if leaf.memory_space != SEMAPHORE)

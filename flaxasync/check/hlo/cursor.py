@@ -1,0 +1,85 @@
+"""A position in a text that moves forward, with the errors and the bracket matching that the reader needs."""
+
+import re
+
+from flaxasync.check.hlo.error import HloError
+
+_BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
+_CLOSER = {"{": "}", "(": ")", "[": "]"}
+
+
+class Cursor:
+    """A position in a text.
+
+    Attributes:
+      text: The whole text.
+      at: The index of the next character to read.
+    """
+
+    def __init__(self, text: str):
+        self.text = text
+        self.at = 0
+        self._line, self._counted = 1, 0  # the line at an earlier index, so that lines are counted once
+
+    def error(self, message: str, at: int | None = None) -> HloError:
+        """Makes an error with the line and column of an index, by default of the current position."""
+        at = min(self.at if at is None else at, len(self.text))
+        return HloError(message, self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at))
+
+    def line_here(self) -> int:
+        """Returns the line of the current position, which must not be before that of the last call."""
+        self._line += self.text.count("\n", self._counted, self.at)
+        self._counted = self.at
+        return self._line
+
+    def skip_blank(self) -> None:
+        """Steps over blanks, line ends and comments."""
+        match = _BLANK.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+
+    def excerpt(self) -> str:
+        """Returns what stands at the current position, for a message."""
+        if self.at >= len(self.text):
+            return "the end of the text"
+        return repr(self.text[self.at : self.at + 40].split("\n")[0])
+
+    def after_bracket(self, at: int) -> int:
+        """Returns the index after the bracket that closes the one at `at`. Brackets in strings and comments are hidden.
+
+        Raises:
+          HloError: The bracket is not closed, or another one closes first.
+        """
+        closers = [_CLOSER[self.text[at]]]
+        for token in _TOKEN.finditer(self.text, at + 1):
+            mark = token[0]
+            if mark in "{([":
+                closers.append(_CLOSER[mark])
+            elif mark in "})]":
+                if mark != closers.pop():
+                    raise self.error(f"unexpected {mark!r}", token.start())
+                if not closers:
+                    return token.end()
+            elif mark == '"':
+                raise self.error("a string is not closed: the text is cut short", token.start())
+        raise self.error(f"{self.text[at]!r} is not closed: the text is cut short", at)
+
+    def end_of_value(self, at: int) -> int:
+        """Returns the index at which an attribute's value ends.
+
+        A value ends at a comma, at the end of a line or at a closing brace, where these stand outside of every bracket.
+
+        Raises:
+          HloError: A bracket within the value is not closed, or is closed by another one.
+        """
+        while token := _TOKEN.search(self.text, at):
+            mark = token[0]
+            if mark in "{([":
+                at = self.after_bracket(token.start())
+            elif mark in ",\n}":
+                return token.start()
+            elif mark in ')]"':
+                raise self.error(f"unexpected {mark!r}", token.start())
+            else:
+                at = token.end()
+        return len(self.text)

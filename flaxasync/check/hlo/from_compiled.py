@@ -1,0 +1,63 @@
+"""From what a caller hands in, a compiled program or its text, to a module and the name of its chip."""
+
+from typing import Any
+
+from flaxasync.check.hlo.module import HloModule
+from flaxasync.check.hlo.reader import parse
+from flaxasync.hardware import chip_of_device
+
+_DUMP = "dump it with XLA_FLAGS=--xla_dump_to=DIR and audit the text of its last pass, *after_optimizations.txt"
+
+
+def module_of(compiled: Any) -> HloModule:
+    """Returns the parsed module of a compiled program, of its text, or of a module that is parsed already.
+
+    Raises:
+      HloError: The text cannot be read.
+      ValueError: It is none of these, or a lowered program, or it has no text on this platform.
+    """
+    if isinstance(compiled, HloModule):
+        return compiled
+    if isinstance(compiled, str):
+        return _parse(compiled)
+    if not hasattr(compiled, "as_text"):
+        raise ValueError(
+            f"expected a compiled program or HLO text: got {type(compiled).__name__}; "
+            "pass jitted.lower(...).compile(), or its text"
+        )
+    try:
+        text = compiled.as_text()
+    except NotImplementedError as error:
+        raise ValueError(f"this platform gives no text of a compiled program ({error}); {_DUMP}") from error
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"the program has no text on this platform; {_DUMP}")
+    return _parse(text)
+
+
+def chip_of(compiled: Any) -> str | None:
+    """Returns the name of the chip that a program was compiled for; None if the object does not tell."""
+    if isinstance(compiled, HloModule | str):
+        return None  # a text does not name its chip, and reading one must not import JAX
+    if isinstance(found := getattr(compiled, "chip", None), str):
+        return found
+    for sharding in _shardings(compiled):
+        for device in getattr(sharding, "device_set", ()):
+            found = chip_of_device(device.device_kind)
+            return None if found is None else found.name
+    return None
+
+
+def _parse(text: str) -> HloModule:
+    if text.lstrip().startswith("module @"):
+        raise ValueError("this is a lowered program (StableHLO), not a compiled one: call .compile(), or compile_for")
+    return parse(text)
+
+
+def _shardings(compiled: Any) -> list:
+    """Returns the shardings of a compiled program's inputs and outputs, as far as it tells them."""
+    try:
+        import jax
+
+        return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    except Exception:  # the object is not a jax.stages.Compiled, or one whose runtime does not tell its shardings
+        return []

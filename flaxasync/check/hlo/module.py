@@ -1,0 +1,247 @@
+"""A compiled program as frozen data: a module of computations, which are lists of instructions.
+
+`parse` in reader.py makes these from HLO text, and `format_module` in writer.py makes text from them. Names, operands
+and attributes are kept as they were printed, and the properties decode them when they are asked for. Nothing here
+decides what a program means. The file needs the standard library only.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Mapping
+
+from flaxasync.check.hlo.shapes import Shape
+from flaxasync.check.hlo.source_location import op_name, read_stack_frames, source_line
+
+_ALIAS = re.compile(r"\{([\d, ]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d, ]*)\}")
+_REFERENCE = re.compile(r"%?([\w.\-]+)")
+
+# The attributes that name one computation each, and those that list several.
+_CALLS = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter")
+_CALL_LISTS = ("called_computations", "branch_computations")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alias:
+    """One entry of output_to_operand_aliasing: an output that shares its buffer with an operand.
+
+    Attributes:
+      output: The index path in the result.
+      operand: The number of the operand.
+      operand_index: The index path in the operand.
+    """
+
+    output: tuple[int, ...]
+    operand: int
+    operand_index: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a program.
+
+    Attributes:
+      name: The name, without the percent sign.
+      shape: The shape of the result.
+      opcode: "fusion", "collective-permute-start", ...
+      operands: The names of the operands.
+      attributes: Every other "key=value" of the line, as text.
+      is_root: Whether the computation returns this instruction's result.
+      literal: The text in the parentheses of a constant or a parameter.
+      line: The line of the text that the instruction was read from.
+    """
+
+    name: str
+    shape: Shape
+    opcode: str
+    operands: tuple[str, ...] = ()
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    is_root: bool = False
+    literal: str = ""
+    line: int = dataclasses.field(default=0, compare=False)
+
+    @property
+    def control_predecessors(self) -> tuple[str, ...]:
+        return tuple(_REFERENCE.findall(self.attributes.get("control-predecessors", "")))
+
+    @property
+    def backend_config(self) -> dict:
+        """The compiler's own notes. Empty if there are none, or if they are not a JSON object."""
+        return _json_object(self.attributes.get("backend_config", ""))
+
+    @property
+    def called_computations(self) -> tuple[str, ...]:
+        """The names of the computations that this instruction calls, in the order of its attributes."""
+        names: list[str] = []
+        for key in _CALLS:
+            if (value := self.attributes.get(key)) is not None:
+                names.append(value.lstrip("%"))
+        for key in _CALL_LISTS:
+            names += _REFERENCE.findall(self.attributes.get(key, ""))
+        return tuple(names)
+
+    @property
+    def loop_body(self) -> str:
+        """The name of the body of a while loop; "" for every other instruction."""
+        return self.attributes.get("body", "").lstrip("%")
+
+    @property
+    def aliases(self) -> tuple[Alias, ...]:
+        return _read_aliases(self.attributes.get("output_to_operand_aliasing", ""))
+
+    @property
+    def tuple_index(self) -> int | None:
+        """The index that a get-tuple-element reads."""
+        return _small_int(self.attributes.get("index", ""))
+
+    @property
+    def parameter_number(self) -> int | None:
+        return _small_int(self.literal) if self.opcode == "parameter" else None
+
+    @property
+    def custom_call_target(self) -> str:
+        return self.attributes.get("custom_call_target", "").strip('"')
+
+    @property
+    def op_name(self) -> str:
+        """The path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" if there is none."""
+        return op_name(self.attributes.get("metadata", ""))
+
+    @property
+    def estimated_cycles(self) -> int | None:
+        """The compiler's own estimate. It makes one for fusions, copies and reductions on TPU."""
+        window = self.backend_config.get("window_config")
+        return _small_int(str(window.get("estimated_cycles", ""))) if isinstance(window, dict) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A list of instructions with a name. In a scheduled module the list is in the order of execution."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    is_entry: bool = False
+    execution_thread: str = "main"
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {i.name: i for i in self.instructions}
+
+    @functools.cached_property
+    def position(self) -> dict[str, int]:
+        """The index of each instruction in the list."""
+        return {i.name: n for n, i in enumerate(self.instructions)}
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that read each instruction's result. Each is listed once, in order."""
+        users: dict[str, list[Instruction]] = {}
+        for i in self.instructions:
+            for operand in dict.fromkeys(i.operands):
+                users.setdefault(operand, []).append(i)
+        return users
+
+    @property
+    def root(self) -> Instruction | None:
+        return next((i for i in reversed(self.instructions) if i.is_root), None)
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        return {i.parameter_number: i for i in self.instructions if i.parameter_number is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class HloModule:
+    """A program.
+
+    Attributes:
+      name: The name in the HloModule line.
+      computations: The computations by name, in printed order.
+      attributes: The "key=value" entries of the HloModule line, as text.
+      tables: The text between the HloModule line and the first computation: files, functions and stack frames.
+      is_fragment: Whether the text had no HloModule line. The operands of a fragment may be defined nowhere.
+    """
+
+    name: str
+    computations: dict[str, Computation]
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tables: str = ""
+    is_fragment: bool = False
+
+    @property
+    def is_scheduled(self) -> bool:
+        return self.attributes.get("is_scheduled") == "true"
+
+    @property
+    def num_partitions(self) -> int:
+        return _small_int(self.attributes.get("num_partitions", "")) or 1
+
+    @functools.cached_property
+    def entry(self) -> Computation:
+        """The entry computation. In a fragment without one, the last computation."""
+        entries = [c for c in self.computations.values() if c.is_entry]
+        return entries[0] if entries else list(self.computations.values())[-1]
+
+    @functools.cached_property
+    def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+        """The instructions that call each computation, each with the computation that it stands in."""
+        callers: dict[str, list[tuple[Computation, Instruction]]] = {}
+        for computation in self.computations.values():
+            for instruction in computation.instructions:
+                for name in dict.fromkeys(instruction.called_computations):
+                    callers.setdefault(name, []).append((computation, instruction))
+        return callers
+
+    def source(self, instruction: Instruction) -> str:
+        """Returns "file:line" of the Python that an instruction came from; "" if the text does not say."""
+        return source_line(instruction.attributes.get("metadata", ""), self._stack_frames)
+
+    def instructions_in(self, caller: Instruction) -> list[Instruction]:
+        """Returns the instructions of the computations that an instruction calls, as far as the text defines them."""
+        return [
+            i
+            for name in caller.called_computations
+            if name in self.computations
+            for i in self.computations[name].instructions
+        ]
+
+    def contains_matmul(self, instruction: Instruction) -> bool:
+        """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""
+        pending, seen = [instruction], {""}
+        while pending:
+            i = pending.pop()
+            if i.opcode in ("convolution", "dot"):
+                return True
+            if i.opcode == "fusion" and not seen.issuperset(i.called_computations):
+                seen.update(i.called_computations)
+                pending += self.instructions_in(i)
+        return False
+
+    @functools.cached_property
+    def _stack_frames(self) -> dict[str, str]:
+        return read_stack_frames(self.tables)
+
+
+def _read_aliases(text: str) -> tuple[Alias, ...]:
+    """Decodes `{{1}: (0, {}), {2}: (1, {0})}`."""
+    return tuple(Alias(_path(out), int(n[:9]), _path(index)) for out, n, index in _ALIAS.findall(text))
+
+
+def _path(text: str) -> tuple[int, ...]:
+    return tuple(int(part[:9]) for part in text.replace(" ", "").split(",") if part)
+
+
+def _small_int(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.isascii() and text.lstrip("-").isdigit() and len(text) < 19 and text != "-" else None
+
+
+def _json_object(text: str) -> dict:
+    if not text.startswith("{"):
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

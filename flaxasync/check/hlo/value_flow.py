@@ -1,0 +1,207 @@
+"""Where a value goes: through tuples, loops, branches and aliased outputs to the instructions that use it.
+
+`trace` follows one array of one instruction's result forward. Each use comes with the spans of the schedule that run
+between the birth of the value and that use. A value that a loop carries into its next iteration is followed through
+the back edge of the loop. Nothing is assumed about what the value is.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+
+_SAME_VALUE = ("bitcast", "optimization-barrier", "domain")
+_COPIES = ("copy", "copy-start", "copy-done")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """The instructions [first, stop) of a computation, in schedule order."""
+
+    computation: str
+    first: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """One instruction that uses a value, and the path of the value to it.
+
+    Attributes:
+      computation: The computation of the using instruction.
+      instruction: The using instruction.
+      operand: The number of the operand that is the value.
+      spans: What runs between the birth of the value and this use.
+      copies: The copies on the path, each as (computation, instruction).
+      crosses: How the path crosses loops: "enters", "repeats" or "leaves", followed by the name of the loop.
+      aliased: Whether the instruction writes its result over the value.
+    """
+
+    computation: str
+    instruction: Instruction
+    operand: int
+    spans: tuple[Span, ...]
+    copies: tuple[tuple[str, Instruction], ...]
+    crosses: tuple[str, ...]
+    aliased: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _EnteredLoop:
+    """A loop that the path has entered, with the state to go back to if the loop leaves the value untouched."""
+
+    loop: str
+    path: tuple[int, ...]
+    spans: tuple[Span, ...]
+    opened: int
+    crosses: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Holder:
+    """One instruction whose result holds the value, and the path of the value to it.
+
+    Attributes:
+      computation: The computation of the instruction.
+      instruction: The instruction.
+      path: The index path of the value in the result.
+      opened: The position in this computation from which on the value is alive.
+      spans: What ran in other computations, or in earlier iterations, since the birth of the value.
+      loops: The loops around this computation that the path has entered, the outermost first.
+      copies: As in `Use`.
+      crosses: As in `Use`.
+    """
+
+    computation: Computation
+    instruction: Instruction
+    path: tuple[int, ...]
+    opened: int
+    spans: tuple[Span, ...] = ()
+    loops: tuple[_EnteredLoop, ...] = ()
+    copies: tuple[tuple[str, Instruction], ...] = ()
+    crosses: tuple[str, ...] = ()
+
+    def passed_to(self, instruction: Instruction, path: tuple[int, ...], **changes: object) -> "_Holder":
+        """Returns the next holder in the same computation."""
+        return dataclasses.replace(self, instruction=instruction, path=path, **changes)  # type: ignore[arg-type]
+
+    def spans_until(self, stop: int) -> tuple[Span, ...]:
+        """Returns the spans up to a position of this computation."""
+        if stop <= self.opened:
+            return self.spans
+        return (*self.spans, Span(self.computation.name, self.opened, stop))
+
+
+def trace(
+    module: HloModule,
+    computation: Computation,
+    instruction: Instruction,
+    path: tuple[int, ...],
+    *,
+    stop: Callable[[Instruction], bool] = lambda _: False,
+) -> list[Use]:
+    """Follows the array at `path` of an instruction's result to its uses.
+
+    Args:
+      module: The program.
+      computation: The computation of the instruction.
+      instruction: The instruction that makes the value.
+      path: The index path of the array in the instruction's result.
+      stop: Says of an instruction that the path ends there even where the instruction aliases the value. The done of
+        an asynchronous operation is the usual case.
+
+    Returns:
+      The uses, the nearest first. An instruction that only passes the value on is not a use. A copy is not a use
+      either: it is passed through and listed in `copies`. An instruction that aliases the value to its result is a use
+      and is also passed through.
+    """
+    uses: list[Use] = []
+    seen: set[tuple[str, str, tuple[int, ...]]] = set()
+    queue = collections.deque([_Holder(computation, instruction, path, computation.position[instruction.name] + 1)])
+    while queue:
+        holder = queue.popleft()
+        key = (holder.computation.name, holder.instruction.name, holder.path)
+        if key in seen:
+            continue
+        seen.add(key)
+        for user in holder.computation.users.get(holder.instruction.name, ()):
+            for number, operand in enumerate(user.operands):
+                if operand == holder.instruction.name:
+                    queue.extend(_through_user(module, holder, user, number, uses, stop))
+        if holder.instruction.is_root:
+            queue.extend(_through_root(module, holder))
+    return uses
+
+
+def _through_user(
+    module: HloModule,
+    holder: _Holder,
+    user: Instruction,
+    number: int,
+    uses: list[Use],
+    stop: Callable[[Instruction], bool],
+) -> list[_Holder]:
+    """Returns what holds the value after one of its users, and adds the user to `uses` if it is one."""
+    here, path = holder.computation, holder.path
+    spans = holder.spans_until(here.position[user.name])
+    if user.opcode == "get-tuple-element":
+        return [holder.passed_to(user, path[1:])] if path and path[0] == user.tuple_index else []
+    if user.opcode == "tuple":
+        return [holder.passed_to(user, (number, *path))]
+    if user.opcode in _SAME_VALUE or (user.opcode == "add-dependency" and number == 0):
+        return [holder.passed_to(user, path)]
+    if user.opcode in _COPIES and not stop(user):
+        noted = holder.copies if user.opcode == "copy-done" else (*holder.copies, (here.name, user))
+        return [holder.passed_to(user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path), copies=noted)]
+    if user.opcode == "while":
+        body = module.computations.get(user.loop_body)
+        if body is None or 0 not in body.parameters:
+            return []
+        loop = _EnteredLoop(user.name, path, holder.spans, holder.opened, holder.crosses)
+        crosses = (*holder.crosses, f"enters {user.name}")
+        return [_Holder(body, body.parameters[0], path, 0, spans, (*holder.loops, loop), holder.copies, crosses)]
+    if user.opcode in ("conditional", "call"):
+        called = [module.computations.get(name) for name in user.called_computations]
+        branch, parameter = (number - 1, 0) if user.opcode == "conditional" else (0, number)
+        target = called[branch] if 0 <= branch < len(called) else None
+        if target is not None and parameter in target.parameters:
+            argument = target.parameters[parameter]
+            return [_Holder(target, argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
+        if not (user.opcode == "conditional" and number == 0):
+            return []
+    onward = [
+        holder.passed_to(user, (*alias.output, *path[len(alias.operand_index) :]))
+        for alias in user.aliases
+        if alias.operand == number and path[: len(alias.operand_index)] == alias.operand_index
+    ]
+    aliased = bool(onward) or (user.opcode == "dynamic-update-slice" and number == 0)
+    uses.append(Use(here.name, user, number, spans, holder.copies, holder.crosses, aliased))
+    return [] if stop(user) else onward
+
+
+def _through_root(module: HloModule, holder: _Holder) -> list[_Holder]:
+    """Returns what holds the value after its computation returned it: the callers, and the next iteration of a loop."""
+    here = holder.computation
+    spans = holder.spans_until(len(here.instructions))
+    copies, crosses = holder.copies, holder.crosses
+    onward: list[_Holder] = []
+    for caller, call in module.callers.get(here.name, ()):
+        after = caller.position[call.name] + 1
+        if call.opcode == "while" and call.loop_body == here.name:
+            entered = holder.loops[-1] if holder.loops and holder.loops[-1].loop == call.name else None
+            outer = holder.loops[:-1] if entered else holder.loops
+            if entered and entered.path == holder.path:
+                # The loop carries the value through untouched, so the value is alive during the whole loop.
+                onward.append(
+                    _Holder(caller, call, holder.path, entered.opened, entered.spans, outer, copies, entered.crosses)
+                )
+                continue
+            if 0 in here.parameters:
+                again = (*crosses, f"repeats {call.name}")
+                onward.append(_Holder(here, here.parameters[0], holder.path, 0, spans, outer, copies, again))
+            left = (*crosses, f"leaves {call.name}")
+            onward.append(_Holder(caller, call, holder.path, after, spans, outer, copies, left))
+        elif call.opcode in ("conditional", "call"):
+            onward.append(_Holder(caller, call, holder.path, after, spans, holder.loops, copies, crosses))
+    return onward

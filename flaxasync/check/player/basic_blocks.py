@@ -1,0 +1,216 @@
+"""Basic blocks: sequences of bundles without a branch in them, each compiled to one Python function.
+
+A block ends where the flow of control can change (at the last delay slot of a branch, and at the bundle before the
+target of one) and at an external operation, which is one that touches more than the registers of its core: a transfer,
+a semaphore, a call, a trace mark.
+
+The function of a block computes the scalar registers and the predicates. It returns the branch that was taken, and the
+external operations with the values of their operands. Within a bundle every operation reads before any of them writes.
+A block is compiled when it is first entered.
+"""
+
+import bisect
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from flaxasync.check.player import matrix_unit
+from flaxasync.check.player import scalar_operations as scalar
+from flaxasync.check.player.addresses import Addresses
+from flaxasync.check.player.bundle_text import MARK_LIMIT, MARK_START, Operation, Program
+from flaxasync.check.player.chips import PlayedChip
+from flaxasync.check.player.errors import UnknownOperationError
+
+_EXTERNAL_UNITS = ("dma", "vwait", "vsyncadd", "vsyncset", "vsyncpa", "vsyncmov", "shalt", "inlined_call")
+_SPARSE_CORE = "sparse_core"
+
+
+@dataclasses.dataclass(slots=True)
+class ExternalOperation:
+    """An operation that touches more than the registers of its core, and the index of its bundle."""
+
+    operation: Operation
+    index: int
+
+
+@dataclasses.dataclass(slots=True)
+class BasicBlock:
+    """A sequence of bundles without a branch in it.
+
+    Attributes:
+      run: The compiled function. It takes the registers, the predicates and the machine. It returns the branch that was
+        taken, or None, and a list of (index in `external`, values of the operands), or None.
+      end: The index of the last bundle.
+      bundles: The number of bundles.
+      work: The work of the matrix units, as `matrix_unit.cost` takes it.
+      external: The external operations of the last bundle.
+      costs: The time of the block, by the state of the matrix units at its beginning.
+    """
+
+    run: Callable[..., Any]
+    end: int
+    bundles: int
+    work: list
+    external: list[ExternalOperation]
+    costs: dict
+
+
+class Code:
+    """A program that is ready to be executed on a chip.
+
+    Attributes:
+      program: The program.
+      chip: The chip.
+      length: The number of bundles.
+    """
+
+    def __init__(
+        self, program: Program, addresses: Addresses, chip: PlayedChip, *, accept: frozenset[str] = frozenset()
+    ):
+        self.program, self.chip = program, chip
+        self.length = len(program.bundles)
+        self._addresses, self._accept = addresses, accept
+        self._blocks: dict[int, BasicBlock] = {}
+        # How many results of each division the program reads: the quotient, the remainder, or both.
+        self._pops = Counter(
+            o.operands[0].lstrip("%")
+            for b in program.bundles
+            for o in b.operations
+            if o.name == "spop.drf" and o.operands
+        )
+        self._ends = self._block_ends()
+
+    def block(self, start: int) -> BasicBlock:
+        """Returns the block that begins at a bundle."""
+        found = self._blocks.get(start)
+        if found is None:
+            found = self._blocks[start] = self._compile(start)
+        return found
+
+    def _address_of(self, name: str) -> int:
+        return self._addresses.of(self.program, name).address
+
+    def _block_ends(self) -> list[int]:
+        ends = {self.length - 1}
+        for index, bundle in enumerate(self.program.bundles):
+            for operation in bundle.operations:
+                if operation.unit == "sbr":
+                    ends.add(min(index + self.chip.branch_delay, self.length - 1))
+                    ends.add(max(0, self.program.regions[operation.target] - 1))
+                elif is_external(operation):
+                    ends.add(index)
+        return sorted(ends)
+
+    def _compile(self, start: int) -> BasicBlock:
+        end = self._ends[bisect.bisect_left(self._ends, start)]
+        lines = ["def block(s, p, d):", " branch = external = None"]
+        work: list = []
+        external: list[ExternalOperation] = []
+        for index in range(start, end + 1):
+            operations = self.program.bundles[index].operations
+            if not operations:
+                continue
+            reads: list[str] = []
+            writes: list[str] = []
+            for number, operation in enumerate(operations):
+                try:
+                    self._emit(operation, index, number, reads, writes, external)
+                except (scalar.NoScalarError, IndexError, KeyError) as error:
+                    raise UnknownOperationError(self._unknown(operation, index, error)) from error
+            lines += [f" {line}" for line in reads + writes]
+            matrix = tuple(m for o in operations if (m := matrix_unit.matrix_operation(o, self.chip)))
+            if matrix:
+                work.append((index - start, matrix))
+        lines.append(" return branch, external")
+        scope: dict[str, Any] = dict(scalar.RUNTIME)
+        exec(compile("\n".join(lines), f"<{self.program.name} from bundle {start:#x}>", "exec"), scope)
+        return BasicBlock(scope["block"], end, end - start + 1, work, external, {})
+
+    def _emit(
+        self,
+        operation: Operation,
+        index: int,
+        number: int,
+        reads: list[str],
+        writes: list[str],
+        external: list[ExternalOperation],
+    ) -> None:
+        """Adds the Python of one operation.
+
+        Args:
+          operation: The operation.
+          index: The index of its bundle.
+          number: Its number in the bundle, which makes the names of its variables unique.
+          reads: Lines that run before the `writes` of any operation of the bundle.
+          writes: Lines that run after them.
+          external: The external operations of the block, to which it is added if it is one.
+        """
+        guard = ""
+        # A predicate of a vector operation is not evaluated, because its values are not computed.
+        if operation.predicate and not (
+            operation.unit[0] == "v" and not is_external(operation) and operation.unit != "vpush"
+        ):
+            reads.append(f"g{number} = {scalar.predicate_value(operation.predicate, self._address_of)}")
+            guard = f"if g{number}: "
+        if operation.unit == "sbr":
+            target = self.program.regions[operation.target]
+            writes.append(f"{guard}branch = d.branch(branch, {target}, {index + self.chip.branch_delay})")
+        elif is_external(operation):
+            values = "".join(f"{self._value(text)}, " for text in operation.operands)
+            reads.append(f"e{number} = ({len(external)}, ({values}))")
+            external.append(ExternalOperation(operation, index))
+            writes.append(f"{guard}external = (external or []) + [e{number}]")
+        elif operation.unit == "sst":
+            address, value = (scalar.operand_value(text, self._address_of) for text in operation.operands)
+            reads.append(f"a{number} = {address}; t{number} = {value}")
+            writes.append(f"{guard}d.smem[a{number}] = t{number}")
+        elif operation.unit == "sdivrem":
+            dividend, divisor = (scalar.operand_value(text, self._address_of) for text in operation.operands)
+            reads.append(f"t{number} = divmod({dividend}, max({divisor}, 1))")
+            both = self._pops[operation.result] == 2
+            chosen = "" if both else "[1:]" if "Rem" in operation.comment else "[:1]"
+            writes.append(f"{guard}d.divided.extend(t{number}{chosen})")
+        elif operation.name == "spush.sccf":  # to the other core of the chip, which is taken to send the same value
+            reads.append(f"t{number} = {scalar.operand_value(operation.operands[0], self._address_of)}")
+            writes.append(f"{guard}d.core_values.append(t{number})")
+        elif operation.unit in scalar.NO_EFFECT or operation.name in scalar.NO_EFFECT:
+            return
+        elif operation.unit[0] == "v" or operation.name == "compiler-scheduling-barrier":
+            if not matrix_unit.is_vector(operation) and operation.name not in self._accept:
+                raise scalar.NoScalarError(f"vector operation {operation.name!r}")
+        else:
+            result = scalar.result_value(operation, self._address_of)
+            if result is None:
+                return
+            register = scalar.result_register(operation)
+            if register is None:
+                raise scalar.NoScalarError(f"operation {operation.name!r} without a result")
+            reads.append(f"t{number} = {result}" if not guard else f"t{number} = ({result}) if g{number} else 0")
+            writes.append(f"{guard}{register[0]}[{register[1]}] = t{number}")
+
+    def _value(self, text: str) -> str:
+        """Returns Python for an operand of an external operation. Operands that nothing reads may be of any kind."""
+        try:
+            return scalar.operand_value(text, self._address_of)
+        except scalar.NoScalarError:
+            return "None"
+
+    def _unknown(self, operation: Operation, index: int, error: Exception) -> str:
+        if _SPARSE_CORE in operation.name:
+            what = f"{operation.name} drives a SparseCore, which the player does not model"
+            remedy = "compile with collectives kept off the SparseCore"
+        else:
+            what = f"{error} is unknown to the player ({operation.name}, {self.chip.name})"
+            remedy = (
+                f"if it costs no more than its slot, accept it: accept=[{operation.name!r}], --accept {operation.name}"
+            )
+        return f"{self.program.name}: {what}; at {self.program.location(index)}; {remedy}"
+
+
+def is_external(operation: Operation) -> bool:
+    """Says whether an operation touches more than the registers of its core."""
+    if operation.unit == "vtrace":
+        operand = operation.operands[0] if operation.operands else ""
+        return operand.isdigit() and MARK_START <= int(operand) < MARK_LIMIT
+    return operation.unit in _EXTERNAL_UNITS

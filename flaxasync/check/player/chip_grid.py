@@ -1,0 +1,110 @@
+"""The chips of a topology: their coordinates, and the links that a transfer between two of them crosses."""
+
+import dataclasses
+import functools
+import re
+
+from flaxasync.check.player.errors import MeshMismatchError, PlayerError
+
+_DEVICES_PER_CHIP = {"tpu7x": 2}  # one for every other chip
+# The chips in a dimension from which on the network closes on itself: on v5e and v6e only in that of a full pod.
+_WRAP, _WRAP_OF_3D_TORUS = 16, 4
+_NAME = re.compile(r"([a-z0-9]+):(\d+)x(\d+)(?:x(\d+))?")
+
+Coords = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipGrid:
+    """Chips on a grid. They are numbered with the first coordinate running fastest, as libtpu numbers them.
+
+    Attributes:
+      name: The name of the topology.
+      shape: The number of chips in each of three dimensions.
+      cores: The number of devices of one chip.
+    """
+
+    name: str
+    shape: Coords
+    cores: int
+
+    @property
+    def devices(self) -> int:
+        return self.shape[0] * self.shape[1] * self.shape[2] * self.cores
+
+    def chip_id(self, coords: Coords) -> int:
+        x, y, z = coords
+        return x + self.shape[0] * (y + self.shape[1] * z)
+
+    def coords(self, chip_id: int) -> Coords:
+        x, rest = chip_id % self.shape[0], chip_id // self.shape[0]
+        return (x, rest % self.shape[1], rest // self.shape[1])
+
+    def _wraps(self, axis: int) -> bool:
+        size = self.shape[axis]
+        if self.name.startswith(("v5p", "tpu7x")):
+            return size >= _WRAP_OF_3D_TORUS and size % 4 == 0
+        return size >= _WRAP
+
+    @functools.cache  # noqa: B019, there is one grid in a simulation
+    def route(self, source: Coords, target: Coords) -> tuple[tuple[str, Coords, Coords], ...]:
+        """Returns the directed links from one chip to another: along x, then y, then z, in the shorter direction."""
+        path, here = [], list(source)
+        for axis, size in enumerate(self.shape):
+            while here[axis] != target[axis]:
+                step = 1 if target[axis] > here[axis] else -1
+                if self._wraps(axis) and abs(target[axis] - here[axis]) > size / 2:
+                    step = -step
+                after = list(here)
+                after[axis] = (here[axis] + step) % size if self._wraps(axis) else here[axis] + step
+                path.append(("link", tuple(here), tuple(after)))
+                here = after
+        return tuple(path)
+
+
+def chip_grid(name: str) -> ChipGrid:
+    """Reads a topology's name: "v5e:2x4", "v5p:2x2x2".
+
+    Raises:
+      PlayerError: The text is not such a name.
+    """
+    match = _NAME.fullmatch(name)
+    if not match:
+        raise PlayerError(f"topology must be a chip and its grid, like 'v5e:2x4' or 'v5p:2x2x2': got {name!r}")
+    shape = tuple(int(n or 1) for n in match.groups()[1:])
+    return ChipGrid(name, shape, _DEVICES_PER_CHIP.get(match[1], 1))
+
+
+def coords_of_partitions(grid: ChipGrid, devices: int, coords: tuple[Coords, ...]) -> tuple[Coords, ...]:
+    """Returns the chip of each partition, as three coordinates.
+
+    Args:
+      grid: The topology.
+      devices: The number of partitions of the program.
+      coords: The chip of each partition, if it is known. Otherwise the partitions are taken to be on the chips in
+        the order of the chips' numbers.
+
+    Raises:
+      MeshMismatchError: The topology has another number of devices, or a chip is not on its grid.
+    """
+    if devices != grid.devices:
+        raise MeshMismatchError(
+            f"the program was compiled for {devices} devices, but {grid.name} has {grid.devices}: "
+            "name the topology that it was compiled for"
+        )
+    if not coords:
+        return tuple(grid.coords(n // grid.cores) for n in range(devices))
+    if len(coords) != devices:
+        raise MeshMismatchError(
+            f"the program has {devices} devices, but the order of the mesh names {len(coords)} chips"
+        )
+    full = tuple((*c, 0, 0)[:3] for c in coords)
+    for c in full:
+        if any(not 0 <= v < size for v, size in zip(c, grid.shape, strict=True)):
+            raise MeshMismatchError(
+                f"{grid.name} has no chip {c}: its grid is {grid.shape}; name the topology that it was compiled for"
+            )
+    counted = [full.count(c) for c in full]
+    if set(counted) != {grid.cores}:
+        raise MeshMismatchError(f"the order of the mesh must name each chip {grid.cores} time(s): got {full}")
+    return full

@@ -1,0 +1,75 @@
+"""The tables that XLA's collectives read. The dump has the code that reads them, but not their contents.
+
+Some tables can be written again from the HLO:
+
+| collective | the row of partition p | known from |
+|---|---|---|
+| collective-permute | the source of p or -1, the target of p or -1 | what the code does with the two words |
+| all-gather, all-reduce, reduce-scatter of pairs | the index of p in its pair, its partner, its partner, 0 | the same |
+
+The partner is named by its partition where the code looks up chips in the device assignment, and by its chip where the
+code does not. The tables of larger groups have other forms. A synchronous collective that reads such a table is timed
+by a ring model (ring_model.py). An asynchronous one is refused, because the model does not know what runs beside it.
+Collectives without a table compute their partners and are simulated from their bundles.
+"""
+
+from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.participants import permute_pairs, replica_groups
+from flaxasync.check.player.bundle_text import Program
+
+SYNCHRONOUS_OPTIONS = 'compiler_options={"xla_tpu_enable_async_collective_fusion": "false"}'
+
+_NONE = 0xFFFFFFFF  # -1 as an unsigned word
+_PAIRED = ("all-gather", "all-reduce", "reduce-scatter")
+
+
+def can_be_simulated(instruction: Instruction | None, program: Program, devices: int) -> bool:
+    """Says whether a synchronous collective can be simulated: it reads no table, or one that can be written again."""
+    if not any(o.name == "dma.hbm_to_smem" for bundle in program.bundles for o in bundle.operations):
+        return True
+    return instruction is not None and _is_in_pairs(instruction, devices)
+
+
+def table_of(instruction: Instruction | None, program: Program, chips: list[int]) -> list[int] | None:
+    """Returns the words of a collective's table; None if they are not known.
+
+    Args:
+      instruction: The collective.
+      program: The code that reads the table.
+      chips: The chip of each partition.
+    """
+    if instruction is None:
+        return None
+    table: list[int] = []
+    if instruction.opcode.startswith("collective-permute"):
+        pairs = permute_pairs(instruction)
+        sources = {target: source for source, target in pairs}
+        targets = dict(pairs)
+        for p in range(len(chips)):
+            table += [sources.get(p, _NONE), targets.get(p, _NONE)]
+        return table
+    if not _is_in_pairs(instruction, len(chips)):
+        return None
+    looks_chips_up = any("device assignment ptr" in d.tag for d in program.declarations.values())
+    groups = replica_groups(instruction, len(chips))
+    for p in range(len(chips)):
+        pair = next((g for g in groups if p in g), (p, p))
+        index = pair.index(p)
+        partner = pair[1 - index]
+        named = partner if looks_chips_up else chips[partner]
+        table += [index, named, named, 0]
+    return table
+
+
+def refusal(instruction: Instruction | None, name: str, location: str) -> str:
+    """Returns why an asynchronous collective whose table is not known cannot be simulated, and what to do."""
+    what = f"an asynchronous {instruction.opcode}" if instruction else "an asynchronous collective"
+    return (
+        f"{name}: the start of {what} of XLA reads a table that the dump lacks, and the player knows those of pairs "
+        f"of devices only; at {location}. Compile with {SYNCHRONOUS_OPTIONS}, which makes the collective synchronous: "
+        "it is then simulated, or timed by a ring model"
+    )
+
+
+def _is_in_pairs(instruction: Instruction, devices: int) -> bool:
+    return instruction.opcode in _PAIRED and all(len(g) == 2 for g in replica_groups(instruction, devices))

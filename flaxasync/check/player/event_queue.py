@@ -1,0 +1,34 @@
+"""The events of a simulation, in the order of time."""
+
+import heapq
+from collections.abc import Callable
+
+from flaxasync.check.player.network import INFINITY
+
+type Answer = Callable[[float], None]  # is called with the time of its event
+
+
+class EventQueue:
+    """Events that are still to come.
+
+    Events at the same time happen in the order in which they were queued, so that a simulation is the same every time.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[float, int, Answer]] = []
+        self._queued = 0
+
+    @property
+    def next(self) -> float:
+        """The time of the next event; infinity if there is none."""
+        return self._events[0][0] if self._events else INFINITY
+
+    def at(self, time: float, answer: Answer) -> None:
+        """Queues an event."""
+        self._queued += 1
+        heapq.heappush(self._events, (time, self._queued, answer))
+
+    def pop(self) -> tuple[float, Answer]:
+        """Removes the next event, and returns its time and what happens then."""
+        time, _, answer = heapq.heappop(self._events)
+        return time, answer

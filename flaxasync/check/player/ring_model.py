@@ -1,0 +1,69 @@
+"""XLA's collectives whose bundles read tables that cannot be written again: they are timed as a ring on the links.
+
+The ring begins when the last device of a group arrives, and all of its devices leave together. Every result marks the
+instructions that were timed in this way.
+"""
+
+import dataclasses
+
+from flaxasync.check.estimate.collective_time import collective_seconds
+from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.participants import replica_groups
+from flaxasync.check.player.addresses import shape_bytes
+from flaxasync.check.player.chips import PlayedChip
+from flaxasync.check.player.dump import SYNCHRONOUS
+
+# HBM traffic of the additions in a reduction, for each byte of the operands: an addition reads two operands and writes
+# their sum, which is three bytes for two.
+HBM_BYTES_PER_REDUCED_BYTE = 1.5
+
+
+@dataclasses.dataclass
+class ModelledCollective:
+    """One collective that is timed by the ring model.
+
+    Attributes:
+      opcode: The opcode.
+      bytes_in: Bytes of one device's operand.
+      bytes_out: Bytes of one device's result.
+      groups: The groups of devices that exchange data.
+      arrived: The devices of one group that have arrived.
+    """
+
+    opcode: str
+    bytes_in: int
+    bytes_out: int
+    groups: tuple[tuple[int, ...], ...]
+    arrived: set[int] = dataclasses.field(default_factory=set)
+
+    def fresh(self) -> "ModelledCollective":
+        """Returns the same collective before any device has arrived."""
+        return dataclasses.replace(self, arrived=set())
+
+    def group_of(self, device: int) -> tuple[int, ...]:
+        return next((g for g in self.groups if device in g), (device,))
+
+    def sent_bytes(self, group: tuple[int, ...]) -> int:
+        """Returns the bytes that each device of a group sends."""
+        share = (len(group) - 1) / len(group)
+        whole = {"all-gather": self.bytes_out, "all-reduce": 2 * self.bytes_in}.get(self.opcode, self.bytes_in)
+        return int(whole * share)
+
+    def cycles(self, group: tuple[int, ...], chip: PlayedChip) -> float:
+        """Returns the time of the ring: its bytes on the links, and for a reduction also those of the additions."""
+        links = dataclasses.replace(chip.sheet, link_bandwidth=chip.link)
+        seconds = collective_seconds(self.opcode, self.bytes_in, self.bytes_out, len(group), links)
+        if self.opcode in ("all-reduce", "reduce-scatter"):
+            seconds += HBM_BYTES_PER_REDUCED_BYTE * self.bytes_in / chip.hbm
+        return chip.cycles(seconds)
+
+
+def modelled_collective(instruction: Instruction | None, devices: int) -> ModelledCollective | None:
+    """Returns the model of a synchronous collective; None for any other instruction."""
+    if instruction is None or instruction.opcode not in SYNCHRONOUS:
+        return None
+    size = shape_bytes(str(instruction.shape))
+    groups = replica_groups(instruction, devices)
+    count = max(len(g) for g in groups)
+    bytes_in = {"all-gather": size // count, "reduce-scatter": size * count}.get(instruction.opcode, size)
+    return ModelledCollective(instruction.opcode, bytes_in, size, groups)

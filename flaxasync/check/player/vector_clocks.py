@@ -1,0 +1,41 @@
+"""What each device knows about the progress of the others, as vector clocks.
+
+The progress of a device is the number of instructions that it has entered. Signals and transfers carry what their
+sender knows. A kernel that writes into another device must know that the other one has entered the same kernel. Where
+it does not, the write is a race, even where the timing of this simulation happens to be harmless.
+"""
+
+from collections.abc import Sequence
+
+type Progress = list[int]  # for each device, the number of instructions that it is known to have entered
+
+
+class VectorClocks:
+    """The clocks of all devices."""
+
+    def __init__(self, devices: int):
+        self._known: list[Progress] = [[0] * devices for _ in range(devices)]
+
+    def enter(self, device: int) -> None:
+        """A device enters its next instruction."""
+        self._known[device][device] += 1
+
+    def known_to(self, device: int) -> Progress:
+        """Returns what a device knows at this moment, for a message to carry."""
+        return list(self._known[device])
+
+    def learn(self, device: int, message: Progress) -> None:
+        """A device receives what another one knew."""
+        known = self._known[device]
+        known[:] = map(max, known, message)
+
+    def synchronize(self, devices: Sequence[int]) -> None:
+        """Some devices meet, after which each of them knows what any of them knew."""
+        everything = [max(values) for values in zip(*(self._known[d] for d in devices), strict=True)]
+        for device in devices:
+            self._known[device] = list(everything)
+
+    def knows_to_have_entered(self, device: int, other: int) -> bool:
+        """Says whether a device knows that another one has entered the instruction that it is in itself."""
+        known = self._known[device]
+        return known[other] >= known[device]

@@ -1,0 +1,1 @@
+"""Attention over sequences that are split over a mesh axis, and over whole ones."""

@@ -1,0 +1,245 @@
+"""The public attention ops: their checks, and the choice of backend and kernel.
+
+`ring_attention` is for use inside `jax.shard_map`, on local shards of a sequence that is split over a mesh axis;
+`attention` is for whole sequences. Both are made of products of two blocks (`blocks`), by the same kernels.
+`flaxasync.nn` has the modules.
+"""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from flaxasync import mesh
+from flaxasync.attention.flash_grid import LANES
+from flaxasync.attention.flash_kernel import Flash, unsupported
+from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync.ops import backends
+from flaxasync.ops.attention import vjp
+from flaxasync.ops.attention.blocks import BlockKernel, Reference, Scores
+from flaxasync.ops.attention.layouts import AttentionLayout, Mask, Sequence, check_sequence_layout
+from flaxasync.ops.attention.shards import Call
+
+KERNELS = ("reference", "flash")
+
+
+def ring_attention(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b s n d"],
+    v: Float[Array, "b s n d"],
+    axis_name: str,
+    *,
+    causal: bool = True,
+    layout: AttentionLayout = "contiguous",
+    scale: float | None = None,
+    segment_ids: Int[Array, "b s"] | None = None,
+    window: int | None = None,
+    backend: str | None = None,
+    kernel: str | BlockKernel | None = None,
+    directions: Literal[1, 2] | None = None,
+    unroll: int = 2,
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "b s h d"]:
+    """Computes exact attention of this device's queries to the keys of all devices, each block as it arrives.
+
+    ```
+    q     [b, s, h, d]     this device's rows of a sequence of R*s        (R devices on axis_name)
+    k, v  [b, s, n, d]     this device's rows; h/n heads share each of n
+    o     [b, s, h, d]     this device's rows
+
+    forward   o = softmax(scale * q @ all_gather(k).T + mask) @ all_gather(v)      k and v travel, as one block
+              dq                                                                   k and v travel again
+              dk, dv                                                               partial sums that travel with k and v
+    ```
+
+    The softmax is kept as a running maximum and sum in float32 (float64 where q is float64). Saved for the backward
+    pass are q, k, v, o and the log-sum-exp of this device's rows; nothing gathered and no scores are saved. Blocks that
+    no row attends to cost no compute. The gradient of a ring has no gradient: a second derivative is refused.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      axis_name: The mesh axis over which the sequence is split. For whole sequences use `flaxasync.attention`.
+      causal: Whether a row attends only to itself and to earlier rows.
+      layout: Which rows this device holds: "contiguous", or "zigzag", which shares causal work out equally. All arrays
+        are then in the order of `flaxasync.sequence_order`.
+      scale: The factor of the scores; by default 1 / sqrt(d).
+      segment_ids: Rows attend only to rows of the same id, for documents that are packed into one sequence. The ids
+        travel with k and v.
+      window: A row attends only to rows fewer than `window` positions away, itself included. Blocks further away cost
+        no compute, and in a contiguous causal layout they do not travel.
+      backend: What moves k and v: "none" (one all-gather; "gather" means the same), "xla" (a ring of `lax.ppermute`),
+        "pallas" or "stateful" (the same ring on Pallas DMAs, as values or on Refs; TPU). None stands for what
+        `flaxasync.plan` predicts to be fastest on the chips of the mesh, and for "xla" on other devices.
+      kernel: What multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative), "reference" (JAX, on
+        every device), or an object of your own (`flaxasync.ops.attention.blocks.BlockKernel`). None stands for "flash"
+        where that can serve, on a mesh of TPUs whose axes are all mapped, and for "reference" elsewhere.
+      directions: 1, or 2 to send one half-block each way around the ring; by default 2 on rings of three or more TPUs.
+      unroll: Ring steps in one loop body.
+      precision: The precision of the matmuls, as in `lax.dot_general`. They accumulate in float32.
+
+    Returns:
+      o, in the dtype of q.
+
+    Raises:
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; heads or rows do not divide; the
+        layout, backend or kernel is unknown.
+      NotImplementedError: The backend or the kernel cannot serve this call; a second derivative is asked for.
+
+    Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
+    """
+    op = "ring_attention"
+    size = mapped_axis_size(op, axis_name)
+    _check_operands(op, q, k, v, segment_ids, window)
+    check_sequence_layout(op, layout)
+    if directions not in (None, 1, 2):
+        raise ValueError(f"{op} needs directions to be 1, 2 or None: got {directions!r}")
+    if unroll < 1:
+        raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
+    if layout == "zigzag" and q.shape[1] % 2:
+        raise ValueError(
+            f"{op} with layout='zigzag' holds two equal chunks of the sequence on every device: got "
+            f"{q.shape[1]} rows a device, needed an even number; pad the sequence to a multiple of {2 * size} rows"
+        )
+    sequence = Sequence(layout, Mask(causal, window), q.shape[1], size)
+    chunk = sequence.rows // sequence.chunks
+    if directions is None:  # the flash kernel takes half-blocks of whole registers only
+        halves = size > 2 and mesh.platform() == "tpu" and chunk % (2 * LANES) == 0
+        directions = 2 if halves else 1
+    backend = backends.choose(
+        op, backend, shapes=(q.shape, k.shape), ring=size, itemsize=q.dtype.itemsize, causal=causal, window=window,
+        layout=layout,
+    )  # fmt: skip
+    ring = None
+    if sequence.hops:
+        ring = backends.make_ring(backend, axis_name, size, directions=directions, unroll=unroll)
+    block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // directions if ring else chunk)
+    call = Call(ring, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
+    return _apply(call, q, k, v, segment_ids, {axis_name})
+
+
+def attention(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b s n d"],
+    v: Float[Array, "b s n d"],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    segment_ids: Int[Array, "b s"] | None = None,
+    window: int | None = None,
+    kernel: str | BlockKernel | None = None,
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "b s h d"]:
+    """Computes exact attention over whole sequences, with the kernels of `ring_attention`; nothing travels.
+
+    ```
+    q     [b, s, h, d]     all rows of a sequence
+    k, v  [b, s, n, d]     all rows; h/n heads share each of n
+    o     [b, s, h, d]     softmax(scale * q @ k.T + mask) @ v
+    ```
+
+    It works inside `jax.shard_map`, on this device's batch and heads, and outside of it. Saved for the backward pass
+    are q, k, v, o and the log-sum-exp of each row.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      causal: As in `ring_attention`, like all that follow.
+      scale: The factor of the scores; by default 1 / sqrt(d).
+      segment_ids: Rows attend only to rows of the same id.
+      window: A row attends only to rows fewer than `window` positions away, itself included.
+      kernel: What multiplies two blocks. "reference" has a second derivative, "flash" has none.
+      precision: The precision of the matmuls.
+
+    Returns:
+      o, in the dtype of q.
+
+    Raises:
+      ValueError: Shapes or dtypes do not match; heads do not divide; the kernel is unknown.
+      NotImplementedError: The kernel cannot serve this call; a second derivative is asked of a kernel without one.
+    """
+    op = "attention"
+    _check_operands(op, q, k, v, segment_ids, window)
+    rows = q.shape[1]
+    sequence = Sequence("contiguous", Mask(causal, window), rows, 1)
+    block_kernel = _choose_kernel(op, kernel, q, rows, rows)
+    call = Call(None, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
+    return _apply(call, q, k, v, segment_ids, set())
+
+
+def _scores(mask: Mask, q: Array, scale: float | None, precision: lax.PrecisionLike) -> Scores:
+    return Scores(mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, precision)
+
+
+def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, axes: set[str]) -> Array:
+    """Casts the operands to vary over the same mesh axes, `axes` among them, lays them out as blocks, and attends."""
+    operands = [q, k, v] if segment_ids is None else [q, k, v, segment_ids]
+    varying = axes.union(*(jax.typeof(operand).mat.varying for operand in operands))
+    q, k, v, *ids = (cast_to_varying(operand, varying) for operand in operands)
+    kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
+    return vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
+
+
+def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: int, k_rows: int) -> BlockKernel:
+    """Returns the block kernel of a name, for products of `q_rows` by `k_rows` rows; None chooses."""
+    if kernel is not None and not isinstance(kernel, str):
+        return kernel
+    if kernel not in (None, *KERNELS):
+        raise ValueError(
+            f"{op} got kernel={kernel!r}: it must be one of {', '.join(KERNELS)}, a BlockKernel, or None to choose"
+        )
+    lacking = unsupported(q.dtype, q.shape[-1], q_rows, k_rows)
+    if kernel == "flash":
+        mesh.check_tpu(f"{op} with kernel='flash'", "kernel='reference'")
+        if lacking is not None:
+            raise NotImplementedError(f"{op} with kernel='flash' takes {lacking}; use kernel='reference'")
+        if not mesh.all_axes_mapped():
+            raise NotImplementedError(
+                f"{op} with kernel='flash' needs every mesh axis of more than one device to be mapped by "
+                "shard_map: XLA cannot partition a Pallas kernel; leave axis_names out of jax.shard_map, or use "
+                "kernel='reference'"
+            )
+    serves = lacking is None and mesh.platform() == "tpu" and mesh.all_axes_mapped()
+    return Flash() if kernel == "flash" or (kernel is None and serves) else Reference()
+
+
+def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | None, window: int | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{op} needs {name} of [batch, rows, heads, head size]: got {list(x.shape)}")
+    if k.shape != v.shape:
+        raise ValueError(f"{op} sends k and v as one block of one shape: got {list(k.shape)} and {list(v.shape)}")
+    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+        raise ValueError(
+            f"{op} needs q and k of one batch, one share of rows and one head size: got "
+            f"q {list(q.shape)} and k {list(k.shape)}; lay both out alike"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{op} shares each key-value head among equally many heads: got "
+            f"{q.shape[2]} heads and {k.shape[2]} key-value heads; use a multiple"
+        )
+    dtypes = {x.dtype for x in (q, k, v)}
+    if len(dtypes) > 1 or q.dtype not in (jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"{op} needs q, k and v of one dtype, float64, float32, bfloat16 or float16: got "
+            f"{', '.join(sorted(map(str, dtypes)))}; cast them before the call"
+        )
+    if segment_ids is not None:
+        if segment_ids.shape != q.shape[:2]:
+            raise ValueError(f"{op} needs one segment id a row, {list(q.shape[:2])}: got {list(segment_ids.shape)}")
+        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise ValueError(f"{op} needs segment ids of an integer dtype: got {segment_ids.dtype}")
+    if window is not None and window < 1:
+        raise ValueError(f"{op} needs window to be 1 or more rows, or None: got {window}")
+    for x in (q, k, v):
+        if any(entry is not None for entry in jax.typeof(x).sharding.spec):
+            raise ValueError(
+                f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand "
+                f"still sharded {jax.typeof(x).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
+            )

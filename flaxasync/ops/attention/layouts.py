@@ -1,0 +1,229 @@
+"""Which rows of a sequence each device of a ring holds, and which of their products with other rows attention needs.
+
+A sequence of R*s rows lies on R devices, s rows on each. With causal attention a row needs all rows before it, so the
+order in which rows are laid out decides how the work is shared:
+
+```
+contiguous   device i holds rows i*s .. (i+1)*s           the last device has R blocks to multiply, the first has one
+zigzag       device i holds chunks i and 2R-1-i of 2R     every device has two products of chunks in every hop
+```
+
+Everything here is arithmetic on positions, for Python ints and traced ones alike. It knows nothing about transfers.
+
+Source of the zigzag layout: Brandon et al., "Striped Attention" (2023), balances with stripes; Llama 3 (Grattafiori et
+al., 2024, section 3.3.2) balances with pairs of chunks, as this module does.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Int
+
+from flaxasync.ring import Index
+
+type AttentionLayout = Literal["contiguous", "zigzag"]
+LAYOUTS: tuple[str, ...] = get_args(AttentionLayout.__value__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which rows a row attends to, by position. Segments restrict it further.
+
+    Attributes:
+      causal: Whether a row attends only to itself and to earlier rows.
+      window: A row attends only to rows fewer than `window` positions away; None for any distance.
+    """
+
+    causal: bool
+    window: int | None
+
+    @property
+    def by_position(self) -> bool:
+        """Whether positions decide anything."""
+        return self.causal or self.window is not None
+
+    def allows(self, q: Any, k: Any) -> Any:
+        """Says whether row q attends to row k; arrays of positions broadcast."""
+        return self.reaches(q, 1, k, 1)
+
+    def reaches(self, q: Any, q_rows: int, k: Any, k_rows: int) -> Any:
+        """Says whether any of the `q_rows` rows from q on attends to any of the `k_rows` rows from k on."""
+        conditions = []
+        if self.causal:
+            conditions.append(k <= q + (q_rows - 1))
+        if self.window is not None:
+            conditions.append(q - (k + (k_rows - 1)) < self.window)
+        if self.window is not None and not self.causal:
+            conditions.append(k - (q + (q_rows - 1)) < self.window)
+        return functools.reduce(operator.and_, conditions, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One block of queries with one block of keys and values.
+
+    Attributes:
+      q_block: The index of the block of `q_rows` rows among this device's rows.
+      q_rows: The rows of the block of queries.
+      q_start: The position in the sequence of its first row.
+      k_block: The index of the block of `k_rows` rows among the rows of keys and values that this device holds now.
+      k_rows: The rows of the block of keys and values.
+      k_start: The position in the sequence of its first row.
+      masked: Whether the mask forbids some row of the one block to attend to some row of the other.
+      needed: Whether the mask lets any row attend to another; None where it always does.
+    """
+
+    q_block: Any
+    q_rows: int
+    q_start: Any
+    k_block: Any
+    k_rows: int
+    k_start: Any
+    masked: bool
+    needed: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """How a sequence lies on a ring.
+
+    Attributes:
+      layout: The order of the rows; see the head of this file.
+      mask: Which rows attend to which.
+      rows: s, the rows of a device.
+      size: R, the devices of the ring.
+    """
+
+    layout: AttentionLayout
+    mask: Mask
+    rows: int
+    size: int
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks of consecutive positions a device holds, each with products of its own.
+
+        Without a mask, positions do not matter and all rows of a device are one chunk.
+        """
+        return 2 if self.layout == "zigzag" and self.mask.by_position else 1
+
+    @property
+    def hops(self) -> int:
+        """How many hops in one direction bring every device all rows that its own rows attend to."""
+        window = self.mask.window
+        if self.one_way and window is not None:
+            return min(self.size - 1, -(-(window - 1) // self.rows))
+        return self.size - 1
+
+    @property
+    def one_way(self) -> bool:
+        """Whether all rows that a device needs lie only a few devices before it, so that rows travel forward only."""
+        window = self.mask.window
+        return (
+            self.layout == "contiguous"
+            and self.mask.causal
+            and window is not None
+            and -(-(window - 1) // self.rows) < self.size - 1
+        )
+
+    def start(self, device: Index, chunk: Any) -> Any:
+        """Returns the position of the first row of a device's chunk."""
+        if self.chunks == 1:
+            return device * self.rows
+        return (device + chunk * (2 * self.size - 1 - 2 * device)) * (self.rows // 2)
+
+    def products(
+        self, device: Index, owner: Index, *, own: bool, offset: int = 0, count: int | None = None
+    ) -> list[Product]:
+        """Returns the products that a device computes with the rows of `owner`.
+
+        Args:
+          device: The device whose queries are used.
+          owner: The device whose keys and values are used.
+          own: Whether the two are the same device; if False, they are two different ones.
+          offset: The first row of each of the owner's chunks that is used.
+          count: How many rows of each of the owner's chunks are used; all of them by default.
+        """
+        q_rows = self.rows // self.chunks
+        k_rows = q_rows if count is None else count
+
+        def product(q: Any, k: Any, *, masked: bool, known: bool) -> Product:
+            q_start, k_start = self.start(device, q), self.start(owner, k) + offset
+            needed = None if known else self.mask.reaches(q_start, q_rows, k_start, k_rows)
+            return Product(q, q_rows, q_start, k, k_rows, k_start, masked, needed)
+
+        windowed = self.mask.window is not None
+        if not self.mask.by_position:
+            return [product(0, 0, masked=False, known=True)]
+        if self.chunks == 1:
+            return [product(0, 0, masked=own or windowed, known=own and not windowed)]
+        if not self.mask.causal:
+            return [product(q, k, masked=True, known=False) for q in (0, 1) for k in (0, 1)]
+        # A first chunk never attends to a second one, and a second one always attends to a first one.
+        late_early = product(1, 0, masked=windowed, known=not windowed)
+        if own:
+            return [late_early, *(product(c, c, masked=True, known=not windowed) for c in (0, 1))]
+        # Both chunks need the first chunk of an earlier owner, and the second chunk needs both chunks of a later owner:
+        # two products either way, without a branch.
+        which = jnp.where(owner < device, 0, 1) if not isinstance(owner, int | np.integer) else int(owner > device)
+        return [late_early, product(which, which, masked=windowed, known=not windowed)]
+
+
+def sequence_order(layout: AttentionLayout, rows: int, devices: int) -> np.ndarray:
+    """Returns the order in which a sequence is laid out, so that equal shares of it are the devices' rows.
+
+    `x[:, sequence_order("zigzag", rows, devices)]` is what a model is given; `np.argsort` of the order leads back.
+
+    Args:
+      layout: "zigzag", or "contiguous", which leaves the sequence as it is.
+      rows: The rows of the whole sequence.
+      devices: The devices of the ring.
+
+    Returns:
+      int [rows]: for each row of the layout, its position in the sequence.
+
+    Raises:
+      ValueError: The layout is unknown, or the rows cannot be shared out equally.
+
+    >>> sequence_order("zigzag", 8, 2).tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    check_sequence_layout("sequence_order", layout)
+    check_sequence_rows("sequence_order", layout, rows, devices)
+    order = np.arange(rows)
+    if layout == "contiguous":
+        return order
+    chunks = order.reshape(2 * devices, -1)
+    return np.concatenate([chunks[[device, 2 * devices - 1 - device]].reshape(-1) for device in range(devices)])
+
+
+def positions(layout: AttentionLayout, rows: int, axis_name: str) -> Int[Array, "*rows"]:
+    """Returns the positions of this device's `rows` rows. For use inside `jax.shard_map`."""
+    device, size, row = lax.axis_index(axis_name), lax.axis_size(axis_name), jnp.arange(rows)
+    if layout == "contiguous":
+        return device * rows + row
+    half = rows // 2
+    return jnp.where(row < half, device * half + row, (2 * size - 1 - device) * half + (row - half))
+
+
+def check_sequence_layout(caller: str, layout: str) -> None:
+    """Raises ValueError for an unknown layout of a sequence."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"{caller} got layout={layout!r}: it must be one of {', '.join(map(repr, LAYOUTS))}")
+
+
+def check_sequence_rows(caller: str, layout: str, rows: int, devices: int) -> None:
+    """Raises ValueError if the `rows` rows of a sequence cannot be shared out equally over a ring."""
+    shares = devices * (2 if layout == "zigzag" else 1)
+    if rows % shares:
+        raise ValueError(
+            f"{caller} with layout={layout!r} gives each of {devices} devices "
+            f"{'two equal chunks' if layout == 'zigzag' else 'an equal share'} of the sequence: got {rows} rows, "
+            f"needed a multiple of {shares}; pad the sequence to {-(-rows // shares) * shares}"
+            ", with a segment id of its own for the padding"
+        )

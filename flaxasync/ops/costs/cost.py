@@ -1,0 +1,45 @@
+"""What one backend of an op is predicted to take on the slowest device, and the parts that all predictions share."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flaxasync.hardware import Chip
+
+type Shape = Sequence[int]
+
+STEP_SECONDS = 5e-6
+"""The cost of one more product of attention blocks: kernels and permutes that begin and end. Assumed, not measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The seconds and bytes of one backend.
+
+    Attributes:
+      compute: The seconds of work on the blocks.
+      exposed: The seconds during which a device waits for a transfer.
+      steps: The number of products of blocks, each with its own overhead.
+      held: The bytes that the backend keeps in memory beside operands and results.
+      step_seconds: The overhead of a step, in seconds.
+      settings: What the op would use: directions of the ring, for example.
+      fixed: The seconds that are taken once: barriers, first fetches, last stores.
+    """
+
+    compute: float
+    exposed: float
+    steps: int
+    held: int
+    step_seconds: float = STEP_SECONDS
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All seconds together."""
+        return self.compute + self.exposed + self.steps * self.step_seconds + self.fixed
+
+
+def hop_seconds(chip: Chip, size: float, directions: int) -> float:
+    """Returns the seconds of one hop of `size` bytes, of which each direction carries an equal share."""
+    return chip.hop_latency + size / (directions * chip.link_bandwidth)

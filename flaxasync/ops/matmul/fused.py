@@ -1,0 +1,148 @@
+"""The collective matmuls as single Pallas TPU kernels: backend "fused".
+
+The kernels take [batches, rows, features] in whole hardware tiles. So leading dimensions are merged, and what is not
+whole is padded with zeros, which costs a copy.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul
+from flaxasync.kernels.gather_outer import gather_outer
+from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from flaxasync.kernels.tiles import DTYPES, LANES, sublanes
+from flaxasync.ops.backends import cannot_serve
+from flaxasync.ops.matmul import products
+from flaxasync.ops.matmul.products import Arrays
+
+INSTEAD = "use backend='xla'"
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedExecutor:
+    """Calls one kernel for each method; see `flaxasync.ops.matmul.vjp.Executor`.
+
+    Attributes:
+      axis_name: The mesh axis of the ring.
+      directions: 1, or 2 to send one half-block each way.
+    """
+
+    axis_name: str
+    directions: int
+
+    @property
+    def precision(self) -> None:
+        """The matrix unit's default, which is the only one that the kernels have."""
+        return None
+
+    def gather(
+        self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False
+    ) -> tuple[Arrays, Array | None]:
+        size, (*batch, m, k) = lax.axis_size(self.axis_name), x.shape
+        unit = sublanes(x.dtype)
+        block = _pad(x.reshape(-1, m, k), {1: unit, 2: LANES})
+        halves = block.shape[0] % 2 == 0 or block.shape[1] % (2 * unit) == 0
+        ys, gathered = all_gather_matmul(
+            block,
+            tuple(_pad(w, {0: LANES, 1: LANES}) for w in ws),
+            self.axis_name,
+            transposed=transposed,
+            keep_gathered=keep,
+            directions=self.directions if halves else 1,
+        )
+        widths = [w.shape[0 if transposed else 1] for w in ws]
+        ys = tuple(_unpad(y, size, m, n).reshape(*batch, size * m, n) for y, n in zip(ys, widths, strict=True))
+        # All rows in one dimension: for a product over batches and rows XLA changes the layout of x, and of all that is
+        # computed beside it, with copies.
+        return ys, None if gathered is None else _unpad(gathered, size, m, k).reshape(-1, k)
+
+    def reduce(self, xs: Arrays, ws: Arrays, *, transposed: bool = False) -> Array:
+        size, (*batch, rows, _) = lax.axis_size(self.axis_name), xs[0].shape
+        m, n = rows // size, ws[0].shape[0 if transposed else 1]
+        y = matmul_reduce_scatter(
+            tuple(_pad_blocks(x, size, sublanes(x.dtype)) for x in xs),
+            tuple(_pad(w, {0: LANES, 1: LANES}) for w in ws),
+            self.axis_name,
+            transposed=transposed,
+            directions=self.directions,
+        )
+        return _unpad(y, 1, m, n).reshape(*batch, m, n)
+
+    def all_reduce(self, xs: Arrays, ws: Arrays) -> Array:
+        return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
+
+    def weight_gradient(self, x: Array, dys: Arrays) -> Arrays:
+        size, (*_, m, k) = lax.axis_size(self.axis_name), x.shape
+        x = x.reshape(-1, m, k)
+        unit = sublanes(x.dtype)
+        if -(-m // unit) * unit * x.shape[0] % LANES:
+            unit = math.lcm(unit, LANES // math.gcd(LANES, x.shape[0]))
+        dws = gather_outer(
+            _pad(x, {1: unit, 2: LANES}),
+            tuple(_pad_blocks(dy, size, unit) for dy in dys),
+            self.axis_name,
+            directions=self.directions,
+        )
+        return tuple(dw[:k, : dy.shape[-1]] for dw, dy in zip(dws, dys, strict=True))
+
+
+def check_kernels(
+    op: str,
+    axis_name: str,
+    size: int,
+    dtype: jnp.dtype,
+    unroll: int,
+    precision: lax.PrecisionLike,
+    reduce_dtype: DTypeLike | None,
+) -> None:
+    """Raises NotImplementedError if the kernels cannot serve a call of `op` on a ring of `size` TPUs."""
+    name, reduce_name = jnp.dtype(dtype).name, jnp.dtype(reduce_dtype or dtype).name
+    limits = [
+        (size > 1, f"exchanges blocks between devices: got an axis {axis_name!r} of size 1", "use backend='none'"),
+        (name in DTYPES, f"has kernels for {' and '.join(DTYPES)}: got {name}", f"cast the operands, or {INSTEAD}"),
+        (
+            precision in (None, lax.Precision.DEFAULT, "default"),
+            f"multiplies with the matrix unit's default precision: got precision={precision}",
+            f"leave it out, or {INSTEAD}",
+        ),
+        (
+            reduce_name == name,
+            f"sends partial sums in the operands' dtype, {name}: got reduce_dtype={reduce_name}",
+            f"leave it out, or {INSTEAD}",
+        ),
+        (
+            unroll == 2,
+            f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}",
+            f"leave it out, or {INSTEAD}",
+        ),
+    ]
+    for kept, limit, instead in limits:
+        if not kept:
+            raise cannot_serve(op, "fused", limit, instead)
+
+
+def _pad(x: Array, units: dict[int, int]) -> Array:
+    """Appends zeros to some dimensions of x, each up to a multiple of its unit."""
+    more = [0] * x.ndim
+    for axis, unit in units.items():
+        more[axis] = -x.shape[axis] % unit
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, count, 0) for count in more]) if any(more) else x
+
+
+def _pad_blocks(x: Array, size: int, unit: int) -> Array:
+    """Reshapes [..., size * m, k] to [batches, size * m', k'], each device's rows padded to a multiple of `unit`."""
+    *_, rows, k = x.shape
+    blocks = _pad(x.reshape(-1, size, rows // size, k), {2: unit, 3: LANES})
+    return blocks.reshape(blocks.shape[0], -1, blocks.shape[3])
+
+
+def _unpad(y: Array, size: int, m: int, n: int) -> Array:
+    """Returns the [batches, size * m, n] that were asked for."""
+    if y.shape[1:] == (size * m, n):
+        return y
+    blocks = y.reshape(y.shape[0], size, -1, y.shape[2])[:, :, :m, :n]
+    return blocks.reshape(y.shape[0], size * m, n)

@@ -1,0 +1,43 @@
+"""The local products of a collective matmul, and the all-reduce that both executors build from a reduce-scatter."""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from flaxasync.ops.dtypes import accumulator_dtype
+
+type Arrays = tuple[Array, ...]
+
+
+def dot(x: Array, w: Array, precision: lax.PrecisionLike = None, *, transposed: bool = False) -> Array:
+    """Returns x @ w, or x @ w.T, in the dtype in which it is accumulated."""
+    contracting = ((x.ndim - 1,), (1 if transposed else 0,))
+    return lax.dot_general(
+        x, w, (contracting, ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
+    )
+
+
+def sum_of_products(xs: Arrays, ws: Arrays, precision: lax.PrecisionLike = None, *, transposed: bool = False) -> Array:
+    """Returns the sum of x @ w, or of x @ w.T, over all pairs."""
+    products = [dot(x, w, precision, transposed=transposed) for x, w in zip(xs, ws, strict=True)]
+    return functools.reduce(jnp.add, products)
+
+
+def weight_gradient(x: Array, dy: Array, precision: lax.PrecisionLike = None) -> Array:
+    """Returns x.T @ dy over all rows of all batches, in the dtype in which it is accumulated."""
+    rows = tuple(range(x.ndim - 1))
+    return lax.dot_general(
+        x, dy, ((rows, rows), ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
+    )
+
+
+def scatter_then_gather(reduce: Callable[[Arrays], Array], xs: Arrays, axis_name: str) -> Array:
+    """Returns the all-reduce of what `reduce` reduce-scatters; rows are padded to a multiple of the ring."""
+    size, rows = lax.axis_size(axis_name), xs[0].shape[-2]
+    padding = [(0, 0, 0)] * (xs[0].ndim - 2) + [(0, -rows % size, 0), (0, 0, 0)]
+    padded = tuple(lax.pad(x, jnp.zeros((), x.dtype), padding) for x in xs) if rows % size else xs
+    y_shard = reduce(padded)
+    y = lax.all_gather(y_shard, axis_name, axis=y_shard.ndim - 2, tiled=True, to="invarying")
+    return lax.slice_in_dim(y, 0, rows, axis=-2)

@@ -1,0 +1,151 @@
+"""The VJP rules of the collective matmuls, over an `Executor` that sends and multiplies the blocks.
+
+R devices lie on the ring. Each holds m rows of what is sharded by rows, and n or k columns of what is sharded by
+columns.
+
+```
+all_gather_matmul        x [..., m, k]     w [k, n]   y [..., R*m, n]
+    forward   y  = all_gather(x) @ w
+              dx = reduce_scatter(dy @ w.T)             the dual ring
+              dw = all_gather(x).T @ dy                 x travels again
+matmul_reduce_scatter    x [..., R*m, k]   w [k, n]   y [..., m, n]
+    forward   y  = reduce_scatter(x @ w)
+              dx = all_gather(dy) @ w.T                 the dual ring
+              dw = x.T @ all_gather(dy)                 of the dy that the ring of dx brought
+matmul_all_reduce        x [..., m, k]     w [k, n]   y [..., m, n]
+    forward   y  = all_reduce(x @ w)
+              dx = dy @ w.T                             no communication
+              dw = x.T @ dy                             no communication
+```
+
+The rules assume valid input in which all operands vary over the same mesh axes. Saved for the backward pass are x and w
+as they were given, both of them shards; nothing gathered is saved. Several w share one trip of x, and several products
+are summed before they travel.
+
+The weight gradient is summed over the blocks in one of two ways. `all_gather_matmul` has nothing but these products to
+hide the second trip of x behind, so it multiplies each block while the next one travels. `matmul_reduce_scatter` has
+the products of dx for that. It keeps the blocks of dy and multiplies once, because each addition to a float32
+accumulator reads and writes all of it.
+
+The algebra follows Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
+Learning Models" (ASPLOS 2023).
+"""
+
+import functools
+from typing import Protocol
+
+import jax
+from jax import Array, lax
+
+from flaxasync.ops.matmul.products import Arrays, dot, weight_gradient
+
+
+class Executor(Protocol):
+    """What sends and multiplies the blocks of a call. Hashable: it is the static argument of the rules.
+
+    `ring.RingExecutor` does it with one collective operation or with a ring of blocks, `fused.FusedExecutor` with one
+    Pallas kernel for each method.
+    """
+
+    @property
+    def axis_name(self) -> str:
+        """The mesh axis of the ring."""
+        ...
+
+    @property
+    def precision(self) -> lax.PrecisionLike:
+        """The precision of the matmuls, as in `lax.dot_general`."""
+        ...
+
+    def gather(
+        self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False
+    ) -> tuple[Arrays, Array | None]:
+        """Returns all_gather(x) @ w for each w, and all_gather(x) if `keep`, else None.
+
+        Args:
+          x: This device's rows, [..., m, k].
+          ws: Each [k, n], or [n, k] where `transposed`: then the products are with w.T.
+          transposed: Whether the products are with w.T.
+          keep: Whether to return all_gather(x): [..., R*m, k], or with any of its leading dimensions merged if
+            `weight_gradient` is faster on it so.
+        """
+        ...
+
+    def reduce(self, xs: Arrays, ws: Arrays, *, transposed: bool = False) -> Array:
+        """Returns reduce_scatter(sum of x @ w), or of x @ w.T, for x [..., R*m, k]."""
+        ...
+
+    def all_reduce(self, xs: Arrays, ws: Arrays) -> Array:
+        """Returns all_reduce(sum of x @ w), whose type says that it does not vary over the axis."""
+        ...
+
+    def weight_gradient(self, x: Array, dys: Arrays) -> Arrays:
+        """Returns all_gather(x).T @ dy for each dy [..., R*m, n], over all rows of all batches, in x's dtype."""
+        ...
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def all_gather_matmul(executor: Executor, x: Array, ws: Arrays) -> Arrays:
+    with jax.named_scope("all_gather_matmul"):
+        return executor.gather(x, ws)[0]
+
+
+def _all_gather_matmul_fwd(executor: Executor, x: Array, ws: Arrays) -> tuple[Arrays, tuple[Array, Arrays]]:
+    return all_gather_matmul(executor, x, ws), (x, ws)
+
+
+def _all_gather_matmul_bwd(executor: Executor, saved: tuple[Array, Arrays], dys: Arrays) -> tuple[Array, Arrays]:
+    x, ws = saved
+    with jax.named_scope("all_gather_matmul_dx"):
+        dx = executor.reduce(dys, ws, transposed=True)
+    with jax.named_scope("all_gather_matmul_dw"):
+        return dx, executor.weight_gradient(x, dys)
+
+
+all_gather_matmul.defvjp(_all_gather_matmul_fwd, _all_gather_matmul_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def matmul_reduce_scatter(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
+    with jax.named_scope("matmul_reduce_scatter"):
+        return executor.reduce(xs, ws)
+
+
+def _matmul_reduce_scatter_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
+    return matmul_reduce_scatter(executor, xs, ws), (xs, ws)
+
+
+def _matmul_reduce_scatter_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
+    xs, ws = saved
+    with jax.named_scope("matmul_reduce_scatter_dx"):
+        dxs, gathered = executor.gather(dy, ws, transposed=True, keep=True)
+    assert gathered is not None
+    with jax.named_scope("matmul_reduce_scatter_dw"):
+        alike = (x.reshape(*gathered.shape[:-1], x.shape[-1]) for x in xs)
+        return dxs, tuple(weight_gradient(x, gathered, executor.precision).astype(x.dtype) for x in alike)
+
+
+matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_fwd, _matmul_reduce_scatter_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def matmul_all_reduce(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
+    with jax.named_scope("matmul_all_reduce"):
+        return executor.all_reduce(xs, ws)
+
+
+def _matmul_all_reduce_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
+    return matmul_all_reduce(executor, xs, ws), (xs, ws)
+
+
+def _matmul_all_reduce_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
+    xs, ws = saved
+    if executor.axis_name not in jax.typeof(xs[0]).mat.varying:
+        # Under check_vma=False no type says that y is the same everywhere, and shard_map hands each device a share of
+        # dy.
+        dy = lax.psum(dy, executor.axis_name)
+    dxs = tuple(dot(dy, w, executor.precision, transposed=True).astype(x.dtype) for x, w in zip(xs, ws, strict=True))
+    return dxs, tuple(weight_gradient(x, dy, executor.precision).astype(x.dtype) for x in xs)
+
+
+matmul_all_reduce.defvjp(_matmul_all_reduce_fwd, _matmul_all_reduce_bwd)

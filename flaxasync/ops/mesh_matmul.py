@@ -1,0 +1,212 @@
+"""`mesh_matmul`: a matmul whose two operands split the contraction over different axes of a mesh.
+
+It is for use inside `jax.shard_map`, on local shards. The kernels are in `flaxasync.kernels`; docs/kernels.md has their
+schedules and predicted times.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from flaxasync.kernels.all_gather import all_gather
+from flaxasync.kernels.gemm import TILES, gemm
+from flaxasync.kernels.mesh.fused import gather_gemm
+from flaxasync.kernels.mesh.overlapped import check_overlapped, overlapped
+from flaxasync.kernels.reduce import all_reduce
+from flaxasync.kernels.tiles import Tiles, check_operand, sublanes
+from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync.ops import backends
+
+
+def mesh_matmul(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "k_other n"],
+    axis_names: tuple[str, str] = ("x", "y"),
+    *,
+    backend: str | None = None,
+    tiles: Tiles | None = None,
+    directions: int | None = None,
+) -> Float[Array, "m n"]:
+    """Multiplies LHS[M_X, K_Y] by RHS[K_X, N], which gives O[M_X, N], on a mesh of X x Y devices.
+
+    ```
+    lhs  [M/X, K/Y]    rows by mesh row, contraction by mesh column
+    rhs  [K/X, N]      contraction by mesh row, the same in all mesh columns
+    o    [M/X, N]      rows by mesh row, the same in all mesh columns
+
+    forward  o   = sum over y of lhs @ (the K/Y rows of RHS that mesh column y contracts with)
+    dlhs         = do @ (the same rows).T
+    drhs         = the K/X rows that mesh row x holds of sum over x of lhs.T @ do
+    ```
+
+    Saved are lhs and rhs. The gradients are those of backend "none", whatever the forward pass used: XLA schedules
+    them, and no Pallas kernel hides their transfers.
+
+    Args:
+      lhs: This device's block of the left-hand side.
+      rhs: This device's block of the right-hand side.
+      axis_names: (x, y), the mesh axes of rows and of columns.
+      backend: What executes the op: "none" (collectives and a matmul of XLA; any device), "xla_gemm" (collectives of
+        XLA around a Pallas matmul), "serial" (a Pallas all-gather, matmul and all-reduce, one after the other), "fused"
+        (the gather and the matmul in one kernel, then an all-reduce) or "overlapped" (everything in one kernel, every
+        transfer behind a product). The last four are TPU kernels for float32 and bfloat16, in whole hardware tiles.
+        None stands for what `flaxasync.plan` predicts to be fastest on the chips of the mesh, and for "none" on other
+        devices.
+      tiles: The tiles of the kernels' matmul, at most.
+      directions: The directions of the transfers of "serial", "fused" and "overlapped": 1, or 2 to send half of the
+        rows each way around an axis of more than two devices. None stands for 2 where one axis has all devices, whose
+        order can be a closed ring of chips, and where the shapes can be halved. It stands for 1 where both axes have
+        more than one device: chips in a line are no ring, and two directions delay each other (docs/kernels.md).
+
+    Returns:
+      o, in the dtype of lhs. Its type says that it does not vary over y.
+
+    Raises:
+      ValueError: `shard_map` does not map the axes; shapes or dtypes do not fit each other, the mesh or hardware tiles;
+        the tiles exceed vector memory; the backend is unknown.
+      NotImplementedError: The backend cannot run on these devices, this mesh or this dtype.
+    """
+    op = "mesh_matmul"
+    if len(set(axis_names)) != 2:
+        raise ValueError(f"{op} needs the names of two mesh axes, of rows and of columns: got {axis_names!r}")
+    x, y = (mapped_axis_size(op, name) for name in axis_names)
+    if directions not in (1, 2, None):
+        raise ValueError(f"{op} needs directions to be 1, 2 or None: got {directions!r}")
+    if lhs.ndim != 2 or rhs.ndim != 2:
+        raise ValueError(f"{op} needs lhs [m, k] and rhs [k', n]: got {list(lhs.shape)} and {list(rhs.shape)}")
+    if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
+        raise ValueError(f"{op} needs operands of one floating dtype: got {lhs.dtype} and {rhs.dtype}; cast them")
+    if lhs.shape[1] * y != rhs.shape[0] * x:
+        raise ValueError(
+            f"{op} contracts lhs [m, K/{y}] with rhs [K/{x}, n] on a mesh of {x} x {y}: got {list(lhs.shape)} and "
+            f"{list(rhs.shape)}, so K={lhs.shape[1] * y} on the left and K={rhs.shape[0] * x} on the right"
+        )
+
+    if directions is None and min(x, y) > 1:
+        directions = 1
+
+    def check(backend: str) -> None:
+        if backend != "none":
+            _check_kernels(f"{op} with backend={backend!r}", backend, lhs, rhs, y)
+        if backend == "overlapped" and (x, y) != (1, 1) and tiles is None:
+            check_overlapped(lhs, rhs, axis_names, directions=directions)
+
+    backend = backends.choose(
+        op, backend, shapes=(lhs.shape, rhs.shape), ring=(x, y), check=check, itemsize=lhs.dtype.itemsize
+    )
+    axes = jax.typeof(lhs).mat.varying | set(axis_names)
+    lhs = cast_to_varying(lhs, axes)
+    rhs = cast_to_varying(rhs, axes - {axis_names[1]})
+    return _mesh_matmul(backend, _Call((axis_names[0], axis_names[1]), (x, y), tiles, directions), lhs, rhs)
+
+
+def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, y: int) -> None:
+    """Raises if the kernels of a backend cannot take these operands."""
+    check_operand(caller, "lhs", lhs.shape, lhs.dtype)
+    check_operand(caller, "rhs", rhs.shape, rhs.dtype)
+    unit = y * sublanes(lhs.dtype)
+    if backend != "xla_gemm" and lhs.shape[0] % unit:
+        raise ValueError(
+            f"{caller} cuts the rows of lhs into whole hardware tiles for {y} mesh columns: got {lhs.shape[0]} rows of "
+            f"{lhs.dtype}, needed a multiple of {unit}; pad them, or use backend='xla_gemm' or 'none'"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static half of a call.
+
+    Attributes:
+      axis_names: (x, y), the mesh axes of rows and of columns.
+      sizes: The numbers of devices on them.
+      tiles: The tiles of the kernels' matmul, at most; None for the default.
+      directions: The directions of the kernels' transfers; None lets each kernel choose.
+    """
+
+    axis_names: tuple[str, str]
+    sizes: tuple[int, int]
+    tiles: Tiles | None
+    directions: int | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mesh_matmul(backend: str, call: _Call, lhs: Array, rhs: Array) -> Array:
+    return _VARIANTS[backend](call, lhs, rhs)
+
+
+def _mesh_matmul_fwd(backend: str, call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _mesh_matmul(backend, call, lhs, rhs), (lhs, rhs)
+
+
+def _mesh_matmul_bwd(backend: str, call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
+    _, pull = jax.vjp(functools.partial(_none, call), *saved)
+    return pull(do)
+
+
+_mesh_matmul.defvjp(_mesh_matmul_fwd, _mesh_matmul_bwd)
+
+
+def _none(call: _Call, lhs: Array, rhs: Array) -> Array:
+    """On a square mesh the block that column y contracts with lies in row y, so one permute transposes the mesh."""
+    x, y = call.sizes
+    if x == y:
+        pairs = [(row * x + column, column * x + row) for row in range(x) for column in range(x)]
+        contracted = lax.ppermute(rhs, call.axis_names, pairs)
+    else:
+        contracted = _contracted_rows(call, lax.all_gather(rhs, call.axis_names[0], axis=0, tiled=True), lhs)
+    product = jnp.dot(lhs, contracted, preferred_element_type=jnp.float32).astype(lhs.dtype)
+    return lax.psum(product, call.axis_names[1])
+
+
+def _xla_gemm(call: _Call, lhs: Array, rhs: Array) -> Array:
+    gathered = lax.all_gather(rhs, call.axis_names[0], axis=0, tiled=True)
+    return lax.psum(_gemm(call, lhs, gathered), call.axis_names[1])
+
+
+def _serial(call: _Call, lhs: Array, rhs: Array) -> Array:
+    x, _ = call.sizes
+    gathered = rhs if x == 1 else all_gather(rhs, call.axis_names[0], directions=call.directions)
+    return _sum_over_columns(call, _gemm(call, lhs, gathered))
+
+
+def _fused(call: _Call, lhs: Array, rhs: Array) -> Array:
+    if call.sizes[0] == 1:
+        return _sum_over_columns(call, _gemm(call, lhs, rhs))
+    tiles, directions = call.tiles or TILES, call.directions
+    return _sum_over_columns(call, gather_gemm(lhs, rhs, call.axis_names, tiles=tiles, directions=directions))
+
+
+def _overlapped(call: _Call, lhs: Array, rhs: Array) -> Array:
+    if call.sizes == (1, 1):
+        return _sum_over_columns(call, _gemm(call, lhs, rhs))
+    return overlapped(lhs, rhs, call.axis_names, tiles=call.tiles, directions=call.directions)
+
+
+_VARIANTS: dict[str, Callable[[_Call, Array, Array], Array]] = {
+    "none": _none,
+    "xla_gemm": _xla_gemm,
+    "serial": _serial,
+    "fused": _fused,
+    "overlapped": _overlapped,
+}
+
+
+def _gemm(call: _Call, lhs: Array, gathered: Array) -> Array:
+    return gemm(lhs, _contracted_rows(call, gathered, lhs), tiles=call.tiles or TILES)
+
+
+def _contracted_rows(call: _Call, gathered: Array, lhs: Array) -> Array:
+    """Returns the rows of the whole RHS that this mesh column contracts with."""
+    rows = lhs.shape[1]
+    return lax.dynamic_slice_in_dim(gathered, lax.axis_index(call.axis_names[1]) * rows, rows, axis=0)
+
+
+def _sum_over_columns(call: _Call, product: Array) -> Array:
+    """Returns the sum over the mesh columns."""
+    name, devices = call.axis_names[1], call.sizes[1]
+    return lax.psum(product, name) if devices == 1 else all_reduce(product, name, directions=call.directions)

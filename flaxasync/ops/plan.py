@@ -1,0 +1,146 @@
+"""Which backend an op should use for given shapes on a given chip: a roofline prediction, and the reason in words.
+
+A prediction is made of data-sheet rates (`flaxasync.hardware`) and of a few numbers read from played programs
+(`flaxasync.ops.costs`). It ranks backends; it does not say how long a run will take.
+
+Each op has a function in `MODELS` that returns the `Cost` of each of its backends. Everything else here serves all ops.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flaxasync.hardware import Chip
+from flaxasync.hardware import chip as chip_named
+from flaxasync.ops.costs.attention import ring_attention
+from flaxasync.ops.costs.collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from flaxasync.ops.costs.cost import Cost, Shape
+from flaxasync.ops.costs.mesh_matmul import mesh_matmul
+
+MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_all_reduce": matmul_all_reduce,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "mesh_matmul": mesh_matmul,
+    "ring_attention": ring_attention,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A choice of backend.
+
+    Attributes:
+      op: The name of the op.
+      backend: The backend to use.
+      reason: Why, in one sentence with figures.
+      costs: The predicted cost of every backend that can serve the call.
+    """
+
+    op: str
+    backend: str
+    reason: str
+    costs: Mapping[str, Cost]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What the op uses with the chosen backend, such as the directions of the ring."""
+        return self.costs[self.backend].settings
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The predicted seconds of every backend."""
+        return {backend: cost.seconds for backend, cost in self.costs.items()}
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.backend}, because {self.reason}"]
+        for name, cost in sorted(self.costs.items(), key=lambda item: item[1].seconds):
+            lines.append(
+                f"  {name:8} {cost.seconds * 1e3:9.3f} ms predicted: compute {cost.compute * 1e3:.3f}, exposed "
+                f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} MiB"
+            )
+        return "\n".join(lines)
+
+
+def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple[int, int], **options: Any) -> Plan:
+    """Predicts how long each backend of an op takes, and chooses one.
+
+    ```python
+    print(fa.plan(fa.all_gather_matmul, (8, 256, 8192), (8192, 3584), chip="v5e", ring=8))
+    ```
+
+    Args:
+      op: A function of this package, or its name: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
+        "mesh_matmul" or "ring_attention".
+      *shapes: The shapes of its operands on one device, in its order; those of a tuple of w one after the other.
+      chip: "v5e", "v5e:2x4", or a `flaxasync.hardware.Chip`.
+      ring: The number of devices on the axis; for mesh_matmul the numbers on both axes, (x, y).
+      **options: Those options of the op that matter for its time, under its names; `itemsize`, the bytes of an element
+        (2 by default); `backward`, whether to count the gradient too (True by default; the gradient of mesh_matmul is
+        the same for all backends and is never counted); `kernels`, whether the Pallas kernels of the matmuls can serve
+        (True by default).
+
+    Returns:
+      The plan, with `.backend`, `.reason`, `.settings`, and `.seconds` and `.costs` by backend. str() makes a table.
+
+    Raises:
+      ValueError: There is no such op or chip; the ring has no devices; the op lacks an option; the shapes do not fit.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in MODELS:
+        raise ValueError(f"plan knows {', '.join(sorted(MODELS))}: got {name!r}")
+    if min(ring if isinstance(ring, tuple) else (ring,)) < 1:
+        raise ValueError(f"plan needs a ring of 1 device or more: got ring={ring}")
+    if (name == "mesh_matmul") != isinstance(ring, tuple):
+        raise ValueError(f"plan needs ring=(x, y) for mesh_matmul, and one number for other ops: got ring={ring}")
+    spec = chip if isinstance(chip, Chip) else chip_named(chip)
+    try:
+        costs = MODELS[name](spec, ring, *shapes, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"plan cannot take these shapes or options for {name}: {error}") from error
+    fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes} or costs
+    first, *others = sorted(fitting, key=lambda backend: fitting[backend].seconds)
+    return Plan(name, first, _reason(first, others, costs, fitting, ring, spec), costs)
+
+
+def _reason(
+    first: str,
+    others: list[str],
+    costs: Mapping[str, Cost],
+    fitting: Mapping[str, Cost],
+    ring: int | tuple[int, int],
+    chip: Chip,
+) -> str:
+    """Says why `first` is chosen, of those that fit into memory, over the best of the others."""
+    if ring in (1, (1, 1)):
+        return "one device has every row: there is nothing to transfer"
+    too_large = [backend for backend in costs if backend not in fitting]
+    if not others and not too_large:
+        return "no other backend can serve this call"
+    if any(costs[backend].seconds < costs[first].seconds for backend in too_large) or not others:
+        held = costs[too_large[0]].held / 2**30
+        return f"{too_large[0]} would hold {held:.1f} GiB beside its operands, more than a {chip.name} has"
+    chosen, other = costs[first], costs[others[0]]
+    ratio, mesh = other.seconds / chosen.seconds, " x ".join(map(str, ring)) if isinstance(ring, tuple) else ring
+    if first == "none":
+        steps = f"{other.steps} steps of {other.step_seconds * 1e6:.1f} us" if other.steps > 1 else "a kernel"
+        steps += f", {other.fixed * 1e6:.1f} us to begin and end," if other.fixed else ""
+        why = (
+            f"overlap loses here: {others[0]} needs {steps} and still waits {_ms(other.exposed)} for transfers, where "
+            f"{first} waits {_ms(chosen.exposed)}"
+        )
+    elif chosen.exposed < other.exposed:
+        why = f"it waits {_ms(chosen.exposed)} for transfers where {others[0]} waits {_ms(other.exposed)}"
+    elif chosen.compute < other.compute:
+        why = f"its products take {_ms(chosen.compute)} where those of {others[0]} take {_ms(other.compute)}"
+    else:
+        rest, other_rest = (cost.seconds - cost.compute - cost.exposed for cost in (chosen, other))
+        why = (
+            f"{chosen.steps} steps, and to begin and end, take {_ms(rest)} beside products and transfers where "
+            f"{other.steps} of {others[0]} take {_ms(other_rest)}"
+        )
+    return f"{why}: {others[0]} is predicted to take {ratio:.2f} times as long on {mesh} {chip.name}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

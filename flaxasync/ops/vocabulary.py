@@ -1,0 +1,157 @@
+"""Look-up and cross-entropy over a vocabulary that is split over a mesh axis.
+
+They are for use inside `jax.shard_map`, on local shards: device i of R on `axis_name` holds entries i * V/R ..
+(i + 1) * V/R. No device ever holds the whole table, or whole logits.
+
+Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync.ops import backends
+from flaxasync.ops.dtypes import accumulator_dtype
+from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
+
+
+def lookup(ids: Int[Array, "*batch s"], table: Float[Array, "v d"], axis_name: str) -> Float[Array, "*batch s d"]:
+    """Returns this device's addend to the embedding of `ids`: its own entries, and zeros for those of other devices."""
+    local, mine = _local_ids(ids, table.shape[0], axis_name)
+    return jnp.where(mine[..., None], table[local], jnp.zeros((), table.dtype))
+
+
+def lookup_reduce_scatter(
+    ids: Int[Array, "*batch s"], table: Float[Array, "v d"], axis_name: str, *, backend: str | None = None
+) -> Float[Array, "*batch m d"]:
+    """Looks all rows up in the devices' shares of the table, and leaves each device with its own rows.
+
+    ```
+    ids    [..., R*m]     the same on every device of axis_name
+    table  [V/R, d]       this device's entries
+    y      [..., m, d]    this device's rows
+
+    forward  y = reduce_scatter(one_hot(ids) @ table)
+    dtable     = one_hot(ids).T @ all_gather(dy)           summed in float32
+    ```
+
+    Only one device adds something other than zeros to a row, so the sum is exact in any dtype. Saved for the backward
+    pass are ids and table, as they were given.
+
+    Args:
+      ids: The entries to look up. An id outside 0 .. V-1 gives a row of zeros.
+      table: This device's entries.
+      axis_name: The mesh axis that splits the entries.
+      backend: What executes the op: "none" (one reduce-scatter), "xla", "pallas" or "stateful" (rings, as in
+        `flaxasync.all_gather_matmul`). None stands for "xla".
+
+    Raises:
+      ValueError: No `shard_map` maps `axis_name`; the backend is unknown.
+      NotImplementedError: The op lacks the backend, or the backend cannot run here.
+    """
+    size = mapped_axis_size("lookup_reduce_scatter", axis_name)
+    ring = backends.make_ring(backends.choose("lookup_reduce_scatter", backend), axis_name, size)
+    axes = jax.typeof(table).mat.varying | jax.typeof(ids).mat.varying
+    return _lookup_reduce_scatter(ring, cast_to_varying(ids, axes), cast_to_varying(table, axes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup_reduce_scatter(ring: Ring, ids: Array, table: Array) -> Array:
+    def produce(row: Index, count: int) -> Array:
+        return lookup(lax.dynamic_slice_in_dim(ids, row, count, axis=-1), table, ring.axis_name)
+
+    with jax.named_scope("vocab_parallel_lookup"):
+        return ring_reduce(ring, ids.shape[-1] // lax.axis_size(ring.axis_name), produce, table.dtype)
+
+
+def _lookup_reduce_scatter_fwd(ring: Ring, ids: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _lookup_reduce_scatter(ring, ids, table), (ids, table)
+
+
+def _lookup_reduce_scatter_bwd(ring: Ring, saved: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
+    ids, table = saved
+
+    def add(block: Array, row: Index, dtable: Array) -> Array:
+        rows = lax.dynamic_slice_in_dim(ids, row, block.shape[-2], axis=-1)
+        local, mine = _local_ids(rows, table.shape[0], ring.axis_name)
+        return dtable.at[local].add(jnp.where(mine[..., None], block.astype(dtable.dtype), 0))
+
+    zeros = jnp.zeros(table.shape, accumulator_dtype(table))
+    with jax.named_scope("vocab_parallel_lookup_dtable"):
+        dtable = ring_gather(ring, dy, cast_to_varying(zeros, jax.typeof(dy).mat.varying), add)
+    return None, dtable.astype(table.dtype)
+
+
+_lookup_reduce_scatter.defvjp(_lookup_reduce_scatter_fwd, _lookup_reduce_scatter_bwd)
+
+
+def cross_entropy(
+    logits: Float[Array, "*batch v"], targets: Int[Array, "*batch"], axis_name: str
+) -> Float[Array, "*batch"]:
+    """Returns the softmax cross-entropy of each row, in nats, from this device's share of the logits.
+
+    ```
+    logits   [..., V/R]   this device's entries
+    targets  [...]        the same on every device of the axis
+    loss     [...]        the same on every device of the axis, float32
+
+    forward  loss    = log(sum(exp(logits))) - logits[target]      three numbers a row cross the axis
+    dlogits          = (softmax(logits) - one_hot(target)) * dloss no communication
+    ```
+
+    It is computed in float32. Saved for the backward pass are the logits as they were given, and one number a row.
+
+    Raises:
+      ValueError: The shapes of logits and targets do not match.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"cross_entropy needs one target a row: got logits {list(logits.shape)} and targets {list(targets.shape)}"
+        )
+    axes = jax.typeof(logits).mat.varying
+    return _cross_entropy(axis_name, logits, cast_to_varying(targets, axes - {axis_name}))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(axis_name: str, logits: Array, targets: Array) -> Array:
+    return _cross_entropy_fwd(axis_name, logits, targets)[0]
+
+
+def _cross_entropy_fwd(axis_name: str, logits: Array, targets: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    with jax.named_scope("vocab_parallel_cross_entropy"):
+        logits32 = logits.astype(jnp.float32)
+        highest = lax.pmax(jnp.max(logits32, axis=-1), axis_name)
+        local, mine = _local_ids(targets, logits.shape[-1], axis_name)
+        at_target = jnp.take_along_axis(logits32, local[..., None], axis=-1)[..., 0]
+        shares = (jnp.sum(jnp.exp(logits32 - highest[..., None]), axis=-1), jnp.where(mine, at_target, 0))
+        sum_exp, at_target = lax.psum(shares, axis_name)
+        log_sum_exp = highest + jnp.log(sum_exp)
+    return log_sum_exp - at_target, (logits, targets, log_sum_exp)
+
+
+def _cross_entropy_bwd(axis_name: str, saved: tuple[Array, Array, Array], dloss: Array) -> tuple[Array, None]:
+    logits, targets, log_sum_exp = saved
+    if axis_name not in jax.typeof(logits).mat.varying:
+        # Under check_vma=False no type says that the loss is the same everywhere, and each device gets a share of
+        # dloss.
+        dloss = lax.psum(dloss, axis_name)
+    softmax = jnp.exp(logits.astype(jnp.float32) - log_sum_exp[..., None])
+    local, mine = _local_ids(targets, logits.shape[-1], axis_name)
+    hit = (jnp.arange(logits.shape[-1]) == local[..., None]) & mine[..., None]
+    return ((softmax - hit.astype(jnp.float32)) * dloss[..., None]).astype(logits.dtype), None
+
+
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def _local_ids(ids: Array, entries: int, axis_name: str) -> tuple[Array, Array]:
+    """Returns the positions of `ids` in this device's share, 0 for those outside of it, and whether they are inside."""
+    if ids.dtype.itemsize < 4:  # a uint8 can hold neither the number of entries nor the position where they begin
+        ids = ids.astype(jnp.int32)
+    local = ids - (lax.axis_index(axis_name) * entries).astype(ids.dtype)
+    mine = (local >= 0) & (local < entries)
+    return jnp.where(mine, local, 0), mine

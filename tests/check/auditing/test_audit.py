@@ -1,0 +1,72 @@
+"""The audit of programs that the TPU compiler made, and of what it is given, told and asked for."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flaxasync.check import CODES, HloError, audit
+from tests.check import programs
+from tests.check.hlo_texts import LOOP
+
+
+def test_the_chip_comes_with_the_program_or_is_assumed_in_words():
+    assert audit(programs.compiled(programs.psum, "v5p:2x2x2")).chip == "v5p"
+    report = audit(programs.compiled(programs.psum, "v5p:2x2x2").text)
+    assert (report.chip, "say chip=" in str(report)) == ("v5e", True)
+    with pytest.raises(ValueError, match="chip must be one of v5e, v6e, v5p, tpu7x: got 'v9'"):
+        audit(LOOP, chip="v9")
+
+
+def test_what_cannot_be_audited_is_refused_with_what_to_do():
+    class Silent:
+        def as_text(self):
+            raise NotImplementedError("no text")
+
+    with pytest.raises(ValueError, match="xla_dump_to"):
+        audit(Silent())
+    with pytest.raises(ValueError, match="expected a compiled program or HLO text: got int"):
+        audit(3)
+    with pytest.raises(ValueError, match="lowered program"):
+        audit(jax.jit(jnp.sin).lower(1.0).as_text())
+    with pytest.raises(HloError, match="line 1, column 1"):
+        audit("not HLO")
+
+
+def test_an_unscheduled_module_says_what_cannot_be_told():
+    report = audit(LOOP.replace(", is_scheduled=true", ""))
+    assert "not-scheduled" in report.codes()
+    assert "windows and stalls cannot be told" in CODES["not-scheduled"].meaning
+
+
+def test_cpu_programs_are_read_and_said_to_be_no_tpu_programs():
+    report = audit(programs.on_cpu(programs.ppermute))
+    assert "synchronous-collective" in report.codes()
+    assert any("no TPU program" in note for note in report.notes)
+
+
+def test_a_pair_that_nothing_depends_on_is_deleted():
+    """It compiles to nothing, which only an expectation can tell."""
+    assert audit(programs.async_form("unthreaded")).ok
+    report = audit(programs.async_form("unthreaded"), expect={"permute_start": 1})
+    assert report.codes() == {"deleted"}
+    assert "expected 1 of 'permute_start', the program has 0" in str(report)
+
+
+def test_a_finding_names_the_python_line():
+    (finding, *_) = audit(programs.async_form("staggered_unroll_1")).findings
+    assert "async_forms.py:" in finding.source
+
+
+def test_json_has_all_of_it():
+    report = audit(programs.async_form("staggered_unroll_1"))
+    data = json.loads(report.to_json())
+    assert data["ok"] is False
+    assert {f["code"] for f in data["findings"]} == report.codes()
+    assert all(f["remedy"] for f in data["findings"])
+    assert [p["name"] for p in data["pairs"]] == [p.name for p in report.pairs]
+
+
+def test_every_code_has_a_remedy():
+    assert all(code.remedy and code.meaning for code in CODES.values())

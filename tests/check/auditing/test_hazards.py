@@ -1,0 +1,105 @@
+"""Hazards of kernel pairs: correct forms are safe, and each wrong form has its finding."""
+
+import pytest
+
+from flaxasync.check import Severity, audit
+from tests.check import programs
+from tests.check.hlo_texts import KERNELS, TWO_SENDS
+from tests.grids import sparse
+
+TOO_LARGE_FOR_VMEM = 131072  # rows of 2 KiB; only their size keeps Refs out of vector memory, because a kernel that
+# closes over Refs cannot hold them to HBM
+
+
+def errors(report):
+    return {f.code for f in report.findings if f.severity == Severity.ERROR}
+
+
+@pytest.mark.parametrize(
+    ("form", "topology"),
+    sparse(
+        ["value", "value_with_compute"],
+        ["v5e:2x2", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1"],
+        keep=lambda form, topology: form == topology % 2,
+    ),
+)
+def test_correct_value_forms_are_ok(form, topology):
+    report = audit(programs.async_form(form, topology), expect={"permute_start": 3})
+    assert report.ok, str(report)
+    assert not report.codes() & {"in-flight-copied", "in-flight-read", "in-flight-vmem", "in-flight-freed", "deleted"}
+
+
+@pytest.mark.parametrize(("form", "pairs"), [("stateful", 3), ("stateful_with_compute", 3), ("two_slots", 2)])
+def test_correct_stateful_forms_are_ok(form, pairs):
+    report = audit(programs.async_form(form, "v5e:2x2", TOO_LARGE_FOR_VMEM), expect={"permute_start": pairs})
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("form", "code"),
+    [
+        ("staggered_unroll_1", "in-flight-copied"),
+        ("any_outputs", "in-flight-vmem"),
+        ("read_in_flight", "in-flight-copied"),
+        ("freed_in_flight", "in-flight-freed"),
+        ("forgotten", "async-unfinished"),
+    ],
+)
+def test_wrong_forms_are_found(form, code):
+    report = audit(programs.async_form(form))
+    assert not report.ok
+    assert code in errors(report), str(report)
+
+
+FREED = (
+    KERNELS.replace("custom-call(%x2, %y, %s)", "custom-call(%y, %s)")
+    .replace("{{}: (1, {})}", "{{}: (0, {})}")
+    .replace("negate(%x2)", "negate(%z)")
+    .replace("%w = ", "%w.1 = ")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (KERNELS.replace("negate(%x2)", "negate(%y)"), "in-flight-read"),
+        (KERNELS.replace("negate(%x2)", "dynamic-update-slice(%x2, %x2)"), "in-flight-written"),
+        (KERNELS.replace("f32[4096]{0:T(1024)}", "f32[4096]{0:T(1024)S(1)}"), "in-flight-vmem"),
+        (FREED, "in-flight-freed"),
+    ],
+    ids=lambda value: value if value.startswith("in-flight") else "",
+)
+def test_hazards_in_text(text, code):
+    """Today's compiler guards these reads and writes with a copy, so they are written as text."""
+    assert text != KERNELS
+    assert code in audit(text).codes()
+
+
+def test_the_text_without_a_hazard_is_ok():
+    assert audit(KERNELS).ok, str(audit(KERNELS))
+
+
+def test_two_transfers_of_one_source():
+    """Both starts alias the block through and only read it. A write between them is still found."""
+    assert audit(TWO_SENDS).ok, str(audit(TWO_SENDS))
+    written = TWO_SENDS.replace("negate(%x3)", "dynamic-update-slice(%x3, %x3)")
+    assert errors(audit(written)) == {"in-flight-written"}
+    # Here the destination of the second transfer is the buffer that the first one sends.
+    into = TWO_SENDS.replace("custom-call(%x2), ", "custom-call(%y, %x2), ")
+    into = into.replace("{{1}: (0, {})}, second", "{{1}: (0, {}), {2}: (1, {})}, second")
+    assert "in-flight-written" in audit(into).codes()
+
+
+@pytest.mark.parametrize(("form", "spaces"), [("stateful", "vmem-to-vmem"), ("value", "hbm-to-hbm")])
+def test_the_memory_space_in_the_text_is_that_of_the_chips_instructions(form, spaces, tmp_path):
+    """`S(1)` in the text of a start means that its DMA moves vector memory, as it does for small Refs."""
+    program = programs.async_form.__wrapped__(form, keep_dumps=tmp_path)
+    assert ("in-flight-vmem" in audit(program).codes()) == (spaces == "vmem-to-vmem")
+    moves = [
+        line
+        for path in tmp_path.glob("*permute_start*final_bundles.txt")
+        for line in path.read_text().splitlines()
+        if "dma.general" in line
+    ]
+    assert moves
+    assert all(spaces in line for line in moves)

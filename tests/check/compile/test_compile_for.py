@@ -1,0 +1,79 @@
+"""Compiling for a topology that is not there: the program is the one that JAX makes, or the refusal says why not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flaxasync.check import CHIPS, HbmError, compile_for, topology_mesh
+from flaxasync.check.compile.hbm_error import hbm_error
+from tests.check.compile.matmul_program import matmul
+
+
+@pytest.fixture
+def mesh():
+    return topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+
+
+def test_it_is_the_program_that_jax_compiles(mesh):
+    fn, *args = matmul(mesh)
+    program = compile_for("v5e:2x2", fn, *args)
+    here = fn.lower(*args).compile()
+    assert program.as_text() == here.as_text()
+    assert program.memory_analysis().temp_size_in_bytes == here.memory_analysis().temp_size_in_bytes
+    assert program.cost_analysis()["flops"] == here.cost_analysis()["flops"]
+    assert (program.chip, program.topology) == ("v5e", "v5e:2x2")
+
+
+def test_bytes_by_kind(mesh):
+    kinds = compile_for("v5e:2x2", *matmul(mesh)).bytes_by_kind
+    assert kinds["arguments"] == 2 * (512 * 512 + 512 * 512)  # of one device's shards in bfloat16
+    assert kinds["outputs"] == 2 * 512 * 512
+    assert kinds["total"] == sum(kinds.values()) - kinds["total"]
+
+
+def test_donated_arguments_count_once(mesh):
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", "y")))
+    kinds = compile_for("v5e:2x2", jax.jit(lambda x: x + 1, donate_argnums=0), x).bytes_by_kind
+    assert (kinds["arguments"], kinds["outputs"]) == (2 * 512 * 512, 0)
+
+
+def test_options_reach_the_compiler(mesh):
+    with pytest.raises(RuntimeError, match=r"refused.*no_such_option"):
+        compile_for("v5e:2x2", *matmul(mesh), compiler_options={"no_such_option": "1"})
+
+
+@pytest.mark.parametrize(
+    "chip", [name if name == "v5e" else pytest.param(name, marks=pytest.mark.slow) for name in CHIPS]
+)
+def test_a_program_that_does_not_fit_is_refused_with_the_compilers_numbers(chip):
+    topology = f"{chip}:1x1" if chip in ("v5e", "v6e") else f"{chip}:1x1x1"
+    with pytest.raises(HbmError, match=r"refused.*HBM") as refused:
+        compile_for(topology, lambda x: (x @ x).sum(), jax.ShapeDtypeStruct((2**19, 2**19), jnp.bfloat16))
+    assert refused.value.needed == 2 * 2**38
+    assert refused.value.available == pytest.approx(CHIPS[chip].hbm_bytes, rel=1e-4)  # the chip table has this number
+
+
+def test_both_messages_of_the_compiler_are_read():
+    late = hbm_error("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.32G of 15.75G hbm. Exceeded")
+    assert (late.needed, late.available) == (round(18.32 * 2**30), round(15.75 * 2**30))
+    assert hbm_error("INVALID_ARGUMENT: No such compile option") is None
+
+
+def test_dumps(mesh, tmp_path):
+    """One process compiles all three. Each folder has the dumps of its own program, even of one seen before."""
+    fn, *arguments = matmul(mesh)
+    names = []
+    for number, now in enumerate((fn, jax.jit(lambda *a: fn(*a) + 1), fn)):
+        program = compile_for("v5e:2x2", now, *arguments, keep_dumps=tmp_path / str(number))
+        assert program.dumps == tmp_path / str(number)
+        assert len(list(program.dumps.glob("*-TLP-*-final_bundles.txt"))) == 1
+        names.append({path.name.split("-", 1)[1] for path in program.dumps.iterdir()})
+    assert names[0] == names[2] != names[1]
+
+
+def test_host_callbacks_are_refused(mesh):
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
+    with pytest.raises(NotImplementedError, match="host callbacks"):
+        compile_for("v5e:2x2", lambda x: jax.debug.print("{}", x.sum()), x)

@@ -1,0 +1,72 @@
+"""Topologies and meshes over them: neighbours are one link apart, and a wrong name lists the right ones."""
+
+import jax
+import numpy as np
+import pytest
+
+from flaxasync.check import topology_mesh, topology_size
+
+
+def hops(coords):
+    """Returns the numbers of links between neighbours on a ring. Two cores of one chip are no link apart."""
+    following = [*coords[1:], coords[0]]
+    return {sum(abs(a - b) for a, b in zip(p, q, strict=True)) for p, q in zip(coords, following, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("topology", "shape", "axis"),
+    [
+        ("v5e:2x2", (4,), 0),
+        ("v5e:2x4", (8,), 0),
+        ("v5e:4x4", (16,), 0),
+        ("v5p:2x2x2", (8,), 0),
+        ("v5p:2x2x2", (2, 4), 1),
+        ("v5p:2x2x4", (4, 4), 1),
+        ("tpu7x:2x2x1", (8,), 0),
+        ("v6e:2x4", (2, 4, 1), 0),
+    ],
+)
+def test_neighbours_on_a_ring_are_neighbours_on_the_network(topology, shape, axis):
+    mesh = topology_mesh(topology, shape, tuple("xyz"[: len(shape)]))
+    rows = np.moveaxis(mesh.devices, axis, -1).reshape(-1, shape[axis])
+    for row in rows:
+        assert hops([device.coords for device in row]) <= {0, 1}
+    assert len({device.id for device in mesh.devices.flat}) == mesh.devices.size
+
+
+def test_a_mesh_that_splits_a_dimension_takes_jaxs_order():
+    assert topology_mesh("v5e:4x4", (8, 2), ("x", "y")).devices.shape == (8, 2)
+
+
+def test_the_size_of_a_topology():
+    assert (topology_size("v5e:2x4"), topology_size("tpu7x:2x2x1")) == (8, 8)
+    with pytest.raises(ValueError, match="topology must be one that libtpu describes"):
+        topology_size("v5e:5")
+
+
+@pytest.mark.parametrize("name", ["v9:2x2", "v5e", "v5e:axb", "v5e:0x2", "v5e:3x3", "v5e:9999x9999", "", 5])
+def test_an_unknown_topology_lists_those_that_exist(name):
+    with pytest.raises(ValueError, match=r"v5e: 1x1, 2x2, 2x4.*tpu7x: 1x1x1"):
+        topology_mesh(name, (2, 2), ("x", "y"))
+
+
+def test_axes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"must multiply to the 8 devices of v5e:2x4: got \(2, 2\), which is 4"):
+        topology_mesh("v5e:2x4", (2, 2), ("x", "y"))
+    with pytest.raises(ValueError, match="one name per axis"):
+        topology_mesh("v5e:2x2", (2, 2), ("x",))
+
+
+def test_no_libtpu(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"libtpu, no TPU.*'tpu' or 'dev' extra"):
+        topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+
+
+def test_a_busy_libtpu_says_what_to_do(monkeypatch):
+    def busy(*_, **__):
+        raise jax.errors.JaxRuntimeError("ABORTED: The TPU is already in use by process with pid 7")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", busy)
+    with pytest.raises(RuntimeError, match="ALLOW_MULTIPLE_LIBTPU_LOAD=1"):
+        topology_mesh("v5e:2x2", (2, 2), ("x", "y"))

@@ -1,0 +1,129 @@
+"""Functions that differ in what may hold the host, and what is expected of each.
+
+All of them do the same matmuls, which take about 100 ms on two CPU cores.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import io_callback
+
+SIZE, TRIPS = 1024, 6
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def step(x):
+    return jnp.tanh(x @ x * 1e-2)
+
+
+def work(x):
+    for _ in range(TRIPS):
+        x = step(x)
+    return x
+
+
+def printing(x):
+    y = work(x)
+    jax.debug.print("{}", y[0, 0])
+    return y
+
+
+def printing_in_order(x):
+    y = work(x)
+    jax.debug.print("{}", y[0, 0], ordered=True)
+    return y
+
+
+def pure_callback(x):
+    y = work(x)
+    return y + jax.pure_callback(lambda value: value, SCALAR, y[0, 0])
+
+
+def unordered_io(x):
+    y = work(x)
+    return y + io_callback(lambda value: value, SCALAR, y[0, 0])
+
+
+def ordered_io(x):
+    y = work(x)
+    return y + io_callback(lambda value: value, SCALAR, y[0, 0], ordered=True)
+
+
+def callback_that_jax_removes(x):
+    y = work(x)
+    jax.pure_callback(lambda value: value, SCALAR, y[0, 0])
+    return y
+
+
+def callback_that_xla_removes(x):
+    y = work(x)
+    n = jax.pure_callback(lambda value: value, jax.ShapeDtypeStruct((), jnp.int32), y[0, 0].astype(jnp.int32))
+    return y + (n * 0).astype(jnp.float32)
+
+
+def callback_in_a_branch_not_taken(x):
+    def say(y):
+        jax.debug.print("never")
+        return y
+
+    y = work(x)
+    return lax.cond(y[0, 0] > 1e6, say, lambda y: y, y)
+
+
+def cond(x):
+    return lax.cond(x[0, 0] > 0, work, lambda x: x, x)
+
+
+def scan(x):
+    return lax.scan(lambda c, _: (step(c), None), x, length=TRIPS)[0]
+
+
+def static_loop(x):
+    return lax.fori_loop(0, TRIPS, lambda _, c: step(c), x)
+
+
+def dynamic_while(x):
+    return lax.while_loop(lambda s: (s[0] < TRIPS) & (s[1][0, 0] < 1e9), lambda s: (s[0] + 1, step(s[1])), (0, x))[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A function, and what is expected of it on one CPU device.
+
+    Attributes:
+      fn: The function.
+      waits: Whether a call of it holds the host.
+      unordered: Whether it has unordered effects.
+      ordered: The number of its ordered effects.
+      callbacks: The name of the callback in its text; "" if there is none.
+      loops: The number of its loops without a known trip count.
+      branches: The number of its branches.
+    """
+
+    fn: Callable
+    waits: bool = False
+    unordered: bool = False
+    ordered: int = 0
+    callbacks: str = ""
+    loops: int = 0
+    branches: int = 0
+
+
+TABLE = [
+    Row(work),
+    Row(printing, waits=True, unordered=True, callbacks="jax.debug.print"),
+    Row(printing_in_order, waits=True, ordered=1, callbacks="jax.debug.print"),
+    Row(pure_callback, waits=True, callbacks="jax.pure_callback"),
+    Row(unordered_io, waits=True, unordered=True, callbacks="io_callback"),
+    Row(ordered_io, waits=True, ordered=1, callbacks="io_callback"),
+    Row(callback_that_jax_removes),
+    Row(callback_that_xla_removes, waits=True),
+    Row(callback_in_a_branch_not_taken, waits=True, unordered=True, callbacks="jax.debug.print", branches=1),
+    Row(cond, branches=1),
+    Row(scan),
+    Row(static_loop),
+    Row(dynamic_while, loops=1),
+]

@@ -1,0 +1,227 @@
+"""What is read from a compiled function agrees with what is measured, and does not need private attributes of JAX."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from flaxasync import check
+from flaxasync.check.dispatch import compatibility
+from tests.check.dispatch.functions import SIZE, TABLE, callback_that_xla_removes, dynamic_while, printing, work
+
+FLOOR = 0.02  # seconds; far more than the host needs for a call, even while other tests use the cores
+SMALL = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.block_until_ready(jnp.ones((SIZE, SIZE), jnp.float32))
+
+
+def compiled(fn, *args):
+    return jax.jit(fn).lower(*(args or (SMALL,))).compile()
+
+
+def hide_private(monkeypatch):
+    """Makes JAX look like a version that has renamed its private attributes."""
+    monkeypatch.setattr(compatibility, "read_flags", lambda compiled: None)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.fn.__name__)
+def test_the_table_of_functions(row, x):
+    aot = compiled(row.fn, x)
+    info = check.check_async_compatible(aot)
+    assert info.compatible is not row.waits, str(info)
+    assert info.has_unordered_effects is row.unordered
+    assert len(info.ordered_effects) == row.ordered
+    assert info.has_host_callbacks is row.waits, "on one CPU device nothing else makes the host wait"
+    assert [callback.name for callback in info.callbacks] == ([row.callbacks] if row.callbacks else [])
+    assert (len(info.dynamic_loops), len(info.branches)) == (row.loops, row.branches)
+    assert (info.platform, info.devices) == ("cpu", 1)
+    timing = check.measure_dispatch(aot, x, repeats=3, floor=FLOOR)
+    assert timing.waits is row.waits, str(timing)
+
+
+JITTED = {"work", "printing", "ordered_io", "callback_that_xla_removes", "dynamic_while"}  # one of every kind
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if row.fn.__name__ in JITTED else pytest.mark.slow) for row in TABLE],
+    ids=lambda row: row.fn.__name__,
+)
+def test_a_jitted_function_waits_as_its_executable_does(row, x):
+    timing = check.measure_dispatch(jax.jit(row.fn), x, repeats=3, floor=FLOOR)
+    assert timing.waits is row.waits, str(timing)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.fn.__name__)
+def test_the_answer_needs_no_private_attribute(row, monkeypatch):
+    """The exception is a callback that XLA has removed. Only the traced function still tells of it."""
+    aot = compiled(row.fn)
+    assert check.check_async_compatible(aot).signals == ("the program's text", "the executable's private flags")
+    hide_private(monkeypatch)
+    info = check.check_async_compatible(aot)
+    assert info.signals == ("the program's text",)
+    traced = check.check_async_compatible(aot, traced=jax.jit(row.fn).trace(SMALL))
+    assert traced.signals == ("the program's text", "the jaxpr's effects and the lowered program")
+    assert traced.compatible is not row.waits
+    assert (traced.has_unordered_effects, len(traced.ordered_effects)) == (row.unordered, row.ordered)
+    assert info.compatible is (traced.compatible or row.fn is callback_that_xla_removes)
+
+
+def test_the_flags_of_another_version_of_jax_are_not_needed(monkeypatch):
+    """Here the attributes themselves are gone."""
+
+    class Renamed(jax.stages.Compiled):
+        def __init__(self, real):
+            self._real = real
+
+        def __getattribute__(self, name):
+            if name == "_executable":
+                raise AttributeError(name)
+            real = object.__getattribute__(self, "_real") if name != "_real" else None
+            return getattr(real, name) if real is not None and name != "__class__" else super().__getattribute__(name)
+
+    info = check.check_async_compatible(Renamed(compiled(printing)))
+    assert (info.compatible, info.signals) == (False, ("the program's text",))
+
+
+def test_without_any_text_it_cannot_tell(monkeypatch):
+    for answer in ("", "HloModule broken\n\nENTRY main {\n  x = f32[ parameter(0)\n}\n"):
+        monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self, answer=answer: answer)
+        info = check.check_async_compatible(compiled(work))
+        assert info.compatible is None
+        assert "no text" in info.reasons[0] or "could not be read" in info.reasons[0]
+        assert "measure_dispatch" in info.remedies[0]
+        assert check.check_async_compatible(compiled(printing)).compatible is False, (
+            "the flags can turn a True into a False, and not the other way"
+        )
+    hide_private(monkeypatch)
+    assert check.check_async_compatible(compiled(work)).has_host_callbacks is None
+
+
+def test_the_reason_has_the_line_of_the_callback():
+    lines, first = inspect.getsourcelines(printing)
+    line = first + next(n for n, text in enumerate(lines) if "jax.debug.print" in text)
+    info = check.check_async_compatible(compiled(printing))
+    assert f"jax.debug.print at {inspect.getsourcefile(printing)}:{line} calls Python" in info.reasons[0]
+    assert "take it out of the function" in info.remedies[0]
+    assert "THE HOST WAITS" in str(info)
+
+
+def test_on_several_cpu_devices_a_callback_is_named_and_does_not_make_the_host_wait():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((SIZE, SIZE)), P("data", None))
+        w = jax.device_put(jnp.full((SIZE, SIZE), 1e-3), P(None, None))
+
+        def fn(x, w):
+            jax.debug.callback(lambda value: None, jnp.sum(x))
+            for _ in range(8):
+                x = jnp.tanh(x @ w)
+            return x
+
+        aot = compiled(fn, x, w)
+        info = check.check_async_compatible(aot)
+        assert (info.compatible, info.has_host_callbacks, info.devices) == (True, True, 2)
+        assert "jax.debug.callback at " in info.reasons[0]
+        timing = check.measure_dispatch(aot, x, w, repeats=3, floor=FLOOR)
+        assert timing.waits is False, str(timing)
+
+
+def gpu(monkeypatch, program, devices=1):
+    """Returns the answer for `program` as if it had been compiled for a GPU."""
+    monkeypatch.setattr(compatibility, "_placement", lambda compiled: ("gpu", devices))
+    return check.check_async_compatible(program)
+
+
+def test_on_a_gpu_loops_without_a_trip_count_and_branches_make_the_host_wait(monkeypatch):
+    """The rule is taken from XLA's source. No GPU was there to measure it."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    expected = {"dynamic_while": False, "cond": False, "scan": True, "static_loop": True, "printing": False}
+    for row in TABLE:
+        if row.fn.__name__ in expected:
+            info = gpu(monkeypatch, compiled(row.fn))
+            assert info.compatible is expected[row.fn.__name__], str(info)
+    info = gpu(monkeypatch, compiled(dynamic_while))
+    assert "functions.py:" in info.reasons[0]
+    assert "command_buffer_flags" in info.remedies[0]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
+    info = gpu(monkeypatch, compiled(dynamic_while))
+    assert info.compatible is None
+    assert "command buffer" in info.reasons[0]
+
+
+def test_on_a_tpu_the_text_has_no_trip_counts_and_the_answer_says_so():
+    info = check.check_async_compatible(check.compile_for("v5e:1x1", dynamic_while, SMALL))
+    assert (info.compatible, info.platform, info.devices) == (True, "tpu", 1)
+    assert "never notes a trip count" in info.reasons[0]
+    assert len(info.dynamic_loops) == 1
+
+
+def test_another_device_is_not_judged(monkeypatch):
+    monkeypatch.setattr(compatibility, "_placement", lambda compiled: ("abacus", 1))
+    info = check.check_async_compatible(compiled(printing))
+    assert info.compatible is None
+    assert "not measured how programs run on abacus" in info.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (lambda: work, "jax.jit(fn).lower(*args).compile()"),
+        (lambda: jax.jit(work), "fn.lower(*args).compile()"),
+        (lambda: jax.jit(work).trace(SMALL), "traced.lower().compile()"),
+        (lambda: jax.jit(work).lower(SMALL), "lowered.compile()"),
+    ],
+)
+def test_what_is_not_compiled_is_refused(make, how):
+    with pytest.raises(ValueError, match=r"must be a compiled function: got \w+; get one with") as error:
+        check.check_async_compatible(make())
+    assert str(error.value).endswith(how)
+
+
+def test_what_was_not_traced_is_refused():
+    with pytest.raises(ValueError, match=r"traced must be a jax.stages.Traced: got function; pass jitted.trace"):
+        check.check_async_compatible(compiled(work), traced=work)
+
+
+def test_the_caller_makes_the_same_call_and_says_that_nothing_is_gained():
+    aot = compiled(work)
+    caller = check.make_async_aot_caller(aot)
+    assert "nothing is gained" in caller.reason
+    x = jnp.ones((8, 8))
+    assert (caller(x) == aot(x)).all()
+
+
+def test_the_caller_refuses_effects_with_the_reason(monkeypatch):
+    with pytest.raises(NotImplementedError, match=r"jax.debug.print at .*functions.py:\d+ calls Python"):
+        check.make_async_aot_caller(compiled(printing))
+    with pytest.raises(ValueError, match="for a TPU that is not here"):
+        check.make_async_aot_caller(check.compile_for("v5e:1x1", work, SMALL))
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: None)
+    assert "cannot be told" in check.make_async_aot_caller(compiled(work)).reason
+
+
+def test_a_device_without_asynchronous_dispatch_is_noticed():
+    program = """
+import jax, jax.numpy as jnp
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+from flaxasync import check
+x = jnp.ones((512, 512))
+fn = jax.jit(lambda x: jax.lax.fori_loop(0, 16, lambda _, y: jnp.tanh(y @ x), x))
+print(check.check_async_compatible(fn.lower(x).compile()).reasons)
+check.measure_dispatch(fn, x)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert "jax_cpu_enable_async_dispatch is False" in done.stdout
+    assert re.search("NotImplementedError: .* has no asynchronous dispatch", done.stderr), done.stderr

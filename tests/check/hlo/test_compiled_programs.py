@@ -1,0 +1,73 @@
+"""Programs that compilers print: jaxlib counts the same, they survive a round trip, and they keep the rules."""
+
+import pytest
+
+from flaxasync.check import async_operations, check_async_rules, format_module, parse, to_long_form, to_sugar
+from tests.check import programs
+from tests.check.jaxlib_counts import counts, counts_of_jaxlib
+
+TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_counts_equal_jaxlibs(topology):
+    texts = [programs.compiled(fn, topology).text for fn in (*programs.COLLECTIVES, programs.host)]
+    modules = [parse(text) for text in texts]
+    theirs = counts_of_jaxlib(texts)
+    assert [c for c in theirs if c] == [counts(m) for m, c in zip(modules, theirs, strict=True) if c]
+    aborted = sum(c is None for c in theirs)
+    assert aborted == 0 if topology != "tpu7x:2x2x1" else aborted < len(theirs)
+
+
+def test_counts_on_cpu_equal_jaxlibs():
+    texts = [programs.on_cpu(fn) for fn in programs.COLLECTIVES]
+    assert counts_of_jaxlib(texts) == [counts(parse(text)) for text in texts]
+
+
+def test_jaxlib_reads_what_we_print():
+    modules = [parse(programs.compiled(fn, "v5e:2x4").text) for fn in (*programs.COLLECTIVES, programs.host)]
+    for form in (lambda m: m, to_long_form):
+        assert counts_of_jaxlib([format_module(form(m)) for m in modules]) == [counts(m) for m in modules]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("fn", [*programs.COLLECTIVES, programs.host], ids=lambda fn: fn.__name__)
+def test_round_trip(fn, topology):
+    module = parse(programs.compiled(fn, topology).text)
+    assert module.is_scheduled
+    assert parse(format_module(module)) == module
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_real_programs_keep_the_rules(topology):
+    """These are the rules of XLA's proposal. test_pairing_rules.py breaks each of them."""
+    for fn in (*programs.COLLECTIVES, programs.host):
+        assert check_async_rules(parse(programs.compiled(fn, topology).text)) == ()
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "tpu7x:2x2x1"])
+def test_long_form_and_sugar_both_ways(topology):
+    for fn in (programs.psum, programs.host, programs.reduce_scatter):
+        module = parse(programs.compiled(fn, topology).text)
+        long = to_long_form(module)
+        assert len(async_operations(long)) == len(async_operations(module))
+        assert parse(format_module(to_sugar(long))) == to_sugar(long)
+
+
+def spellings(fn, topology) -> set[tuple[str, str]]:
+    return {(op.spelling, op.kind) for op in async_operations(parse(programs.compiled(fn, topology).text))}
+
+
+def test_spellings_by_compiler():
+    assert ("first-class", "collective-permute") in spellings(programs.ppermute, "v5e:2x4")
+    assert ("first-class", "copy") in spellings(programs.psum, "v6e:2x4")
+    assert ("sugar", "custom-call") in spellings(programs.host, "v5e:2x4")
+    assert ("sugar", "all-reduce") in spellings(programs.psum, "tpu7x:2x2x1")  # on the SparseCore, and bound late
+
+
+def test_a_collective_in_a_pair_of_fusions():
+    """For v5e, XLA splits a large all-gather into fusions that contain its start, its progress and its done."""
+    operations = async_operations(parse(programs.compiled(programs.all_gather_and_matmul, "v5e:2x2", 2048).text))
+    fused = [op for op in operations if op.spelling == "fusion"]
+    assert [(op.kind, op.communicates, len(op.windows)) for op in fused] == [("all-gather", True, 1)]
+    assert fused[0].updates

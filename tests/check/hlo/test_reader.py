@@ -1,0 +1,220 @@
+"""The reader: what it makes of each construct of HLO text, and what it says of a text that is not HLO."""
+
+import contextlib
+import sys
+
+import pytest
+
+from flaxasync.check import HloError, format_module, parse
+from flaxasync.check.hlo import reader
+from flaxasync.check.hlo.module import Alias
+from flaxasync.check.hlo.shapes import Layout, element_bits
+from tests.check.jaxlib_counts import instruction_count
+
+MODULE = """HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias) }, num_partitions=4
+
+FileNames
+1 "model.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=24 end_line=24 column=14 end_column=14}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+
+%add.1 (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: bf16[8,128], y: f32[]) -> (bf16[8,128], f32[]) {
+  %x = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} parameter(0), metadata={op_name="jit(f)/x{(\\"" stack_frame_id=1}
+  %y = f32[]{:T(128)} parameter(1)
+  %c = f32[2]{0} constant({1, 2})
+  %s = (bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, bf16[8,128], /*index=2*/u32[]{:S(2)}) copy-start(%x)
+  %d = bf16[8,128] copy-done(%s), control-predecessors={%y, %c},
+    backend_config={"window_config":{"estimated_cycles":"7"}}
+  %k = bf16[8,128] custom-call(%d), custom_call_target="tpu_custom_call",
+    output_to_operand_aliasing={{}: (0, {})}, frontend_attributes={kernel_metadata={
+"mesh_axes":"[\\"x\\"]"
+}}
+  ROOT %t = (bf16[8,128], f32[]) tuple(%k, /*index=1*/%y)
+}
+"""
+
+
+def test_module_flags():
+    module = parse(MODULE)
+    assert (module.name, module.is_scheduled, module.num_partitions) == ("jit_f", True, 4)
+    assert module.attributes["input_output_alias"] == "{ {0}: (1, {}, may-alias) }"
+    assert list(module.computations) == ["add.1", "main"]
+    assert module.entry.name == "main"
+    assert module.entry.root.name == "t"
+
+
+def test_instructions():
+    main = parse(MODULE).entry.by_name
+    assert main["x"].shape.layout == Layout((1, 0), "T(8,128)(2,1)", 1)
+    assert main["x"].shape.bytes == 2048
+    assert main["s"].shape.at((2,)).memory_space == 2
+    assert main["c"].literal == "{1, 2}"
+    assert main["d"].control_predecessors == ("y", "c")
+    assert main["d"].estimated_cycles == 7
+    assert main["k"].custom_call_target == "tpu_custom_call"
+    assert main["k"].aliases == (Alias((), 0, ()),)
+    assert main["k"].attributes["frontend_attributes"].endswith("}}")
+    assert main["t"].operands == ("k", "y")
+    assert main["t"].is_root
+
+
+def test_source_line():
+    module = parse(MODULE)
+    assert module.source(module.entry.by_name["x"]) == "model.py:24"
+    assert module.source(module.entry.by_name["y"]) == ""
+
+
+def test_source_line_of_older_dumps():
+    module = parse(
+        'HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), metadata={source_file="a.py" source_line=3}\n}'
+    )
+    assert module.source(module.entry.root) == "a.py:3"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = f32[2]{0} parameter(0)",  # no percent sign
+        "%x = f32[<=4,?] parameter(0)",  # bounded and unbounded dimensions
+        "%x = ((f32[2], ()), token[]) parameter(0)",
+        '%x = f32[] constant("a, (b")',
+        "%x = f32[2]{0:T(1)L(128)S(4)} parameter(0), sharding={devices=[2]<=[2]}",
+        "%x = s4[3]{0:E(4)} parameter(0), origin={{\"a\"}}",
+    ],
+)  # fmt: skip
+def test_unusual_lines_survive_a_round_trip(line):
+    module = parse(f"HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {{\n  ROOT {line}\n}}\n")
+    assert parse(format_module(module)) == module
+
+
+def test_operands_with_shapes_and_comments():
+    add = "ROOT b = f32[2] add(f32[2]{0:T(8,128)} %a, /*index=1*/f32[2] a)"
+    text = f"HloModule m\n\nENTRY e {{\n  a = f32[2]{{0}} parameter(0) // the input\n  {add}\n}}"
+    assert parse(text).entry.root.operands == ("a", "a")
+
+
+def test_round_trip_of_a_module():
+    module = parse(MODULE)
+    assert parse(format_module(module)) == module
+
+
+def test_bits():
+    types = {"bf16": 16, "f8e4m3fn": 8, "s4": 4, "pred": 8, "c64": 64, "token": 0, "u32": 32}
+    assert {name: element_bits(name) for name in types} == types
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "line", "column"),
+    [
+        ("", "empty", 1, 1),
+        ("hello world", "expected HLO text", 1, 1),
+        ("HloModule m", "no computation", 1, 1),
+        ("HloModule m\n\nwhat is this", "expected a computation", 3, 1),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0)\n", "not closed: the text is cut short", 3, 1),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] add(b, b)\n}", "operand 'b' of 'a' is not defined", 4, 3),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[ parameter(0)\n}", "expected a shape", 4, 12),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[2]{0:S(1)S(2)} parameter(0)\n}", "one memory space", 4, 12),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[x] parameter(0)\n}", "size of a dimension", 4, 12),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(no)\n}", "needs a number", 4, 28),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] tuple(\n", "not closed", 4, 23),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}", "'e' is not closed: the text is cut", 3, 1),
+        ("HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}", "twice", 5, 3),
+        ('HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"', "must be a string", 5, 28),
+        ("a = f32[] parameter(0)\na = f32[] parameter(1)", "twice", 2, 1),
+        ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}", "does not define", 4, 1),
+        ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n", "second HloModule", 7, 1),
+        ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\ne {\n  a = f32[] parameter(0)\n}", "defined twice", 9, 2),
+    ],
+)  # fmt: skip
+def test_bad_text_is_an_error_with_its_position(text, what, line, column):
+    with pytest.raises(HloError, match=what) as error:
+        parse(text)
+    assert (error.value.line, error.value.column) == (line, column)
+
+
+def test_every_truncation_is_a_clean_error_or_a_module():
+    for end in range(len(MODULE)):
+        if MODULE[:end].rstrip().endswith("}\n}") or MODULE[:end].endswith("%b)\n}"):
+            continue  # such a text is complete
+        with contextlib.suppress(HloError):
+            parse(MODULE[:end])
+            assert MODULE[:end].rstrip().endswith("}")
+
+
+def test_not_text():
+    with pytest.raises(HloError, match="must be a str: got bytes"):
+        parse(MODULE.encode())
+
+
+def test_deep_tuples_do_not_overflow_the_stack():
+    shape = "(" * 100_000 + ")" * 100_000
+    with pytest.raises(HloError, match="nested deeper"):
+        parse(f"HloModule m\n\nENTRY e {{\n  ROOT a = {shape} parameter(0)\n}}")
+
+
+# Reading takes time in proportion to the length of a text. These tests count work and do not measure time.
+
+SHAPE = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}"
+
+
+def long_text(count):
+    config = 'backend_config={"window_config":{"estimated_cycles":"10856"}}'
+    lines = [f"  %copy.{n} = {SHAPE} copy(%p), {config}" for n in range(count)]
+    return "HloModule m\n\nENTRY e {\n  %p = bf16[1024,1024] parameter(0)\n" + "\n".join(lines) + "\n}\n"
+
+
+def test_each_distinct_shape_is_read_once(monkeypatch):
+    read = []
+    monkeypatch.setattr(reader, "read_shape", lambda text, inner=reader.read_shape: read.append(text) or inner(text))
+    assert instruction_count(parse(long_text(1000))) == 1001
+    assert sorted(read) == ["bf16[1024,1024]", SHAPE]
+
+
+def test_calls_grow_with_the_number_of_lines():
+    def calls(text):
+        count = 0
+
+        def profile(frame, event, argument):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(profile)
+        try:
+            parse(text)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    once, twice = calls(long_text(1000)), calls(long_text(2000))
+    assert twice < 2.1 * once
+
+
+def test_lines_are_counted_once():
+    class Text(str):
+        """A text that knows how many of its characters were searched for line ends."""
+
+        searched = 0
+
+        def count(self, what, start=0, stop=None):
+            if what == "\n":
+                Text.searched += (len(self) if stop is None else stop) - start
+            return super().count(what, start, len(self) if stop is None else stop)
+
+    text = Text(long_text(1000))
+    assert parse(text).entry.instructions[-1].line == 1004
+    assert 0 < Text.searched <= len(text)

@@ -1,0 +1,103 @@
+"""XLA's own loops and collectives: which of them run from their bundles, which are modelled, and which are refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flaxasync.check import topology_mesh
+from flaxasync.check.player import UnknownOperationError, play, played_chip
+from tests.check.player.study import assert_times_add_up, sent_bytes
+
+
+def simulate(topology, size, local, in_specs, out_specs, *shapes, options=None):
+    """Compiles and simulates a function of local shards, on a ring of `size` devices."""
+    mesh = topology_mesh(topology, (size,), ("model",))
+    arguments = [
+        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for s, spec in zip(shapes, in_specs, strict=True)
+    ]
+    fn = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    return play(fn, *arguments, topology=topology, compiler_options=options)
+
+
+@pytest.mark.parametrize(("topology", "size"), [("v5e:2x2", 4), ("v6e:2x4", 8), ("v5p:2x2x1", 4), ("tpu7x:2x2x1", 8)])
+def test_a_while_loop_of_permutes(topology, size):
+    iterations = 5
+
+    def local(x, w):
+        def step(x, _):
+            return lax.ppermute(jnp.tanh(x @ w), "model", [(i, (i + 1) % size) for i in range(size)]), None
+
+        return lax.scan(step, x, None, length=iterations)[0]
+
+    result = simulate(topology, size, local, (P("model", None), P()), P("model", None), (256 * size, 256), (256, 256))
+    assert_times_add_up(result)
+    starts, dones = (result.slowest.phase(f"collective-permute-{end}") for end in ("start", "done"))
+    assert (starts.runs, dones.runs, dones.depth) == (iterations, iterations, 1)
+    assert sent_bytes(result) == [iterations * 256 * 256 * 2] * size
+    assert bool(result.notes) == (topology == "v5p:2x2x1")  # of its two cores, one is simulated
+    assert ("assumed" in result.known_error) == (topology != "v5e:2x2")
+
+
+def test_collectives_without_tables_run_from_their_bundles_and_others_are_marked():
+    def local(x):
+        return lax.all_to_all(x, "model", 1, 0, tiled=True), lax.psum(x, "model")
+
+    result = simulate("v5e:2x2", 4, local, (P("model", None),), (P("model", None), P()), (1024, 512))
+    assert not result.slowest.phase("all_to_all").analytic
+    assert result.slowest.phase("psum").analytic
+    assert any("ring model" in note and "psum" in note for note in result.notes)
+    ring = 2 * 3 / 4 * 256 * 512 * 2 / (2 * played_chip("v5e").link)
+    assert ring < result.slowest.phase("psum").waits["collective"] < 3 * ring  # it adds hops and additions
+
+
+def gather_beside_a_matmul(options):
+    def local(x, w, v):
+        return v @ w, lax.all_gather(x, "model", tiled=True) @ w
+
+    return simulate(
+        "v5e:2x2", 4, local, (P("model"), P(None, "model"), P("model")), (P("model"), P(None, "model")),
+        (1024, 512), (512, 4096), (1024, 512), options=options,
+    )  # fmt: skip
+
+
+SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}
+
+
+def test_an_asynchronous_collective_is_refused_with_the_option_that_makes_it_synchronous():
+    with pytest.raises(UnknownOperationError, match="asynchronous all-gather of XLA reads a table") as refused:
+        gather_beside_a_matmul(None)
+    assert f"compiler_options={json.dumps(SYNCHRONOUS)}" in str(refused.value)
+
+
+@pytest.mark.slow
+def test_the_option_makes_it_synchronous():
+    result = gather_beside_a_matmul(SYNCHRONOUS)
+    assert [p.analytic for p in result.slowest.phases if "all" in p.name] == [True]
+
+
+def test_xlas_windowed_einsum_on_v6e():
+    mesh = topology_mesh("v6e:2x4", (8,), ("model",))
+    rows, features, hidden = 16384, 256, 512
+    arguments = [
+        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for s, spec in (
+            ((rows, features), P("model", None)),
+            ((features, hidden), P(None, "model")),
+            ((hidden, features), P("model", None)),
+        )
+    ]
+    fn = jax.jit(lambda x, a, b: jax.nn.relu(x @ a) @ b, out_shardings=NamedSharding(mesh, P("model", None)))
+    result = play(fn, *arguments, topology="v6e:2x4")
+    assert_times_add_up(result)
+    loops = [p for p in result.slowest.phases if p.name.startswith("while")]
+    permutes = [p for p in result.slowest.phases if p.name.startswith("collective-permute-start") and p.depth == 1]
+    assert len(loops) == 2
+    assert all(p.runs > 1 for p in permutes)
+    assert min(sent_bytes(result)) == max(sent_bytes(result)) > 0
+    assert not any("ring model" in note for note in result.notes)

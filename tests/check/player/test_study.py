@@ -1,0 +1,104 @@
+"""The variants of the published 2x2 study: small, and one of them at full size against its published times."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.player import ROWS, STEP, misses, step_ms, value_ms
+from benchmarks.player_kernels import STUDY, Tiles, program
+from flaxasync.check import topology_mesh
+from flaxasync.check.player import play, played_chip
+from tests.check.player.study import SHAPE, assert_times_add_up, sent_bytes, simulated
+
+W, O = SHAPE[1] // 2 * SHAPE[2] * 2, SHAPE[0] // 2 * SHAPE[2] * 2  # noqa: E741, bytes of one device's w and o
+
+
+@pytest.mark.parametrize(
+    ("variant", "bytes_sent", "phases"),
+    [
+        ("collectives_and_gemm", None, ("all-gather", "gemm", "psum")),
+        ("series", [W + O] * 4, ("all_gather", "gemm", "all_reduce")),
+        ("fused", [W + O, O, O, W + O], ("fused", "all_reduce")),  # two devices have what the others need
+        ("overlapped", [W + O, O, O, W + O], ("overlapped",)),
+    ],
+)
+def test_variants_of_the_study(variant, bytes_sent, phases):
+    _, result = simulated(variant)
+    assert_times_add_up(result)
+    order = [next(p.start for p in result.slowest.phases if p.name.startswith(name)) for name in phases]
+    assert order == sorted(order)
+    if bytes_sent:
+        assert sent_bytes(result) == bytes_sent
+    assert not result.notes
+    flops = 2 * SHAPE[0] * SHAPE[1] * SHAPE[2] / 4
+    for device in result.devices:  # every tile is full, so the busy time is the FLOPs at the peak
+        assert device.matrix_busy == pytest.approx(flops / played_chip("v5e").sheet.flops, rel=0.005)
+
+
+def test_xlas_own_permute_and_all_reduce_run_from_their_bundles():
+    _, result = simulated("xla")
+    assert_times_add_up(result)
+    assert not result.notes
+    assert sent_bytes(result) == [O, W + O, W + O, O]  # two devices permute, and two have what they need
+
+
+def test_the_overlapped_kernel_waits_less_for_others_than_the_fused_one():
+    series, fused, overlapped = (simulated(variant)[1] for variant in ("series", "fused", "overlapped"))
+    assert overlapped.exposed < 0.6 * fused.exposed
+    assert overlapped.seconds < fused.seconds < series.seconds * 1.1
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory):
+    """The one simulation at full size that runs here: its dumps and its result. benchmarks/player.py has the others."""
+    folder = tmp_path_factory.mktemp("fused")
+    fn, *arguments = program("fused", topology_mesh("v5e:2x2", (2, 2), ("x", "y")), STUDY)
+    return folder, play(fn, *arguments, topology="v5e:2x2", measured=12.3e-3, keep_dumps=folder)
+
+
+def test_the_published_times_of_the_fused_kernel(fused):
+    _, result = fused
+    assert abs(result.error) < 0.02
+    assert misses([(row, value_ms(row, result)) for row in ROWS if row.variant == "fused"]) == []
+    assert "prediction" in result.basis
+    assert importlib.metadata.version("libtpu") in result.basis
+
+
+ALONE = """
+import resource, sys
+from flaxasync.check.player.__main__ import main
+main(sys.argv[1:])
+print("KiB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_a_process_of_its_own_finds_the_same_in_little_memory(fused, tmp_path):
+    folder, result = fused
+    command = [sys.executable, "-c", ALONE, folder, "--json", tmp_path / "r.json"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": "1"}, check=True, capture_output=True, text=True)
+    assert json.loads((tmp_path / "r.json").read_text())["devices"] == json.loads(result.to_json())["devices"]
+    assert int(done.stdout.split("KiB:")[1]) < 2 << 20
+
+
+@pytest.mark.slow
+def test_the_step_of_the_gemm_kernel():
+    assert misses([(STEP, step_ms(Tiles()))]) == []
+
+
+def test_the_table_notices_what_is_too_far_and_what_is_out_of_order():
+    exact = [(row, row.measured) for row in (*ROWS, STEP) if row.measured]
+    assert misses(exact) == []
+    factors = {"total": (1.019, 1.021), "phase": (1.09, 1.11), "step": (1.009, 1.011)}
+    for chosen in ("xla", "step"):
+        for row, value in exact:
+            if row.variant == chosen:
+                near, far = factors["step" if row is STEP else "phase" if row.phases else "total"]
+                assert misses([(row, value * near)]) == []
+                assert len(misses([(row, value * far)])) == 1
+    swapped = {"collectives_and_gemm": 12.3, "fused": 12.4}
+    (text,) = misses([(row, value if row.phases else swapped.get(row.variant, value)) for row, value in exact])
+    assert "another order: xla, collectives_and_gemm, fused, series" in text

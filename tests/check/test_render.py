@@ -1,0 +1,63 @@
+"""Pictures and traces of timelines and of simulated runs."""
+
+import json
+import sys
+
+import pytest
+
+from flaxasync.check import save_picture, save_trace, timeline
+from tests.check import programs
+from tests.check.player.study import simulated
+
+
+def a_timeline():
+    return timeline(programs.mesh_matmul())
+
+
+def a_result():
+    return simulated("fused")[1]
+
+
+@pytest.mark.parametrize("make", [a_timeline, a_result])
+def test_a_picture(make, tmp_path):
+    save_picture(make(), tmp_path / "one.png")
+    save_picture([make()] * 2, tmp_path / "folder" / "two.png", titles=("one", "two"))
+    one, two = ((tmp_path / name).read_bytes() for name in ("one.png", "folder/two.png"))
+    assert one.startswith(b"\x89PNG")
+    assert two.startswith(b"\x89PNG")
+    assert one != two
+
+
+@pytest.mark.parametrize("make", [a_timeline, a_result])
+def test_a_picture_without_matplotlib(make, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="needs matplotlib: install it"):
+        save_picture(make(), tmp_path / "t.png")
+
+
+@pytest.mark.parametrize(
+    ("results", "got"), [([], "nothing"), ([a_timeline, a_result], "Result, Timeline"), ([lambda: 3], "int")]
+)
+def test_what_cannot_be_drawn_together(results, got, tmp_path):
+    with pytest.raises(ValueError, match=f"results must be of timeline, or of play, and not of both: got {got}"):
+        save_picture([make() for make in results], tmp_path / "t.png")
+
+
+def test_a_trace_of_a_timeline(tmp_path):
+    t = a_timeline()
+    save_trace(t, tmp_path / "trace.json")
+    data = json.loads((tmp_path / "trace.json").read_text())
+    spans = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    assert {e["pid"] for e in spans} == {0, 1, 2, 3}
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(t.seconds * 1e6)
+    assert all(e["dur"] > 0 for e in spans)
+    assert data["otherData"]["basis"] == t.basis
+    assert len(spans) == len(t.slices)
+
+
+def test_a_trace_of_a_result(tmp_path):
+    result = a_result()
+    save_trace(result, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    end = max(e.get("ts", 0) + e.get("dur", 0) for e in events)
+    assert end == pytest.approx(result.seconds * 1e6, rel=1e-3)

@@ -1,0 +1,340 @@
+"""Ring attention against unsharded attention in float32, and what it refuses."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.attention.flash_kernel import Flash
+from flaxasync.ops.attention.blocks import Reference
+from tests.grids import sparse
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+# In float32 only the order of additions differs; bfloat16 keeps 8 bits of p, of ds and of every operand.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
+# (number of the size, number of the layout). Rings of 3 and 8 have two directions, and 8 is the first size with a
+# loop. The two layouts differ in the same way on each ring.
+KEPT_RINGS = {(0, 1), (1, 0), (2, 1), (3, 0)}
+
+
+def reference(q, k, v, do, *, causal, window, ids):
+    """Returns o, dq, dk and dv from all scores at once, with repeated key-value heads; numpy needs no compiling."""
+    q, k, v, do = (x if x.dtype == np.float64 else np.asarray(x, np.float32) for x in (q, k, v, do))
+    rows, groups, scale = q.shape[1], q.shape[2] // k.shape[2], 1 / np.sqrt(q.shape[-1], dtype=q.dtype)
+    wide_k, wide_v = (np.repeat(x, groups, axis=2) for x in (k, v))
+    distance = np.arange(rows)[:, None] - np.arange(rows)[None]
+    allowed = np.ones((1, 1, rows, rows), bool)
+    if causal:
+        allowed = allowed & (distance >= 0)
+    if window is not None:
+        allowed = allowed & (np.abs(distance) < window)
+    if ids is not None:
+        allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :])
+    scores = np.where(allowed, np.einsum("bqhd,bkhd->bhqk", q, wide_k) * scale, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = np.einsum("bqhd,bkhd->bhqk", do, wide_v)
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
+
+    def narrow(x):
+        return x.reshape(*k.shape[:3], groups, -1).sum(3)
+
+    return (
+        np.einsum("bhqk,bkhd->bqhd", p, wide_v),
+        np.einsum("bhqk,bkhd->bqhd", ds, wide_k),
+        narrow(np.einsum("bhqk,bqhd->bkhd", ds, q)),
+        narrow(np.einsum("bhqk,bqhd->bkhd", p, do)),
+    )
+
+
+def make_mesh(size, data=1, axis_type=AxisType.Explicit):
+    return jax.make_mesh((data, size), ("data", "seq"), (axis_type,) * 2, devices=jax.devices()[: data * size])
+
+
+def parity(
+    size, *, rows=4, heads=2, kv_heads=2, head_dim=4, data=1, causal=True, layout="contiguous", window=None,
+    segments=False, dtype="float32", axis_type=AxisType.Explicit, check_vma=True, axis_name="seq", **options,
+):  # fmt: skip
+    """Compares o, dq, dk and dv for a random do."""
+    rng = np.random.default_rng(size)
+    batch, total = data, size * rows
+
+    def draw(heads):
+        return np.asarray(rng.standard_normal((batch, total, heads, head_dim)), jnp.dtype(dtype))
+
+    q, k, v, do = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+    ids = np.sort(rng.integers(0, 3, (batch, total)), axis=1).astype(np.int32) if segments else None
+    wants = reference(q, k, v, do, causal=causal, window=window, ids=ids)
+    order, spec = fa.sequence_order(layout, total, size), P("data", "seq")
+
+    def shards(q, k, v, *ids):
+        form = {"causal": causal, "window": window, "segment_ids": ids[0] if ids else None} | options
+        if axis_name is None:
+            return fa.attention(q, k, v, **form)
+        return fa.ring_attention(q, k, v, axis_name, layout=layout, **form)
+
+    @jax.jit
+    def both(q, k, v, do, *ids):
+        mapped = jax.shard_map(shards, in_specs=(spec,) * (3 + len(ids)), out_specs=spec, check_vma=check_vma)
+        out, vjp = jax.vjp(lambda *qkv: mapped(*qkv, *ids), q, k, v)
+        return out, *vjp(do)
+
+    with jax.set_mesh(make_mesh(size, data, axis_type)):
+        laid_out = [jax.device_put(x[:, order], spec) for x in (q, k, v, do, *([] if ids is None else [ids]))]
+        gots = both(*laid_out)
+    for name, got, want in zip(("o", "dq", "dk", "dv"), gots, wants, strict=True):
+        assert got.dtype == jnp.dtype(dtype), name
+        got, want = np.asarray(got, want.dtype), want[:, order]
+        error = np.abs(got - want).max() / (np.abs(want).max() or 1.0)
+        assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    sparse((1, 2, 3, 8), ("contiguous", "zigzag"), keep=lambda size, layout: (size, layout) in KEPT_RINGS),
+)
+def test_every_ring(size, layout):
+    parity(size, layout=layout, directions=2 if size in (3, 8) else 1)
+
+
+FORMS = [
+    {"causal": False, "heads": 8},
+    {"window": 5, "layout": "zigzag", "heads": 8, "kv_heads": 1},
+    {"segments": True, "window": 6, "causal": False, "directions": 2, "data": 2, "check_vma": False},
+    {"rows": 512, "layout": "zigzag", "size": 2, "kernel": Reference(tile=64)},
+    {"data": 2, "axis_type": AxisType.Auto, "size": 3},
+    {"window": 1},
+]
+# Forms with one option each, and others that differ less from those above.
+MORE_FORMS = [
+    {"causal": False, "layout": "zigzag", "window": 6},
+    {"window": 9, "directions": 2},
+    {"window": 5, "layout": "zigzag"},
+    {"segments": True, "layout": "zigzag", "directions": 2},
+    {"segments": True, "window": 6, "causal": False},
+    {"heads": 8, "kv_heads": 1, "layout": "zigzag"},
+    {"rows": 256, "size": 2, "kernel": Reference(tile=64)},
+    {"data": 2, "axis_type": AxisType.Auto, "layout": "zigzag"},
+    {"data": 2, "check_vma": False},
+]
+
+
+@pytest.mark.parametrize(
+    "form", [*FORMS, *(pytest.param(form, marks=pytest.mark.slow) for form in MORE_FORMS)], ids=str
+)
+def test_every_form(form):
+    parity(**({"size": 4} | form))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param({}, marks=pytest.mark.slow), {"layout": "zigzag", "segments": True, "window": 6}, {"causal": False}],
+    ids=str,
+)
+def test_gathered(form):
+    parity(4, backend="gather", **form)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"rows": 12, "heads": 8, "segments": True, "window": 3, "causal": False},
+        {"rows": 256, "heads": 4, "window": 100, "kernel": Reference(tile=64), "data": 2},
+        {"rows": 8, "layout": "zigzag"},
+    ],
+    ids=str,
+)
+def test_the_rows_of_one_device(form):
+    parity(1, axis_name=None, **form)
+
+
+def test_float64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # under x64, integers are of both sizes
+        parity(1, axis_name=None, rows=8, heads=4, dtype="float64")
+
+
+@pytest.mark.parametrize("backend", ["xla", pytest.param("gather", marks=pytest.mark.slow)])
+def test_bfloat16(backend):
+    parity(3, rows=16, head_dim=16, heads=4, layout="zigzag", dtype="bfloat16", backend=backend)
+
+
+@settings(max_examples=2)
+@given(
+    size=st.integers(1, 5),
+    half=st.integers(1, 5),
+    groups=st.integers(1, 3),
+    causal=st.booleans(),
+    layout=st.sampled_from(["contiguous", "zigzag"]),
+    window=st.one_of(st.none(), st.integers(1, 20)),
+    segments=st.booleans(),
+    directions=st.sampled_from([1, 2]),
+)
+def test_any_form(size, half, groups, **form):
+    parity(size, rows=2 * half, heads=2 * groups, **form)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """A block kernel whose output is the number of scores that were computed for each row."""
+
+    name: str = "counting"
+
+    def forward(self, scores, q, kv, segments, product, carry):
+        acc, stats = carry
+        rows = jnp.zeros(q.shape[-2], jnp.float32)
+        rows = lax.dynamic_update_slice(
+            rows, jnp.full(product.q_rows, product.k_rows, jnp.float32), (product.q_block * product.q_rows,)
+        )
+        return acc + rows[:, None], stats.at[..., 1, :].set(1.0)
+
+    def backward(self, scores, q, kv, segments, do, rows, product, gradients):
+        return gradients
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_products_are_counted_on_the_devices(directions):
+    """Counts the products that run, not those that were traced: the branches of masked blocks are not taken."""
+
+    def work(layout):
+        x = jnp.ones((1, 4 * 8, 1, 1))
+        with jax.set_mesh(make_mesh(4)):
+            x = jax.device_put(x, P(None, "seq"))
+            counts = jax.jit(
+                jax.shard_map(
+                    lambda x: fa.ring_attention(
+                        x, x, x, "seq", layout=layout, kernel=Counting(), directions=directions
+                    ),
+                    in_specs=P(None, "seq"), out_specs=P(None, "seq"),
+                )
+            )(x)  # fmt: skip
+        return np.asarray(counts).reshape(4, 8).sum(axis=1)
+
+    chunk = 4 * 4
+    assert work("zigzag").tolist() == [chunk * (3 + 2 * 3)] * 4  # three products with own rows, two in each hop
+    contiguous = work("contiguous")
+    assert contiguous[-1] == 4 * 64
+    assert len(set(contiguous)) > 1
+
+
+def shards(q_shape=(1, 4, 4, 8), k_shape=None, dtype=jnp.float32, size=4, v_shape=None, ids=None, **options):
+    """Calls the op on local shards of given shapes."""
+    q, k = jnp.ones(q_shape, dtype), jnp.ones(k_shape or q_shape, dtype)
+    v = jnp.ones(v_shape or k.shape, dtype)
+    with jax.set_mesh(make_mesh(size)):
+        fn = jax.shard_map(
+            lambda: fa.ring_attention(q, k, v, options.pop("axis_name", "seq"), segment_ids=ids, **options),
+            in_specs=(), out_specs=P(None, "seq"),
+        )  # fmt: skip
+        return jax.eval_shape(fn)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axis_name": "context"}, "needs the mesh axis 'context' inside jax.shard_map"),
+        ({"q_shape": (4, 4, 8)}, r"needs q of \[batch, rows, heads, head size\]: got \[4, 4, 8\]"),
+        ({"k_shape": (1, 6, 4, 8)}, r"one share of rows .* q \[1, 4, 4, 8\] and k \[1, 6, 4, 8\]; lay both out alike"),
+        ({"v_shape": (1, 4, 4, 4)}, "sends k and v as one block of one shape"),
+        ({"k_shape": (1, 4, 3, 8)}, "got 4 heads and 3 key-value heads; use a multiple"),
+        ({"q_shape": (1, 5, 4, 8), "layout": "zigzag"}, "got 5 rows a device, needed an even number; pad the sequence"),
+        ({"layout": "striped"}, "layout='striped': it must be one of 'contiguous', 'zigzag'"),
+        ({"window": 0}, "window to be 1 or more rows, or None: got 0"),
+        ({"directions": 3}, "directions to be 1, 2 or None: got 3"),
+        ({"unroll": 0}, "unroll to be 1 or more: got 0"),
+        ({"backend": "ring"}, "backend='ring': it must be one of none, xla, pallas, stateful, or None to choose"),
+        ({"kernel": "splash"}, "kernel='splash': it must be one of reference, flash"),
+        ({"dtype": jnp.int32}, "float64, float32, bfloat16 or float16: got int32"),
+        ({"ids": jnp.ones((1, 6), jnp.int32)}, r"one segment id a row, \[1, 4\]: got \[1, 6\]"),
+        ({"ids": jnp.ones((1, 4))}, "segment ids of an integer dtype: got float32"),
+    ],
+)
+def test_bad_input_is_refused_with_its_numbers(options, message):
+    with pytest.raises(ValueError, match=message):
+        shards(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "pallas"}, "ring_attention with backend='pallas' is made of TPU kernels.* use backend='xla'"),
+        ({"backend": "fused"}, "ring_attention has no 'fused' backend: it has none, xla, .* use backend='xla', which"),
+        ({"kernel": "flash"}, "ring_attention with kernel='flash' is made of TPU kernels.* use kernel='reference'"),
+    ],
+)
+def test_kernels_for_other_devices_are_refused(options, message):
+    with pytest.raises(NotImplementedError, match=message):
+        shards(**options)
+
+
+def test_an_axis_that_is_not_mapped_is_refused():
+    x = jnp.ones((2, 8, 4, 8))
+    with jax.set_mesh(make_mesh(4, data=2)), pytest.raises(ValueError, match=r"leave axis_names out of jax\.shard_map"):
+        jax.shard_map(
+            lambda x: fa.ring_attention(x, x, x, "seq"),
+            axis_names={"seq"}, in_specs=P(None, "seq"), out_specs=P(None, "seq"),
+        )(jax.device_put(x, P("data", "seq")))  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["xla", "gather"])
+def test_a_second_derivative_is_refused(backend):
+    x = jnp.ones((1, 8, 1, 4))
+    with jax.set_mesh(make_mesh(4)):
+        mapped = jax.shard_map(
+            lambda x: fa.ring_attention(x, x, x, "seq", backend=backend),
+            in_specs=P(None, "seq"), out_specs=P(None, "seq"),
+        )  # fmt: skip
+        x = jax.device_put(x, P(None, "seq"))
+
+        def norm_of_gradient(x):
+            return jnp.sum(jax.grad(lambda x: jnp.sum(mapped(x)))(x) ** 2)
+
+        assert jax.eval_shape(norm_of_gradient, x).shape == ()
+        with pytest.raises(NotImplementedError, match="ring_attention has a first derivative only"):
+            jax.grad(norm_of_gradient)(x)
+        with pytest.raises(NotImplementedError, match="ring_attention has a first derivative only"):
+            jax.jit(jax.grad(norm_of_gradient))(x)
+
+
+def test_one_device_has_a_second_derivative():
+    """Some scores are far apart, so that exp2 of a masked score would be infinite."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 16, 2, 4)).astype(np.float32) for _ in range(3))
+    q[:, 0], k[:, 0], k[:, 1] = (20, 0, 0, 0), (-10, 0, 0, 0), (20, 0, 0, 0)
+
+    def gradient_of_the_norm_of_the_gradient(attention):
+        def norm(x):
+            return sum(jnp.sum(g**2) for g in jax.grad(lambda x: jnp.sum(jnp.sin(attention(*x))))(x))
+
+        return [np.asarray(g) for g in jax.jit(jax.grad(norm))((q, k, v))]
+
+    gots = gradient_of_the_norm_of_the_gradient(lambda q, k, v: fa.attention(q, k, v, window=4))
+    wants = gradient_of_the_norm_of_the_gradient(
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+    )
+    for got, want in zip(gots, wants, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_kernel_without_a_second_derivative_says_so():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Reference):
+        name: str = "mine"
+
+    x = jnp.ones((1, 8, 1, 4))
+
+    def norm_of_gradient(x, kernel):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(fa.attention(x, x, x, kernel=kernel)))(x) ** 2)
+
+    jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Mine())), x)
+    with pytest.raises(NotImplementedError, match=r"its gradient is a kernel, .* kernel='reference' has one"):
+        jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Flash(part=8, kv_tile=8, q_tile=8))), x)

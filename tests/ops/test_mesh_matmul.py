@@ -1,0 +1,234 @@
+"""mesh_matmul: every backend against an unsharded product, with gradients; refused calls; the compiled program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.mesh_matmul import STUDY, program
+from flaxasync.check.player.errors import RaceError
+from flaxasync.kernels.mesh import overlapped, sums, walk, weights
+from flaxasync.kernels.tiles import Tiles, split
+from flaxasync.ops.backends import OPS
+from tests.kernels.conftest import simulated
+
+SPECS = P("x", "y"), P("x", None)
+TILES = Tiles(16, 128, 128)
+BACKENDS = OPS["mesh_matmul"].backends
+PARTIAL = {"n": 640, "tiles": Tiles(16, 128, 256)}  # the last of three tiles of columns is partial
+KERNELS = ("xla_gemm", "serial", "fused", "overlapped")
+
+
+def operands(dtype="float32", m=64, k=512, n=256):
+    shapes = [(m, k), (k, n), (m, n)]
+    return [np.asarray(np.random.default_rng(i).standard_normal(s), jnp.dtype(dtype)) for i, s in enumerate(shapes)]
+
+
+def sharded(**options):
+    options.setdefault("tiles", TILES)
+    return jax.shard_map(functools.partial(fa.mesh_matmul, **options), in_specs=SPECS, out_specs=P("x", None))
+
+
+def on_mesh(mesh, lhs, rhs):
+    return tuple(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((lhs, rhs), SPECS, strict=True))
+
+
+def close(got, want, dtype="float32"):
+    want = np.asarray(want, np.float32)
+    tolerance = 1e-5 if dtype == "float32" else 2e-2  # float32: order of additions; bfloat16: sums travel rounded
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+
+
+def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, **options):
+    lhs, rhs, _ = operands(dtype, m, k, n)
+    with simulated(shape, ("x", "y"), mode) as mesh:
+        got = jax.jit(sharded(**options))(*on_mesh(mesh, lhs, rhs))
+        close(got, lhs.astype(np.float32) @ rhs.astype(np.float32), dtype)
+
+
+@pytest.mark.parametrize("backend", [
+    *KERNELS[:-1],
+    pytest.param("overlapped", marks=pytest.mark.slow),  # its gradients and its partial tile are tested below
+])  # fmt: skip
+def test_kernels(backend):
+    parity((2, 2), "eager", backend=backend)
+
+
+@pytest.mark.parametrize(("backend", "shape", "mode", "options"), [
+    ("serial", (1, 4), "on_wait", {"dtype": "bfloat16"}),
+    ("fused", (4, 1), "eager", {"dtype": "bfloat16", "m": 128, "k": 1024, "tiles": Tiles(48, 128, 128)}),
+    ("overlapped", (2, 2), "eager", PARTIAL),
+    ("overlapped", (1, 4), "on_wait", {"dtype": "bfloat16", **PARTIAL}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("overlapped", (4, 1), "eager", PARTIAL),
+        ("xla_gemm", (4, 1), "on_wait", {}),  # its kernel does not depend on the sides of the mesh
+        ("serial", (4, 1), "eager", {"directions": 1, "m": 128, "tiles": Tiles(48, 384, 128)}),  # partial tiles, too
+        ("overlapped", (1, 4), "eager", {"dtype": "bfloat16"}),
+        ("overlapped", (4, 1), "eager", {"k": 1024}),
+        ("overlapped", (2, 2), "on_wait", {"dtype": "bfloat16", "tiles": Tiles(16, 256, 128)}),
+        ("fused", (1, 4), "on_wait", {}),
+        ("fused", (4, 1), "on_wait", {"directions": 1}),
+        ("overlapped", (1, 4), "on_wait", {"directions": 1, "k": 1024}),
+        ("overlapped", (4, 1), "on_wait", {"directions": 1, "dtype": "bfloat16"}),
+        ("overlapped", (3, 1), "on_wait", {"k": 768, "m": 96}),
+        ("overlapped", (1, 1), "on_wait", {}),
+    ]),
+])  # fmt: skip
+def test_kernels_on_any_mesh(backend, shape, mode, options):
+    parity(shape, mode, backend=backend, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("backend", ["fused", "overlapped"])
+def test_kernels_on_more_devices(backend, shape):
+    options = PARTIAL if backend == "overlapped" else {}
+    parity(shape, "eager", backend=backend, **options | {"m": 192, "k": 1536 if 3 in shape else 1024})
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (1, 4), (4, 1), (2, 4)])
+def test_values_and_gradients_on_any_device(shape):
+    lhs, rhs, do = operands(m=16, k=32, n=8)
+    mesh = jax.make_mesh(shape, ("x", "y"), devices=jax.devices()[: shape[0] * shape[1]])
+    with jax.set_mesh(mesh):
+        fn = jax.shard_map(fa.mesh_matmul, in_specs=SPECS, out_specs=P("x", None), check_vma=shape != (2, 4))
+        o, pull = jax.vjp(jax.jit(fn), *on_mesh(mesh, lhs, rhs))
+        dlhs, drhs = jax.jit(pull)(jax.device_put(do, P("x", None)))
+    close(o, lhs @ rhs)
+    close(dlhs, do @ rhs.T)
+    close(drhs, lhs.T @ do)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 4), (4, 1)])])
+def test_values_and_gradients_of_a_kernel(shape):
+    lhs, rhs, do = operands()
+    with simulated(shape, ("x", "y")) as mesh:
+        fn = sharded(backend="overlapped")
+        o, grads = jax.jit(lambda do, *given: (lambda o, pull: (o, pull(do)))(*jax.vjp(fn, *given)))(
+            jax.device_put(do, NamedSharding(mesh, P("x", None))), *on_mesh(mesh, lhs, rhs)
+        )
+        close(o, lhs @ rhs)
+        close(grads[0], do @ rhs.T)
+        close(grads[1], lhs.T @ do)
+
+
+def test_a_wrong_slot_of_w_is_seen(monkeypatch):
+    """Negative test: a tile of w that arrives where the one in use lies is a race."""
+    at = walk.Walk.at
+    broken = lambda self, step: walk.dataclasses.replace(at(self, step), w_slot=jnp.int32(0))  # noqa: E731
+    monkeypatch.setattr(walk.Walk, "at", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        parity((2, 2), "eager", backend="overlapped")
+
+
+def test_a_block_that_is_sent_on_before_it_arrived_is_seen(monkeypatch):
+    """Negative test of the waits: the block is read while it arrives."""
+
+    def early(self, chunk, t):
+        def receive(hop):
+            weights.pl.when(self.pieces.goes_on(t))(hop.start)
+            hop.wait_recv()
+
+        self._hop(chunk, t, receive)
+
+    monkeypatch.setattr(weights.Weights, "_receive", early)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        parity((4, 1), "eager", backend="overlapped")
+
+
+def test_a_wait_for_the_columns_of_another_tile_is_seen(monkeypatch):
+    """Negative test of the partial tile: it is not as wide as the tile that was sent from its slot before."""
+    monkeypatch.setattr(sums, "split", lambda number, by: split(number + sums.KEPT, by))
+    with pytest.raises(AssertionError, match=r"has non-zero count .* at kernel exit"):
+        parity((2, 2), "eager", backend="overlapped", **PARTIAL)
+
+
+def refused(error, message, *, shape=(2, 2), lhs=(256, 512), rhs=(512, 512), dtype=jnp.float32, **options):
+    with simulated(shape, ("x", "y")), pytest.raises(error, match=message):
+        jax.eval_shape(sharded(**options), jax.ShapeDtypeStruct(lhs, dtype), jax.ShapeDtypeStruct(rhs, dtype))
+
+
+def test_operands_that_do_not_fit_are_refused_with_their_numbers():
+    refused(ValueError, "it must be one of none, xla_gemm, serial, fused, overlapped", backend="ring")
+    refused(ValueError, r"so K=512 on the left and K=1024 on the right", rhs=(1024, 512))
+    refused(ValueError, "names of two mesh axes", axis_names=("x", "x"))
+    refused(ValueError, "one floating dtype: got int32 and int32", dtype=jnp.int32)
+    refused(NotImplementedError, "float32 and bfloat16: got lhs of float16", dtype=jnp.float16, backend="serial")
+    refused(ValueError, r"for a mesh of 4 x 1, in whole hardware tiles: got K=256 in pieces of 64", shape=(4, 1),
+            lhs=(256, 256), rhs=(256, 512), backend="overlapped")  # fmt: skip
+    refused(ValueError, r"half of the rows each way around 'y': got 32 rows of float32, needed a multiple of 64",
+            shape=(1, 4), lhs=(32, 512), backend="overlapped", directions=2)  # fmt: skip
+    refused(ValueError, "directions to be 1, 2 or None: got 3", directions=3)
+    refused(ValueError, r"\[multiple of 8, multiple of 128\] for float32: got \[128, 64\]", lhs=(256, 128),
+            rhs=(128, 512), backend="fused")  # fmt: skip
+    refused(NotImplementedError, r"has 400 for them.* are 1[0-9]{3} pieces; use larger tiles", lhs=(16384, 65536),
+            rhs=(65536, 32768), backend="overlapped", tiles=None)  # fmt: skip
+    refused(ValueError, "got 24 rows of float32, needed a multiple of 16", lhs=(48, 512), backend="overlapped")
+    refused(ValueError, r"take \d{3}\.\d MiB with all buffers, and a v5e has 120 MiB to give; the largest",
+            lhs=(16384, 16384), rhs=(16384, 8192), backend="overlapped", tiles=Tiles(4096, 1024, 2048))  # fmt: skip
+
+
+def test_a_call_that_names_no_backend_does_what_is_planned():
+    mesh = fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+    for shape, planned in ((STUDY, True), ((4096, 4096, 130), False)):  # the kernels take no 130 columns
+        fn, *arguments = program(None, mesh, shape)
+        assert ("pallas_call" in str(fn.trace(*arguments).jaxpr)) == planned
+
+
+def test_kernels_need_tpus():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(
+            NotImplementedError, match="made of TPU kernels, and this mesh is of cpu devices; use backend='none'"
+        ),
+    ):
+        jax.jit(sharded(backend="overlapped")).trace(*on_mesh(mesh, *operands()[:2]))
+
+
+def test_the_study_compiles_at_full_size():
+    """The program is the kernel alone, and the copy that XLA adds where a kernel that communicates ends a program."""
+    fn, *arguments = program("overlapped", fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y")), STUDY)
+    compiled = fa.check.compile_for("v5e:2x2", fn, *arguments)
+    opcodes = [i.opcode for i in fa.check.parse(compiled.as_text()).entry.instructions if i.opcode != "parameter"]
+    assert sorted(set(opcodes)) == ["copy", "custom-call", "get-tuple-element"]
+    assert opcodes.count("copy") == 1
+
+
+@pytest.mark.parametrize(("topology", "shape", "backends"), [
+    ("tpu7x:2x2x1", (2, 4), ["overlapped"]),  # of 64 MiB of vector memory
+    *(pytest.param(*mesh, BACKENDS, marks=pytest.mark.slow) for mesh in [
+        ("tpu7x:2x2x1", (2, 4)), ("v5p:2x2x2", (2, 4)), ("v6e:2x4", (2, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)),
+        ("v5e:4x4", (4, 4)),
+    ]),
+])  # fmt: skip
+def test_other_meshes_compile_at_full_size(topology, shape, backends):
+    mesh = fa.check.topology_mesh(topology, shape, ("x", "y"))
+    fns = [program(backend, mesh, STUDY) for backend in backends]
+    together = jax.jit(lambda *arguments: [fn(*arguments) for fn, *_ in fns])
+    fa.check.compile_for(topology, together, *fns[0][1:])
+
+
+def test_eight_devices_play_without_a_finding():
+    """Executes the final instructions for two rows of four devices; the player raises if one of them breaks a rule."""
+    mesh = fa.check.topology_mesh("v5e:2x4", (2, 4), ("x", "y"))
+    tiles, forms = Tiles(64, 128, 256), [("serial", 1), ("fused", 2), ("overlapped", 2)]
+    fns = [program(name, mesh, (1024, 1024, 512), tiles, directions) for name, directions in forms]
+    together = jax.jit(lambda *arguments: sum(fn(*arguments).astype(jnp.float32) for fn, *_ in fns))
+    assert not fa.check.play(together, *fns[0][1:], topology="v5e:2x4").notes
+
+
+def test_a_barrier_with_one_neighbour_alone_is_seen(monkeypatch):
+    """Negative test: without the barrier a device may write to one that has not entered the kernel, a race."""
+    mesh = fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+    enter = overlapped.enter_column
+    monkeypatch.setattr(overlapped, "enter_column", lambda name, pieces, barrier, _: enter(name, pieces, barrier))
+    fn, *arguments = program("overlapped", mesh, (1024, 1024, 512), Tiles(128, 256, 256))
+    with pytest.raises(RaceError, match="a barrier with the receiver is missing"):
+        fa.check.play(fn, *arguments, topology="v5e:2x2")
+    jax.clear_caches()  # the kernel's trace, too

@@ -1,0 +1,165 @@
+"""The roofline: how it ranks backends, what reasons it gives, and what it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.hardware import chip, chip_of_device
+
+LLAMA = (1, 4096, 32, 128), (1, 4096, 8, 128)
+
+
+def test_a_ring_that_hides_its_transfers_is_chosen_with_a_reason():
+    plan = fa.plan(fa.ring_attention, *LLAMA, chip="v5e", ring=8, layout="zigzag")
+    assert plan.backend == "xla"
+    assert "waits 0 ms for transfers where none waits" in plan.reason
+    assert set(plan.seconds) == {"xla", "none"}
+    assert plan.seconds["xla"] < plan.seconds["none"]
+    assert str(plan).startswith("ring_attention: xla, because it waits 0 ms")
+
+
+def test_where_blocks_are_small_steps_cost_more_than_waiting():
+    """Negative test: with few rows on a device, gathering once is predicted to be faster."""
+    plan = fa.plan("ring_attention", (1, 16, 8, 64), (1, 16, 1, 64), chip="v5e", ring=8, backward=False)
+    assert plan.backend == "none"
+    assert "overlap loses here: xla needs 16 steps of 5.0 us and still waits" in plan.reason
+
+
+def test_a_backend_that_exceeds_memory_is_not_chosen():
+    plan = fa.plan("ring_attention", (1, 131072, 16, 128), (1, 131072, 16, 128), chip="v5e", ring=8)
+    assert plan.backend == "xla"
+    assert "none would hold" in plan.reason
+    assert "more than a v5e has" in plan.reason
+
+
+def test_predictions_follow_the_work():
+    def seconds(**options):
+        return fa.plan("ring_attention", *LLAMA, chip="v5e", ring=8, **options).costs["xla"].compute
+
+    assert seconds(layout="zigzag") < 0.6 * seconds(layout="contiguous")  # the last device has every block
+    assert seconds(causal=False) >= seconds(layout="contiguous")
+    assert seconds(window=4096) < 0.3 * seconds()
+    assert 3.4 < seconds() / seconds(backward=False) < 3.6  # seven matmuls with gradients, two without
+    one = fa.plan("ring_attention", *LLAMA, chip="v5e", ring=1)
+    assert one.reason == "one device has every row: there is nothing to transfer"
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "message"),
+    [
+        ("attention", {}, "plan knows all_gather_matmul, .*, ring_attention: got 'attention'"),
+        ("ring_attention", {"chip": "v4"}, "chip must be one of"),
+        ("ring_attention", {"ring": 0}, "ring of 1 device or more: got ring=0"),
+        ("ring_attention", {"ring": (2, 2)}, r"ring=\(x, y\) for mesh_matmul, and one number for other ops"),
+        ("ring_attention", {"rows": 3}, "plan cannot take these shapes or options for ring_attention: .*'rows'"),
+    ],
+)
+def test_bad_input_is_refused(op, options, message):
+    with pytest.raises(ValueError, match=message):
+        fa.plan(op, *LLAMA, **({"chip": "v5e", "ring": 8} | options))
+
+
+def test_the_chip_of_a_device():
+    assert chip_of_device("TPU v5 lite") == chip("v5e")
+    assert chip_of_device("cpu") is None
+    assert chip_of_device(None) is None
+
+
+UP, DOWN = ((8, 256, 8192), (8192, 3584)), ((8, 2048, 3584), (3584, 8192))
+
+
+@pytest.mark.parametrize(("op", "shapes"), [("all_gather_matmul", UP), ("matmul_reduce_scatter", DOWN)])
+def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
+    plan = fa.plan(op, *shapes, chip="v5e", ring=8)
+    assert plan.backend == "fused"
+    assert plan.settings == {"directions": 2}
+    assert sorted(plan.seconds, key=plan.seconds.get) == ["fused", "xla", "pallas", "none"]
+    assert fa.plan(op, *shapes, chip="v5e", ring=8, kernels=False).backend == "xla"
+    assert fa.plan(op, *shapes, chip="v5e", ring=1).reason == "one device has every row: there is nothing to transfer"
+
+
+@pytest.mark.parametrize(
+    ("op", "x", "w", "chip", "ring", "backward", "backend"),
+    [
+        # A ring of two has one hop forward; with gradients XLA hides hops behind the products of other trips.
+        ("all_gather_matmul", (2048, 2048), (2048, 2048), "v5e", 2, False, "fused"),
+        ("all_gather_matmul", (512, 2048), (2048, 2048), "v5e", 2, True, "xla"),
+        ("all_gather_matmul", (512, 4096), (4096, 4096), "v5e", 2, True, "xla"),  # 64 MiB of sums stay on the chip
+        # A kernel alone reads w for each block; with gradients XLA fetches it while another kernel runs.
+        ("matmul_reduce_scatter", (512, 4096), (4096, 4096), "v6e", 4, False, "none"),
+        ("matmul_reduce_scatter", (1024, 4096), (4096, 4096), "v5e", 8, True, "fused"),
+        # A kernel contracts a few rows at a time, and wide matrix units wait for more.
+        ("all_gather_matmul", (128, 8192), (8192, 3584), "v6e", 8, True, "none"),
+    ],
+)
+def test_what_plays_fastest_is_chosen(op, x, w, chip, ring, backward, backend):
+    """In these cases of benchmarks/plan.py every other backend takes at least 1.08 times as long when played."""
+    assert fa.plan(op, x, w, chip=chip, ring=ring, backward=backward).backend == backend
+
+
+def test_rings_with_equal_products_and_waits_are_told_apart_by_their_overheads():
+    plan = fa.plan("matmul_reduce_scatter", (512, 2048), (2048, 2048), chip="v5e", ring=4, backward=False)
+    beside = [f"{1e3 * (c.seconds - c.compute - c.exposed):.3g} ms" for c in (plan.costs["xla"], plan.costs["pallas"])]
+    assert plan.backend == "xla"
+    assert beside[0] != beside[1]
+    assert f"take {beside[0]} beside products and transfers where 4 of pallas take {beside[1]}" in plan.reason
+
+
+def test_small_matmuls_are_one_collective_where_there_are_no_kernels():
+    """Latency dominates: eight steps take longer than one gather and one product."""
+    plan = fa.plan("all_gather_matmul", (8, 1024), (1024, 256), chip="v5e", ring=8, backward=False, kernels=False)
+    assert plan.backend == "none"
+    assert "overlap loses here: xla needs 8 steps" in plan.reason
+
+
+def test_a_block_with_more_tiles_than_semaphores_is_no_kernel():
+    large = (8, 32768 * 8, 1024), (1024, 8192)
+    assert "fused" not in fa.plan("matmul_reduce_scatter", *large, chip="v5p", ring=8).seconds
+
+
+def test_gradients_that_no_kernel_computes_cost_a_kernel_nothing():
+    """matmul_all_reduce has gradients of local products, matmul_reduce_scatter one of what a kernel gathered."""
+
+    def fixed(op, **options):
+        return fa.plan(op, (2048, 1024), (1024, 1024), chip="v5e", ring=8, **options).costs["fused"].fixed
+
+    assert fixed("matmul_all_reduce") == fixed("matmul_all_reduce", backward=False)
+    assert fixed("matmul_reduce_scatter") > fixed("matmul_reduce_scatter", backward=False)
+
+
+def test_the_mesh_matmul_has_the_order_of_the_study():
+    plan = fa.plan(fa.mesh_matmul, (8192, 8192), (8192, 8192), chip="v5e", ring=(2, 2))
+    assert plan.backend == "overlapped"
+    published = {"none": 12.05e-3, "xla_gemm": 12.5e-3, "fused": 12.3e-3}
+    for backend, seconds in published.items():
+        assert plan.seconds[backend] == pytest.approx(seconds, rel=0.05)
+
+
+def test_one_backend_alone_needs_no_comparison():
+    plan = fa.plan(fa.mesh_matmul, (8192, 8192), (8192, 100), chip="v5e", ring=(2, 2), kernels=False)
+    assert (plan.backend, plan.reason) == ("none", "no other backend can serve this call")
+
+
+def test_a_tuple_of_weights_is_one_product_of_their_columns():
+    one, two = (fa.plan("all_gather_matmul", (256, 4096), *ws, chip="v6e", ring=8) for ws in (
+        [(4096, 2048)], [(4096, 1024), (4096, 1024)],
+    ))  # fmt: skip
+    assert one.seconds == two.seconds
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(1024, True), (8, False)])
+def test_an_op_that_names_no_backend_does_what_is_planned(rows, kernel):
+    """On a TPU with a data sheet an op does what `fa.plan` says for the same shapes."""
+    mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("model",))
+    x, w = jax.ShapeDtypeStruct((8 * rows, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 8 * 1024), jnp.bfloat16)
+    local = jax.shard_map(
+        functools.partial(fa.all_gather_matmul, axis_name="model"), mesh=mesh, in_specs=(P("model"), P(None, "model")),
+        out_specs=P(None, "model"),
+    )  # fmt: skip
+    planned = fa.plan("all_gather_matmul", (rows, 1024), (1024, 1024), chip="v5e", ring=8).backend
+    assert (planned == "fused") == kernel
+    assert ("pallas_call" in str(jax.make_jaxpr(local)(x, w))) == kernel
