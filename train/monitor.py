@@ -104,6 +104,9 @@ class _Monitor:
             ended, code = os.waitpid(self._child, os.WNOHANG)
             status = os.waitstatus_to_exitcode(code) if ended else None
         self._read()
+        # A child can end so soon after it has joined that its monitor does not know the others yet.
+        if unreachable := self._connect():
+            return self._finish(unreachable)
         if status in (COMPLETE, RESTART, INTERRUPTED) and not self._failure:
             if self._peers:
                 self._peers.goodbye()
@@ -120,14 +123,20 @@ class _Monitor:
 
     def _poll(self, seconds: float) -> Ending | None:
         self._read()
+        if unreachable := self._connect():
+            return unreachable
         if self._peers:
             return self._peers.poll(seconds)
-        if self._members:
+        time.sleep(seconds)
+        return None
+
+    def _connect(self) -> Ending | None:
+        """Connects to the monitors of the other processes, once they are known."""
+        if self._members and not self._peers:
             try:
                 self._peers = Peers(self._members, self._rank, self._listener, self._timeout)
             except OSError as error:
                 return Ending(self._rank, RESTART, RESTART, str(error), for_all=False)
-        time.sleep(seconds)
         return None
 
     def _read(self) -> None:

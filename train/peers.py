@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 BEATS_PER_TIMEOUT = 4
+CONNECT_SECONDS = 3.0  # the root waits this long for others to connect before it tells them that the run ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +84,9 @@ class Peers:
 
     def poll(self, seconds: float) -> Ending | None:
         """Waits up to `seconds` for news, and returns how the run ends if that is decided."""
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                self._add(self._listener.accept()[0], None)
-                continue
-            connection = self._connections[key.fileobj]  # type: ignore[index]
-            ending = self._receive(connection)
-            if ending:
-                return self._decide(ending)
+        ending = self._select(seconds)
         self._beat()
-        ending = self._find_silent()
+        ending = ending or self._find_silent()
         return self._decide(ending) if ending else None
 
     def end(self, ending: Ending) -> Ending:
@@ -101,6 +95,7 @@ class Peers:
 
     def goodbye(self) -> None:
         """Tells the others that this process is done, so that the end of its connections means nothing."""
+        self._await_others()
         for connection in list(self._connections.values()):
             connection.send({"goodbye": True})
         self.close()
@@ -114,6 +109,7 @@ class Peers:
     def _decide(self, ending: Ending) -> Ending:
         """Makes an ending that of the whole run: the root tells the others, and the others ask the root."""
         if self._rank == 0:
+            self._await_others()
             for connection in list(self._connections.values()):
                 connection.send({"ending": dataclasses.asdict(ending)})
             return ending
@@ -127,6 +123,22 @@ class Peers:
                 decided = self._receive(root)
                 if decided:
                     return decided
+        return ending
+
+    def _await_others(self) -> None:
+        """Lets the others connect to the root, which would otherwise seem dead to those that were late."""
+        until = time.monotonic() + CONNECT_SECONDS
+        while self._expected and time.monotonic() < until:
+            self._select(0.1)
+
+    def _select(self, seconds: float) -> Ending | None:
+        """Waits up to `seconds` for messages and connections, and returns the first ending among the messages."""
+        ending = None
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._add(self._listener.accept()[0], None)
+            else:
+                ending = ending or self._receive(self._connections[key.fileobj])  # type: ignore[index]
         return ending
 
     def _receive(self, connection: "_Connection") -> Ending | None:

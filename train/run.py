@@ -6,13 +6,16 @@ fast it would be. The exit codes are those of train/errors.py, and docs/operatio
 """
 
 import contextlib
+import errno
 import sys
 from collections.abc import Iterator, Sequence
 
 from train.command import Command, as_json, parse
-from train.errors import COMPLETE, INTERRUPTED, OutOfMemoryError, RunError
+from train.errors import COMPLETE, INTERRUPTED, OutOfMemoryError, RunError, StorageError
 from train.monitor import Link, supervise
 from train.signals import StopRequest
+
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,7 +45,7 @@ def _train(command: Command, link: Link | None) -> int:
     with StopRequest(shared=link is not None) as stop:
         from train.lifecycle import train
 
-        with _explained_memory_errors():
+        with _explained_memory_errors(), _explained_storage_errors():
             return train(command, stop, link)
 
 
@@ -57,6 +60,22 @@ def _explained_memory_errors() -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
             raise
         raise OutOfMemoryError(_advice("a device", str(error).partition("\n")[0])) from error
+
+
+@contextlib.contextmanager
+def _explained_storage_errors() -> Iterator[None]:
+    """Turns the failure of a disk, wherever it is noticed, into a StorageError."""
+    try:
+        yield
+    except RunError:
+        raise
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise StorageError(
+            f"{error.filename or 'a file of the workdir'} could not be written or read: {error.strerror}. Nothing "
+            "that was complete is lost; started again with a disk that works, the run continues from its checkpoint"
+        ) from error
 
 
 def _advice(where: str, cause: str) -> str:

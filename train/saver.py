@@ -138,6 +138,7 @@ class Saver:
             raise StorageError(f"{_cause(error)}; the run ends, and continues from {self._newest()}") from error
         self._warn(f"{_cause(error)}; step {step} is saved instead")
         while True:
+            self._before_save()
             if getattr(error, "is_full", True) and (deleted := self._checkpoints.free_space()):
                 self._warn(f"deleted the checkpoints of steps {deleted} to make room; {self._newest()} is kept")
                 self._events.add("deleted", steps=deleted)

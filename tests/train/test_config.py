@@ -1,12 +1,17 @@
 """Tests of train/config.py: presets, the command line, and the input that is refused."""
 
 import dataclasses
+import json
 import re
+import resource
+import subprocess
+import sys
 
 import jax
 import pytest
 
 from models.config import check_fits
+from tests.train.launcher import SCRIPT
 from train.command import DEFAULT_PRESET, load_preset, parse
 from train.config import Config
 from train.config_check import check
@@ -140,6 +145,40 @@ def test_parsing_asks_for_no_device(preset, monkeypatch):
     for name in ("devices", "local_devices", "device_count", "default_backend"):
         monkeypatch.setattr(jax, name, lambda *_, name=name: pytest.fail(f"parse called jax.{name}"))
     parse([str(preset())])
+
+
+def run_script(*options: str) -> tuple[subprocess.CompletedProcess, float]:
+    """Runs the script in a process of its own; returns its result and the processor time that it took, in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("options", [["--nope"], ["--steps", "0"], ["--workdir", "gs://bucket/run"]], ids=str)
+def test_a_mistake_is_reported_within_a_second(options):
+    done, seconds = run_script(*options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert seconds < 1
+
+
+def test_print_config_prints_what_a_preset_and_the_options_give():
+    done, _ = run_script("--print-config", "--steps", "7", "--mesh.model", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    fields = json.loads(done.stdout)
+    assert (fields["steps"], fields["mesh"]["model"], fields["model"]["layers"]) == (7, 2, 4)
+
+
+def test_the_help_of_one_section_is_shown_alone(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(["--help", "optimizer"])
+    shown = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    assert "--optimizer.ema_decay" in shown
+    assert "--model.layers" not in shown
+    with pytest.raises(InputError, match=r"--help takes one of the sections mesh, model, data, .*: got models"):
+        parse(["--help", "models"])
 
 
 def _fields(config: Config):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train.corpus import Corpus, open_corpora
-from train.data import TrainingBatches, ValidationBatches, Windows, share_of_batch, split
+from train.data import TrainingBatches, ValidationBatches, Windows, segment_ids, share_of_batch, split
 from train.errors import InputError
 
 
@@ -128,3 +128,32 @@ def test_data_that_is_too_short_is_refused(config, replace):
     with pytest.raises(InputError, match=r"one batch of data.batch_size=4 sequences: it has 1"):
         split(corpus(400), config)
     split(corpus(400), replace(config, eval={"every": 0}))
+
+
+def test_a_batch_of_another_size_continues_the_same_sequences(config, mesh, windows, replace):
+    whole = np.concatenate(take(TrainingBatches({"data": windows[0]}, config, mesh), 6))
+    first, second = (
+        TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": size}), mesh) for size in (4, 8)
+    )
+    begun = take(first, 2)
+    second.set_state(first.get_state())
+    np.testing.assert_array_equal(np.concatenate([*begun, *take(second, 2)]), whole)
+
+
+def test_a_batch_size_that_does_not_divide_the_position_is_refused(config, mesh, windows, replace):
+    batches = TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": 8}), mesh)
+    with pytest.raises(InputError, match=r"data.batch_size=8 cannot continue after 12 sequences"):
+        batches.set_state({"sequences": 12})
+
+
+def test_several_sources_are_mixed_by_their_weights(config, mesh, replace):
+    sources = {name: Windows(np.full(17 * 64, value, np.uint8), 16) for name, value in (("a", 1), ("b", 2))}
+    config = replace(config, data={"sources": (("a", "", 3.0), ("b", "", 1.0))})
+    taken = np.concatenate(take(TrainingBatches(sources, config, mesh), 10))[:, 0]
+    assert (taken == 1).sum() == 30
+    assert (taken == 2).sum() == 10
+
+
+def test_segment_ids_count_the_documents_that_have_ended():
+    tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [5, 5, 5, 5, 5, 5, 5]])
+    np.testing.assert_array_equal(segment_ids(tokens, 0), [[0, 0, 1, 1, 1, 2, 3], [0] * 7])
