@@ -3,9 +3,9 @@
 Layers, as `nnx.Module`s on global arrays and the ambient mesh:
 
   nn.ColumnParallelLinear    Dense layer that splits its output features; gathers rows while it multiplies.
-  nn.RowParallelLinear       Dense layer that splits its input features; scatters sums while it multiplies.
-  nn.ParallelMLP             MLP with split hidden features; gate and up share one trip of the input.
-  nn.ParallelSelfAttention   Self-attention with split heads; query, key and value share one trip of the input.
+  nn.RowParallelLinear       Dense layer that splits its input features; reduce-scatters rows while it multiplies.
+  nn.ParallelMLP             MLP with split hidden features; gate and up share one gather of the input.
+  nn.ParallelSelfAttention   Self-attention with split heads; query, key and value share one gather of the input.
   nn.RingSelfAttention       Self-attention over a split sequence; keys and values travel around a ring.
   nn.VocabParallelEmbed      Embedding with a split vocabulary.
   nn.softmax_cross_entropy   Loss of logits that stay split over the vocabulary.
@@ -80,8 +80,8 @@ _HOMES = {
         "ppermute_start_stateful", "slice_done", "slice_start", "while_travelling",
     ),
 }  # fmt: skip
-"""The module of each public name. A module is imported when one of its names is first used, so that reading a compiled
-program with `flaxasync.check` imports no layers, and training imports no readers."""
+"""The module of each public name. A module is imported when one of its names is first used, so that `flaxasync.check`
+does not import the layers, and the layers do not import `flaxasync.check`."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["check", "nn", *sorted(_HOME_OF)]
 

@@ -50,7 +50,7 @@ def mapped_axis_size(caller: str, axis_name: str) -> int:
 def all_axes_mapped() -> bool:
     """Says whether `shard_map` maps every mesh axis of more than one device.
 
-    Where it does not, XLA would have to partition what is inside, and it cannot partition a Pallas kernel.
+    Otherwise XLA would have to partition the code inside, and it cannot partition a Pallas kernel.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return all(size == 1 or name in mesh.manual_axes for name, size in mesh.shape.items())
@@ -87,10 +87,10 @@ def check_tpu(caller: str, instead: str) -> None:
 
 
 def device_at(axis_name: str, shift: int) -> dict[str, Any]:
-    """Returns the id of the device `shift` places onward on an axis, in the form that Pallas takes as `device_id`.
+    """Returns the id of the device `shift` positions onward on an axis, in the form that Pallas takes as `device_id`.
 
-    Its other coordinates are this device's. All axes are named: one that is left out is filled in while the kernel is
-    lowered, with a type that then does not lower (jax 0.12, meshes of two axes under `check_vma`).
+    On all other axes the device is at this device's position. The id names every axis, because Pallas fills in a
+    missing one with a type that fails to lower (jax 0.12, meshes of two axes under `check_vma`).
     """
     here = {name: lax.axis_index(name) for name in jax.sharding.get_abstract_mesh().manual_axes}
     size = lax.axis_size(axis_name)

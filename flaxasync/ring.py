@@ -1,4 +1,4 @@
-"""Ring arithmetic, the one staggered loop behind every ring, and the two ring collectives that stand on it.
+"""Ring arithmetic, the staggered loop behind every ring, and the two ring collectives that are built on it.
 
 Everything here runs inside `jax.shard_map`, on local shards. A ring is a mesh axis of R devices; shift s sends from
 device i to device (i + s) % R. Trip counts are Python ints, because the size of a ring is known when it is traced. The
@@ -6,7 +6,7 @@ loop knows nothing about matmuls and nothing about how a block moves; both are a
 
 ```
 ring_gather   every device sees every block                              the ring behind an all-gather
-ring_reduce   every device ends with the sum of what all have for it     the ring behind a reduce-scatter
+ring_reduce   every device ends with the sum over devices for its rows   the ring behind a reduce-scatter
 ```
 """
 
@@ -42,7 +42,7 @@ class Transport(Protocol):
 
 
 class Channel(Protocol):
-    """The path of one block through the loop. `turn` counts the hops and is only right modulo 2."""
+    """The path of one block through the loop. `turn` has the parity of the hop's number and no further meaning."""
 
     def start(self) -> State:
         """Begins sending the block, and returns the state."""
@@ -71,8 +71,8 @@ class Ring:
 
     Attributes:
       axis_name: The mesh axis.
-      transport: What moves a block. None stands for one collective operation instead of a ring.
-      directions: 1, or 2 to send one half-block each way, which halves the bytes of a hop on each link.
+      transport: What moves a block. None means one collective operation instead of a ring.
+      directions: 1, or 2 to send one half-block in each direction, which halves the bytes of a hop on each link.
       unroll: Turns in one loop body; see `staggered_loop`.
     """
 
@@ -93,7 +93,7 @@ def gathered_owner(index: Index, hop: Index, *, size: int, shift: int) -> Index:
 
 
 def reduced_owner(index: Index, hop: Index, *, size: int, shift: int) -> Index:
-    """Returns the device for which the partial sum is meant that device `index` adds to at `hop`.
+    """Returns the owner of the partial sum to which device `index` adds at `hop`.
 
     A partial sum makes size - 1 hops and must end at its owner, so at `hop` it still has size - 1 - hop to go.
     """
@@ -137,27 +137,26 @@ def staggered_loop(
         blocks, futures = start(blocks)                       not after the last hop: epilogue
     ```
 
-    Each part of this shape removes one hazard of asynchronous transfers (docs/async.md shows them compiled):
+    Each feature of this loop removes one hazard of asynchronous transfers (docs/async.md shows the compiled programs):
 
-    * The start is in the turn before its done, so that a whole turn stands between the two.
-    * The window is tied to the blocks in flight, both before it and after it (`Channel.tie`). The loop's boundary alone
-      keeps compute in its place in only one of two turns, and outside a loop nothing does.
-    * `blocks` goes through the start and on into the done, so that code in the window which reads it reads memory that
-      is still alive.
-    * `unroll=2`: The two buffers swap roles every turn. With one turn in a body, XLA would have to copy one of them
-      while it is being written, to give the loop's carry a fixed place. A single turn is written out, because a loop of
-      one turn has one turn in its body.
-    * The last turn stands outside the loop, so that no transfer is started for which nobody waits.
-    * The first turn stands outside the loop, so that XLA sees that a carry of zeros is zeros, and never stores it.
+    * The start is in the turn before its done, so that a whole turn is between the two.
+    * The window is tied to the blocks in flight at its beginning and at its end (`Channel.tie`). Without ties, the
+      loop's boundary keeps compute in its window in only one of two turns, and outside a loop nothing does.
+    * `blocks` is a result of the start and an operand of the done, so that the memory which the window reads is alive.
+    * `unroll=2`: The two buffers swap roles in every turn, and a loop's carry has a fixed buffer for each role. With
+      one turn in a body, XLA would have to copy one of them while it is being written. A single turn is written
+      without a loop, because a loop of one turn has one turn in its body.
+    * The last turn is outside the loop, so that every transfer that is started is also waited for.
+    * The first turn is outside the loop, so that XLA sees that a carry of zeros is zeros, and never stores it.
 
     Args:
       transport: What moves a block.
       axis_name: The ring's mesh axis.
       blocks: One pytree for each direction; all of its arrays travel together.
-      carry: What `window` updates.
+      carry: A pytree that `window` updates.
       window: `(hop, blocks, carry) -> (addends, carry)`. `hop` is an int or, in the loop, a traced one. `addends` has
-        the structure of `blocks` and is what `merge` adds to the blocks that arrive; without `merge` it is unused.
-      shifts: Where each of `blocks` goes: +1 or -1, for example.
+        the structure of `blocks`, and `merge` adds it to the blocks that arrive; without `merge` it is unused.
+      shifts: The shift of each of `blocks`, such as +1 or -1.
       hops: How many transfers to make, at least 0. A block that is to visit every device makes R - 1.
       merge: `(arrived, addend) -> block`, called for one block at a time. By default what arrived travels on as it is.
       unroll: Turns in one loop body. Turns that do not fill a body are written out after the loop.
@@ -204,9 +203,9 @@ def staggered_loop(
         state = ([channel.start() for channel in channels], carry)
     if hops > 1:
         state = one_turn(0, state, 0)
-    # A loop of one body would be no loop. The turns that are left over go on counting from the loop's own counter: with
-    # a number that XLA knows, their compute would depend on nothing in the loop, and XLA would hoist it out and keep
-    # it.
+    # Where the loop would run its body only once, all turns are written without a loop. Turns after the loop take their
+    # number from the loop's counter. With a constant, their compute would depend on nothing in the loop, and XLA would
+    # hoist it out of the ring and keep its results.
     bodies = (hops - 2) // unroll if hops - 2 >= 2 * unroll else 0
     counted: tuple[Index, Any] = (1, state)
     if bodies:
@@ -221,12 +220,12 @@ def staggered_loop(
 def ring_gather(
     ring: Ring, x: jax.Array, carry: Carry, use: Callable[[jax.Array, Index, Carry], Carry], *, axis: int = -2
 ) -> Carry:
-    """Shows every device's rows of `x` to `use`, one block at a time, while the next ones travel.
+    """Calls `use` with every device's rows of `x`, one block at a time, while the next blocks travel.
 
     Args:
       ring: How the blocks travel.
       x: This device's rows: m of them on dimension `axis`. Device i has rows i * m .. (i + 1) * m of the gathered x.
-      carry: What `use` updates.
+      carry: A pytree that `use` updates.
       use: `(block, row, carry) -> carry`, where `block` holds consecutive rows of the gathered x that begin at `row`.
       axis: The dimension of rows.
 
@@ -281,18 +280,18 @@ def ring_reduce(
     def merge(arrived: jax.Array, addend: jax.Array) -> jax.Array:
         return (arrived.astype(addend.dtype) + addend).astype(dtype)
 
-    sums, _ = staggered_loop(
+    reduced, _ = staggered_loop(
         ring.transport,
         ring.axis_name,
         tuple(addend.astype(dtype) for addend in addends(0)),
         None,
-        lambda hop, sums, carry: (addends(hop + 1), carry),
+        lambda hop, blocks, carry: (addends(hop + 1), carry),
         shifts=block_shifts,
         hops=size - 1,
         merge=merge,
         unroll=ring.unroll,
     )
-    return sums[0] if len(sums) == 1 else lax.concatenate(sums, dimension=axis % sums[0].ndim)
+    return reduced[0] if len(reduced) == 1 else lax.concatenate(reduced, dimension=axis % reduced[0].ndim)
 
 
 def _tie(channels: list[Channel], states: list[State], values: Any) -> tuple[list[State], Any]:

@@ -73,7 +73,7 @@ class Transformer(nnx.Module):
     Args:
       config: The architecture.
       axis_name: The mesh axis that splits heads, hidden features, vocabulary and sequence.
-      context_axis: The mesh axis that splits sequences; None for none.
+      context_axis: The mesh axis that splits sequences; None if they are not split.
       context_layout: The order of positions on it. Tokens and targets are given in the order of
         `flaxasync.sequence_order`.
       backend: What executes the collective ops of all layers; see `flaxasync.all_gather_matmul`. An op that lacks this

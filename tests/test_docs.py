@@ -25,6 +25,7 @@ def test_the_readme_begins_with_its_two_commands():
     assert [line.split("#")[0].strip() for line in block.splitlines()] == ["make train", "make test"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_examples_run(example):
     done = subprocess.run(

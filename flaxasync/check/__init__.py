@@ -1,4 +1,4 @@
-"""Reads compiled programs on a machine without a TPU: what overlapped, what was exposed, whether a buffer was touched.
+"""Reads compiled programs without a TPU: what overlaps, what is exposed, and whether a buffer in flight is touched.
 
 This package imports nothing of flaxasync but the chip table, and no other part of flaxasync imports it. A name is
 imported when it is first used, so that reading a text needs neither JAX nor matplotlib.
@@ -14,7 +14,7 @@ The text of a program
   AsyncOperation           a start, its updates and its dones
   async_operations         the asynchronous operations of a program, in every spelling
   to_long_form             writes them as async-start, async-update and async-done
-  to_sugar                 writes them as the operations that they wrap
+  to_sugar                 writes them as op-start and op-done of the operations that they wrap
 
 Did it overlap, and is it safe?
   audit                    the asynchronous operations as they were scheduled, and what is wrong
@@ -27,12 +27,12 @@ Did it overlap, and is it safe?
 Where would the time go?
   timeline                 estimates it from the text
   Timeline                 the result of `timeline`
-  Slice                    a stretch of time on one lane of one device
+  Slice                    a period of time on one lane of one device
   Loop                     one run of a loop
   play                     compiles a function and simulates the compiler's final instructions, cycle by cycle
   save_picture             draws timelines, or results of `play`
   save_trace               writes either as a Chrome trace
-  CHIPS                    the chips that times can be estimated for
+  CHIPS                    the chips for which times can be estimated
   Chip                     one of them
 
 Compiling for a TPU that is not there
@@ -46,7 +46,7 @@ Compiling for a TPU that is not there
 Does a call hold the host?
   check_async_compatible   reads a compiled function for what makes the host wait
   DispatchInfo             the result of `check_async_compatible`
-  measure_dispatch         measures how long a call holds the host
+  measure_dispatch         measures for how much of a call's time the host waits
   DispatchTiming           the result of `measure_dispatch`
   make_async_aot_caller    a caller that refuses functions which hold the host
   command_buffer_flags     XLA flags with which a GPU runs while loops by itself

@@ -2,8 +2,7 @@
 
     python -m flaxasync.check FILE|- [--json] [--chip v5e] [--expect permute_start=3] [--fail-on error]
 
-The exit status is 0 if nothing as severe as --fail-on was found, 1 if something was, and 2 if the text cannot be
-read.
+The exit status is 0 if no finding is as severe as --fail-on, 1 if a finding is, and 2 if the text cannot be read.
 """
 
 import argparse
@@ -28,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="NAME=COUNT",
-        help="fail unless there are that many asynchronous operations of that name or kind",
+        help="fail unless there are at least that many asynchronous operations of that name or kind",
     )
     severities = [str(s) for s in Severity]
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Files made of results: `save_picture` draws timelines and simulated runs, `save_trace` writes Chrome traces.
 
-Results are data and do not know how they are drawn. What makes a result never imports this file.
+The classes of results hold data only, and the modules that make results do not import this file.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from flaxasync.check.player.result import Result
 def save_picture(
     results: Timeline | Result | Sequence[Timeline] | Sequence[Result], path: Any, *, titles: Sequence[str] = ()
 ) -> None:
-    """Draws results as a PNG, on one scale of time. Timelines stand below one another, and simulated runs side by side.
+    """Draws results as a PNG, on one scale of time. Timelines are below one another, and simulated runs side by side.
 
     Args:
       results: What `timeline` or `play` returned, or several of one kind.

@@ -1,17 +1,17 @@
-"""Moving one block to a neighbour: start the transfer, use the time, wait for it.
+"""Moves one block to a neighbour: a start begins the transfer, compute runs meanwhile, and a done waits for the end.
 
-The pairs are public (`flaxasync.ppermute_start`, `flaxasync.ppermute_done` and their kin). The same transfers, as
-implementations of `flaxasync.ring.Transport`, carry the ring of every collective matmul.
+The pairs of a start and a done are public (`flaxasync.ppermute_start`, `flaxasync.ppermute_done` and others). Every
+ring uses the same transfers through the implementations of `flaxasync.ring.Transport`.
 
 ```
-permute    the public permute on values, and the transport of each backend's name
-xla        transport on `lax.ppermute`
-pallas     transport on value futures
-stateful   transport on Refs, and the public permute on Refs
-values     what transports of values have in common: the channel
-pair       a start and a done from two kernel bodies
+permute    the public permute on values, and the table from the names of backends to transports
+xla        the transport on `lax.ppermute`
+pallas     the transport on value futures
+stateful   the transport on Refs, and the public permute on Refs
+values     the base class of transports that move values, and their channel
+pair       makes a start and a done from two kernel bodies
 local      copies within a device
-schedule   keeping compute between a start and its done
+schedule   keeps compute between a start and its done
 ```
 """
 

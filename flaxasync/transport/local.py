@@ -1,4 +1,4 @@
-"""Copies within one device as start/done pairs: prefetching what is needed next during other compute. TPU only.
+"""Copies within one device as start/done pairs, which prefetch what is needed next during other compute. TPU only.
 
 ```
 copy_start   x [...]       y [...]        all of x, into HBM or VMEM
@@ -37,7 +37,7 @@ def copy_done(x: jax.Array, future: Future) -> jax.Array:
     """Waits for `copy_start` and returns the copy.
 
     Raises:
-      ValueError: The future belongs to another start, or somebody has waited for it before.
+      ValueError: The future belongs to another start, or it was waited for before.
     """
     return _pair_of(future, "copy").done(x, future)
 
@@ -67,7 +67,7 @@ def slice_done(x: jax.Array, future: Future) -> jax.Array:
     """Waits for `slice_start` and returns x[index].
 
     Raises:
-      ValueError: The future belongs to another start, or somebody has waited for it before.
+      ValueError: The future belongs to another start, or it was waited for before.
     """
     return _pair_of(future, "slice").done(x, future)
 

@@ -1,14 +1,15 @@
 """A start/done pair built from two kernel bodies: one begins a transfer and returns, the other waits for it.
 
 The two are `pallas_call`s on one TPU core, and whatever XLA schedules between them runs while the transfer is under
-way. XLA sees arrays; it does not know about the transfer that reads one of them and writes another. The shape of the
-two calls, which is the same for every pair, keeps XLA away from their memory:
+way. XLA sees arrays; it does not know about the transfer that reads one of them and writes another. The form of the
+two calls, which is the same for every pair, keeps XLA from touching their memory:
 
-* The source is aliased through the start and is an operand of the done: its memory stays alive and unchanged until
-  then.
-* The destination is created by the start and aliased through the done: nothing else uses it before.
-* Both lie in HBM, as `pltpu.HBM` outputs. As `pl.ANY` outputs, XLA places them in VMEM where there is room.
-* The calls have side effects: they are not merged and, outside a loop whose result nobody uses, not removed.
+* The source is aliased through the start and is an operand of the done, so its memory stays alive and unchanged until
+  the done.
+* The destination is created by the start and aliased through the done, so nothing else uses it before the done.
+* Both are in HBM, as `pltpu.HBM` outputs. XLA would put `pl.ANY` outputs into VMEM if they fit.
+* The calls have side effects, so they are not merged. They are also not removed, except with a whole loop whose result
+  nothing uses.
 
 Two rules remain for the caller. A loop that carries a `Future` needs two turns in its body (`check_unroll` of
 `flaxasync.transport.pallas`), and `Future.buffer` must not be read. docs/async.md shows how each case is compiled.
@@ -45,11 +46,11 @@ class Future:
     """A transfer under way. It is a pytree of arrays, so it passes through `fori_loop`, `scan` and `cond`.
 
     Attributes:
-      semaphores: What the transfer counts up, in bytes, as it reads and writes.
+      semaphores: DMA semaphores, which count the bytes that the transfer has read and written.
       buffer: The memory that is being written. It must not be read: `done` returns it once it holds the result.
       pair: The pair that the future belongs to.
       aval: The shape, dtype and varying axes of the x that belongs to the future.
-      done_in: The traces in which somebody waited for the transfer.
+      done_in: The traces in which the transfer was waited for.
     """
 
     semaphores: tuple[Semaphore, ...]
@@ -127,8 +128,8 @@ class Pair:
         """Waits for the transfer and returns y.
 
         Raises:
-          ValueError: The future belongs to another pair or to an x of another shape or dtype, or somebody has waited
-            for it before.
+          ValueError: The future belongs to another pair or to an x of another shape or dtype, or it was waited for
+            before.
         """
         if not isinstance(future, Future) or future.pair != self:
             other = future.pair.name if isinstance(future, Future) else type(future).__name__
@@ -176,7 +177,7 @@ def start_kernel(
     Args:
       name: The name of the kernel.
       body: Starts transfers among the refs that it is given, and to other devices.
-      arrays: The arrays of the transfer, in HBM; they are aliased through.
+      arrays: The arrays of the transfer, in HBM. Each is aliased to a result.
       made: The types of the arrays that the kernel creates, as `pltpu.HBM(shape, dtype)`.
       scalars: int32 scalars, of which the body gets refs of shape [1] in SMEM.
       semaphores: The number of DMA semaphores that the kernel creates.
@@ -296,8 +297,8 @@ def check_aval(caller: str, x: jax.Array, future: Any) -> None:
 
 
 def check_first_wait(caller: str, future: Any) -> None:
-    """Raises ValueError if somebody waited for `future` in this trace before."""
-    # Two branches of a cond may each wait for it, so only a done in the same trace is a second one.
+    """Raises ValueError if `future` was waited for in this trace before."""
+    # Two branches of a cond may each wait for it, so only a done in the same trace counts as a second one.
     trace = jax.extend.core.get_opaque_trace_state(convention="flaxasync")
     if trace in future.done_in:
         raise ValueError(

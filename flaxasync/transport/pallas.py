@@ -2,8 +2,8 @@
 
 ```
 x                      the block that is sent, in HBM; the start returns it, the done takes it
-Future.buffer          as x: the block that arrives, in HBM
-Future.semaphores      (send, receive): bytes of x that were read, bytes that were written here
+Future.buffer          the block that arrives, of the shape of x, in HBM
+Future.semaphores      (send, receive): they count the bytes of x that were read, and the bytes that arrived
 ```
 
 The start first waits until the receiver has entered its own start; before that, the memory that will be written may
@@ -36,7 +36,7 @@ class PallasTransport(ValueTransport):
     """Moves arrays with a pair of Pallas kernels.
 
     Attributes:
-      collective_id: The id of the entry barrier. None stands for an id that each axis and shift has to itself.
+      collective_id: The id of the entry barrier. By default each axis and shift has an id of its own.
     """
 
     collective_id: int | None = None
@@ -62,7 +62,7 @@ class PallasTransport(ValueTransport):
 
 @functools.cache
 def permute(axis_name: str, shift: int, collective_id: int | None = None) -> Pair:
-    """Returns the pair that sends a block `shift` devices onward, 0 <= shift < R: one object for equal arguments."""
+    """Returns the pair that sends a block `shift` devices onward, 0 <= shift < R. Equal arguments give one object."""
 
     def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         enter(axis_name, shift, collective_id)
@@ -82,8 +82,8 @@ def permute(axis_name: str, shift: int, collective_id: int | None = None) -> Pai
 def enter(axis_name: str, shift: int, collective_id: int | None = None) -> None:
     """Waits, inside a kernel, until the device that this one sends to has entered the same kernel.
 
-    Each axis and shift has a barrier of its own, so that a device that waits for its right neighbour does not mistake
-    the signal of its left one for it.
+    Each axis and shift has a barrier of its own. Otherwise a device that waits for its right neighbour could mistake a
+    signal of its left neighbour for that of the right one.
     """
     tag = None if collective_id is not None else f"flaxasync.ppermute {axis_name} {shift}"
     barrier = pltpu.get_barrier_semaphore(tag)
@@ -101,7 +101,7 @@ def send(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore, axis_
 def wait_sent_and_received(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
     """Waits, inside a kernel, for both ends of a `send`: x_ref may be written again, and y_ref may be read.
 
-    A wait uses its descriptor only for the number of bytes, so local copies of a ref onto itself serve.
+    A wait takes only the number of bytes from its descriptor, so that of a local copy of a ref onto itself is enough.
     """
     with jax.named_scope("wait"):
         pltpu.make_async_copy(x_ref, x_ref, send_sem).wait()

@@ -1,4 +1,4 @@
-"""The public permute: `ppermute_start`, `ppermute_done`, and `ppermute`, which is both and has a gradient."""
+"""The public permute: `ppermute_start`, `ppermute_done`, and `ppermute`, which does both and is differentiable."""
 
 import functools
 
@@ -36,16 +36,16 @@ def ppermute_start(
 ) -> tuple[jax.Array, xla.Future | pair.Future]:
     """Begins sending `x` to the device `shift` positions onward on `axis_name`.
 
-    Call it inside `jax.shard_map`. Compute that stands between the two calls and does not need the result of
-    `ppermute_done` can hide the transfer; `flaxasync.while_travelling` keeps such compute there.
+    Call it inside `jax.shard_map`. Compute between the two calls that does not need the result of `ppermute_done` can
+    hide the transfer; `flaxasync.while_travelling` keeps such compute there.
 
     Args:
       x: This device's block, of any shape.
       axis_name: A mesh axis of R devices that the enclosing `shard_map` maps.
       shift: Device i sends to device (i + shift) % R.
       backend: "xla" (`lax.ppermute`: any device, differentiable, scheduled by XLA) or "pallas" (TPU: the transfer
-        begins here and ends at the done; it has no gradient, but `ppermute` has one). None stands for "xla", on TPUs
-        too, because that cannot be used wrongly.
+        begins here and ends at the done; it has no gradient, but `ppermute` has one). None means "xla", on TPUs too,
+        because XLA keeps its own permutes safe.
       collective_id: The id of the entry barrier of "pallas"; by default one that no other kernel of the program has.
 
     Returns:
@@ -80,7 +80,7 @@ def ppermute_done(x: jax.Array, future: xla.Future | pair.Future) -> jax.Array:
 
     Raises:
       ValueError: `future` is not a future, or belongs to a block of another shape, dtype or axis; or, with "pallas",
-        somebody has waited for it before.
+        it was waited for before.
     """
     if not isinstance(future, xla.Future | pair.Future):
         raise ValueError(f"ppermute_done needs the future that ppermute_start returned: got {type(future).__name__}")
@@ -93,8 +93,8 @@ def ppermute(
 ) -> jax.Array:
     """Returns the block of the device `shift` positions before this one: a start, then a done.
 
-    It is differentiable on every backend: the cotangent travels `shift` positions back. Arguments and errors as
-    `ppermute_start`.
+    It is differentiable on every backend: the cotangent travels `shift` positions back. Arguments and errors are those
+    of `ppermute_start`.
     """
     if backend != "pallas":
         return ppermute_done(*ppermute_start(x, axis_name, shift, backend))
@@ -116,8 +116,8 @@ def _ppermute_pallas_fwd(axis_name: str, shift: int, collective_id: int | None, 
 def _ppermute_pallas_bwd(
     axis_name: str, shift: int, collective_id: int | None, saved: None, dy: jax.Array
 ) -> tuple[jax.Array]:
-    # Another shift has other neighbours, so the collective_id of the forward pass, which names its barrier, cannot
-    # serve.
+    # The opposite shift has other neighbours, so it cannot use the barrier of the forward pass, which collective_id
+    # names.
     return (_ppermute_pallas(axis_name, -shift, None, dy),)
 
 

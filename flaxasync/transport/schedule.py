@@ -1,9 +1,9 @@
-"""Keeping compute between a start and its done.
+"""Keeps compute between a start and its done.
 
-XLA runs an operation wherever its operands and users allow. Nothing connects the compute of a window to the transfer
-that it is to hide, and XLA moves what is not connected: it merges two windows that follow each other in straight-line
-code, and it computes a product that does not read the travelling block before the transfer begins (docs/async.md).
-`tie` makes the connection.
+XLA may run an operation at any time that its operands and users allow. Nothing connects the compute of a window to the
+transfer that it is to hide, so XLA may move it: XLA merges two windows that follow each other in straight-line code,
+and it computes a product that does not read the travelling block before the transfer begins (docs/async.md). `tie`
+makes the connection.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from jax import lax
 
 
 def tie(*values: Any) -> Any:
-    """Returns `values`, none of which XLA makes available before all of them are: `lax.optimization_barrier`.
+    """Returns `values` through a `lax.optimization_barrier`: none of them is available before all of them are computed.
 
     Args:
       *values: Pytrees of arrays and numbers.
 
     Returns:
-      As many values; one value if one was given.
+      A tuple of the values, or the value itself if only one was given.
     """
     tied = lax.optimization_barrier(jax.tree.map(jax.numpy.asarray, values))
     return tied[0] if len(values) == 1 else tied
@@ -37,7 +37,7 @@ def while_travelling(x: Any, compute: Callable[..., Any], *operands: Any) -> tup
 
     Args:
       x: What the start returned.
-      compute: A function of arrays. Arrays that it closes over are not held back until the transfer has begun.
+      compute: A function of arrays. What it computes from arrays that it closes over may run before the transfer.
       *operands: Pytrees of arrays.
 
     Returns:

@@ -8,12 +8,12 @@ ppermute_done_stateful(*sems, x_ref, y_ref)
 y = y_ref[...]
 ```
 
-Both kernels read and write both Refs, so they keep the order of the program among themselves and with everything else
-that uses the Refs. A loop has one of two forms: its body makes two hops, there and back, or it makes one hop, and the
-two buffers are the two slots of one Ref, chosen by the parity of the hop (`new_slots`, `start_slots`, `done_slots`). A
-pair whose result nobody uses is kept, in a loop too.
+Both kernels read and write both Refs, so they run in program order with each other and with everything else that uses
+the Refs. A loop has one of two forms. Either its body makes two hops, there and back, or it makes one hop, and the two
+buffers are the two slots of one Ref, chosen by the parity of the hop (`new_slots`, `start_slots`, `done_slots`). A pair
+is kept even if nothing uses its result, also in a loop.
 
-Refs are those of `jax.new_ref`, and whole: a view of a Ref would be copied before the DMA sees it.
+The Refs must be whole Refs of `jax.new_ref`, because a view of a Ref would be copied before the DMA.
 """
 
 import dataclasses
@@ -169,17 +169,17 @@ def done_slots(send_sem: Semaphore, recv_sem: Semaphore, slots_ref: Ref, slot: S
 
 
 def tie_refs(*refs: Ref, values: Any = None) -> Any:
-    """Orders everything that was done to `refs`, and what `values` need, before everything that follows on them.
+    """Orders all earlier operations on `refs`, and the computation of `values`, before all later operations on them.
 
     This is the ordering barrier for Refs. Operations on one Ref keep their order without it; operations on two
     different Refs do not.
 
     Args:
       *refs: Whole Refs.
-      values: A pytree of arrays and numbers that belong into the same order.
+      values: A pytree of arrays and numbers that are ordered with the Refs.
 
     Returns:
-      The values, available once everything before them is done.
+      The values. They are available once all earlier operations are done.
     """
     contents, values = schedule.tie([ref[...] for ref in refs], values)
     for ref, content in zip(refs, contents, strict=True):
@@ -189,7 +189,7 @@ def tie_refs(*refs: Ref, values: Any = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class StatefulTransport:
-    """A `flaxasync.ring.Transport` that moves blocks between Refs, which stand outside the loop."""
+    """A `flaxasync.ring.Transport` that moves blocks between Refs, which are created outside the loop."""
 
     def open(self, block: Block, axis_name: str, *, shift: int) -> "RefChannel":
         """Returns a channel with two Refs for each array of `block`."""
@@ -198,7 +198,7 @@ class StatefulTransport:
         return RefChannel(pairs, structure, axis_name, shift)
 
     def check_unroll(self, unroll: int) -> None:
-        """Raises ValueError for a loop whose body does not leave each Ref in the role in which it found it."""
+        """Raises ValueError if a loop body would not leave each Ref in the role, source or destination, that it had."""
         if unroll % 2:
             raise ValueError(
                 f"a loop of Refs needs an even unroll: got unroll={unroll}. Source and destination are two Refs that "
@@ -208,7 +208,7 @@ class StatefulTransport:
 
 @dataclasses.dataclass(frozen=True)
 class RefChannel:
-    """The channel of a block in pairs of Refs, which swap roles in each turn. A loop only carries its semaphores."""
+    """The channel of a block in pairs of Refs, which swap roles in each turn. A loop carries only the semaphores."""
 
     pairs: tuple[tuple[Ref, Ref], ...]
     structure: Any
@@ -276,8 +276,8 @@ def _is_whole_ref(ref: Ref) -> bool:
     return isinstance(ref, jax.core.Tracer | jax.Ref) and hasattr(jax.typeof(ref), "inner_aval")
 
 
-# An operation that does nothing and may not be removed keeps the loop in which it stands. XLA keeps a `pallas_call`
-# with side effects by itself, but JAX drops a whole loop when neither a result nor an effect of the loop is needed.
+# This operation does nothing and may not be removed, so it keeps the loop that contains it. XLA keeps a `pallas_call`
+# with side effects by itself, but JAX drops a whole loop if neither a result nor an effect of the loop is needed.
 _keep_p = Primitive("flaxasync_keep")
 _keep_p.multiple_results = True
 _keep_p.def_impl(list)

@@ -1,4 +1,4 @@
-"""Transports that move arrays as values: what each of them defines, and the channel that they share."""
+"""Transports that move arrays as values: their base class, and the channel that they share."""
 
 import abc
 import dataclasses
@@ -24,7 +24,7 @@ class ValueTransport(abc.ABC):
 
     @abc.abstractmethod
     def tie(self, x: jax.Array, values: Any) -> tuple[jax.Array, Any]:
-        """Keeps the computation of `values` between start and done, if it stands there and XLA might move it."""
+        """Keeps the computation of `values` between start and done, where XLA could otherwise move it."""
 
     @abc.abstractmethod
     def check_unroll(self, unroll: int) -> None:
@@ -37,7 +37,7 @@ class ValueTransport(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ValueChannel:
-    """The channel of a block that is a value: the loop carries its arrays, and beside each array its future."""
+    """The channel of a block that is a value. The loop carries each array of the block together with its future."""
 
     transport: ValueTransport
     block: Block

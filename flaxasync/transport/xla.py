@@ -1,9 +1,9 @@
 """`lax.ppermute` as a start and a done: backend "xla", which runs on every device.
 
 XLA splits the permute into a start and a done of its own and schedules compute between them. It can do so only if the
-permute and the compute stand in the same loop body, so `done` issues the permute: a start in the turn before would put
-it on the other side of the loop's boundary from the compute that is to hide it. XLA keeps this safe by itself, because
-it sees the source and the target of the transfer.
+permute and the compute are in the same loop body, so `done` issues the permute. If `start` issued it, in the turn
+before, the boundary of the loop would lie between the permute and the compute that is to hide it. XLA keeps this safe
+by itself, because it sees the source and the target of the transfer.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from flaxasync.transport.values import ValueTransport
 class Future:
     """A transfer that was started: where it goes, and the type of the block that belongs to it.
 
-    It holds no array: otherwise the block would stand twice in a loop's carry, and XLA would copy one of the two in
-    every turn.
+    It holds no array. If it did, a loop's carry would hold the block twice, and XLA would copy one of the two in every
+    turn.
     """
 
     axis_name: str
@@ -48,4 +48,4 @@ class XlaTransport(ValueTransport):
         return x, values
 
     def check_unroll(self, unroll: int) -> None:
-        """Accepts any number of turns, because XLA knows what travels."""
+        """Accepts any number of turns, because XLA itself keeps its permute safe."""

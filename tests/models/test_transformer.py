@@ -95,7 +95,8 @@ def test_loss_and_gradients_are_those_of_the_plain_decoder(axis_type, tie_embedd
     assert_gradients_close(grads, want_grads)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "layer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["dots", "layer"])
 def test_remat_changes_nothing_but_memory(remat):
     loss, grads, _ = loss_and_gradients(dataclasses.replace(CONFIG, remat=remat), AxisType.Explicit)
     want, want_grads, _ = loss_and_gradients(CONFIG, AxisType.Explicit)

@@ -96,7 +96,7 @@ def test_ring_alone_with_a_window_and_segments():
     ("sizes", "form"),
     [
         pytest.param((2, 2, 2), {"layout": "zigzag"}, marks=pytest.mark.slow),
-        ((1, 3, 2), {"layout": "zigzag", "segments": True, "window": 9}),
+        pytest.param((1, 3, 2), {"layout": "zigzag", "segments": True, "window": 9}, marks=pytest.mark.slow),
         pytest.param((1, 4, 2), {"layout": "contiguous", "use_bias": True}, marks=pytest.mark.slow),
         pytest.param((2, 1, 2), {"layout": "zigzag"}, marks=pytest.mark.slow),
     ],

@@ -110,7 +110,7 @@ def test_embedding():
     [
         (4, {"segments": True}),
         pytest.param(4, {"layout": "zigzag", "directions": 2, "segments": True, "heads": 4}, marks=repeats),
-        (3, {"layout": "zigzag", "directions": 2, "backend": "stateful"}),
+        pytest.param(3, {"layout": "zigzag", "directions": 2, "backend": "stateful"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -35,9 +35,8 @@ def test_every_form(name, rows, topology):
     assert faults(program, pairs=form.pairs(HOPS, DEVICES[topology])) == set()
 
 
-@pytest.mark.parametrize(
-    "topology", [pytest.param(name, marks=[] if name == "v5e:2x2" else pytest.mark.slow) for name in DEVICES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", DEVICES)
 def test_hlo_only_is_the_same_hlo(topology):
     """The tests of this folder compile what a TPU would run, except for the code of the fusions."""
 

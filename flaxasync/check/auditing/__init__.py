@@ -5,7 +5,7 @@ The folder is not called audit, because a module of that name would hide the pub
   findings         what an audit can find, with severity and remedy
   report           the data of the result, and its table
   pairing_rules    the rules of XLA's asynchronous instructions
-  hazards          what the compiler does to a buffer that a kernel's transfer is using
+  hazards          what the compiler does to a buffer while a kernel's transfer is using it
   overlap          what runs inside a window, and what the chip waits for
   audit            `audit`, the public function
 """

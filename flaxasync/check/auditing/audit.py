@@ -20,7 +20,7 @@ from flaxasync.check.hlo.from_compiled import chip_of, module_of
 from flaxasync.check.hlo.module import HloModule
 from flaxasync.hardware import chip as chip_named
 
-DEFAULT_CHIP = "v5e"  # whose times are estimated if neither the caller nor the program names a chip
+DEFAULT_CHIP = "v5e"  # the chip whose times are estimated if neither the caller nor the program names one
 
 
 def audit(
@@ -35,10 +35,10 @@ def audit(
     Args:
       compiled: What `jitted.lower(...).compile()` or `compile_for` returned, or HLO text, or a parsed module.
       chip: The chip whose times are estimated, or one of its topologies: "v5e", "v5p:2x2x2". By default the program's
-        own chip, or v5e if the program does not tell.
+        own chip, or v5e if the program does not say.
       expect: How many asynchronous operations the program must have at least, by a part of their name or by their
         kind: {"permute_start": 3}.
-      kernels: Seconds of Pallas kernels, by name. A kernel that is not named takes its own cost estimate.
+      kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own cost estimate.
 
     Returns:
       The audit: `.ok`, `.findings`, `.pairs`. `print` shows a table.

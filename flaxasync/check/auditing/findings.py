@@ -123,11 +123,11 @@ class Finding:
     Attributes:
       code: A key of CODES.
       message: What is wrong, with names and figures.
-      computation: The computation in which it is.
-      instruction: The instruction; "" if it is the whole computation.
+      computation: The name of the computation.
+      instruction: The instruction; "" if the finding is about the whole computation.
       source: "file:line" of the Python that made the instruction; "" if the text does not say.
       severity: How bad it is.
-      count: How often it happens in a run, with the iterations of the loops around it.
+      count: How often it happens in a run, over all iterations of the loops around it.
     """
 
     code: str

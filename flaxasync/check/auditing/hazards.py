@@ -1,11 +1,11 @@
 """Hazards of kernel pairs: what the compiler does to a buffer between a kernel's start and its done.
 
-XLA schedules and allocates its own asynchronous operations safely. A pair of kernels is to XLA just two calls that are
-tied by semaphores and aliased buffers, so XLA may copy, free or move a buffer that a transfer is using.
+XLA schedules and allocates its own asynchronous operations safely. For XLA a pair of kernels is just two calls that
+share semaphores and aliased buffers, so XLA may copy, free or move a buffer that a transfer is using.
 
-The text does not say which buffer a kernel reads and which it writes. A buffer that the start makes is taken to be the
-destination. Where the start aliases all of its buffers (Refs), the last one is taken to be the destination. Several
-transfers may send one buffer at a time: each start aliases it through, and only reads it.
+The text does not say which buffer a kernel reads and which it writes. A buffer that the start creates is assumed to be
+the destination. If the start aliases all of its buffers (Refs), the last one is assumed to be the destination. Several
+transfers may send one buffer at the same time, because each start aliases it to a result but only reads it.
 """
 
 from collections.abc import Iterable, Set
@@ -16,7 +16,7 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM
 from flaxasync.check.hlo.value_flow import Use, trace
 
-SMALL = 1024  # bytes; anything smaller is a scalar that the kernel takes by value
+SMALL = 1024  # bytes; anything smaller is assumed to be a scalar that the kernel takes by value
 
 type Operand = tuple[str, str, int]  # the computation, the instruction, and the number of the operand
 
@@ -115,7 +115,7 @@ def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
 
 
 def _severity(role: str) -> Severity:
-    """Returns the severity of a read: only a warning if the destination was guessed from its position."""
+    """Returns the severity of a read: a warning if the destination was inferred from its position, else an error."""
     return Severity.ERROR if role == "destination" else Severity.WARNING
 
 

@@ -1,4 +1,4 @@
-"""What runs while a transfer is under way, and what the chip waits for although it need not.
+"""What runs while a transfer is under way, and what makes the chip wait.
 
 Times are estimates from the text of the program (estimate/costs.py), so they hold for a scheduled program only.
 """
@@ -96,7 +96,7 @@ def loop_copies(module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[
     Args:
       module: The program.
       runs: How often each computation runs.
-      known: The copies, as (computation, instruction), that are reported for a worse reason already.
+      known: The copies, as (computation, instruction), that another, more severe finding reports.
     """
     found = []
     bodies = {i.loop_body for name in runs for i in module.computations[name].instructions}
@@ -114,7 +114,7 @@ def loop_copies(module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[
 
 
 def _usual_window(op: AsyncOperation) -> Window | None:
-    """Returns the window that most iterations of a loop see, which is not the one that leaves the loop."""
+    """Returns the window of most iterations of a loop, and not the one through which the future leaves the loop."""
     staying = [w for w in op.windows if not any(c.startswith("leaves") for c in w.crosses)]
     return next(iter(staying or op.windows), None)
 
@@ -131,13 +131,13 @@ def _work_in(module: HloModule, costs: Costs, spans: tuple[Span, ...]) -> list[W
 
 
 def _changes_nothing(computation: Computation, i: Instruction) -> bool:
-    """Says whether an instruction is a copy that keeps even the layout. Such a copy is waste and not work."""
+    """Says whether an instruction is a copy that changes nothing, not even the layout. It does not count as work."""
     made = computation.by_name.get(i.operands[0]) if i.opcode == "copy" and i.operands else None
     return made is not None and made.shape == i.shape
 
 
 def _independent_work(costs: Costs, computation: Computation, op: AsyncOperation) -> str:
-    """Returns the name of work in the same computation that neither feeds the start nor needs the done; "" if none."""
+    """Returns work in the same computation that the start does not need and that does not need the done; "" if none."""
     ends = [w.done.name for w in op.windows if w.computation == computation.name and not w.crosses]
     if not ends:
         return ""
@@ -169,7 +169,7 @@ def _reachable(
 
 
 def _carried(body: Computation) -> set[str]:
-    """Returns the names of what comes in through a loop's parameter, and of what goes out through its root."""
+    """Returns the names of the values that enter a loop body through its parameter or leave it through its root."""
     names = {i.name for i in body.parameters.values()}
     for i in body.instructions:
         if i.opcode in ("get-tuple-element", "bitcast") and i.operands and i.operands[0] in names:

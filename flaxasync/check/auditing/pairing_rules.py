@@ -1,7 +1,7 @@
 """The rules of XLA's "Async HLO Instructions" proposal (openxla.org/xla/async_ops), each with a code of its own.
 
-`check_async_rules` checks generic and sugared operations by all rules. Of first-class pairs it checks the rules that
-apply to them: a start has one user and is finished. Compilers verify these rules when they build a program, but not
+`check_async_rules` checks all rules for generic and sugared operations. For first-class pairs it checks the rules that
+apply to them: a start has one user and a done. Compilers verify these rules when they build a program, but not
 when they read its text.
 """
 
@@ -43,7 +43,7 @@ def _check_start(module: HloModule, computation: Computation, start: Instruction
 def _check_users(module: HloModule, computation: Computation, step: Instruction) -> list[Finding]:
     """Checks that a step has one user, which is an update or the done.
 
-    A tuple, loop, branch or call that carries the future further counts as such a user, too.
+    A tuple, loop, branch or call that passes the future on also counts as such a user.
     """
     users = computation.users.get(step.name, [])
     source = module.source(step)
@@ -69,7 +69,7 @@ def _continues(step: Instruction, user: Instruction) -> bool:
 
 
 def _check_step(module: HloModule, computation: Computation, step: Instruction) -> list[Finding]:
-    """Checks that an update or a done continues a start, which may come to it through a loop, branch or call."""
+    """Checks that an update or a done continues a start, which may reach it through a loop, branch or call."""
     found: list[Finding] = []
     source = module.source(step)
     before = computation.by_name.get(step.operands[0]) if step.operands else None
@@ -84,7 +84,7 @@ def _check_step(module: HloModule, computation: Computation, step: Instruction) 
 
 
 def _chain(computation: Computation, start: Instruction) -> list[Instruction]:
-    """Returns the start, the updates and the done, as far as they stand in one computation."""
+    """Returns the start, the updates and the done that are in one computation."""
     chain, seen = [start], {start.name}
     while True:
         following = [u for u in computation.users.get(chain[-1].name, []) if _continues(chain[-1], u)]
@@ -109,7 +109,7 @@ def _operand_shapes(computation: Computation, chain: list[Instruction]) -> list[
 
 
 def _check_aliases(module: HloModule, computation: Computation, chain: list[Instruction]) -> list[Finding]:
-    """Checks that the first element of each step is its operands, and the second of the last one the done's result."""
+    """Checks that a step begins with its operands, and that the second element of the last one is the done's result."""
     found: list[Finding] = []
     for n, step in enumerate(chain):
         if step_of_opcode(step.opcode) == "done":
@@ -143,7 +143,7 @@ def _check_aliases(module: HloModule, computation: Computation, chain: list[Inst
 
 
 def _binds_output(chain: list[Instruction], n: int) -> bool:
-    """Says whether the second element, which was empty at the start, has a result by step n."""
+    """Says whether the second element is empty in the first step and holds a result in step n."""
     results = [step.shape.at((1,)) for step in chain[: n + 1]]
     first, last = results[0], results[-1]
     return first is not None and first.is_tuple and not first.elements and last is not None and last != first

@@ -6,7 +6,7 @@ import json
 from flaxasync.check.auditing.findings import Finding, Severity
 
 EMPTY = 0.01  # a window with less work than this share of the transfer counts as empty
-LISTED = 4  # findings of one code that the table shows in full
+LISTED = 4  # the most findings of one code that the table shows in full
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Pair:
       computation: The computation of the start.
       dones: The names of the instructions that wait for it.
       bytes: The bytes that it moves or makes.
-      runs: How often it starts, with the iterations of the loops around it.
+      runs: How often it starts, over all iterations of the loops around it.
       communicates: Whether it moves data between devices.
       work: What runs inside the window.
       inside: Seconds of that work.
@@ -54,7 +54,7 @@ class Pair:
 
     @property
     def exposed(self) -> float:
-        """Seconds of the transfer that no work hides, each time that it runs."""
+        """Seconds of one run of the transfer that no work hides."""
         return max(0.0, self.transfer - self.inside)
 
     @property
@@ -72,7 +72,7 @@ class Audit:
       chip: The name of the chip whose times were estimated.
       pairs: The asynchronous operations.
       findings: What is wrong, the most severe first.
-      notes: What the figures are based on, if a reader might expect something else.
+      notes: What a reader should know about the figures, such as a chip that was assumed.
     """
 
     module: str

@@ -2,8 +2,8 @@
 
 The caller's process traces and lowers the function, and a child process compiles it. libtpu can end the process in
 which it compiles: with a segmentation fault on some kernels, and with an arithmetic fault on some names. The child
-stays for the next call. A new one is started where it died, or where dumps are asked for and it makes none, because
-libtpu reads the flags of the dumps only when it is loaded.
+stays for the next call. A new one is started if it has died. Calls that ask for dumps have a child of their own,
+because libtpu reads the flags for dumps only when it is loaded.
 
 The result is the program that jax.jit would compile on that topology, instruction for instruction.
 """
@@ -29,7 +29,7 @@ COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten m
 
 # Compiler options for callers that read the HLO only: loops in the code of fusions are not unrolled. 55 small programs
 # took 24 s of processor time instead of 63; large matmuls gain little. The HLO, the cost and the memory are the same,
-# but for the scratch bytes that a fusion is said to use and for the bytes of the code, which is smaller and slower.
+# except for the scratch bytes that a fusion is said to use and the bytes of the code, which is smaller and slower.
 HLO_ONLY = types.MappingProxyType({"xla_tpu_enable_emitter_rolling": "true"})
 
 
@@ -47,11 +47,12 @@ def compile_for(
       topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...
       fn: A jitted function, or a function of global arrays.
       *args: Arrays or jax.ShapeDtypeStruct, or pytrees of them. Shardings on a `topology_mesh` are taken as they are.
-        Shardings on another mesh of the same size (8 CPU devices) are moved to the topology, whose mesh is then the
-        ambient one while `fn` is traced. Shardings on an AbstractMesh (from `nnx.eval_shape`) go where those of a mesh
-        with the same axes go. Arguments without any sharding compile for one chip, unless a mesh is ambient.
-      keep_dumps: True, or a folder: libtpu's final bundles are also written there. The caller deletes the folder,
-        which is `.dumps` of the result.
+        Shardings on another mesh of the same size (8 CPU devices, for example) are moved to a mesh of the topology
+        with the same axes, which is then the ambient mesh while `fn` is traced. Shardings on an AbstractMesh (from
+        `nnx.eval_shape`) are moved to the mesh that has its axes. If no argument has a sharding and no mesh is ambient,
+        the function is compiled for one chip.
+      keep_dumps: Whether to also write libtpu's final bundles: a folder for them, or True for a new temporary folder.
+        The folder is `.dumps` of the result, and the caller deletes it.
       compiler_options: libtpu's own options, as for `Lowered.compile`. `HLO_ONLY` compiles sooner where only the HLO
         is read.
       timeout: Seconds after which the child is ended.

@@ -15,8 +15,8 @@ class HbmError(RuntimeError):
     """The program needs more HBM than a device has. The compiler gives both sizes to three or four digits.
 
     Attributes:
-      needed: The bytes that the program needs on a device, with its arguments and outputs.
-      available: The bytes that programs can have on that device.
+      needed: The bytes that the program needs on a device, including its arguments and outputs.
+      available: The bytes that programs can use on that device.
     """
 
     def __init__(self, message: str, needed: int, available: int):

@@ -1,7 +1,7 @@
 """Moves the shardings of a function's arguments from their mesh to the devices of a topology.
 
-A caller may describe arguments on a mesh of CPU devices, or on an AbstractMesh as `nnx.eval_shape` leaves it. Both go
-to a mesh of the topology with the same axes.
+The arguments may be sharded over a mesh of CPU devices, or over an AbstractMesh, as `nnx.eval_shape` leaves them. Both
+are moved to a mesh of the topology with the same axes.
 """
 
 from collections.abc import Collection
@@ -35,7 +35,7 @@ def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, M
     ambient = jax.sharding.get_mesh()
     if not named and not ambient.empty and not _is_of_topology(ambient, devices) and ambient.size == len(devices):
         moved[ambient] = topology_mesh(topology, ambient.axis_sizes, ambient.axis_names, axis_types=ambient.axis_types)
-    # Without any sharding, and without a mesh to take them from, the program is one of a single chip.
+    # Without any sharding, and without an ambient mesh, the program is compiled for a single chip.
     is_single = not named and not moved and (ambient.empty or not _is_of_topology(ambient, devices))
     single = SingleDeviceSharding(devices[0]) if is_single else None
 
@@ -62,14 +62,14 @@ def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, M
 def _new_meshes(topology: str, devices: list, meshes: Collection[Any]) -> dict[Any, Mesh]:
     """Returns the mesh of the topology that each mesh of the arguments moves to.
 
-    A mesh that is one of the topology already is not in the result.
+    A mesh over the devices of the topology is not moved, so it is not in the result.
 
     Raises:
       ValueError: A mesh is not of the topology's size, or the meshes would move to more than one.
     """
     moved: dict[Any, Mesh] = {}
     ambient = jax.sharding.get_mesh()
-    here = []  # the meshes in use that are of the topology already
+    here = []  # the meshes in use that are over the devices of the topology already
     if not ambient.empty and _is_of_topology(ambient, devices) and ambient.size == len(devices):
         here.append(ambient)
     for mesh in meshes:
@@ -100,7 +100,7 @@ def _axes(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _is_of_topology(mesh: Any, devices: list) -> bool:
-    """Says whether the devices of a mesh are described ones, as those of a topology are, and of the same kind."""
+    """Says whether the devices of a mesh are described ones (which exist on no machine) of the topology's kind."""
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
         return False
     first = mesh.devices.flat[0]

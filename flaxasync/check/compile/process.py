@@ -1,4 +1,4 @@
-"""The parent's side of worker.py: it starts the child, sends it programs, and says how the child died if it dies."""
+"""The parent's side of worker.py: it starts the child, sends programs to it, and reports how it died if it died."""
 
 import atexit
 import contextlib
@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The compiler passes whose bundles are dumped. All passes of a kernel would be ten times as much text and take seconds.
+# The compiler passes whose bundles are dumped. All passes would be ten times as much text, and take seconds a kernel.
 _DUMP_PASSES = "(final_bundles|original)"
 
 
@@ -29,7 +29,7 @@ class CompilerProcess:
     """A child process that compiles.
 
     libtpu reads only once, when it is loaded, whether and where it writes dumps. A process therefore dumps all of its
-    programs or none, into one folder, from which the dumps of each program are moved away.
+    programs or none. It dumps into one folder, and the dumps of each program are then moved to the caller's folder.
 
     Attributes:
       dumps: The folder into which libtpu dumps; None if it does not.

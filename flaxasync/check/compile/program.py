@@ -14,7 +14,7 @@ class CompiledProgram:
     Attributes:
       text: The HLO text, after optimization and scheduling.
       topology: The name of the topology.
-      memory: The *_in_bytes of JAX's memory analysis, of one device.
+      memory: The entries `*_in_bytes` of JAX's memory analysis for one device.
       cost: XLA's cost analysis.
       coords: The chip of each partition, in the order of the mesh.
       dumps: The folder with libtpu's final bundles, if they were asked for.
@@ -35,7 +35,7 @@ class CompiledProgram:
     def bytes_by_kind(self) -> dict[str, int]:
         """The bytes that a device needs: arguments, outputs, temporaries, code, and their total.
 
-        An output that takes the place of a donated argument counts as that argument only.
+        An output that reuses the memory of a donated argument is counted with that argument only.
         """
         m = self.memory
         kinds = {

@@ -1,4 +1,4 @@
-"""The TPU topologies that libtpu describes, and meshes over their devices, which are not there."""
+"""The TPU topologies that libtpu describes, and meshes over their devices, which the machine need not have."""
 
 import importlib.util
 import os
@@ -54,7 +54,7 @@ def topology_mesh(
 
 
 def topology_size(topology: str) -> int:
-    """Returns the number of devices of a topology; a tpu7x chip is two. It raises what `topology_mesh` raises."""
+    """Returns the number of devices of a topology; a tpu7x chip is two. The errors are those of `topology_mesh`."""
     return len(topology_devices(topology))
 
 

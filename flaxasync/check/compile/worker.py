@@ -1,10 +1,10 @@
 """The process in which libtpu compiles. It reads requests from stdin and writes answers to stdout.
 
-libtpu may end this process without harm to its parent. process.py runs the file by its path, as a script. It imports
-jax and never flaxasync, so that it starts fast. A message is eight bytes of length, and then a pickle.
+libtpu may crash this process without harm to its parent. process.py runs this file as a script, by its path. The script
+imports jax and never flaxasync, so that it starts fast. A message is a pickle, preceded by eight bytes with its length.
 
-Three internals of jaxlib are used (the compile-only client, CompileOptions and DeviceList), because only they compile
-a lowered module in another process than the one that traced it.
+The script uses three internals of jaxlib (the compile-only client, CompileOptions and DeviceList), because only they
+can compile a lowered module in another process than the one that traced it.
 """
 
 import os

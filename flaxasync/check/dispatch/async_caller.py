@@ -1,11 +1,11 @@
 """`make_async_aot_caller`: a caller of compiled functions that refuses those which would hold the host.
 
-The "Async AOT Dispatch" study called compiled functions around JAX's Python dispatch, which it took to be the cause of
-the waiting. It is not: with jax 0.12 on CPUs (docs/dispatch.md) a pure function does not wait on that path, and a
-callback waits on the C++ path. This caller therefore makes JAX's own call, with all of its checks.
+A loop that relies on steps being dispatched ahead makes its step with this function once, before the first iteration.
+If the step would hold the host, the loop gets an error with the line of the callback instead of a slow run.
 
-What it is for: a loop that relies on steps being dispatched ahead builds its step through this function once, before
-the first iteration, and gets an error with the line of the callback instead of a slow run.
+The "Async AOT Dispatch" study bypassed JAX's Python dispatch, because it assumed that this path causes the waiting.
+With jax 0.12 on CPUs that is not so (docs/dispatch.md): a pure function does not wait on that path, and a callback
+waits on the C++ path. This caller therefore makes JAX's own call, with all of its checks.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ class AsyncCaller:
 
 
 def make_async_aot_caller(compiled: Any) -> AsyncCaller:
-    """Returns a caller of a compiled function whose calls do not make the host wait, or refuses the function.
+    """Returns a caller of a compiled function whose calls do not make the host wait, or raises an error.
 
-    The calls are not faster than those of `compiled` itself: where the host need not wait, `compiled(*args)` does not
-    make it wait. Use this if a function that makes the host wait should be an error.
+    The calls are not faster than those of `compiled` itself. Use this function if a compiled function that makes the
+    host wait should be an error.
 
     Args:
       compiled: What `jitted.lower(*args).compile()` returned.
@@ -45,7 +45,7 @@ def make_async_aot_caller(compiled: Any) -> AsyncCaller:
       The caller. `.reason` says what it gains.
 
     Raises:
-      ValueError: `compiled` is not a compiled function, or one for a device that is not here.
+      ValueError: `compiled` is not a compiled function, or was compiled for a TPU that the machine does not have.
       NotImplementedError: The function has effects or callbacks, or makes the host wait for another reason.
     """
     info = check_async_compatible(compiled)

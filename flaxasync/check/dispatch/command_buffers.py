@@ -1,8 +1,9 @@
 """The XLA flags with which a GPU runs while loops by itself, as conditional nodes of CUDA graphs.
 
-XLA's default set of command buffers contains neither WHILE nor CONDITIONAL, and graphs of fewer than five commands are
-not made. The host then reads the condition back before every iteration (`while_thunk.cc` and `conditional_thunk.cc` in
-openxla/xla). XLA reads its flags once, when the process first uses it, so they must be set before that.
+XLA's default set of commands for command buffers contains neither WHILE nor CONDITIONAL, and XLA makes no graphs of
+fewer than five commands. The host then reads the condition back before every iteration (`while_thunk.cc` and
+`conditional_thunk.cc` in openxla/xla). XLA reads its flags once, when the process first uses it, so they must be set
+before that.
 """
 
 import functools
@@ -23,13 +24,13 @@ _SECONDS = 120  # reading the flags takes one second; the rest allows for a busy
 def command_buffer_flags() -> str:
     """Returns what to add to XLA_FLAGS, before JAX is first used, so that while loops stay on a GPU.
 
-    Each flag is tried in a process of its own first, because XLA aborts on a name that it does not know. That proves
-    that the installed jaxlib takes the flags. Whether a loop was captured can only be measured, with
+    Each flag is first tried in a process of its own, because XLA aborts on a name that it does not know. This shows
+    that the installed jaxlib accepts the flags. Whether a loop was captured can only be measured, with
     `measure_dispatch` on the GPU.
 
     Returns:
-      The flags that the installed jaxlib takes, separated by blanks. The second flag is left out where jaxlib does not
-      take it.
+      The flags that the installed jaxlib accepts, separated by blanks. The second flag is left out if jaxlib does not
+      accept it.
 
     Raises:
       NotImplementedError: The installed jaxlib has no command buffers for while loops.

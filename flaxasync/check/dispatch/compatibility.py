@@ -4,8 +4,8 @@ A call of a compiled function should return at once and leave the devices workin
 back into Python, and values that the host must read back before the program can go on. Which of them do depends on the
 platform; docs/dispatch.md has the measurement or the source behind each rule of this file.
 
-The answer rests on public signals (signals.py). The private flags of JAX can turn a True into a False, and never the
-other way.
+The answer is based on public signals (signals.py). The private flags of JAX can turn the answer True into False, and
+never the reverse.
 """
 
 import dataclasses
@@ -36,20 +36,20 @@ class DispatchInfo:
     """What `check_async_compatible` found. `print` shows it in words.
 
     Attributes:
-      compatible: True if the call returns while the devices work, False if it makes the host wait, and None
-        if that cannot be told.
-      has_unordered_effects: Whether the program has effects that may come in any order, like jax.debug.print; None
-        if that cannot be told.
+      compatible: True if the call returns while the devices work, False if it makes the host wait, and None if this is
+        not known.
+      has_unordered_effects: Whether the program has effects that may come in any order, like jax.debug.print; None if
+        this is not known.
       ordered_effects: The names of the effects that must come in order.
-      has_host_callbacks: Whether the program calls Python; None if that cannot be told.
+      has_host_callbacks: Whether the program calls Python; None if this is not known.
       callbacks: The calls into Python, each with its line if the program contains it.
       dynamic_loops: The loops without a known trip count. They matter on a GPU.
       branches: The `lax.cond` and `lax.switch` that are left in the program. They matter on a GPU.
       reasons: The answer in words, and what else is worth knowing.
       remedies: What to do, if there is something to do.
-      signals: The names of what was read.
-      platform: "cpu", "gpu" or "tpu"; "" if nothing tells it.
-      devices: The number of devices that the program runs on; 0 if nothing tells it.
+      signals: The names of the signals that were read.
+      platform: "cpu", "gpu" or "tpu"; "" if it is not known.
+      devices: The number of devices that the program runs on; 0 if it is not known.
     """
 
     compatible: bool | None
@@ -76,12 +76,12 @@ class DispatchInfo:
 def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo:
     """Says whether a call of a compiled function returns while the devices still work.
 
-    What holds for `jitted.lower(...).compile()` holds for calls of `jitted` itself, too: both were measured, and they
+    The answer for `jitted.lower(...).compile()` also holds for calls of `jitted` itself: both were measured, and they
     behave alike.
 
     Args:
       compiled: What `jitted.lower(*args).compile()` or `compile_for` returned.
-      traced: `jitted.trace(*args)`, a further public signal. It also tells of callbacks that XLA has removed from the
+      traced: `jitted.trace(*args)`, a further public signal. It also shows callbacks that XLA has removed from the
         program and for which JAX waits nevertheless. It is lowered again for this.
 
     Returns:
@@ -125,7 +125,7 @@ def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo
 
 
 class _Diagnosis:
-    """Collects the reasons for and against, by the rules of the platform.
+    """Collects the reasons why the host waits or does not, by the rules of the platform.
 
     Attributes:
       compatible: The answer so far, as in `DispatchInfo`.
@@ -209,10 +209,10 @@ class _Diagnosis:
 
 
 def _cpu_is_asynchronous() -> bool:
-    """Says whether JAX runs CPU programs asynchronously. It reads this option when it first uses the CPU."""
+    """Says whether JAX runs CPU programs asynchronously. JAX reads this option when it first uses the CPU."""
     try:
         return bool(jax.config.read("jax_cpu_enable_async_dispatch"))
-    except AttributeError:  # this version of JAX has no such option, and always does
+    except AttributeError:  # this version of JAX has no such option, and always runs them asynchronously
         return True
 
 
@@ -240,7 +240,7 @@ def _placement(compiled: Any) -> tuple[str, int]:
 
 
 def _read_program(compiled: Any, platform: str) -> tuple[Program, str]:
-    """Returns what the text says and "", or an empty program and the reason why the text could not be read."""
+    """Returns what the text says and "", or an empty program and why the text could not be read."""
     try:
         text = compiled.as_text()
     except NotImplementedError:

@@ -1,12 +1,12 @@
-"""What in a compiled function can make the host wait, and where that is written down.
+"""Reads what in a compiled function can make the host wait.
 
-Three places are read:
+There are three sources:
 
 1. The text of the program contains the callbacks, the loops and the branches that run.
-2. A `Traced`, where one is given, contains the effects of the jaxpr. Its lowered text contains the callbacks that JAX
+2. A `Traced`, if one is given, contains the effects of the jaxpr. Its lowered text contains the callbacks that JAX
    registers with the executable, even those that XLA removes later.
-3. The flags of the executable say which way of calling JAX chose. They are private to JAX: they are read if they
-   exist, and compatibility.py never depends on them.
+3. The flags of the executable say how JAX chose to call it. They are private to JAX: they are read if they exist, and
+   compatibility.py never depends on them.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """What one of the three places says about effects and callbacks."""
+    """What one of the three sources says about effects and callbacks."""
 
     name: str
     has_unordered_effects: bool
@@ -100,8 +100,8 @@ class Program:
 def read_text(text: str, platform: str) -> Program:
     """Reads the text of a compiled program.
 
-    XLA notes the trip counts by which its CPU and GPU runtimes go. On TPU it never notes one, so counting loops are
-    recognized from their instructions there.
+    On CPU and GPU the text gives the trip counts that XLA's runtime uses. On TPU it never gives one, so counting loops
+    are recognized from their instructions.
 
     Raises:
       HloError: The text cannot be read.
@@ -128,7 +128,7 @@ def read_traced(traced: jax.stages.Traced) -> Signal:
 
 
 def read_flags(compiled: Any) -> Signal | None:
-    """Returns the flags by which JAX chooses its way of calling; None if this version of JAX has no such flags."""
+    """Returns the flags by which JAX chooses how to call; None if this version of JAX has no such flags."""
     call: Any = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
     try:
         ordered = tuple(type(effect).__name__ for effect in call.ordered_effects)
@@ -139,7 +139,7 @@ def read_flags(compiled: Any) -> Signal | None:
 
 
 def listed(things: Iterable[object], most: int = 3) -> str:
-    """Joins the texts of what was found, the first few of them."""
+    """Joins the texts of the first few things, and says how many more there are."""
     texts = list(map(str, things))
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more

@@ -1,9 +1,9 @@
 """`measure_dispatch`: how long a call holds the host, and how long it keeps the devices busy.
 
-The ratio of these two times tells whether the host waits. For a call that returns at once and leaves the devices
+The ratio of these two times shows whether the host waits. For a call that returns at once and leaves the devices
 working, dispatch / total is small; for a call that waits, it is near 1. Three things would falsify the ratio and are
 excluded: inputs that are not ready yet, a queue of earlier calls (each repeat ends before the next begins), and
-functions so short that the dispatch is all there is.
+functions so short that the dispatch takes most of their time.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-FLOOR = 1e-3  # seconds; a shorter function is not judged: a pure function of microseconds has a ratio of 80 %
-WAITS = 0.5  # the ratio above which a call waits; measured ratios are below 0.3 or above 0.95, and none is between
-_CONTROL_SIZE, _CONTROL_TRIPS = 512, 16  # of the control function, which takes about 10 ms on two CPU cores
+FLOOR = 1e-3  # seconds; shorter functions are not judged, because a pure one of microseconds has a ratio of 80 %
+WAITS = 0.5  # the ratio above which a call waits; all ratios that were measured are below 0.3 or above 0.95
+_CONTROL_SIZE, _CONTROL_TRIPS = 512, 16  # for a control function that takes about 10 ms on two CPU cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DispatchTiming:
       dispatch: Seconds until the call returned.
       total: Seconds until its outputs were ready.
       ratio: dispatch / total. It is the median of the ratios, and not the ratio of the medians.
-      repeats: The number of calls that were measured, after one that was not.
+      repeats: The number of calls that were measured, after a first call that was not.
       floor: Seconds below which `total` is too short to judge.
     """
 
@@ -52,11 +52,12 @@ class DispatchTiming:
 
 
 def measure_dispatch(fn: Callable, *args: Any, repeats: int = 5, floor: float = FLOOR) -> DispatchTiming:
-    """Measures for how much of a call's time the host is held.
+    """Measures for how much of a call's time the host waits.
 
     Args:
       fn: A jitted or compiled function of arrays that returns arrays. It is called `repeats` + 1 times.
-      *args: Its arguments. They are waited for first. They must not be donated, because they are used again.
+      *args: Its arguments. The measurement begins when they are ready. They must not be donated, because they are used
+        again.
       repeats: The number of calls to measure.
       floor: Seconds; a shorter call is not judged.
 
@@ -65,7 +66,7 @@ def measure_dispatch(fn: Callable, *args: Any, repeats: int = 5, floor: float = 
 
     Raises:
       ValueError: `fn` is not callable, returns anything but arrays, or donates its arguments; or `repeats` is below 1.
-      NotImplementedError: The device has no asynchronous dispatch, so that even a pure function waits.
+      NotImplementedError: The device has no asynchronous dispatch, so even a pure function waits.
     """
     if not callable(fn):
         raise ValueError(f"fn must be a function: got {type(fn).__name__}; pass a jitted or a compiled function")

@@ -1,8 +1,8 @@
 """How long a collective takes on links that nothing else uses.
 
 The model is a bandwidth-optimal ring. A group of two devices has one link; a larger group sends in both directions of
-its ring at once. XLA's own collectives come within a few percent of it for large arrays. Small ones take the time of
-the hops.
+its ring at once. For large arrays XLA's own collectives are within a few percent of the model. The time of small
+collectives is that of the hops.
 """
 
 from flaxasync.hardware import Chip
@@ -11,7 +11,7 @@ from flaxasync.hardware import Chip
 def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, chip: Chip) -> float:
     """Returns the seconds of a collective that is alone on its links.
 
-    | opcode | bytes, shared by the directions of the ring |
+    | opcode | bytes that are sent, divided among the directions of the ring |
     |---|---|
     | all-gather | (R-1)/R of the result |
     | reduce-scatter | (R-1)/R of the operand |

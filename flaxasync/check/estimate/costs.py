@@ -1,4 +1,4 @@
-"""How long each instruction takes on a chip, as far as the text of the program tells.
+"""How long each instruction takes on a chip, estimated from the text of the program.
 
 | instruction | its time |
 |---|---|
@@ -13,8 +13,8 @@
 
 The compiler's estimates of work without a matmul are too long: for broadcasts and additions in HBM by up to a factor
 of two. Such work is therefore never charged more than its bytes. Copies keep the estimate, because the compiler itself
-schedules by it. That estimate is furthest off within vector memory: a copy of 16 MiB is put at 184 512 cycles on v5e,
-and its final bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. A Pallas kernel that was written
+schedules by it. That estimate is furthest off within vector memory: it is 184 512 cycles for a copy of 16 MiB on v5e,
+whose final bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. A Pallas kernel that was written
 without a `cost_estimate` is charged by its bytes, and the timeline notes it.
 """
 
@@ -50,7 +50,7 @@ class Costs:
       chip: The chip.
       kernels: Seconds of Pallas kernels, by the name of the instruction, with or without its number.
       copies: "cycles" or "bytes": what the time of a copy is taken from.
-      known: The times that were asked for before, each with the word of `explained`.
+      known: A cache of what `explained` returned, by computation and instruction.
     """
 
     module: HloModule
@@ -79,7 +79,7 @@ class Costs:
         return sum(self.seconds(computation, i) for i in computation.instructions) if computation else 0.0
 
     def trips(self, loop: Instruction) -> int:
-        """Returns how often a loop runs; 1 if the text does not tell."""
+        """Returns the trip count of a loop; 1 if the text does not determine it."""
         count = trip_count(self.module, loop)
         return 1 if count is None else count
 

@@ -1,11 +1,11 @@
-"""Steps through a scheduled program on all of its devices at once, and writes down when what runs.
+"""Steps through a scheduled program on all of its devices at once, and records which instruction runs when.
 
 Work takes the time of costs.py. A transfer begins when both of its ends have started it and its link is free. A done
-waits for its transfer. A synchronous collective waits for all devices of its group. The first iterations of a long loop
-are stepped through, and the rest are added as a repetition of them.
+waits for its transfer. A synchronous collective waits for all devices of its group. Of a long loop, the first three
+iterations and the last one are stepped through; the others are added as repetitions of the third one.
 
-A kernel that starts a transfer does not say in which direction it sends: kernels with the same collective_id are taken
-to share a link. Three things are not modelled: work and transfers that compete for HBM, different collectives that
+The text does not say in which direction a kernel sends, so kernels with the same collective_id are assumed to share a
+link. Three things are not modelled: work and transfers that compete for HBM, different collectives that
 share links, and the time of the host.
 """
 
@@ -17,8 +17,8 @@ from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, as
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 
-STEPPED_ITERATIONS = 4  # of a longer loop, three iterations at its beginning and one at its end are stepped through
-MAX_DEVICES = 64  # of a program whose devices do different things, only so many are stepped through
+STEPPED_ITERATIONS = 4  # iterations of a longer loop that are stepped through: three at its beginning, one at its end
+MAX_DEVICES = 64  # devices that are stepped through, of a program whose devices do different things
 
 
 class Lockstep:
@@ -31,7 +31,7 @@ class Lockstep:
       devices: The numbers of the devices that are stepped through; [0] where all of them do the same.
       clock: The time of each device's core, in seconds.
       seconds: The seconds of each device, by the kind of slice and its cause.
-      slices: What ran, waited and travelled, in all devices.
+      slices: The slices of work, waits and transfers of all devices.
       loops: The loops of the first device.
     """
 
@@ -88,7 +88,7 @@ class Lockstep:
         self._active.discard(name)
 
     def _spend(self, n: int, until: float, name: str, kind: str, cause: str) -> None:
-        """Moves the core of the n-th device to a later time, and writes down what for."""
+        """Moves the core of the n-th device to a later time, and records the reason as a slice."""
         start = self.clock[n]
         if until <= start:
             return
@@ -137,7 +137,7 @@ class Lockstep:
         return sends
 
     def _done(self, candidates: list[AsyncOperation], done: Instruction) -> None:
-        """Lets every device wait for the operation that was started last, of those that the instruction may end."""
+        """Lets every device wait for an operation: of those that the instruction may end, the one that started last."""
         started = [name for name in self._started if any(op.name == name for op in candidates)]
         if not started:
             return
@@ -175,7 +175,7 @@ class Lockstep:
                 self._spend(n, begin + seconds, i.name, "collective", i.name)
 
     def _groups(self, i: Instruction) -> list[list[int]]:
-        """Returns the groups of a collective, as far as their devices are stepped through."""
+        """Returns the groups of a collective, without the devices that are not stepped through."""
         if len(self.devices) == 1:
             return [[0]]
         groups = replica_groups(i, self.module.num_partitions)
@@ -250,6 +250,6 @@ class Lockstep:
 
 
 def _lane_of_kernel(op: AsyncOperation) -> str:
-    """Names the link of a kernel after its collective_id, because the text does not tell where it sends."""
+    """Names the link of a kernel after its collective_id, because the text does not say where it sends."""
     config = op.start.backend_config.get("custom_call_config", {})
     return f"link {config.get('collective_id', 0) if isinstance(config, dict) else 0}"

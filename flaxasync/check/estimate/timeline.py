@@ -1,8 +1,8 @@
-"""`Timeline`: a program in time, as slices of work, waits and transfers on the lanes of each device.
+"""`Timeline`: what runs when in a program, as slices of work, waits and transfers on the lanes of each device.
 
-The estimate of this folder and the player both make one. Whatever makes a timeline says what its times are based on
-(`basis`), and how far they were off (`known_error`), if a measurement is known. The file holds data only: trace.py
-and picture.py turn it into files.
+Both the estimate in this folder and the player make timelines. A timeline says what its times are based on (`basis`)
+and, if a measurement is known, how far such times were from it (`known_error`). The file holds data only: trace.py and
+picture.py write it to files.
 """
 
 import dataclasses
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 # What a slice can be.
 KINDS = {
     "compute": "work of the core",
-    "stall": "the core waits for a transfer between devices, or for the others to come to a collective",
+    "stall": "the core waits for a transfer between devices, or until the other devices join a collective",
     "collective": "the core is held by a synchronous collective",
-    "memory": "the core waits for a copy of its own",
+    "memory": "the core waits for a copy within its device",
     "transfer": "a transfer between devices, under way",
-    "copy": "a copy of its own, under way",
+    "copy": "a copy within the device, under way",
     "repeat": "more iterations of a loop, like those before",
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
-    """One stretch of time on one lane of one device.
+    """One period of time on one lane of one device.
 
     Attributes:
       device: The number of the device.
@@ -57,7 +57,7 @@ class Loop:
       trips: The number of iterations.
       start: When the loop begins, in seconds.
       end: When the loop ends, in seconds.
-      iteration: Begin and end of one iteration that is like most others, and whose slices are all in the timeline.
+      iteration: The begin and end of a typical iteration whose slices are all in the timeline, in seconds.
     """
 
     name: str
@@ -77,8 +77,8 @@ class DeviceTime:
       seconds: All of its time.
       compute: Seconds of work.
       exposed: Seconds in which it waits for other devices, in stalls or in synchronous collectives.
-      memory: Seconds in which it waits for copies of its own.
-      causes: The seconds of `exposed` and `memory`, by the operation that was waited for.
+      memory: Seconds in which it waits for copies within the device.
+      causes: The seconds of `exposed` and `memory`, by the name of the operation that the device waits for.
     """
 
     device: int
@@ -91,13 +91,13 @@ class DeviceTime:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A program in time. The totals are those of the slowest device. `print` shows a table.
+    """What runs when in a program. The totals are those of the slowest device. `print` shows a table.
 
     Attributes:
       name: The name of the program.
       chip: The name of the chip.
       basis: What the times are based on.
-      known_error: How far such times were off, if a measurement is known.
+      known_error: How far such times were from a measurement, if one is known.
       slices: All slices of all devices.
       devices: Where the time of each device goes.
       notes: What a reader should know beside the figures.

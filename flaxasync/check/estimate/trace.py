@@ -6,7 +6,7 @@ from typing import Any
 
 from flaxasync.check.estimate.timeline import Timeline
 
-# Names of the colours that the trace viewers know.
+# The names that the trace viewers have for their colours.
 _COLOURS = {"compute": "good", "stall": "terrible", "collective": "bad", "memory": "yellow", "repeat": "grey"}
 
 

@@ -1,4 +1,4 @@
-"""Compiled programs as data: HLO text is read, written, and asked what it says.
+"""Compiled programs as data: reads and writes HLO text, and answers questions about it.
 
 Nothing in this folder knows about times, and nothing in it imports JAX.
 
@@ -8,6 +8,6 @@ Nothing in this folder knows about times, and nothing in it imports JAX.
   trip_count                how often a loop runs
   value_flow                where a value goes
   participants              which devices take part in a collective
-  async_operations          starts, dones and what lies between them, in every spelling
+  async_operations          starts, dones and what runs between them, in every spelling
   async_sugar               the two spellings of a generic asynchronous operation
 """

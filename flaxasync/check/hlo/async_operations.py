@@ -1,4 +1,4 @@
-"""One model of an asynchronous operation, whichever way the compiler spells it.
+"""One model of an asynchronous operation for all ways in which HLO text spells it.
 
 | spelling | start | done |
 |---|---|---|
@@ -8,8 +8,8 @@
 | fusion | a fusion that contains a custom call AsyncCollectiveStart | a fusion that contains AsyncCollectiveDone |
 | kernel | a custom call that returns semaphores, S(2): a Pallas start | the custom calls that consume them |
 
-Between the two, the future may pass through tuples, loops and branches. A start in the body of a loop whose done
-stands in the next iteration has several windows. A start that is bound late has no operands: an update brings them.
+Between the two, the future may pass through tuples, loops and branches. A start in a loop body whose done is in the
+next iteration has several windows. A start may have no operands and get them from an update later: it is bound late.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _FUSED_START, _FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What lies between a start and one of its dones.
+    """What runs between a start and one of its dones.
 
     Attributes:
       done: The instruction that waits for the operation.
@@ -81,7 +81,7 @@ class AsyncOperation:
 
     @property
     def communicates(self) -> bool:
-        """Whether the operation moves data between devices. Of a kernel, only the compiler's notes tell this."""
+        """Whether the operation moves data between devices. For a kernel this is read from the backend's notes."""
         if self.spelling == "kernel":
             return '"has_communication":true' in self.start.attributes.get("backend_config", "")
         return self.kind in COLLECTIVES
@@ -128,8 +128,8 @@ def step_of_opcode(opcode: str) -> str:
 def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction | None:
     """Returns the collective that a fusion performs, or the custom call that marks it as a start or a done.
 
-    Returns None for a fusion that does neither. A fusion that computes while a collective is under way contains that
-    collective, too, with notes about its progress. Such a fusion does not perform it.
+    Returns None for a fusion that has neither. A fusion that computes while an asynchronous collective is under way
+    also contains that collective, with notes about its progress, but it does not perform the collective.
     """
     inside = module.instructions_in(fusion)
     marks = [i for i in inside if i.custom_call_target.startswith("AsyncCollective")]
@@ -254,7 +254,7 @@ def _moved_bytes(
     windows: list[Window],
     inner: Instruction | None,
 ) -> int:
-    """Returns the bytes of the result, which a gather makes and a permute moves; of a kernel, its largest buffer."""
+    """Returns the bytes of the operation's result; for a kernel those of its largest buffer."""
     if spelling == "kernel":
         aliased = {alias.output for alias in start.aliases}
         arrays = [(path, s) for path, s in start.shape.leaves() if s.memory_space != SEMAPHORE]

@@ -1,12 +1,12 @@
 """The two spellings of a generic asynchronous operation, and the conversion of a module from one to the other.
 
-The long form is `async-start(...), calls=%wrapped`. Sugar is `op-start(...)`, which has the attributes of the wrapped
-instruction and no wrapped computation. A start that wraps more than one instruction, or whose operands are bound late,
-is written in sugar as `call-start(...), to_apply=%wrapped`. Operations with start and done opcodes of their own
-(collective-permute, copy, ...) have neither form.
+The long form is `async-start(...), calls=%wrapped`. The short form, called sugar, is `op-start(...)`. It has the
+attributes of the wrapped instruction and no wrapped computation. A start that wraps more than one instruction, or whose
+operands are bound late, is written in sugar as `call-start(...), to_apply=%wrapped`. Operations with start and done
+opcodes of their own (collective-permute, copy, ...) have neither form.
 
 jaxlib's own parser turns sugar into the long form when it reads a text. A comparison of two programs, or of counts
-with jaxlib's, must therefore bring both to one form first. Sugar loses the names of the wrapped computations and
+with jaxlib's, must therefore convert both to one form first. Sugar loses the names of the wrapped computations and
 nothing else.
 """
 

@@ -39,13 +39,13 @@ class Cursor:
         self.at = match.end() if match else self.at
 
     def excerpt(self) -> str:
-        """Returns what stands at the current position, for a message."""
+        """Returns the text at the current position, for a message."""
         if self.at >= len(self.text):
             return "the end of the text"
         return repr(self.text[self.at : self.at + 40].split("\n")[0])
 
     def after_bracket(self, at: int) -> int:
-        """Returns the index after the bracket that closes the one at `at`. Brackets in strings and comments are hidden.
+        """Returns the index after the bracket that closes the one at `at`. It skips brackets in strings and comments.
 
         Raises:
           HloError: The bracket is not closed, or another one closes first.
@@ -67,7 +67,7 @@ class Cursor:
     def end_of_value(self, at: int) -> int:
         """Returns the index at which an attribute's value ends.
 
-        A value ends at a comma, at the end of a line or at a closing brace, where these stand outside of every bracket.
+        A value ends at a comma, at the end of a line or at a closing brace that is outside of every bracket.
 
         Raises:
           HloError: A bracket within the value is not closed, or is closed by another one.

@@ -1,4 +1,4 @@
-"""From what a caller hands in, a compiled program or its text, to a module and the name of its chip."""
+"""Returns the module, and the name of the chip, of what a caller passes: a compiled program or its text."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def module_of(compiled: Any) -> HloModule:
 
     Raises:
       HloError: The text cannot be read.
-      ValueError: It is none of these, or a lowered program, or it has no text on this platform.
+      ValueError: The argument is none of these, or a lowered program, or has no text on this platform.
     """
     if isinstance(compiled, HloModule):
         return compiled
@@ -35,7 +35,7 @@ def module_of(compiled: Any) -> HloModule:
 
 
 def chip_of(compiled: Any) -> str | None:
-    """Returns the name of the chip that a program was compiled for; None if the object does not tell."""
+    """Returns the name of the chip that a program was compiled for; None if the object does not say."""
     if isinstance(compiled, HloModule | str):
         return None  # a text does not name its chip, and reading one must not import JAX
     if isinstance(found := getattr(compiled, "chip", None), str):
@@ -54,10 +54,10 @@ def _parse(text: str) -> HloModule:
 
 
 def _shardings(compiled: Any) -> list:
-    """Returns the shardings of a compiled program's inputs and outputs, as far as it tells them."""
+    """Returns the shardings of a compiled program's inputs and outputs, or [] if it does not give them."""
     try:
         import jax
 
         return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    except Exception:  # the object is not a jax.stages.Compiled, or one whose runtime does not tell its shardings
+    except Exception:  # the object is not a jax.stages.Compiled, or its runtime does not give its shardings
         return []

@@ -1,8 +1,8 @@
 """A compiled program as frozen data: a module of computations, which are lists of instructions.
 
 `parse` in reader.py makes these from HLO text, and `format_module` in writer.py makes text from them. Names, operands
-and attributes are kept as they were printed, and the properties decode them when they are asked for. Nothing here
-decides what a program means. The file needs the standard library only.
+and attributes are kept as they were printed, and properties decode them on access. Nothing here decides what a program
+means. The file needs the standard library only.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Instruction:
 
     @property
     def backend_config(self) -> dict:
-        """The compiler's own notes. Empty if there are none, or if they are not a JSON object."""
+        """The backend's notes on the instruction. Empty if there are none, or if they are not a JSON object."""
         return _json_object(self.attributes.get("backend_config", ""))
 
     @property
@@ -110,7 +110,7 @@ class Instruction:
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate. It makes one for fusions, copies and reductions on TPU."""
+        """The compiler's own estimate, for fusions, copies and reductions on TPU; None if it made none."""
         window = self.backend_config.get("window_config")
         return _small_int(str(window.get("estimated_cycles", ""))) if isinstance(window, dict) else None
 
@@ -160,7 +160,7 @@ class HloModule:
       computations: The computations by name, in printed order.
       attributes: The "key=value" entries of the HloModule line, as text.
       tables: The text between the HloModule line and the first computation: files, functions and stack frames.
-      is_fragment: Whether the text had no HloModule line. The operands of a fragment may be defined nowhere.
+      is_fragment: Whether the text had no HloModule line. A fragment may use operands that it does not define.
     """
 
     name: str
@@ -185,7 +185,7 @@ class HloModule:
 
     @functools.cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """The instructions that call each computation, each with the computation that it stands in."""
+        """The instructions that call each computation, each with the computation that contains it."""
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
@@ -194,11 +194,11 @@ class HloModule:
         return callers
 
     def source(self, instruction: Instruction) -> str:
-        """Returns "file:line" of the Python that an instruction came from; "" if the text does not say."""
+        """Returns "file:line" of the Python code that made an instruction; "" if the text does not say."""
         return source_line(instruction.attributes.get("metadata", ""), self._stack_frames)
 
     def instructions_in(self, caller: Instruction) -> list[Instruction]:
-        """Returns the instructions of the computations that an instruction calls, as far as the text defines them."""
+        """Returns the instructions of the computations that an instruction calls and the text defines."""
         return [
             i
             for name in caller.called_computations

@@ -2,8 +2,8 @@
 
 It reads what compilers print: for TPU, GPU and CPU, scheduled or not, with or without percent signs, operand shapes
 and comments. It also reads fragments as documentation shows them, which are computations or bare instructions without
-a HloModule line. Any other text raises HloError with line and column, and no text raises anything else. What an opcode
-means is not checked here.
+a HloModule line. Any other text raises HloError with line and column, and no text raises another exception. The reader
+does not check what an opcode means.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import re
 from flaxasync.check.hlo.cursor import Cursor
 from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.participants import check_participants
 from flaxasync.check.hlo.shape_reader import ARRAY, read_shape, split_at_commas
 from flaxasync.check.hlo.shapes import Shape
 
@@ -40,7 +41,8 @@ def parse(text: str) -> HloModule:
       The module. Two modules are equal when they print alike.
 
     Raises:
-      HloError: The text is not HLO, or is cut short, or names an operand or a computation that it does not define.
+      HloError: The text is not HLO, or is cut short, or names an operand or a computation that it does not define, or
+        the devices that take part in a collective in an unknown way.
     """
     if not isinstance(text, str):
         raise HloError(
@@ -68,7 +70,7 @@ class _Reader(Cursor):
         elif not self.text[self.at :].strip():
             raise self.error("the text is empty; expected a HloModule line")
         computations: dict[str, Computation] = {}
-        bare: list[Instruction] = []  # the instructions that stand outside of any computation
+        bare: list[Instruction] = []  # the instructions outside of any computation
         bare_names: set[str] = set()
         while True:
             self.skip_blank()
@@ -176,7 +178,9 @@ class _Reader(Cursor):
         else:
             operands = self.operands(operands_text, inside)
         attributes = self.attributes()
-        return Instruction(name, shape, opcode[1], operands, attributes, bool(match[1]), literal, line)
+        instruction = Instruction(name, shape, opcode[1], operands, attributes, bool(match[1]), literal, line)
+        check_participants(instruction)
+        return instruction
 
     def operands(self, text: str, at: int) -> tuple[str, ...]:
         """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so they are dropped."""
@@ -196,7 +200,7 @@ class _Reader(Cursor):
         return tuple(names)
 
     def attributes(self) -> dict[str, str]:
-        """Reads `, key=value, key=value`. It ends at the end of a line that no comma continues."""
+        """Reads `, key=value, key=value`. A line break ends the list unless a comma precedes it."""
         found: dict[str, str] = {}
         while True:
             ahead = _BLANK_IN_LINE.match(self.text, self.at).end()  # type: ignore[union-attr]
@@ -211,7 +215,11 @@ class _Reader(Cursor):
             start = match.end()
             simple = _SIMPLE_VALUE.match(self.text, start)
             self.at = simple.end() if simple else self.end_of_value(start)
-            found[match[1]] = self.text[start : self.at].strip()
+            value = self.text[start : self.at].strip()
+            if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
+                found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
+            else:
+                found[match[1]] = value
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):
@@ -241,7 +249,7 @@ def _check_calls(module: HloModule) -> None:
 
 
 def _mark_root(instructions: list[Instruction]) -> None:
-    """Makes the last instruction the root, where none is marked as the root."""
+    """Makes the last instruction the root if no instruction is marked as the root."""
     if not any(i.is_root for i in instructions):
         instructions[-1] = dataclasses.replace(instructions[-1], is_root=True)
 

@@ -20,7 +20,7 @@ def read_shape(text: str) -> Shape:
     """Reads `bf16[8,128]{1,0:T(8,128)S(1)}` or `(f32[2], (s32[], pred[4]))`.
 
     Raises:
-      HloError: The text is not a shape. The error has no line and column, which only the caller knows.
+      HloError: The text is not a shape. The error has no line and column, because only the caller knows them.
     """
     if _depth(text) > MAX_DEPTH:
         raise HloError(f"tuples nested deeper than {MAX_DEPTH}")
@@ -28,7 +28,7 @@ def read_shape(text: str) -> Shape:
 
 
 def split_at_commas(text: str) -> list[str]:
-    """Splits a text at the commas that stand outside of every bracket, string and comment."""
+    """Splits a text at the commas that are outside of every bracket, string and comment."""
     parts, depth, start = [], 0, 0
     for token in _MARK.finditer(text):
         mark = token[0]

@@ -1,4 +1,4 @@
-"""Shapes and layouts of HLO values, and the memory spaces of a TPU layout."""
+"""Shapes and layouts of HLO values, and the memory spaces of TPU layouts."""
 
 import dataclasses
 import math

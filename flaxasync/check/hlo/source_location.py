@@ -1,6 +1,6 @@
-"""Where an instruction comes from: the name of its JAX operation, and its line of Python.
+"""Where an instruction comes from: the name of its JAX operation, and its line of Python code.
 
-XLA prints both as metadata of the instruction. The name stands there in full. The line stands there either in full
+XLA prints both as metadata of the instruction. The name is printed in full. The line is printed either in full
 (`source_file="model.py" source_line=24`) or as the number of a stack frame, which is looked up in the tables between
 the HloModule line and the first computation.
 """

@@ -1,4 +1,4 @@
-"""How often a while loop runs, where the program's text tells.
+"""The trip count of a while loop, if the program's text determines it.
 
 XLA notes `known_trip_count` on CPU and GPU, and never on TPU. Counting loops are therefore also recognized from their
 instructions: the condition compares a counter with a constant, the body adds a constant to the counter, and the
@@ -15,7 +15,7 @@ _HOLDS = {"LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b
 
 
 def trip_count(module: HloModule, loop: Instruction) -> int | None:
-    """Returns the number of iterations of a `while`, or None if the text does not tell."""
+    """Returns the number of iterations of a `while`, or None if the text does not determine it."""
     known = loop.backend_config.get("known_trip_count")
     if isinstance(known, dict) and str(known.get("n", "")).isascii() and str(known.get("n", "")).isdigit():
         return int(str(known["n"])[:18])
@@ -46,7 +46,7 @@ def _count(start: int, limit: int, step: int, direction: str) -> int | None:
 
 
 def _comparison(module: HloModule, condition: Computation) -> tuple[int, int | tuple[int], str] | None:
-    """Reads `compare(get-tuple-element(parameter, i), bound), direction=LT`, which may stand in a fusion.
+    """Reads `compare(get-tuple-element(parameter, i), bound), direction=LT`, which may be in a fusion.
 
     Returns:
       The index i of the counter in the loop's tuple, the bound, and the direction of the comparison. The bound is a

@@ -1,8 +1,8 @@
 """Where a value goes: through tuples, loops, branches and aliased outputs to the instructions that use it.
 
-`trace` follows one array of one instruction's result forward. Each use comes with the spans of the schedule that run
-between the birth of the value and that use. A value that a loop carries into its next iteration is followed through
-the back edge of the loop. Nothing is assumed about what the value is.
+`trace` follows one array of one instruction's result forward. Each use is returned with the spans of the schedule that
+run between the instruction that makes the value and that use. A value that a loop carries into its next iteration is
+followed into that iteration. Nothing is assumed about what the value is.
 """
 
 import collections
@@ -32,7 +32,7 @@ class Use:
       computation: The computation of the using instruction.
       instruction: The using instruction.
       operand: The number of the operand that is the value.
-      spans: What runs between the birth of the value and this use.
+      spans: What runs between the instruction that makes the value and this use.
       copies: The copies on the path, each as (computation, instruction).
       crosses: How the path crosses loops: "enters", "repeats" or "leaves", followed by the name of the loop.
       aliased: Whether the instruction writes its result over the value.
@@ -67,7 +67,7 @@ class _Holder:
       instruction: The instruction.
       path: The index path of the value in the result.
       opened: The position in this computation from which on the value is alive.
-      spans: What ran in other computations, or in earlier iterations, since the birth of the value.
+      spans: What ran in other computations, or in earlier iterations, since the value was made.
       loops: The loops around this computation that the path has entered, the outermost first.
       copies: As in `Use`.
       crosses: As in `Use`.
@@ -108,8 +108,8 @@ def trace(
       computation: The computation of the instruction.
       instruction: The instruction that makes the value.
       path: The index path of the array in the instruction's result.
-      stop: Says of an instruction that the path ends there even where the instruction aliases the value. The done of
-        an asynchronous operation is the usual case.
+      stop: Says whether the path ends at an instruction even if the instruction aliases the value. The done of an
+        asynchronous operation is the usual case.
 
     Returns:
       The uses, the nearest first. An instruction that only passes the value on is not a use. A copy is not a use

@@ -1,17 +1,17 @@
 """The player: simulates a compiled TPU program cycle by cycle, for all devices of its mesh, on a machine without a TPU.
 
-The files, each of which imports only files above it:
+Each file imports only files that are listed above it or beside it:
 
-  errors, bundle_text, dump                                    from text to programs
-  chips, chip_grid                                             what the machine can do, and where its chips are
-  addresses, scalar_operations, matrix_unit, basic_blocks      from a program to code that can be executed
+  errors, bundle_text, dump                                    from the text of the dumps to programs
+  chips, chip_grid                                             the timing of the chips, and the grid that they are on
+  addresses, scalar_operations, matrix_unit, basic_blocks      from a program to Python code that executes it
   machine                                                      one core
   network, event_queue, recorder, vector_clocks                what the cores share
-  transfers, memory_claims, semaphores                         what a core can ask for
+  transfers, memory_claims, semaphores                         transfers, the memory that they use, and semaphores
   collective_tables, ring_model                                XLA's collectives
   launch, diagnostics, devices, transfer_engine, simulation    all devices together
-  result, summary, picture                                     what a simulation tells
-  play                                                         all of it: `play` and `play_dump`
+  result, summary, picture                                     the result of a simulation
+  play                                                         the public functions `play` and `play_dump`
 """
 
 from flaxasync.check.player.chips import PLAYED_CHIPS as PLAYED_CHIPS

@@ -1,4 +1,4 @@
-"""`python -m flaxasync.check.player DUMPDIR [--topology v5e:2x2]` simulates bundle dumps: where does the time go?"""
+"""Simulates the bundle dumps of a TPU program and shows where the time goes: python -m flaxasync.check.player DIR."""
 
 import argparse
 import pathlib
@@ -13,14 +13,14 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns 0, or 1 if the program breaks a rule of the machine or cannot be simulated."""
     parser = argparse.ArgumentParser(prog="python -m flaxasync.check.player", description=__doc__)
     parser.add_argument("folder", help="the folder that --xla_jf_dump_to named")
-    parser.add_argument("--topology", help="what it was compiled for, like v5e:2x2 (default: as player.json says)")
+    parser.add_argument("--topology", help="topology of the program, like v5e:2x2 (default: as in player.json)")
     parser.add_argument(
         "--coords",
-        help="the chip of each partition, like 0,0,0:1,0,0:1,1,0:0,1,0 (default: as player.json says)",
+        help="the chip of each partition, like 0,0,0:1,0,0:1,1,0:0,1,0 (default: as in player.json)",
     )
-    parser.add_argument("--measured-ms", type=float, help="what the same program took on a TPU: prints the error")
+    parser.add_argument("--measured-ms", type=float, help="time of the same program on a TPU: prints the error")
     parser.add_argument(
-        "--json", metavar="FILE", help="write everything but single stretches of time ('-': to the terminal)"
+        "--json", metavar="FILE", help="write the result without its stretches of time as JSON ('-': to the terminal)"
     )
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
     parser.add_argument("--picture", metavar="FILE", help="write a PNG of the timeline")

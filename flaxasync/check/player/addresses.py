@@ -1,12 +1,12 @@
-"""Gives every buffer, scalar and semaphore of a dump an address that no other one shares.
+"""Gives every buffer, scalar and semaphore of a dump an address of its own.
 
 The dump leaves most addresses to the linker. A simulation can choose any addresses, as long as three things hold: they
 are distinct; they are the same on every device, because the devices run one program; and buffers have their true size,
 so that the program's own bounds checks work.
 
-No two values share memory here, even where they do on a chip, so a program needs more of each memory space: half a
-GiB of vmem for two layers. A transfer whose text does not name its memory spaces is recognized by its addresses.
-Each space therefore ends before the next one begins, and a program that needs more is refused.
+No two values share memory here, even if they do on a chip, so a program needs more of each memory space than on a chip:
+half a GiB of vmem for two layers. The address of a transfer whose text does not name its memory spaces must show the
+space. Each space therefore has its own range of addresses, and a program that needs a larger range is refused.
 
 | space | unit of an address |
 |---|---|
@@ -30,12 +30,12 @@ GRANULE = 32  # bytes
 _FIRST = {"smem": 0x1000, "sflag": 0x400, "vmem": 0x200000, "hbm": 8 << 30}
 _END = {"smem": 0x600000, "sflag": 4 << 13, "vmem": _FIRST["hbm"], "hbm": GRANULE << 32}
 FIRST_HBM_GRANULE = _FIRST["hbm"] // GRANULE
-# Bytes between buffers, so that an address just past the end of one lies in none.
+# Bytes between buffers, so that an address just past the end of one is in no buffer.
 _GAP = {"smem": 0, "sflag": 0, "vmem": 4096, "hbm": 32768}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
 _TILE = re.compile(r"\(([\d,]+)\)")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0, "opaque": 0}
-LATE = "late scalar"  # begins the label of a scalar that the compiler added after the declarations were written
+LATE = "late scalar"  # the beginning of the labels of scalars that the compiler added after the declarations
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Buffer:
 
 
 class Addresses:
-    """Gives out addresses, and knows what lies at each.
+    """Assigns addresses, and finds the buffer at an address.
 
     Attributes:
-      fixed: What lies at the (space, address) pairs that the compiler has fixed, in the compiler's words.
+      fixed: The compiler's description of each (space, address) that the compiler has fixed.
     """
 
     def __init__(self, hbm_unit: int) -> None:
@@ -98,7 +98,7 @@ class Addresses:
     def of(self, program: Program, name: str) -> Buffer:
         """Returns the buffer of `#name` in a program.
 
-        Later passes of the compiler add scalars, for spilled registers and for offsets of the linker. They are not
+        Later passes of the compiler add scalars, for spilled registers and for offsets of the linker. These are not
         declared, and get an address when they are first used. Their numbers are higher than those of all declarations.
 
         Raises:

@@ -1,8 +1,8 @@
 """Basic blocks: sequences of bundles without a branch in them, each compiled to one Python function.
 
-A block ends where the flow of control can change (at the last delay slot of a branch, and at the bundle before the
-target of one) and at an external operation, which is one that touches more than the registers of its core: a transfer,
-a semaphore, a call, a trace mark.
+A block ends where control flow can change (at the last delay slot of a branch, and at the bundle before the target of a
+branch) and at an external operation. An external operation is one that affects more than the registers of its core: a
+transfer, a semaphore operation, a call or a trace mark.
 
 The function of a block computes the scalar registers and the predicates. It returns the branch that was taken, and the
 external operations with the values of their operands. Within a bundle every operation reads before any of them writes.
@@ -28,7 +28,7 @@ _SPARSE_CORE = "sparse_core"
 
 @dataclasses.dataclass(slots=True)
 class ExternalOperation:
-    """An operation that touches more than the registers of its core, and the index of its bundle."""
+    """An operation that affects more than the registers of its core, and the index of its bundle."""
 
     operation: Operation
     index: int
@@ -136,7 +136,7 @@ class Code:
         writes: list[str],
         external: list[ExternalOperation],
     ) -> None:
-        """Adds the Python of one operation.
+        """Adds the Python code of one operation.
 
         Args:
           operation: The operation.
@@ -144,7 +144,7 @@ class Code:
           number: Its number in the bundle, which makes the names of its variables unique.
           reads: Lines that run before the `writes` of any operation of the bundle.
           writes: Lines that run after them.
-          external: The external operations of the block, to which it is added if it is one.
+          external: The external operations of the block. An external operation is added to them.
         """
         guard = ""
         # A predicate of a vector operation is not evaluated, because its values are not computed.
@@ -171,7 +171,7 @@ class Code:
             both = self._pops[operation.result] == 2
             chosen = "" if both else "[1:]" if "Rem" in operation.comment else "[:1]"
             writes.append(f"{guard}d.divided.extend(t{number}{chosen})")
-        elif operation.name == "spush.sccf":  # to the other core of the chip, which is taken to send the same value
+        elif operation.name == "spush.sccf":  # to the other core of the chip, which is assumed to send the same value
             reads.append(f"t{number} = {scalar.operand_value(operation.operands[0], self._address_of)}")
             writes.append(f"{guard}d.core_values.append(t{number})")
         elif operation.unit in scalar.NO_EFFECT or operation.name in scalar.NO_EFFECT:
@@ -190,7 +190,7 @@ class Code:
             writes.append(f"{guard}{register[0]}[{register[1]}] = t{number}")
 
     def _value(self, text: str) -> str:
-        """Returns Python for an operand of an external operation. Operands that nothing reads may be of any kind."""
+        """Returns a Python expression for an operand of an external operation; "None" for one that is no scalar."""
         try:
             return scalar.operand_value(text, self._address_of)
         except scalar.NoScalarError:
@@ -209,7 +209,7 @@ class Code:
 
 
 def is_external(operation: Operation) -> bool:
-    """Says whether an operation touches more than the registers of its core."""
+    """Says whether an operation affects more than the registers of its core."""
     if operation.unit == "vtrace":
         operand = operation.operands[0] if operation.operands else ""
         return operand.isdigit() and MARK_START <= int(operand) < MARK_LIMIT

@@ -1,8 +1,8 @@
 """Reads one program: its `*-final_bundles.txt`, and the declarations in the `*-original.txt` beside it.
 
 A bundle is what the core issues in one cycle. In the text it is a list of operations between braces, separated by
-` ;; `. Its address stands before it, and the regions that begin there stand behind it. Nothing is interpreted here:
-operands stay text.
+` ;; `. Its address is printed before it, and the regions that begin at it are printed after it. Nothing is interpreted
+here: operands stay text.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ _HLO_REGION = re.compile(r"^ *\$region\d+: #\{([^}]+)\}|vtrace (\d{10})\b", re.M
 # Trace marks: the number of an instruction plus MARK_START where it begins, and plus MARK_END where it ends.
 MARK_START, MARK_END, MARK_LIMIT = 0x80000000, 0x90000000, 0xA0000000
 MARK_RUN = 0x0FFFFFFF  # the number of the mark around the whole program
-_UNKNOWN_SIZE = 1 << 40  # a declared size above this is the compiler's word for a size that it does not know
+_UNKNOWN_SIZE = 1 << 40  # a declared size above this means that the compiler does not know the size
 
 
 class Operation(NamedTuple):
@@ -232,7 +232,7 @@ def _operations(text: str) -> tuple[Operation, ...]:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Splits operands at the commas that stand outside of brackets."""
+    """Splits operands at the commas that are outside of brackets."""
     if "[" not in text and "(" not in text:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     parts, depth, start = [], 0, 0

@@ -81,8 +81,8 @@ def coords_of_partitions(grid: ChipGrid, devices: int, coords: tuple[Coords, ...
     Args:
       grid: The topology.
       devices: The number of partitions of the program.
-      coords: The chip of each partition, if it is known. Otherwise the partitions are taken to be on the chips in
-        the order of the chips' numbers.
+      coords: The chip of each partition, if it is known. Otherwise the partitions are assumed to be on the chips
+        in the order of the chips' numbers.
 
     Raises:
       MeshMismatchError: The topology has another number of devices, or a chip is not on its grid.

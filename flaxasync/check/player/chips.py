@@ -1,6 +1,6 @@
 """The chip table of the player: what each number means, and where it comes from.
 
-Peak rates, bandwidths and clocks are those of `flaxasync.hardware`, which has them from data sheets and from the
+Peak rates, bandwidths and clocks are those of `flaxasync.hardware`, which takes them from data sheets and from the
 compiler. This table adds the timing of the matrix units, and the efficiencies of memory and links. Only v5e was
 calibrated on measurements. The numbers of other chips that are marked "assumed" were not measured, and results on
 those chips say so.
@@ -8,7 +8,7 @@ those chips say so.
 | number | v5e | other chips |
 |---|---|---|
 | `push`, `latency`, `results` | the spacing that the compiler keeps between a push, a multiply and its pop | the same |
-| `occupancy` bf16 | 16: 4 units x 16x128x128 MACs / 16 cycles x 1.5 GHz = 197 TFLOP/s, the data sheet | the same way |
+| `occupancy` bf16 | 16: 4 units x 16x128x128 MACs / 16 cycles x 1.5 GHz = 197 TFLOP/s, the data sheet | likewise |
 | `hbm_efficiency` | 0.801: a 128 MiB copy (read + write) in 0.41 ms, published with the 2x2 study | assumed equal |
 | `link_efficiency` | 1.0367: a 128 MiB permute in 2.877 ms, same study | assumed 1 |
 | `local_latency` | 0.45 us: JAX's matmul tutorial, 128-row blocks | assumed equal |
@@ -32,8 +32,8 @@ class PlayedChip:
     Attributes:
       name: The name of the chip.
       sheet: Its data sheet.
-      occupancy: Cycles for which one vmatmul holds its unit, by operand type; "" is every type but bf16.
-      push: Cycles for which one weight push holds the port of its unit.
+      occupancy: Cycles for which one vmatmul occupies its unit, by operand type; "" is every type but bf16.
+      push: Cycles for which one weight push occupies the port of its unit.
       latency: Cycles from a vmatmul to its first result.
       results: The number of pops for one vmatmul, by operand type.
       hbm_efficiency: The share of the data sheet's HBM bandwidth that transfers reach.
@@ -44,8 +44,8 @@ class PlayedChip:
       branch_delay: The number of bundles after a branch that are still issued.
       granule: Bytes of the unit in which transfers are counted.
       hbm_unit: Bytes of the unit in which HBM addresses are counted.
-      cores: Cores of one device. A second core is taken to do half of the work, in step with the first one.
-      known_error: How far simulated times were off, if a measurement is known.
+      cores: Cores of one device. A second core is assumed to do half of the work, in step with the first one.
+      known_error: How far simulated times were from a measurement, if one is known.
     """
 
     name: str

@@ -1,14 +1,14 @@
 """The tables that XLA's collectives read. The dump has the code that reads them, but not their contents.
 
-Some tables can be written again from the HLO:
+Some tables can be reconstructed from the HLO. Their form was inferred from what the code does with the words:
 
-| collective | the row of partition p | known from |
-|---|---|---|
-| collective-permute | the source of p or -1, the target of p or -1 | what the code does with the two words |
-| all-gather, all-reduce, reduce-scatter of pairs | the index of p in its pair, its partner, its partner, 0 | the same |
+| collective | the row of partition p |
+|---|---|
+| collective-permute | the source of p or -1, the target of p or -1 |
+| all-gather, all-reduce, reduce-scatter of pairs | the index of p in its pair, its partner, its partner, 0 |
 
-The partner is named by its partition where the code looks up chips in the device assignment, and by its chip where the
-code does not. The tables of larger groups have other forms. A synchronous collective that reads such a table is timed
+If the code looks up chips in the device assignment, a partner is given as its partition, and otherwise as its chip. The
+tables of larger groups have other forms. A synchronous collective that reads such a table is timed
 by a ring model (ring_model.py). An asynchronous one is refused, because the model does not know what runs beside it.
 Collectives without a table compute their partners and are simulated from their bundles.
 """
@@ -24,7 +24,7 @@ _PAIRED = ("all-gather", "all-reduce", "reduce-scatter")
 
 
 def can_be_simulated(instruction: Instruction | None, program: Program, devices: int) -> bool:
-    """Says whether a synchronous collective can be simulated: it reads no table, or one that can be written again."""
+    """Says whether a synchronous collective can be simulated: it reads no table, or one that can be reconstructed."""
     if not any(o.name == "dma.hbm_to_smem" for bundle in program.bundles for o in bundle.operations):
         return True
     return instruction is not None and _is_in_pairs(instruction, devices)

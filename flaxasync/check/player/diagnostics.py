@@ -1,4 +1,4 @@
-"""What is wrong with a program, in words: names of semaphores, locations in the dump, lines of the Python source."""
+"""The messages of errors, with names of semaphores, locations in the dump, and lines of the Python source."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ class Diagnostics:
         return self._recorder.phase(machine.device) or machine.kernel
 
     def semaphore(self, number: int) -> str:
-        """Returns a name for a semaphore, with what it is for."""
+        """Returns a name for a semaphore that says what it is for."""
         buffer = self._addresses.at("sflag", number)
         if buffer is not None:
             index = f"[{number - buffer.address}]" if buffer.size > 1 else ""
@@ -42,7 +42,7 @@ class Diagnostics:
         return f"semaphore {number}, {self._addresses.fixed.get(('sflag', number), 'unnamed')},"
 
     def halted(self, machine: Machine, operation: ExternalOperation) -> ProtocolError:
-        """One of the program's own checks failed."""
+        """Returns the error for one of the program's own checks that failed."""
         comment = operation.operation.comment
         where = f"device {machine.device} in {self.phase(machine)}, {machine.location(operation.index)}"
         first = comment.splitlines()[0] if comment else "no reason given"
@@ -54,7 +54,7 @@ class Diagnostics:
         return HaltError(f"{where}: the program halts: {first}{made_at}")
 
     def left_in_scope(self, machine: Machine, semaphore: int) -> LeftoverSemaphoreError:
-        """A semaphore is not zero at the end of the kernel that it belongs to."""
+        """Returns the error for a semaphore that is not zero at the end of its kernel."""
         return LeftoverSemaphoreError(
             f"device {machine.device}: {self.semaphore(semaphore)} is {machine.semaphores[semaphore]} at the end of "
             f"its life in {machine.kernel}, {machine.location()}: a transfer or signal was not waited "
@@ -62,7 +62,7 @@ class Diagnostics:
         )
 
     def left_at_the_end(self, machines: Sequence[Machine]) -> LeftoverSemaphoreError | None:
-        """Semaphores are not zero at the end of the program. Returns None if all of them are."""
+        """Returns the error for semaphores that are not zero at the end of the program; None if all are zero."""
         left = [f"device {m.device}: {self.semaphore(number)} is {value}" for m, number, value in leftovers(machines)]
         if not left:
             return None
@@ -70,12 +70,12 @@ class Diagnostics:
         return LeftoverSemaphoreError(f"semaphores are not zero at the end of the program:\n  {listed}")
 
     def deadlock(self, machines: Sequence[Machine], waits: Sequence[Wait | None]) -> DeadlockError:
-        """Some devices wait, and no event is left that could end their waits."""
+        """Returns the error for devices that wait although no event is left that could end their waits."""
         blocked = tuple(self._blocked(m, waits[m.device]) for m in machines if not m.finished)
         return DeadlockError(blocked, tuple(m.device for m in machines if m.finished))
 
     def not_entered(self, machine: Machine, target: Machine, transfer: Transfer) -> RaceError:
-        """A kernel writes into a device of which it does not know that it has entered the kernel."""
+        """Returns the error for a write into a device that is not known to have entered the kernel."""
         return RaceError(
             f"{self.phase(machine)}: device {machine.device} writes into device {target.device} "
             f"({transfer.name}, {transfer.location}) without having heard that it has entered the kernel: "
@@ -83,7 +83,7 @@ class Diagnostics:
         )
 
     def no_such_chip(self, machine: Machine, chip: int, topology: str) -> PlayerError:
-        """The program addresses a chip that the topology does not have."""
+        """Returns the error for a chip that the program addresses and the topology does not have."""
         return PlayerError(
             f"{machine.kernel} on device {machine.device} addresses chip {chip}, which {topology} lacks: "
             "name the topology that the program was compiled for"

@@ -1,7 +1,7 @@
-"""Reads a folder of libtpu's dumps: the programs, the HLO module, and for which topology they were made.
+"""Reads a folder of libtpu's dumps: the programs, the HLO module, and the topology that they were made for.
 
-libtpu does not write its version. `play` leaves a note (player.json) with the version beside the dumps. A folder
-without the note is read where its form is that of a tested version, and the result says that the version is unknown.
+libtpu does not write its version. `play` writes a note (player.json) with the version beside the dumps. A folder
+without the note is read if its form is that of a tested version, and the result says that the version is unknown.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from flaxasync.check.player.bundle_text import Program, read_program
 from flaxasync.check.player.errors import DumpError
 
 TESTED_LIBTPU = ("0.0.51", "0.0.52")
-TOP = "TLP"  # the top level program, which the entry computation became
+TOP = "TLP"  # the name of the top level program, which is the compiled entry computation
 NOTE = "player.json"
 SYNCHRONOUS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-broadcast")
 
-_SET_UP = "<late-"  # begins the names of the runtime's set-up and tear-down, which are not part of the program
+_SET_UP = "<late-"  # the beginning of the names of the runtime's set-up and tear-down, which are not simulated
 _BUNDLES = re.compile(r"\d+-(.+)-(\d\d)-final_bundles\.txt")
 
 
@@ -114,7 +114,7 @@ class Dump:
 
     @functools.cache  # noqa: B019, there is one dump in a simulation
     def _fingerprint(self, name: str) -> tuple:
-        """Returns what two instructions must have in common for libtpu to have dumped only one of them."""
+        """Returns what two instructions must have in common if libtpu dumped only one of them."""
         i = self.instructions[name]
         shapes = tuple(str(self.instructions[operand].shape) for operand in i.operands if operand in self.instructions)
         kernel = i.attributes.get("backend_config", "") if i.opcode == "custom-call" else ""
@@ -168,7 +168,7 @@ def read_dump(folder: str | pathlib.Path, *, any_version: bool = False) -> Dump:
 
 
 def write_note(folder: pathlib.Path, note: Note) -> None:
-    """Leaves beside the dumps what the process that compiled them knew."""
+    """Writes the note of the process that compiled the program into the folder of the dumps."""
     (folder / NOTE).write_text(json.dumps(dataclasses.asdict(note), indent=1) + "\n")
 
 

@@ -7,11 +7,11 @@ import dataclasses
 
 
 class PlayerError(ValueError):
-    """A dump cannot be simulated. All other errors of the player are of this kind."""
+    """A dump cannot be simulated. This is the base class of all errors of the player."""
 
 
 class DumpError(PlayerError):
-    """The folder does not hold one whole dump of one program, of a version that the player reads."""
+    """The folder does not hold exactly one complete dump, in a version that the player can read."""
 
 
 class UnknownOperationError(PlayerError, NotImplementedError):
@@ -79,7 +79,7 @@ class DeadlockError(ProtocolError):
     """Devices wait for something that no device will send.
 
     Attributes:
-      blocked: Where each device that did not end waits.
+      blocked: For each device that has not ended, where it waits.
     """
 
     def __init__(self, blocked: tuple[Blocked, ...], finished: tuple[int, ...]):

@@ -1,15 +1,15 @@
-"""The events of a simulation, in the order of time."""
+"""The queue of the events of a simulation, ordered by time."""
 
 import heapq
 from collections.abc import Callable
 
 from flaxasync.check.player.network import INFINITY
 
-type Answer = Callable[[float], None]  # is called with the time of its event
+type Answer = Callable[[float], None]  # called with the time of the event
 
 
 class EventQueue:
-    """Events that are still to come.
+    """The events that have not happened yet.
 
     Events at the same time happen in the order in which they were queued, so that a simulation is the same every time.
     """

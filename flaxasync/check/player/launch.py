@@ -1,7 +1,7 @@
 """What the runtime prepares for a program: its parameters, its outputs, the device assignment, and where it begins.
 
-On a TPU the host prepares these before the program starts, and a preamble of the program makes sure that all devices
-were launched together. The simulation begins after this preamble.
+On a TPU the host prepares these before the program starts, and a preamble of the program checks that all devices were
+launched together. The simulation begins after this preamble.
 """
 
 from flaxasync.check.player.addresses import Addresses, Buffer, shape_bytes
@@ -62,7 +62,7 @@ class Launch:
 
 
 def _first_bundle(code: Code) -> int:
-    """Returns the bundle at which the program proper begins, which is after the last branch of the preamble."""
+    """Returns the bundle at which the program begins, after the last branch of the preamble."""
     first = 0
     for index, bundle in enumerate(code.program.bundles):
         for operation in bundle.operations:

@@ -1,4 +1,4 @@
-"""One device: its registers, its scalar memory and its semaphores, and its run to the next external operation."""
+"""One device: its registers, scalar memory and semaphores. It runs alone until its next external operation."""
 
 import dataclasses
 from collections import Counter, deque
@@ -15,7 +15,7 @@ MAX_BLOCKS = (
 
 @dataclasses.dataclass(slots=True)
 class Frame:
-    """The state of a caller to which its callee returns."""
+    """The state of a caller, which is restored when the callee returns."""
 
     code: Code
     position: int
@@ -34,7 +34,7 @@ class Machine:
       now: The time of the core.
       registers: The scalar registers.
       predicates: The predicate registers.
-      smem: Scalar memory, by address. It has only what was written.
+      smem: The words of scalar memory that were written, by address.
       semaphores: The semaphores, by number.
       semaphore_values: The queue from which a program reads the values of semaphores.
       divided: The queue of quotients and remainders.
@@ -42,7 +42,7 @@ class Machine:
       units: The state of the matrix units, as in `matrix_unit.Cost`.
       code: The program that runs.
       position: The index of its next bundle.
-      pending_branch: The target of a branch that was taken, and the last bundle that is still issued; None if none was.
+      pending_branch: The target of a branch that is under way, and its last delay slot; None if there is none.
       stack: The callers.
       kernel: The name of the program that runs.
       finished: Whether the device has run to the end.
@@ -82,8 +82,8 @@ class Machine:
         """Runs until the next bundle with external operations.
 
         Returns:
-          These operations, each with the values of its operands. The list is empty if the program has ended, which
-          may be the callee of another one.
+          These operations, each with the values of its operands. The list is empty if the program, or the callee that
+          runs, has ended.
         """
         registers, predicates = self.registers, self.predicates
         while self.position < self.code.length:
@@ -119,7 +119,7 @@ class Machine:
         return []
 
     def wait_until(self, time: float) -> None:
-        """Moves on to a later time without issuing anything."""
+        """Moves the core to a later time without issuing bundles."""
         waited = max(0.0, time - self.now)
         if waited:
             self.units = matrix_unit.aged(self.units, waited)
@@ -153,7 +153,7 @@ class Machine:
         return target, slot
 
     def load(self, address: int) -> int:
-        """Reads scalar memory: what the program wrote, or what the runtime leaves there, or else 0 and a note."""
+        """Returns a word of scalar memory that the program or the runtime wrote; 0 and a note for any other word."""
         address &= 0xFFFFFFFF
         value = self.smem.get(address)
         if value is not None:

@@ -1,11 +1,11 @@
-"""What vector and matrix operations cost. Their values are never computed, only their time.
+"""The time of vector and matrix operations. Their values are never computed.
 
 A bundle is issued in one cycle. Three operations can delay it, all of them of a matrix unit: a multiply (`vmatmul`)
 while the unit still streams the one before, a weight push (`vmatpush`) while its port is busy, and a pop of a result
 that is not ready. Every other vector operation costs its slot in the bundle and no more.
 
-The time of a basic block depends only on what the units had left to do when it began. It is therefore computed once for
-each such state.
+The time of a basic block depends only on the state of the units when it begins: on the work that they still have to do.
+It is therefore computed once for each state.
 """
 
 import re
@@ -25,7 +25,7 @@ VECTOR_FAMILIES = frozenset(
     vst vstv vsub vtanh vtrace vtrunc vunpack vweird vxor vxpose
     """.split()  # noqa: SIM905, one a line would fill the page
 )
-# A unit keeps weights in four places, and each has a push of its own.
+# A unit holds four sets of weights, and each has its own push operation.
 MATRIX_FAMILIES = frozenset(["vmatmul", "vmatpush", "vmatpush1", "vmatpush2", "vmatpush3"])
 _UNIT = re.compile(r"mxu(\d)")
 _PACKED = re.compile(r"\.(?:bf16|packed|f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
@@ -39,7 +39,7 @@ class MatrixOperation(NamedTuple):
     Attributes:
       kind: MULTIPLY, PUSH or POP.
       unit: The number of the unit.
-      cycles: For how long it holds the unit (a multiply) or its port (a push).
+      cycles: For how long it occupies the unit (a multiply) or its port (a push).
       results: The number of results that a multiply makes.
     """
 
@@ -54,8 +54,8 @@ class Cost(NamedTuple):
 
     Attributes:
       cycles: From its beginning to its end.
-      state: What the matrix units have left to do at its end: for each unit its number, the cycles until it is free,
-        the cycles until its port is free, and the cycles until each of its results is ready.
+      state: The work that the matrix units still have to do at its end: for each unit its number, the cycles until it
+        is free, the cycles until its port is free, and the cycles until each of its results is ready.
       stall: Cycles in which a bundle waited for a matrix unit.
       busy: Cycles in which the busiest unit multiplied.
     """
@@ -66,11 +66,11 @@ class Cost(NamedTuple):
     busy: int
 
 
-IDLE: tuple = ()  # the state of units that have nothing left to do
+IDLE: tuple = ()  # the state of units that have no work
 
 
 def is_vector(operation: Operation) -> bool:
-    """Says whether a vector operation is known: it costs its slot only, or it is one of a matrix unit."""
+    """Says whether a vector operation is known: it costs only its slot, or it uses a matrix unit."""
     return operation.unit in VECTOR_FAMILIES or operation.unit in MATRIX_FAMILIES
 
 

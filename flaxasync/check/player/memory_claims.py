@@ -1,7 +1,7 @@
-"""The memory that transfers under way are using. Two rules are checked here, because the program cannot check them.
+"""Checks the memory that transfers under way are using. There are two rules, which the program itself cannot check.
 
 A transfer may not leave the buffer in which it begins. While it is under way, no other transfer may write what it
-reads, or read or write what it writes. The loads and stores of the vector unit are not seen, and neither are the
+reads, or read or write what it writes. Loads and stores of the vector unit are not checked, and neither are the
 addresses of strided transfers.
 """
 
@@ -36,7 +36,7 @@ class Claim:
 
 
 class MemoryClaims:
-    """All memory that transfers are using at this moment."""
+    """All memory that transfers are using at the current time."""
 
     def __init__(self, addresses: Addresses):
         self._addresses = addresses
@@ -66,7 +66,7 @@ class MemoryClaims:
         return claims
 
     def release(self, claims: list[Claim]) -> None:
-        """Gives up the memory of a transfer that has ended."""
+        """Removes the claims of a transfer that has ended."""
         for claim in claims:
             self._active[claim.device, claim.space].remove(claim)
 

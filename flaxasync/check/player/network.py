@@ -1,12 +1,13 @@
 """Transfers as flows: how their bytes share HBM and links, and when each transfer ends.
 
 Every byte of a transfer uses one or more resources: the HBM of a chip (twice for a copy within it), and each directed
-link on its route. The order of service was chosen by comparison with the published study (docs/player.md):
+link on its route. Resources are shared by these rules, which were chosen by comparison with the published study
+(docs/player.md):
 
 * The transfers within a chip use its HBM one at a time, in the order in which they were issued.
 * A chip sends one transfer at a time over each outgoing link, in the order in which they were issued.
-* Where transfers between chips meet transfers within a chip in an HBM, those between chips go first. They are as slow
-  as their link, and hardly ever wait. Among each other they share links and HBM evenly (max-min fairness).
+* If transfers between chips and transfers within a chip use the same HBM, those between chips go first. They are as
+  slow as their link, and hardly ever wait. They share links and HBM evenly with each other (max-min fairness).
 """
 
 import dataclasses
@@ -25,12 +26,12 @@ class Flow:
     """A transfer under way.
 
     Attributes:
-      number: Counts the transfers in the order in which they were issued.
+      number: The number of the transfer, in the order in which transfers were issued.
       size: Bytes.
       uses: The resources that it uses.
       done: Called with the time and the flow when the transfer ends.
       left: Bytes that have not moved yet.
-      rate: Bytes per cycle at this moment.
+      rate: Bytes per cycle at the current time.
       started: When its first byte moved; -1 before that.
     """
 
@@ -95,7 +96,7 @@ class Network:
         now = self.next
         self.advance(now)
         ended = [f for f in self._moving if f.left <= 1e-6 * max(1, f.size) + 1e-3]
-        if not ended:  # rounding left a few bytes in all of them: the one that is closest to its end has ended
+        if not ended:  # rounding left a few bytes in each of them; the one that is closest to its end has ended
             ended = [min(self._moving, key=lambda f: f.left / f.rate)]
         for queues in (self._between_chips, self._within_chip):
             for name in [name for name, queue in queues.items() if queue[0] in ended]:
@@ -107,7 +108,7 @@ class Network:
             flow.done(now, flow)
 
     def _share(self) -> None:
-        """Gives a rate to every transfer that is at the head of its queue."""
+        """Sets the rate of every transfer that is at the head of its queue."""
         between = sorted((queue[0] for queue in self._between_chips.values()), key=_number)
         within = sorted((queue[0] for queue in self._within_chip.values()), key=_number)
         free: dict[Hashable, float] = {}
@@ -130,7 +131,7 @@ def _number(flow: Flow) -> int:
 
 
 def _share_evenly(flows: list[Flow], free: dict[Hashable, float]) -> None:
-    """Gives max-min fair rates to flows, and takes them from the free capacity of the resources.
+    """Sets max-min fair rates of flows, and subtracts them from the free capacity of the resources.
 
     It raises all rates evenly until a resource is used up, fixes the flows that need that resource, and goes on with
     the rest.

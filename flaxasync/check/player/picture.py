@@ -1,8 +1,8 @@
 """Simulated runs as a picture: one band for the core of each device, and below it one for the bytes on its links.
 
-The height of a band stands for the core's time. In each thin slice of time it is divided into the shares in which a
-matrix unit multiplies, other work is issued, and the core waits, by cause. Several runs stand side by side on one scale
-of time, so that the waits of one and their absence in another are seen together.
+In each thin slice of time the height of a core's band is divided into the shares in which a matrix unit multiplies,
+other work is issued, and the core waits, by cause. Several runs are drawn side by side on one scale of time, so that
+their waits can be compared.
 
 matplotlib and numpy are imported only when a picture is drawn.
 """
@@ -29,7 +29,7 @@ _BINS = 900  # slices of time in a panel
 _BAND, _LINK, _GAP = 1.0, 0.22, 0.34  # heights, in units of a band
 _WIDTH, _LEFT, _RIGHT, _BETWEEN = 12.0, 0.85, 0.2, 0.35  # inches of the figure, and beside and between its panels
 _TOP, _BOTTOM, _ROW = 0.78, 0.72, 0.62  # inches above and below the panels, and of one unit of a band
-_LETTERS = 120  # letters that fit into a phase that is as wide as the figure
+_LETTERS = 120  # letters that fit into the width of the figure
 
 
 def draw_runs(results: Sequence[Result], path: Any, *, titles: Sequence[str] = ()) -> None:
@@ -83,7 +83,7 @@ def draw_runs(results: Sequence[Result], path: Any, *, titles: Sequence[str] = (
 
 
 def _draw_run(axes: Any, result: Result, shown: Sequence[Device], title: str, end: float, *, letters: float) -> None:
-    """Draws one run, from 0 to `end` ms. `letters` says how many of them fit into its width."""
+    """Draws one run, from 0 to `end` ms. `letters` is the number of letters that fit into its width."""
     import numpy as np
 
     times, top, ticks = np.linspace(0, end, _BINS + 1), 0.0, []

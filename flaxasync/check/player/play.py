@@ -33,19 +33,19 @@ def play(
       topology: The chip and its grid: "v5e:2x4", ...
       keep_dumps: An empty folder in which the dumps are left. By default they are deleted.
       measured: Seconds that the same program took on a TPU, if they are known. The result then states its error.
-      accept: Names of operations that the player does not know and that are to cost their slot only.
+      accept: Names of operations that the player does not know. They are assumed to cost only their slot in a bundle.
       compiler_options: libtpu's own options.
 
     Returns:
       Where the time and the bytes of the program went. `print` shows a table. `fa.check.save_picture` and
-      `fa.check.save_trace` write files of it.
+      `fa.check.save_trace` write it to files.
 
     Raises:
       ValueError: The topology is unknown, or does not fit the arguments.
       RuntimeError: The compiler refused the program.
       PlayerError: The program cannot be simulated, or breaks a rule of the machine.
     """
-    from flaxasync.check.compile.compile_for import compile_for  # here, because it imports JAX and play_dump does not
+    from flaxasync.check.compile.compile_for import compile_for  # imports JAX, which play_dump does not need
 
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as temporary:
         folder = pathlib.Path(temporary if keep_dumps is None else keep_dumps)
@@ -72,10 +72,10 @@ def play_dump(
 
     Args:
       folder: The folder that `--xla_jf_dump_to` named.
-      topology: What the program was compiled for. By default, what the note says that `play` leaves.
-      coords: The chip of each partition, in the order of the mesh. By default, what the note says; without a note, the
+      topology: The topology of the program. By default that in the note (player.json), which `play` writes.
+      coords: The chip of each partition, in the order of the mesh. By default those in the note; without a note, the
         chips in the order of their numbers.
-      chip: A chip with other numbers than those of the table, like
+      chip: A chip whose numbers differ from those of the table, like
         `dataclasses.replace(played_chip("v5e"), hbm_efficiency=1.0)`.
       measured: As for `play`.
       accept: As for `play`.

@@ -1,4 +1,4 @@
-"""What a simulation writes down: stretches of time on lanes, the phases of the program, and bytes by kind."""
+"""The records of a simulation: stretches of time on lanes, the phases of the program, and bytes by kind."""
 
 import dataclasses
 from collections import Counter
@@ -15,7 +15,7 @@ CAUSES = {
 
 @dataclasses.dataclass(slots=True)
 class Stretch:
-    """A stretch of one device's time, in cycles.
+    """What one lane of a device does for a stretch of time. Times are in cycles.
 
     Attributes:
       device: The device.
@@ -52,7 +52,7 @@ class PhaseTime:
       stall: Cycles in which a bundle waited for a matrix unit.
       busy: Cycles in which the busiest matrix unit multiplied.
       waits: Cycles of waiting, by cause.
-      analytic: Whether a part of it was timed by a ring model.
+      analytic: Whether a collective in it was timed by the ring model.
       bytes: Bytes that its transfers moved, by kind.
     """
 
@@ -129,12 +129,12 @@ class Recorder:
         )  # fmt: skip
 
     def mark_analytic(self, device: int) -> None:
-        """Notes that a ring model times a part of the innermost instruction."""
+        """Notes that the ring model times a collective in the innermost instruction."""
         if self._open[device]:
             self._open[device][-1].analytic = True
 
     def run_until(self, device: int, now: float, busy: int) -> None:
-        """Ends the stretch in which the core ran."""
+        """Ends the current stretch in which the core runs."""
         start = self._run_start[device]
         if now > start:
             name = self.phase(device) or "program"
@@ -142,7 +142,7 @@ class Recorder:
         self._run_start[device], self._run_busy[device] = now, busy
 
     def wait(self, device: int, start: float, end: float, name: str, cause: str, busy: int) -> None:
-        """Writes down that the core waited."""
+        """Records that the core waited."""
         if end <= start:
             return
         self.run_until(device, start, busy)
@@ -151,7 +151,7 @@ class Recorder:
         self._run_start[device] = end
 
     def transfer(self, device: int, lane: str, name: str, kind: str, start: float, end: float) -> None:
-        """Writes down that a transfer of the device was under way."""
+        """Records that a transfer of the device was under way."""
         self.stretches.append(Stretch(device, lane, name, kind, start, end, name))
 
     def count_bytes(self, device: int, kind: str, size: int) -> None:

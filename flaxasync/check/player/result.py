@@ -1,8 +1,8 @@
 """`Result`: where the time and the bytes of a simulated program went, for each device and phase.
 
-A phase is one instruction of the scheduled program, and one in a loop counts all of its executions. Times are seconds
-of the devices' own clocks, which all begin at 0. The file holds data and its table; render.py writes pictures and
-traces of it.
+A phase is one instruction of the scheduled program; the phase of an instruction in a loop counts all of its executions.
+Times are in seconds, and every device begins at 0. The file holds the data and its table; render.py writes pictures and
+traces.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Phase:
       matrix_busy: Time in which the busiest matrix unit multiplied.
       waits: Time of waiting, by cause.
       bytes: Bytes that its transfers moved, by kind.
-      analytic: Whether a part of it was timed by a ring model.
+      analytic: Whether a collective in it was timed by the ring model.
       depth: The number of loops around it.
     """
 
@@ -109,10 +109,10 @@ class Result:
       topology: The topology.
       chip: The name of the chip.
       basis: What the times are based on.
-      known_error: How far such times were off, if a measurement is known.
+      known_error: How far such times were from a measurement, if one is known.
       devices: The devices, in the order of the partitions.
       notes: What a reader should know beside the figures.
-      stretches: All stretches of time, in cycles.
+      stretches: What each lane of each device did when, in cycles.
       clock: Cycles per second.
       measured: Seconds that the program took on a TPU; None if it was not measured.
     """
@@ -147,7 +147,7 @@ class Result:
 
     @property
     def error(self) -> float | None:
-        """How far the total is from the measurement, as a share of it; None if there is no measurement."""
+        """The total divided by the measurement, minus 1; None if there is no measurement."""
         return None if self.measured is None else self.seconds / self.measured - 1
 
     @property
@@ -159,7 +159,7 @@ class Result:
         return dict(moved)
 
     def timeline(self) -> Timeline:
-        """Returns the simulated program as a `Timeline`, the data that `fa.check.timeline` returns, too."""
+        """Returns the result as a `Timeline`, which `fa.check.timeline` also returns."""
         kinds = {"run": "compute", "transfer": "transfer", "copy": "copy"}
         waits = dict.fromkeys(CAUSES, "stall") | {"memory": "memory", "collective": "collective"}
         slices = tuple(
@@ -188,7 +188,7 @@ class Result:
         return Timeline(self.name, self.chip, self.basis, self.known_error, slices, devices, self.notes)
 
     def to_json(self) -> str:
-        """Returns everything but the single stretches of time."""
+        """Returns everything except the stretches of time as JSON."""
         content = {
             "name": self.name,
             "topology": self.topology,

@@ -1,4 +1,4 @@
-"""XLA's collectives whose bundles read tables that cannot be written again: they are timed as a ring on the links.
+"""Times XLA's collectives as a ring on the links, if their bundles read tables that cannot be reconstructed.
 
 The ring begins when the last device of a group arrives, and all of its devices leave together. Every result marks the
 instructions that were timed in this way.
@@ -14,7 +14,7 @@ from flaxasync.check.player.chips import PlayedChip
 from flaxasync.check.player.dump import SYNCHRONOUS
 
 # HBM traffic of the additions in a reduction, for each byte of the operands: an addition reads two operands and writes
-# their sum, which is three bytes for two.
+# their sum, which is three bytes of traffic for two bytes of operands.
 HBM_BYTES_PER_REDUCED_BYTE = 1.5
 
 

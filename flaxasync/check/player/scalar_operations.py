@@ -1,4 +1,4 @@
-"""The scalar unit: translates the text of an operation to Python that computes its result.
+"""The scalar unit: translates the text of an operation to Python code that computes its result.
 
 Registers hold unsigned 32-bit integers, and floats are kept as their bits. The expressions that are built here become
 the body of a basic block (basic_blocks.py). In that body `s` and `p` are the registers and the predicates, `d` is the
@@ -91,8 +91,8 @@ _PREDICATES = {
     "pneg": "not ({0})",
     "pmov": "bool({0})",
 }
-# Operations that leave every register as it is. The operands of a phi share its register, and the operands of a call
-# are set by the caller.
+# Operations that change no register. The operands of a phi share its register, and the caller sets the operands of a
+# call.
 NO_EFFECT = ("sphi", "pphi", "inlined_call_operand", "sfence", "compiler-scheduling-barrier", "vsettm", "xla_tuple")
 
 Resolve = Callable[[str], int]  # from the name of an allocation to its address
@@ -105,7 +105,7 @@ def result_register(operation: Operation) -> tuple[str, int] | None:
 
 
 def operand_value(text: str, resolve: Resolve) -> str:
-    """Returns Python for the value of an operand.
+    """Returns a Python expression for the value of an operand.
 
     Raises:
       NoScalarError: The scalar unit cannot read such an operand.
@@ -137,7 +137,7 @@ def operand_value(text: str, resolve: Resolve) -> str:
 
 
 def predicate_value(text: str, resolve: Resolve) -> str:
-    """Returns Python for the value of a predicate, which may be a constant."""
+    """Returns a Python expression for the value of a predicate, which may be a constant."""
     if text in ("1", "!0"):
         return "True"
     if text in ("0", "!1"):
@@ -146,7 +146,7 @@ def predicate_value(text: str, resolve: Resolve) -> str:
 
 
 def result_value(operation: Operation, resolve: Resolve) -> str | None:
-    """Returns Python for what an operation writes to its result register; None if it writes nothing.
+    """Returns a Python expression for the result of an operation; None if it has no result.
 
     Raises:
       NoScalarError: The operation is unknown.

@@ -1,4 +1,4 @@
-"""The semaphores of all devices: who waits for which value, and what a wait costs and teaches."""
+"""The semaphores of all devices: which device waits for which value, and what it learns when the wait ends."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ class Semaphores:
           queue: The events of the simulation.
           clocks: What the devices know about each other.
           recorder: The records of the simulation.
-          resume: Lets a device go on after a wait.
+          resume: A function that lets a device go on after a wait.
         """
         self.waits: list[Wait | None] = [None] * devices
         self._queue, self._clocks, self._recorder, self._resume = queue, clocks, recorder, resume
@@ -77,15 +77,15 @@ class Semaphores:
     def add(
         self, machine: Machine, semaphore: int, amount: int, now: float, cause: str, message: Progress | None
     ) -> None:
-        """Adds to a semaphore of a device, and lets the device go on if it waited for that.
+        """Adds to a semaphore of a device, and lets the device go on if this ends its wait.
 
         Args:
           machine: The device.
           semaphore: The number of the semaphore.
           amount: What is added.
           now: The time.
-          cause: What a wait that this ends was for, a key of recorder.CAUSES.
-          message: What the sender knew; None if the semaphore is raised by the device's own transfer.
+          cause: The cause of the wait that this may end, a key of recorder.CAUSES.
+          message: The progress that the sender knew; None if the device's own transfer raises the semaphore.
         """
         machine.semaphores[semaphore] = value = signed(machine.semaphores[semaphore] + amount)
         if message is not None and amount > 0:

@@ -41,7 +41,7 @@ class Simulation:
       grid: The topology.
       chip: The kind of chip.
       machines: The devices.
-      recorder: What the simulation has written down.
+      recorder: The records of the simulation.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Simulation:
           grid: The topology.
           coords: The chip of each partition.
           chip: The kind of chip.
-          accept: Names of unknown operations that are taken to cost no more than their slot.
+          accept: Names of unknown operations that are assumed to cost only their slot in a bundle.
         """
         self.dump, self.grid, self.chip = dump, grid, chip
         addresses = Addresses(chip.hbm_unit)
@@ -75,14 +75,14 @@ class Simulation:
         )  # fmt: skip
         self._network = self._engine.network
         self._pending: list[list[tuple[ExternalOperation, tuple]]] = [[] for _ in coords]
-        self._collectives: dict[tuple, ModelledCollective] = {}  # those that wait for devices, by name and group
+        self._collectives: dict[tuple, ModelledCollective] = {}  # those that have not begun, by name and group
         self._notes: Counter[str] = Counter()
 
     def run(self) -> None:
         """Runs all devices to the end.
 
         Raises:
-          ProtocolError: The program hangs, halts, races, leaves its buffers, or leaves a semaphore behind.
+          ProtocolError: The program hangs, halts, races, leaves its buffers, or ends with a semaphore that is not zero.
         """
         for machine in self.machines:
             self._advance(machine)
@@ -173,7 +173,7 @@ class Simulation:
             self.recorder.leave_phase(machine.device, *counts)
 
     def _begin_or_end_of_life(self, machine: Machine, semaphore: int, *, is_end: bool) -> None:
-        """Begins or ends the life of a semaphore. Its value is zero at both.
+        """Begins or ends the lifetime of a semaphore. Its value must be zero at the end, and is zero at the beginning.
 
         Raises:
           LeftoverSemaphoreError: The value is not zero at the end.
@@ -223,7 +223,7 @@ class Simulation:
         return True
 
     def _join(self, machine: Machine, name: str, collective: ModelledCollective) -> bool:
-        """Joins a collective that is timed by the ring model. The last device of the group to come releases all."""
+        """Joins a collective that is timed by the ring model. It begins when the last device of the group joins."""
         group = collective.group_of(machine.device)
         joined = self._collectives.setdefault((name, group), collective.fresh())
         joined.arrived.add(machine.device)

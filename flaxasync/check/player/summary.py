@@ -1,4 +1,4 @@
-"""From what a simulation has written down to its result: cycles become seconds, and executions become phases."""
+"""Makes the result of a simulation from its records: converts cycles to seconds, and adds up executions to phases."""
 
 from collections import Counter
 

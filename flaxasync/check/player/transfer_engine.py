@@ -1,4 +1,4 @@
-"""Executes transfers: it checks them, lets their bytes flow, and raises their semaphores at the end."""
+"""Executes transfers: checks them, moves their bytes over HBM and links, and raises their semaphores at the end."""
 
 from collections import Counter
 
@@ -55,7 +55,7 @@ class TransferEngine:
         """Starts a transfer.
 
         Raises:
-          RaceError: It meets another transfer, or its target is not known to have entered the kernel.
+          RaceError: It uses memory that another transfer uses, or its target is not known to have entered the kernel.
           OutOfBoundsError: It leaves its buffer.
           UnknownOperationError: The player does not know its form, or it reads a table that the dump lacks.
         """
@@ -75,7 +75,7 @@ class TransferEngine:
         self._flow(machine, target, transfer, claims)
 
     def _flow(self, machine: Machine, target: Machine, transfer: Transfer, claims: list[Claim]) -> None:
-        """Lets the bytes of a transfer flow, and raises its semaphores at the end."""
+        """Moves the bytes of a transfer, and raises its semaphores at the end."""
         remote = target is not machine
         size = transfer.granules * self._chip.granule
         self._recorder.count_bytes(
@@ -119,7 +119,7 @@ class TransferEngine:
             raise self._diagnostics.not_entered(machine, target, transfer)
 
     def _fill_scalar_memory(self, machine: Machine, transfer: Transfer) -> None:
-        """Writes what a transfer brings into scalar memory, for the few tables whose contents are known.
+        """Writes the words that a transfer brings into scalar memory: those of the few known tables, or 0.
 
         Raises:
           UnknownOperationError: An asynchronous collective reads its table, which the dump lacks.

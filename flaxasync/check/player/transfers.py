@@ -1,4 +1,4 @@
-"""Decodes DMA operations: what moves from where to where, and which semaphores it raises.
+"""Decodes DMA operations: the source and the destination of a transfer, and the semaphores that it raises.
 
 | operation | operands |
 |---|---|
@@ -18,7 +18,7 @@ from flaxasync.check.player.bundle_text import Operation
 from flaxasync.check.player.errors import UnknownOperationError
 
 SEMAPHORE_MASK = 0x1FFF  # the bits of an operand that hold the number of a semaphore
-CHIP_SHIFT, CHIP_MASK = 17, 0x3FFF  # where the number of a chip stands in the operand of a remote signal
+CHIP_SHIFT, CHIP_MASK = 17, 0x3FFF  # the bits of a chip's number in the operand of a remote signal
 CORE_BIT_OF_SIGNAL = 14  # the bit of the semaphore operand that names the core of the chip
 
 _CORE_BIT_OF_TRANSFER = 13
@@ -109,5 +109,5 @@ def read_transfer(operation: Operation, values: tuple, location: str, kernel: st
 
 
 def _space(address: int) -> str:
-    """Returns the memory space of an address whose space the text does not name."""
+    """Infers the memory space of an address, which the text does not name."""
     return "hbm" if address >= FIRST_HBM_GRANULE else "vmem"

@@ -1,8 +1,8 @@
 """What each device knows about the progress of the others, as vector clocks.
 
 The progress of a device is the number of instructions that it has entered. Signals and transfers carry what their
-sender knows. A kernel that writes into another device must know that the other one has entered the same kernel. Where
-it does not, the write is a race, even where the timing of this simulation happens to be harmless.
+sender knows. A kernel that writes into another device must know that the other one has entered the same kernel. If it
+does not, the write is a race, even if the timing of this simulation happens to be harmless.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class VectorClocks:
         self._known: list[Progress] = [[0] * devices for _ in range(devices)]
 
     def enter(self, device: int) -> None:
-        """A device enters its next instruction."""
+        """Counts that a device enters its next instruction."""
         self._known[device][device] += 1
 
     def known_to(self, device: int) -> Progress:
@@ -25,12 +25,12 @@ class VectorClocks:
         return list(self._known[device])
 
     def learn(self, device: int, message: Progress) -> None:
-        """A device receives what another one knew."""
+        """Adds to what a device knows the message that it received."""
         known = self._known[device]
         known[:] = map(max, known, message)
 
     def synchronize(self, devices: Sequence[int]) -> None:
-        """Some devices meet, after which each of them knows what any of them knew."""
+        """Lets each of some devices know what any of them knows, because they have met in a collective."""
         everything = [max(values) for values in zip(*(self._known[d] for d in devices), strict=True)]
         for device in devices:
             self._known[device] = list(everything)

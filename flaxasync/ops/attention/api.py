@@ -79,7 +79,8 @@ def ring_attention(
       kernel: What multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative), "reference" (JAX, on
         every device), or an object of your own (`flaxasync.kernels.attention_block.BlockKernel`). None stands for
         "flash" where that can serve, on a mesh of TPUs whose axes are all mapped, and for "reference" elsewhere.
-      directions: 1, or 2 to send one half-block each way around the ring; by default 2 on rings of three or more TPUs.
+      directions: 1, or 2 to send one half-block in each direction around the ring. By default 2 on rings of three or
+        more TPUs.
       unroll: Ring steps in one loop body.
       precision: The precision of the matmuls, as in `lax.dot_general`. They accumulate in float32.
 

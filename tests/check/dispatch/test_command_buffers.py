@@ -16,6 +16,7 @@ def test_the_flags_add_loops_and_replace_nothing():
     assert not command_buffers.may_capture_loops("--xla_gpu_enable_command_buffer=+FUSION --xla_dump_to=WHILE")
 
 
+@pytest.mark.slow
 def test_a_wrong_name_ends_another_process_and_not_this_one(monkeypatch):
     command_buffers.command_buffer_flags.cache_clear()
     wrong = ("--xla_gpu_enable_command_buffer=+WHLE", command_buffers._CANDIDATES[1])

@@ -210,6 +210,7 @@ def test_the_caller_refuses_effects_with_the_reason(monkeypatch):
     assert "cannot be told" in check.make_async_aot_caller(compiled(work)).reason
 
 
+@pytest.mark.slow
 def test_a_device_without_asynchronous_dispatch_is_noticed():
     program = """
 import jax, jax.numpy as jnp

@@ -42,6 +42,7 @@ def rows(benchmark, size):
     return {name: benchmark.run(name) for name in (FEW if size == "small" else EXPECTED_ORDER)}
 
 
+@pytest.mark.slow
 def test_the_order_of_the_forms(rows):
     times = [row.best.seconds for row in rows.values()]
     assert all(a < b for a, b in itertools.pairwise(times)), times

@@ -60,6 +60,7 @@ def fused(tmp_path_factory):
     return folder, play(fn, *arguments, topology="v5e:2x2", measured=12.3e-3, keep_dumps=folder)
 
 
+@pytest.mark.slow
 def test_the_published_times_of_the_fused_kernel(fused):
     _, result = fused
     assert abs(result.error) < 0.02
@@ -76,6 +77,7 @@ print("KiB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_finds_the_same_in_little_memory(fused, tmp_path):
     folder, result = fused
     command = [sys.executable, "-c", ALONE, folder, "--json", tmp_path / "r.json"]

@@ -34,7 +34,8 @@ def program(topology, size, rows, backend, *, kernel=None, backward=True, layout
         return fa.check.compile_for(topology, jax.jit(both), *arguments, compiler_options=fa.check.HLO_ONLY)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "pallas"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
 def test_every_transfer_has_work_inside_and_none_is_touched(backend):
     """benchmarks/attention.py counts the same for eight devices, and for 32K and 256K tokens, which compile longer."""
     size = 4
