@@ -13,6 +13,8 @@ import socket
 import time
 from typing import Any
 
+from train.errors import RESTART
+
 BEATS_PER_TIMEOUT = 4
 CONNECT_SECONDS = 3.0  # the root waits this long for others to connect before it tells them that the run ends
 
@@ -196,8 +198,6 @@ class Peers:
 
 def death(member: Member, what: str) -> Ending:
     """Makes the ending of a run one of whose processes died."""
-    from train.errors import RESTART
-
     text = (
         f"{member} {what}, so all processes of the run end; starting all of them again continues from the newest "
         "checkpoint"
