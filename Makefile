@@ -64,6 +64,7 @@ bench: .venv/.bench  ## measure the tables that the documents quote and draw the
 	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
 	$(CPU) $(BIN)/python benchmarks/async_table.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img
+	$(CPU) $(BIN)/python benchmarks/device_order.py --write docs/tpu.md
 	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --write docs/kernels.md
 	$(CPU) $(BIN)/python benchmarks/player_layers.py --write docs/player.md
 	$(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md

@@ -21,13 +21,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import flaxasync as fa
 from benchmarks.measure import fastest_ms
 from benchmarks.table import print_table, write_between_markers
 from flaxasync import hardware
-from flaxasync.check import topology_mesh, topology_size
+from flaxasync.check import topology_devices, topology_size
 from flaxasync.check.player import Result, play
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul
@@ -46,8 +47,8 @@ SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}
 def program(backend: str, topology: str, shape: Shape, mesh: Any = None, directions: int = 2) -> tuple:
     """Makes the jitted function of a backend, "xla" or "fused"; returns it and its abstract arguments."""
     batch, m, k, n, transposed = shape
-    size = topology_size(topology) if mesh is None else mesh.size
-    mesh = topology_mesh(topology, (size,), ("model",)) if mesh is None else mesh
+    mesh = ring(topology_devices(topology)) if mesh is None else mesh
+    size = mesh.size
     rows, columns = P(None, "model", None), P("model", None) if transposed else P(None, "model")
     out = P(None, None, "model")
 
@@ -70,11 +71,16 @@ def program(backend: str, topology: str, shape: Shape, mesh: Any = None, directi
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, columns), out_specs=specs)), x, w
 
 
+def ring(devices: list) -> Mesh:
+    """Makes a mesh of one ring over all devices, present or described."""
+    return fa.make_mesh((len(devices),), ("model",), devices=devices, axis_types=(AxisType.Auto,))
+
+
 def measured_ms(backend: str, shape: Shape) -> float | None:
     """Returns the time of the fastest of several runs on eight TPUs, or None if the machine does not have them."""
     if jax.default_backend() != "tpu" or jax.device_count() != 8:
         return None
-    fn, *arguments = program(backend, "", shape, jax.make_mesh((8,), ("model",)))
+    fn, *arguments = program(backend, "", shape, ring(jax.devices()))
     values = [jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in arguments]
     return fastest_ms(fn, *values)
 

@@ -16,14 +16,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from benchmarks.measure import fastest_ms
 from benchmarks.table import print_table, write_between_markers
 from flaxasync.check.player import Result, play
-from flaxasync.kernels.tiles import Tiles
+from flaxasync.kernels.engine.operands import Tiles
 
 STUDY, SMALL = (16384, 16384, 8192), (2048, 2048, 1024)  # m, k, n
 TOPOLOGY = "v5e:2x2"
@@ -56,7 +56,7 @@ def measured_ms(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) 
     """Returns the time of the fastest of several runs on four TPUs, or None if the machine does not have them."""
     if jax.default_backend() != "tpu" or jax.device_count() != 4:
         return None
-    fn, *arguments = program(backend, jax.make_mesh((2, 2), ("x", "y")), shape, tiles)
+    fn, *arguments = program(backend, fa.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), shape, tiles)
     values = [jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in arguments]
     return fastest_ms(fn, *values)
 

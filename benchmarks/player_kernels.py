@@ -21,10 +21,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.kernels import tiles as kernels
+from flaxasync.kernels.engine import operands, vmem
 from flaxasync.kernels.gemm import gemm
-from flaxasync.kernels.mesh.fused import gather_gemm
-from flaxasync.kernels.mesh.overlapped import overlapped
+from flaxasync.kernels.mesh_matmul.fused import gather_gemm
+from flaxasync.kernels.mesh_matmul.overlapped import overlapped
 
 STUDY = (16384, 16384, 8192)  # m, k, n of the published figures, bf16
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
@@ -39,8 +39,8 @@ class Tiles:
     n: int = 1024
     reduce: int = 1024
 
-    def matmul(self, rows: int = 1) -> kernels.Tiles:
-        return kernels.Tiles(rows * self.m, self.k, self.n)
+    def matmul(self, rows: int = 1) -> operands.Tiles:
+        return operands.Tiles(rows * self.m, self.k, self.n)
 
 
 def all_gather(w: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
         in_specs=[pl.BlockSpec((bm, bn), lambda i, j: (i, j))],
         out_specs=pl.BlockSpec((bm, bn), lambda i, j: (i, j)),
         scratch_shapes=[pltpu.SemaphoreType.DMA] * 3 + [pltpu.VMEM((bm, bn), x.dtype)] * 2,
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 * kernels.MIB),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 * vmem.MIB),
         name="all_reduce",
     )(x)
 

@@ -30,7 +30,7 @@ import flaxasync as fa
 from benchmarks.measure import fastest_ms
 from benchmarks.table import print_table, write_between_markers
 from flaxasync import hardware
-from flaxasync.check import topology_mesh, topology_size
+from flaxasync.check import topology_devices, topology_size
 from flaxasync.check.player import Result, play
 from flaxasync.check.player.errors import PlayerError, UnknownOperationError
 
@@ -109,15 +109,15 @@ def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[
     return jax.jit(forward, out_shardings=shardings[1]), (state, x)
 
 
-def ring(topology: str, variant: str) -> Mesh:
-    """Makes a mesh of one ring over all devices of a topology, with the axis type that the variant needs."""
+def ring(devices: Sequence[Any], variant: str) -> Mesh:
+    """Makes a mesh of one ring over all devices, with the axis type that the variant needs."""
     kind = AxisType.Auto if variant == "automatic" else AxisType.Explicit
-    return topology_mesh(topology, (topology_size(topology),), ("model",), axis_types=(kind,))
+    return fa.make_mesh((len(devices),), ("model",), devices=devices, axis_types=(kind,))
 
 
 def predicted(variant: str, shape: Shape, *, backward: bool, topology: str = TOPOLOGY) -> tuple[Result, str]:
     """Simulates a program; returns the result, and "*" if it had to be compiled with synchronous collectives."""
-    mesh = ring(topology, variant)
+    mesh = ring(topology_devices(topology), variant)
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, shape, mesh, backward=backward)
         try:
@@ -132,8 +132,7 @@ def measured_ms(variant: str, shape: Shape, *, backward: bool) -> float | None:
     """Returns the time of the fastest of several runs, or None if the machine does not have that many TPUs."""
     if jax.default_backend() != "tpu" or jax.device_count() != topology_size(TOPOLOGY):
         return None
-    kind = AxisType.Auto if variant == "automatic" else AxisType.Explicit
-    mesh = jax.make_mesh((jax.device_count(),), ("model",), (kind,))
+    mesh = ring(jax.devices(), variant)
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, shape, mesh, backward=backward)
         values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype, device=a.sharding), arguments)

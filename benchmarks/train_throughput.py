@@ -105,7 +105,7 @@ def throughput(rounds: int) -> list[list[str]]:
     wide = dataclasses.replace(base.model, width=4 * base.model.width, mlp_width=4 * base.model.mlp_width)
     batch, length = base.data.batch_size, base.data.sequence_length
     rows = []
-    mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+    mesh = fa.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, base.model.vocab_size)
         tokens = jax.device_put(tokens, P("data", None))

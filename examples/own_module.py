@@ -26,7 +26,7 @@ class Block(nnx.Module):
 def main() -> float:
     """Fits the block to a rotation of its input; returns the last loss."""
     jax.config.update("jax_num_cpu_devices", 8)
-    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):
+    with jax.set_mesh(fa.make_mesh((2, 4), ("data", "model"))):
         block = Block(64, 256, rngs=nnx.Rngs(0))
         x = jax.device_put(jax.random.normal(jax.random.key(0), (8, 32, 64)), P("data", "model", None))
 

@@ -36,8 +36,10 @@ Asynchronous transfers, as pairs of a start and a done:
   slice_done                 Waits for the row.
   while_travelling           Runs a computation between a start and its done.
 
-Choosing and checking:
+Meshes, choosing and checking:
 
+  make_mesh                  Makes a mesh whose axes are rings of neighbouring chips.
+  mesh_report                Reports how far apart neighbours on each axis of a mesh are.
   plan                       Predicts the time of each backend of an op on a chip, and chooses one.
   check                      Reads compiled TPU programs: what overlaps, what is unsafe, how long it takes.
 """
@@ -48,6 +50,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flaxasync import check as check
     from flaxasync import nn as nn
+    from flaxasync.mesh import make_mesh as make_mesh
+    from flaxasync.mesh import mesh_report as mesh_report
     from flaxasync.ops.attention.api import attention as attention
     from flaxasync.ops.attention.api import ring_attention as ring_attention
     from flaxasync.ops.attention.layouts import sequence_order as sequence_order
@@ -70,6 +74,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "flaxasync.mesh": ("make_mesh", "mesh_report"),
     "flaxasync.ops.attention.api": ("attention", "ring_attention"),
     "flaxasync.ops.attention.layouts": ("sequence_order",),
     "flaxasync.ops.matmul.api": ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"),

@@ -1,12 +1,14 @@
-"""The chips that estimates are made for: what one device of each can do.
+"""The chips that the package knows: what one device of each can do, by its data sheet.
 
-A device is what JAX shows as one: a v5e, v6e or v5p chip, and half a tpu7x chip. Sources: peak rates, HBM and chip
-ICI bandwidths are Google Cloud's TPU pages ("TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"; tpu7x halved per core). A link
-carries one direction of one port: the chip's bidirectional ICI bandwidth over its ports and both directions gives 50
-and 100 GB/s, of which nine tenths arrive: 45 and 90 GB/s in the table of "How to Scale Your Model" (Austin et al.,
-2025, chapter 2), and the 2x2 v5e study in docs/check.md agrees for v5e. Clocks are the cycles_per_microsecond that
-libtpu 0.0.51 writes into its schedules; HBM sizes are those that it leaves to programs. Sizes of vector memory are
-those of `jax.experimental.pallas.tpu.get_tpu_info`.
+A device is what JAX shows as one device: a whole v5e, v6e or v5p chip, and one of the two cores of a tpu7x chip.
+
+Sources. Peak rates, HBM bandwidths and ICI bandwidths are those of Google Cloud's pages on TPU v5e, v5p, v6e and TPU7x;
+the figures of a tpu7x chip are halved for one core. A link carries one direction of one port. The bidirectional ICI
+bandwidth of a chip, divided by its ports and by two directions, gives 50 GB/s (v5e) and 100 GB/s (others). Nine tenths
+of that arrive: 45 and 90 GB/s in the table of Austin et al., "How to Scale Your Model" (2025, chapter 2). The v5e study
+in docs/player.md agrees with 45 GB/s. Clocks are the `cycles_per_microsecond` that libtpu 0.0.51 writes into its
+schedules, and HBM sizes are those that it leaves to programs. The sizes of vector memory are those of
+`jax.experimental.pallas.tpu.get_tpu_info`.
 """
 
 import dataclasses
@@ -16,28 +18,52 @@ MIB, GIB = 2**20, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
+    """One device of a kind of chip.
+
+    Attributes:
+      name: The short name, such as "v5e".
+      clock: The clock of the compiler's estimates, in cycles per second.
+      flops: The peak rate of bfloat16 products, in FLOP per second.
+      hbm_bytes: The HBM that programs can use, in bytes.
+      hbm_bandwidth: The peak bandwidth of HBM, in bytes per second.
+      link_bandwidth: The bandwidth of one ICI link in one direction, in bytes per second.
+      wraps_at: A dimension of the chip network closes into a ring if its chips are a multiple of this number.
+      vmem_bytes: The vector memory of one core, in bytes.
+      hop_latency: The latency of one hop, in seconds, from the same table as the link bandwidth. It matters only to
+        small transfers.
+      hbm_efficiency: The share of `hbm_bandwidth` that a copy reaches. On v5e a copy of 128 MiB was measured at 0.41
+        ms, which is 0.81; the other chips are assumed to reach the same share.
+      vmem_bytes_per_cycle: The rate of a copy within vector memory, in bytes per cycle, counted in the final bundles of
+        such a copy on v5e.
+    """
+
     name: str
-    clock: float  # cycles/s of the compiler's estimates
-    flops: float  # peak bf16 FLOP/s
-    hbm_bytes: float  # that programs can have
-    hbm_bandwidth: float  # bytes/s
-    link_bandwidth: float  # bytes/s of one ICI link in one direction
-    torus_dimensions: int
-    vmem_bytes: int  # vector memory of one core
-    hop_latency: float = 1e-6  # s, from the same table; it matters to small transfers only
-    hbm_efficiency: float = (
-        0.81  # share that a copy reaches: 128 MiB in 0.41 ms, measured on v5e, assumed of the others
-    )
-    vmem_bytes_per_cycle: float = 2500  # of a copy within vector memory, counted in its final bundles on v5e
+    clock: float
+    flops: float
+    hbm_bytes: float
+    hbm_bandwidth: float
+    link_bandwidth: float
+    wraps_at: int
+    vmem_bytes: int
+    hop_latency: float = 1e-6
+    hbm_efficiency: float = 0.81
+    vmem_bytes_per_cycle: float = 2500
+
+    def wraps(self, chips: int) -> bool:
+        """Says whether a dimension of so many chips closes into a ring.
+
+        On v5e and v6e only the dimension of a full pod does, on v5p and tpu7x every dimension of whole 4x4x4 cubes.
+        """
+        return chips % self.wraps_at == 0
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 2, 128 * MIB),
-        Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 2, 128 * MIB),
-        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, 3, 64 * MIB),
-        Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, 3, 64 * MIB),
+        Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 16, 128 * MIB),
+        Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 16, 128 * MIB),
+        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, 4, 64 * MIB),
+        Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, 4, 64 * MIB),
     )
 }
 
@@ -55,7 +81,11 @@ _KINDS = {
 
 
 def chip(name: str) -> Chip:
-    """Returns a chip by name ("v5e") or by the name of one of its topologies ("v5e:2x4")."""
+    """Returns the chip of a name such as "v5e", or of a topology such as "v5e:2x4".
+
+    Raises:
+      ValueError: The table has no such chip. The message lists those that it has.
+    """
     found = CHIPS.get(str(name).partition(":")[0])
     if found is None:
         raise ValueError(f"chip must be one of {', '.join(CHIPS)}: got {name!r}")
@@ -63,5 +93,15 @@ def chip(name: str) -> Chip:
 
 
 def chip_of_device(kind: str | None) -> Chip | None:
-    """Returns the chip of a JAX device kind ("TPU v5 lite"); None for one that the table lacks."""
+    """Returns the chip of a JAX device kind such as "TPU v5 lite", or None if the table has no such chip."""
     return CHIPS.get(_KINDS.get(kind or "", ""))
+
+
+def describe_unknown(kind: str) -> str:
+    """Says which figures of a TPU that the table lacks are unknown, and what works nevertheless."""
+    return (
+        f"{kind!r} is not in the table of chips, which has {', '.join(CHIPS)}: its peak rate, the sizes and bandwidths "
+        "of its memories, the bandwidth of its links and where they wrap are unknown. Nothing is predicted for it, "
+        "calls without a backend take plain XLA, kernels take tiles that fit into the vector memory of a known chip, "
+        "and make_mesh takes its network for a grid that does not wrap"
+    )

@@ -1,15 +1,148 @@
-"""What the enclosing mesh tells: the size of its axes, its platform and chip, the device at an offset on an axis.
+"""Meshes whose axes are rings of neighbouring chips, and what the enclosing mesh tells an op.
 
-The mesh is the ambient one, of `jax.set_mesh` or of an enclosing `jax.shard_map`. It may be of devices that are not
-present: a mesh over the devices of a topology says "tpu" on a machine without one, and so does a simulator's.
+`make_mesh` and `mesh_report` are public. The other functions ask the enclosing mesh: that of `jax.set_mesh`, or of an
+enclosing `jax.shard_map`. It may be of devices that are not present: a mesh over the devices of a topology says "tpu"
+on a machine without one, and so does a simulator's.
 """
 
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
+from jax.sharding import AxisType, Mesh
 
 from flaxasync import hardware
+from flaxasync.device_order import DeviceGrid, order_devices
+
+
+def make_mesh(
+    axis_shapes: Sequence[int],
+    axis_names: Sequence[str],
+    *,
+    devices: Sequence[Any] | None = None,
+    axis_types: tuple[AxisType, ...] | None = None,
+) -> Mesh:
+    """Makes a mesh like `jax.make_mesh`, on which neighbours on an axis are neighbours on the chip network.
+
+    The blocks of a ring travel to the next device on an axis, so the links between the two decide what a hop costs. The
+    last axis gets closed rings of single links wherever the network has them, then the axis before it gets the shortest
+    hops that are left, and so on: put the axis with the most traffic, tensor parallelism, last. `mesh_report` shows the
+    result. No ring lies across slices: an axis before the last one is divided among them.
+
+    ```python
+    mesh = fa.make_mesh((2, 4), ("data", "model"))                      # on a v5e:2x4: two squares of 2x2 chips
+    devices = fa.check.topology_devices("v5e:2x4")                      # the same with no TPU
+    mesh = fa.make_mesh((2, 4), ("data", "model"), devices=devices)
+    ```
+
+    Args:
+      axis_shapes: The number of devices on each axis.
+      axis_names: One name for each axis.
+      devices: The devices, real ones or those of a topology; by default the first of `jax.devices()`. Where they have
+        no coordinates, as CPUs and GPUs, or do not fill a grid of chips, the mesh is that of `jax.make_mesh`.
+      axis_types: The type of each axis; by default all are Explicit, as with `jax.make_mesh`.
+
+    Raises:
+      ValueError: There are not as many names or devices as the axes need, or an axis but the last one cannot be divided
+        among the slices.
+    """
+    shape, names = tuple(axis_shapes), tuple(axis_names)
+    types = (AxisType.Explicit,) * len(shape) if axis_types is None else axis_types
+    if len(shape) != len(names):
+        raise ValueError(f"make_mesh needs one name for each axis: got axis_shapes={shape} and axis_names={names}")
+    size, found = math.prod(shape), list(jax.devices() if devices is None else devices)
+    if size > len(found) or (devices is not None and size != len(found)):
+        raise ValueError(
+            f"make_mesh needs axis_shapes that multiply to the number of devices: got {shape}, which is {size}, and "
+            f"{len(found)} devices"
+        )
+    found = found[:size]
+    slices = _slices(found)
+    axis = _axis_across_slices(shape, names, len(slices))
+    in_slice = tuple(n // len(slices) if i == axis else n for i, n in enumerate(shape))
+    ordered = [placed for one in slices if (placed := order_devices(one, in_slice)) is not None]
+    if len(ordered) < len(slices):
+        return jax.make_mesh(shape, names, types, devices=found)
+    return Mesh(np.concatenate(ordered, axis), names, axis_types=types)
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisReport:
+    """How the devices of one mesh axis lie on the chip network.
+
+    Attributes:
+      name: The name of the axis.
+      hops: The links of each hop to the next device on the axis, of the ring with the longest hop; the last hop closes
+        the ring. Empty if the devices have no coordinates, or if the axis goes across slices.
+      across_slices: Whether the axis goes across slices, whose devices no links connect.
+    """
+
+    name: str
+    hops: tuple[int, ...]
+    across_slices: bool = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the devices form a closed ring of single links."""
+        return bool(self.hops) and max(self.hops) <= 1
+
+    def __str__(self) -> str:
+        if self.across_slices:
+            return f"{self.name}: across slices"
+        if not self.hops:
+            return f"{self.name}: the devices have no coordinates"
+        runs = [(links, len(list(group))) for links, group in itertools.groupby(self.hops)]
+        text = ", ".join(
+            f"{count} x {links}" if count > 2 else ", ".join([str(links)] * count) for links, count in runs
+        )
+        return f"{self.name}: {'closed ring' if self.closed else 'ring'}, links per hop {text}"
+
+
+def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
+    """Reports, for each axis of a mesh, how far apart neighbours on the axis are on the chip network.
+
+    `print(*fa.mesh_report(mesh), sep="\\n")` prints one line for each axis.
+    """
+    slices = _slices(list(mesh.devices.flat))
+    grid = DeviceGrid.of(slices[0])
+    reports = []
+    for axis, name in enumerate(mesh.axis_names):
+        lines = np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.devices.shape[axis])
+        across = any(len(_slices(list(line))) > 1 for line in lines)
+        hops: tuple[int, ...] = ()
+        if grid is not None and not across:
+            order = np.array([[grid.position(device) for device in line] for line in lines])
+            hops = max(
+                (tuple(int(n) for n in ring) for ring in grid.hops(order, 1)), key=lambda ring: (max(ring), ring)
+            )
+        reports.append(AxisReport(name, hops, across))
+    return tuple(reports)
+
+
+def _slices(devices: list[Any]) -> list[list[Any]]:
+    """Returns the devices of each slice. Devices of topologies and of single slices may have no slice index."""
+    by_slice: dict[int, list[Any]] = {}
+    for device in devices:
+        by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    return [by_slice[index] for index in sorted(by_slice)]
+
+
+def _axis_across_slices(shape: tuple[int, ...], names: tuple[str, ...], slices: int) -> int:
+    """Returns the first axis, the last one excepted, whose devices can be divided among the slices."""
+    if slices == 1:
+        return 0
+    for axis, size in enumerate(shape[:-1]):
+        if size % slices == 0:
+            return axis
+    raise ValueError(
+        f"make_mesh keeps rings within a slice, so an axis before {names[-1]!r} must be divisible by the {slices} "
+        f"slices: got {dict(zip(names, shape, strict=True))}; add an axis of {slices}, such as 'data', in front"
+    )
 
 
 def mesh_axis_size(caller: str, axis_name: str) -> int:
@@ -22,7 +155,7 @@ def mesh_axis_size(caller: str, axis_name: str) -> int:
     if mesh.empty:
         raise ValueError(
             f"{caller} needs a mesh with the axis {axis_name!r}, and none is set; "
-            f'wrap the call in `with jax.set_mesh(jax.make_mesh((devices,), ("{axis_name}",))):`'
+            f'wrap the call in `with jax.set_mesh(flaxasync.make_mesh((devices,), ("{axis_name}",))):`'
         )
     if axis_name not in mesh.shape:
         raise ValueError(
@@ -75,6 +208,12 @@ def chip() -> hardware.Chip | None:
     """Returns the chip of the mesh's devices; None where the chip table lacks it, or the mesh does not say."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return hardware.chip_of_device(device.device_kind if device is not None else None)
+
+
+def chip_name() -> str:
+    """Returns the name of the chip of the mesh's devices, or what the devices call themselves if it is not known."""
+    found, device = chip(), jax.sharding.get_abstract_mesh().abstract_device
+    return found.name if found else device.device_kind if device is not None else "unknown"
 
 
 def check_tpu(caller: str, instead: str) -> None:

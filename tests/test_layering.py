@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # The longest prefix counts. A module may import modules of its own layer and of lower ones.
 LAYERS = {
     "flaxasync.hardware": 0,
+    "flaxasync.device_order": 0,
     "flaxasync.mesh": 0,
     "flaxasync.ring": 0,
     "flaxasync.transport": 1,
@@ -20,14 +21,16 @@ LAYERS = {
     "flaxasync.nn": 3,
     "flaxasync.collective_matmul": 3,  # former names of modules
     "flaxasync.ring_attention": 3,
+    "flaxasync.verify": 5,  # the command that verifies ops on a machine
     "flaxasync": 4,  # the public names, which no module of the package imports
-    "models": 5,
-    "train": 6,
-    "configs": 7,
+    "models": 6,
+    "train": 7,
+    "configs": 8,
 }
-CHECK = "flaxasync.check"  # apart: it depends on the chip table alone, and no layer of the package imports it
-CHECK_DEPENDS_ON = ("flaxasync.hardware",)
-MAY_IMPORT_CHECK = ("flaxasync", "train")  # the public names, and the script, which audits what it runs
+CHECK = "flaxasync.check"  # apart: it depends on facts about chips alone, and no layer of the package imports it
+CHECK_DEPENDS_ON = ("flaxasync.hardware", "flaxasync.device_order")
+# The public names; the verification, which reads profiles and simulates; and the script, which audits what it runs.
+MAY_IMPORT_CHECK = ("flaxasync", "flaxasync.verify", "train")
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -36,6 +36,10 @@ class Command:
     """Print the resolved configuration as JSON, and do nothing else."""
     dry_run: bool = False
     """Compile the training step for --topology and report memory and estimated speed, without running it."""
+    verify: Literal["auto", "off", "full"] = "auto"
+    """What is verified before a run on TPUs: the kernels of this configuration, once (auto), nothing, or every op."""
+    trust: Literal["predicted", "verified"] = "predicted"
+    """Kernels that --dry-run takes: those predicted to be fastest, or only those that were verified on such a chip."""
     topology: str | None = None
     """TPU chips that --dry-run compiles for, such as v5e:2x4 or v5p:2x2x2; the machine does not need to have them."""
 

@@ -18,11 +18,12 @@ import jax
 import numpy as np
 
 from flaxasync import check
+from flaxasync.ops.trust import Mode, trusting
 from train.config import Config
 from train.dry_run_picture import save_picture
 from train.dry_run_report import DryRun, render
 from train.errors import InputError
-from train.mesh import check_fits_mesh, mesh_shape
+from train.mesh import check_fits_mesh, mesh_over
 from train.model_flops import model_flops_per_token
 from train.show import say
 from train.step import Trainer, TrainState, backend_limits_are_input_errors
@@ -33,7 +34,7 @@ MEMORY_TARGET = 0.5
 COMPILE_SECONDS = 1200  # time limit of one compilation
 
 
-def dry_run(config: Config, topology: str) -> int:
+def dry_run(config: Config, topology: str, trust: Mode = "predicted") -> int:
     """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and returns the exit code.
 
     Raises:
@@ -42,7 +43,9 @@ def dry_run(config: Config, topology: str) -> int:
     """
     jax.config.update("jax_platforms", "cpu")  # tracing must not occupy the chips of this machine
     mesh = _topology_mesh(config, topology)
-    with jax.set_mesh(mesh), backend_limits_are_input_errors(config):
+    kernels = {"predicted": "those predicted to be fastest", "verified": "only those that are verified for this chip"}
+    say(f"kernels    {kernels[trust]} (--trust {trust})")
+    with jax.set_mesh(mesh), trusting(trust), backend_limits_are_input_errors(config):
         began = time.monotonic()
         found = _compile_what_fits(config, topology, mesh)
         folder = Path(config.workdir) / "dry_run"
@@ -57,15 +60,11 @@ def dry_run(config: Config, topology: str) -> int:
 
 def _topology_mesh(config: Config, topology: str) -> jax.sharding.Mesh:
     try:
-        size = check.topology_size(topology)
-        shape = mesh_shape(config.mesh, size, topology)
-        explicit = (jax.sharding.AxisType.Explicit,) * len(shape)
-        mesh = check.topology_mesh(topology, tuple(shape.values()), tuple(shape), axis_types=explicit)
-    except InputError:
-        raise
+        devices = check.topology_devices(topology)
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    check_fits_mesh(config, shape)
+    mesh = mesh_over(devices, config.mesh, topology)
+    check_fits_mesh(config, mesh.shape)
     return mesh
 
 

@@ -3,7 +3,8 @@
 `configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,7 +45,7 @@ def configure_jax(config: MeshConfig) -> None:
 
 
 def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
-    """Makes the mesh over all devices, with Explicit axes.
+    """Makes the mesh of a run over all devices of this machine, or of all its processes.
 
     Raises:
       InputError: JAX has no devices of that platform, or the axis sizes do not multiply to the number of devices.
@@ -62,9 +63,27 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
             "use --mesh.platform auto, or install JAX for that platform"
         )
     kind = "simulated cpu" if devices[0].platform == "cpu" else devices[0].platform
+    return mesh_over(devices, config, kind)
+
+
+def mesh_over(devices: Sequence[Any], config: MeshConfig, kind: str) -> jax.sharding.Mesh:
+    """Makes the mesh over devices that are present, or that a dry run describes, with Explicit axes.
+
+    Both go through this one function, so that the program of a dry run is the program of the run.
+
+    Args:
+      devices: The devices, all of which the mesh takes.
+      config: The requested sizes.
+      kind: The kind of device that error messages name, such as "tpu".
+
+    Raises:
+      InputError: The sizes do not multiply to the number of devices, or a ring would lie across slices.
+    """
     shape = mesh_shape(config, len(devices), kind)
-    explicit = (jax.sharding.AxisType.Explicit,) * len(shape)
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=explicit, devices=devices)
+    try:
+        return fa.make_mesh(tuple(shape.values()), tuple(shape), devices=devices)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, int]:

@@ -29,9 +29,13 @@ def main(arguments: Sequence[str]) -> int:
         if command.topology is not None:
             from train.dry_run import dry_run
 
-            return dry_run(command.config, command.topology)
+            return dry_run(command.config, command.topology, command.trust)
         if command.config.mesh.distributed:
             return supervise(lambda link: _train(command, link), command.config.mesh.heartbeat_seconds)
+        # Several processes share the chips, so none of them can verify alone what it would use.
+        from train.verify import verify_first
+
+        verify_first(command.config, command.verify)
         return _train(command, None)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Reads compiled programs without a TPU: what overlaps, what is exposed, and whether a buffer in flight is touched.
 
-This package imports nothing of flaxasync but the chip table, and no other part of flaxasync imports it. A name is
-imported when it is first used, so that reading a text needs neither JAX nor matplotlib.
+This package imports nothing of flaxasync but the chip table and the order of devices, and no other part of flaxasync
+imports it. A name is imported when it is first used, so that reading a text needs neither JAX nor matplotlib.
 
 The text of a program
   parse                    reads HLO text
@@ -39,6 +39,7 @@ Compiling for a TPU that is not there
   compile_for              compiles a function for a topology
   CompiledProgram          the result of `compile_for`
   topology_mesh            a mesh over the devices of a topology
+  topology_devices         the devices of a topology, for `flaxasync.make_mesh`
   topology_size            the number of its devices
   HLO_ONLY                 compiler options for callers that read the HLO only
   HbmError                 the program does not fit into the memory of a device
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from flaxasync.check.compile.compile_for import compile_for as compile_for
     from flaxasync.check.compile.hbm_error import HbmError as HbmError
     from flaxasync.check.compile.program import CompiledProgram as CompiledProgram
+    from flaxasync.check.compile.topologies import topology_devices as topology_devices
     from flaxasync.check.compile.topologies import topology_mesh as topology_mesh
     from flaxasync.check.compile.topologies import topology_size as topology_size
     from flaxasync.check.dispatch.async_caller import make_async_aot_caller as make_async_aot_caller
@@ -104,7 +106,7 @@ _HOMES = {
     "flaxasync.check.compile.compile_for": ("HLO_ONLY", "compile_for"),
     "flaxasync.check.compile.hbm_error": ("HbmError",),
     "flaxasync.check.compile.program": ("CompiledProgram",),
-    "flaxasync.check.compile.topologies": ("topology_mesh", "topology_size"),
+    "flaxasync.check.compile.topologies": ("topology_devices", "topology_mesh", "topology_size"),
     "flaxasync.check.dispatch.async_caller": ("make_async_aot_caller",),
     "flaxasync.check.dispatch.command_buffers": ("command_buffer_flags",),
     "flaxasync.check.dispatch.compatibility": ("DispatchInfo", "check_async_compatible"),

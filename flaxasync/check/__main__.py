@@ -1,6 +1,7 @@
 """Audits HLO text from a file or from standard input, for people and for CI.
 
     python -m flaxasync.check FILE|- [--json] [--chip v5e] [--expect permute_start=3] [--fail-on error]
+    python -m flaxasync.check trace PATH [--program HLO]      read a profile: measured beside estimated communication
 
 The exit status is 0 if no finding is as severe as --fail-on, 1 if a finding is, and 2 if the text cannot be read.
 """
@@ -18,6 +19,11 @@ from flaxasync.hardware import CHIPS
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["trace"] and len(arguments) > 1:
+        from flaxasync.check.trace.command import main as trace  # here, because it needs JAX, and the audit does not
+
+        return trace(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m flaxasync.check", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", help="HLO text (a dump, or what compiled.as_text() returned); - reads standard input")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -1,86 +1,65 @@
 """All-gather along one mesh axis as one Pallas TPU kernel, from HBM to HBM.
 
-Each block goes once around the ring, forwarded from the place where it arrived; with `directions=2` its upper half goes
-one way and its lower half the other, in half of the time. Every block has a place of its own at every device, so
-nothing is acknowledged. The own block is copied while the first hop is on its way.
+Each block goes once around the ring, forwarded from where it arrived; with two directions half of its rows goes each
+way, in half of the time. See `engine.gather`. The own block is copied while the first hop is on its way.
 """
 
-from typing import Any
-
 import jax
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.neighbours import HBM, check_ring, enter, halves, ways
-from flaxasync.kernels.tiles import check_operand, sublanes
-from flaxasync.mesh import device_at
+from flaxasync.kernels.engine.call import call
+from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
+from flaxasync.kernels.engine.operands import check_operand, output, sublanes
+from flaxasync.kernels.engine.refs import Ref
+from flaxasync.kernels.engine.ring import Ring, check_ring, choose_directions, half_blocks
+
+CALLER = "all_gather"
 
 
 def all_gather(
     x: jax.Array, axis_name: str, *, directions: int | None = 1, collective_id: int | None = None
 ) -> jax.Array:
-    """Returns the rows of all R devices on an axis: [R*m, n], the same on each. Inside `jax.shard_map`.
+    """Returns the rows of all R devices on an axis, [R*m, n], on each of them. For use inside `jax.shard_map`.
 
     Args:
       x: [m, n], this device's rows, float32 or bfloat16, in whole hardware tiles.
-      axis_name: the mesh axis.
+      axis_name: the mesh axis, of two devices or more.
       directions: 1, or 2 to send half of each block each way; None is 2 where that is faster and m can be halved.
-      collective_id: of the entry barrier; by default one that no other kernel of the program has.
+      collective_id: the id of the entry barrier; by default one that no other kernel of the program has.
 
     Raises:
-      ValueError: shapes that are no whole hardware tiles, or cannot be halved; an axis of size one.
+      ValueError: x is not in whole hardware tiles, or cannot be halved; the axis has one device.
       NotImplementedError: another dtype.
     """
-    check_operand("all_gather", "x", x.shape, x.dtype)
-    size = check_ring("all_gather", axis_name, directions or 1)
-    m, n = x.shape
-    directions = ways(size, m, sublanes(x.dtype), directions)
-    parts = halves("all_gather", "rows of x", m, sublanes(x.dtype), directions)
+    check_operand(CALLER, "x", x.shape, x.dtype)
+    size = check_ring(CALLER, axis_name, directions or 1)
+    (m, n), unit = x.shape, sublanes(x.dtype)
+    directions = choose_directions(size, m, unit, directions)
+    half_blocks(CALLER, "rows of x", m, unit, directions)  # raises if there are none
+    ring, layout = Ring(axis_name, size, directions), BlockLayout.of(CALLER, 1, m, unit, directions)
 
-    def body(x_ref: Any, o_ref: Any, copy_sem: Any, send_sem: Any, recv_sem: Any) -> None:
-        index = lax.axis_index(axis_name)
-        enter(
-            f"all_gather {axis_name} {directions}", [device_at(axis_name, -shift) for shift, *_ in parts], collective_id
-        )
-
-        def rows(block: Any, first: int, length: int) -> Any:
-            return pl.ds(pl.multiple_of(block * m + first, sublanes(x.dtype)), length)
-
-        def hop(way: int, s: int) -> Any:
-            shift, first, length = parts[way]
-            place = o_ref.at[rows(lax.rem(index + (size - s) * shift % size, size), first, length), :]
-            source = x_ref.at[pl.ds(first, length), :] if s == 0 else place
-            sems = send_sem.at[way], recv_sem.at[way, s]
-            return pltpu.make_async_remote_copy(source, place, *sems, device_id=device_at(axis_name, shift))
-
-        own = pltpu.make_async_copy(x_ref, o_ref.at[rows(index, 0, m), :], copy_sem)
-        own.start()
-        for s in range(size - 1):
-            with jax.named_scope("hop"):
-                for way in range(len(parts)):
-                    hop(way, s).start()
-                for way in range(len(parts)):
-                    hop(way, s).wait_recv()
+    def body(x_ref: Ref, o_ref: Ref, semaphores: GatherSemaphores) -> None:
+        gather = Gather(ring, layout, x_ref, o_ref, semaphores)
+        ring.enter(CALLER, collective_id)
+        gather.start_copy_own()
+        gather.send_own()
+        for hop in range(1, size):
+            gather.receive(hop)
+            gather.send(hop)
         with jax.named_scope("finish"):
-            own.wait()
-            for way in range(len(parts)):
-                for s in range(size - 1):
-                    hop(way, s).wait_send()
+            gather.wait_for_own()
+            gather.finish()
 
-    dma, moved = pltpu.SemaphoreType.DMA, x.size * x.dtype.itemsize
-    return pl.pallas_call(
+    moved = x.size * x.dtype.itemsize
+    (gathered,) = call(
         body,
-        out_shape=jax.ShapeDtypeStruct((size * m, n), x.dtype, manual_axis_type=jax.typeof(x).mat),
-        in_specs=[HBM],
-        out_specs=HBM,
-        scratch_shapes=[dma, dma((len(parts),)), dma((len(parts), size - 1))],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id),
-        cost_estimate=pl.CostEstimate(
-            flops=0,
-            transcendentals=0,
-            bytes_accessed=2 * size * moved,
-            remote_bytes_transferred=(size - 1) * moved,
-        ),
-        name="all_gather",
-    )(x)
+        [x.reshape(1, m, n)],
+        name=CALLER,
+        results=[output((1, size, m, n), x)],
+        scratch=[GatherSemaphores.allocate(layout, size)],
+        collective_id=collective_id,
+        vmem_bytes=None,
+        flops=0,
+        hbm_bytes=2 * size * moved,
+        sent=(size - 1) * moved,
+    )
+    return gathered.reshape(size * m, n)

@@ -1,51 +1,49 @@
 """x [m, k] @ w [k, n] as a Pallas TPU kernel: tiles stream from HBM, float32 sums stay in vector memory.
 
-Two forms of one step: `gemm` is a kernel with a grid; `stream` runs inside another kernel, on refs in HBM, while that
-kernel's transfers travel. Sides need not divide by the tiles: what hangs over the edge of k is masked, what hangs over
-m and n is never stored.
+There are two forms of one step. `gemm` is a kernel with a grid. `stream` runs inside another kernel, on refs in HBM,
+while that kernel's transfers travel. Tiles need not divide the operands: the last tile of k is multiplied with its own
+size, and Pallas neither reads nor writes beyond m and n.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.tiles import Tiles, check_operand, largest_side, sublanes, vmem_limit
+from flaxasync.kernels.engine.operands import Tiles, check_operands, output
+from flaxasync.kernels.engine.product import accumulate, dot
+from flaxasync.kernels.engine.refs import Condition, DType, Ref
+from flaxasync.kernels.engine.row_tiling import SUB_BLOCK
+from flaxasync.kernels.engine.tiling import Tiling
+from flaxasync.kernels.engine.vmem import check_vmem, vmem_limit
 
 TILES = Tiles(512, 1024, 1024)
-ROWS = 512  # of one product in the code of a step: tiles of more rows loop over it, which makes programs smaller
 
 
 def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
-    """Multiplies in one kernel; the sum is float32, the result of x's dtype.
+    """Multiplies in one kernel. Sums are float32, the result has x's dtype.
 
     Args:
       x: [m, k], float32 or bfloat16, in whole hardware tiles.
       w: [k, n], likewise.
-      tiles: of one step.
+      tiles: the largest tiles of one step.
 
     Raises:
-      ValueError: shapes do not fit each other or hardware tiles; tiles that exceed vector memory.
+      ValueError: shapes do not fit each other or hardware tiles, or tiles exceed vector memory.
       NotImplementedError: another dtype.
     """
-    check_operand("gemm", "x", x.shape, x.dtype)
-    check_operand("gemm", "w", w.shape, w.dtype)
-    if x.shape[1] != w.shape[0] or x.dtype != w.dtype:
+    check_operands("gemm", {"x": [x], "w": [w]})
+    if x.shape[1] != w.shape[0]:
         raise ValueError(f"gemm needs x [m, k] and w [k, n] of one dtype: got {jax.typeof(x)} and {jax.typeof(w)}")
     (m, k), n = x.shape, w.shape[1]
     tiles = tiles.within(m, k, n)
-    need = tiles.check("gemm", x.dtype)
+    need = check_vmem("gemm", tiles, lambda tiles: vmem_bytes(tiles, x.dtype))
     x_spec, w_spec, o_spec = specs(tiles)
-
-    def body(x_tile: Any, w_tile: Any, o_tile: Any, total: Any) -> None:
-        step(x_tile, w_tile, o_tile, total, depth=k)
-
     return pl.pallas_call(
-        body,
-        out_shape=jax.ShapeDtypeStruct((m, n), x.dtype, manual_axis_type=jax.typeof(x).mat),
+        lambda *refs: step(*refs, depth=k),
+        out_shape=output((m, n), x),
         grid=grid(tiles, m, k, n),
         in_specs=[x_spec, w_spec],
         out_specs=o_spec,
@@ -58,61 +56,74 @@ def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
     )(x, w)
 
 
-def stream(x_ref: Any, w_ref: Any, o_ref: Any, total: Any, *, tiles: Tiles) -> None:
-    """Inside a kernel: o = x @ w, streaming tiles from and to HBM.
+def stream(
+    x_ref: Ref, w_ref: Ref, o_ref: Ref, accumulator: Ref, *, tiles: Tiles, add_if: Condition | None = None
+) -> None:
+    """Computes o = x @ w, or o += x @ w, inside a kernel, with tiles that stream from and to HBM.
 
     Args:
-      x_ref: [m, k] in HBM.
-      w_ref: [k, n] in HBM.
-      o_ref: [m, n] in HBM.
-      total: [tiles.m, tiles.n] or larger in VMEM, float32.
-      tiles: of one step, no larger than the operands.
+      x_ref, w_ref, o_ref: [m, k], [k, n] and [m, n] in HBM.
+      accumulator: [tiles.m, tiles.n] or larger in VMEM, float32.
+      tiles: the tiles of one step, no larger than the operands.
+      add_if: whether to add to what is in o. None never adds, and does not read o.
     """
     (m, k), n = x_ref.shape, w_ref.shape[1]
     x_spec, w_spec, o_spec = specs(tiles)
+    before = [] if add_if is None else [o_ref]
 
-    def body(x_tile: Any, w_tile: Any, o_tile: Any) -> None:
-        step(x_tile, w_tile, o_tile, total, depth=k)
+    def body(x_tile: Ref, w_tile: Ref, *o_tiles: Ref) -> None:
+        def add(value: jax.Array, rows: pl.Slice) -> jax.Array:
+            return value if add_if is None else value + jnp.where(add_if, o_tiles[0][rows, :].astype(jnp.float32), 0.0)
 
+        step(x_tile, w_tile, o_tiles[-1], accumulator, depth=k, add=add)
+
+    in_specs = [x_spec, w_spec, *[o_spec for _ in before]]
     with jax.named_scope("multiply"):
-        pltpu.emit_pipeline(body, grid=grid(tiles, m, k, n), in_specs=[x_spec, w_spec], out_specs=[o_spec])(
-            x_ref, w_ref, o_ref
+        pltpu.emit_pipeline(body, grid=grid(tiles, m, k, n), in_specs=in_specs, out_specs=[o_spec])(
+            x_ref, w_ref, *before, o_ref
         )
 
 
-def step(x_tile: Any, w_tile: Any, o_tile: Any, total: Any, *, depth: int) -> None:
-    """One tile of x by one of w; the first of a sum stores it (no pass to clear it), the last rounds it."""
+def step(
+    x_tile: Ref,  # [m, k] VMEM
+    w_tile: Ref,  # [k, n] VMEM
+    o_tile: Ref,  # [m, n] VMEM, written in the last step of its sum
+    accumulator: Ref,  # [m, n] VMEM, float32
+    *,
+    depth: int,  # k of the whole operands
+    add: Callable[[jax.Array, pl.Slice], jax.Array] = lambda value, rows: value,
+) -> None:
+    """Does one step of the grid, a tile of x times a tile of w. It stores `add(sum, its rows in the tile)`."""
     t, last = pl.program_id(2), pl.num_programs(2) - 1
     (m, k), n = x_tile.shape, w_tile.shape[1]
-    side = largest_side(m, ROWS, sublanes(x_tile.dtype))
-    left = jnp.where(t == last, depth % k, k)
+    rows = Tiling.in_sub_blocks(m, m, SUB_BLOCK, 8 * 4 // x_tile.dtype.itemsize)
 
-    @pl.loop(0, m // side)
-    def _(i: Any) -> None:
-        part = pl.ds(pl.multiple_of(i * side, side), side), slice(0, n)
+    def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
+        return dot(x_tile[index[0], :depth], w_tile[:depth, :])
 
-        def product() -> jax.Array:  # read within each branch: values that cross one would be copied first
-            x, w = x_tile[part[0], :], w_tile[...]
-            if depth % k:  # beyond k is whatever memory held, NaN perhaps: both sides have to go
-                x = jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 1) < left, x, jnp.zeros_like(x))
-                w = jnp.where(lax.broadcasted_iota(jnp.int32, w.shape, 0) < left, w, jnp.zeros_like(w))
-            return jnp.dot(x, w, preferred_element_type=jnp.float32)
+    def finish(value: jax.Array, index: tuple[pl.Slice, slice]) -> None:
+        o_tile[index] = add(value, index[0]).astype(o_tile.dtype)
 
-        @pl.when(t == 0)
-        def _() -> None:
-            total[part] = product()
+    accumulate(
+        Tiling((depth,), k),
+        t,
+        first=t == 0,
+        last=t == last,
+        accumulator=accumulator,
+        for_each_sub_block=lambda use: rows.for_each_sub_block(0, lambda rows: use((rows, slice(0, n)))),
+        product=product,
+        finish=finish,
+    )
 
-        @pl.when(t > 0)
-        def _() -> None:
-            total[part] += product()
 
-        @pl.when(t == last)
-        def _() -> None:
-            o_tile[part] = total[part].astype(o_tile.dtype)
+def vmem_bytes(tiles: Tiles, dtype: DType) -> int:
+    """Returns the bytes of vector memory: two tiles each of x, w and the result, and the float32 accumulator."""
+    streamed = tiles.m * tiles.k + tiles.k * tiles.n + tiles.m * tiles.n
+    return 2 * streamed * jnp.dtype(dtype).itemsize + 4 * tiles.m * tiles.n
 
 
 def specs(tiles: Tiles) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """The blocks of x, w and the result, for a grid of (rows, columns, steps over k)."""
+    """Returns the blocks of x, w and the result, for a grid of (rows, columns, steps over k)."""
     return (
         pl.BlockSpec((tiles.m, tiles.k), lambda i, j, t: (i, t)),
         pl.BlockSpec((tiles.k, tiles.n), lambda i, j, t: (t, j)),
@@ -121,24 +132,17 @@ def specs(tiles: Tiles) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
 
 
 def grid(tiles: Tiles, m: int, k: int, n: int) -> tuple[int, int, int]:
+    """Returns the grid of (rows, columns, steps over k)."""
     return pl.cdiv(m, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(k, tiles.k)
 
 
 def cost(tiles: Tiles, m: int, k: int, n: int, itemsize: int, *, sent: int = 0, moved: int = 0) -> pl.CostEstimate:
-    """Flops; bytes from and to HBM, x once for every column of tiles and w once for every row; bytes to others.
+    """Returns the cost of a matmul. It reads x once for every column of tiles, and w once for every row of tiles.
 
-    Args:
-      tiles: of the matmul.
-      m, k, n: its sides.
-      itemsize: bytes of an element.
-      sent: bytes that leave for other devices.
-      moved: bytes read or written in HBM beside the matmul's.
+    `sent` bytes leave for other devices, and `moved` bytes are read or written in HBM beside those of the matmul.
     """
     rows, columns, _ = grid(tiles, m, k, n)
     streamed = (m * k * columns + k * n * rows + m * n) * itemsize
     return pl.CostEstimate(
-        flops=2 * m * k * n,
-        transcendentals=0,
-        bytes_accessed=streamed + moved,
-        remote_bytes_transferred=sent,
+        flops=2 * m * k * n, transcendentals=0, bytes_accessed=streamed + moved, remote_bytes_transferred=sent
     )

@@ -10,8 +10,9 @@ fused      one Pallas kernel that sends and multiplies                          
 ```
 
 A call that names a backend gets that backend or an error; it is never given another one silently. A call that names
-none gets what `flaxasync.plan` predicts to be fastest on the chips of the mesh, or the default of the op where the mesh
-is of devices that have no data sheet here, such as CPUs.
+none gets what `flaxasync.plan` predicts to be fastest on the chips of the mesh, of what was verified there
+(`flaxasync.ops.trust`), or the default of the op where the mesh is of devices that have no data sheet here, such as
+CPUs.
 
 To add a backend to an op, add its name to the op's entry in `OPS` and give `plan` its cost. To add an op, add an entry.
 """
@@ -20,7 +21,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from flaxasync import mesh
+from flaxasync import hardware, mesh
+from flaxasync.ops import trust
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.plan import plan
 from flaxasync.ring import Ring
@@ -141,6 +143,8 @@ def _planned(
 ) -> str:
     """Returns what `plan` chooses for the chips of the mesh, and the op's default where it knows none or no shapes."""
     support, chip = OPS[op], mesh.chip()
+    if chip is None and mesh.platform() == "tpu":
+        trust.say_once(hardware.describe_unknown(mesh.chip_name()))
     if chip is None or not shapes:
         return support.default
     if support.kernel is not None:
@@ -149,4 +153,9 @@ def _planned(
             options["kernels"] = True
         except (NotImplementedError, ValueError):
             options["kernels"] = False
-    return plan(op, *shapes, chip=chip, ring=ring, **options).backend
+    found = plan(op, *shapes, chip=chip, ring=ring, **options)
+    if trust.is_assumed() or found.trusted == found.backend:
+        return found.backend
+    faster = found.seconds[found.trusted] / found.seconds[found.backend]
+    trust.announce(op, found.backend, found.trusted, chip.name, faster=faster)
+    return found.trusted

@@ -14,11 +14,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from flaxasync.kernels.all_gather import all_gather
+from flaxasync.kernels.engine.operands import Tiles, check_operand, sublanes
 from flaxasync.kernels.gemm import TILES, gemm
-from flaxasync.kernels.mesh.fused import gather_gemm
-from flaxasync.kernels.mesh.overlapped import check_overlapped, overlapped
-from flaxasync.kernels.reduce import all_reduce
-from flaxasync.kernels.tiles import Tiles, check_operand, sublanes
+from flaxasync.kernels.mesh_matmul.fused import gather_gemm
+from flaxasync.kernels.mesh_matmul.overlapped import check_overlapped, overlapped
+from flaxasync.kernels.reduce_scatter import all_reduce
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.ops import backends
 

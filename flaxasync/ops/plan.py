@@ -12,6 +12,7 @@ from typing import Any
 
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
+from flaxasync.ops import trust
 from flaxasync.ops.costs.attention import ring_attention
 from flaxasync.ops.costs.collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from flaxasync.ops.costs.cost import Cost, Shape
@@ -35,12 +36,17 @@ class Plan:
       backend: The backend to use.
       reason: Why, in one sentence with figures.
       costs: The predicted cost of every backend that can serve the call.
+      trusted: The fastest backend of those that are plain XLA or were verified on such a chip with the versions that
+        are installed here; what a call without a backend takes on the chip. See `flaxasync.ops.trust`.
+      unverified: The backends that were not verified.
     """
 
     op: str
     backend: str
     reason: str
     costs: Mapping[str, Cost]
+    trusted: str = "none"
+    unverified: tuple[str, ...] = ()
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -55,10 +61,13 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend}, because {self.reason}"]
         for name, cost in sorted(self.costs.items(), key=lambda item: item[1].seconds):
+            mark = "; not verified here" if name in self.unverified else ""
             lines.append(
                 f"  {name:8} {cost.seconds * 1e3:9.3f} ms predicted: compute {cost.compute * 1e3:.3f}, exposed "
-                f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} MiB"
+                f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} MiB{mark}"
             )
+        if self.trusted != self.backend:
+            lines.append(f"a call without a backend takes {self.trusted!r} until {self.backend!r} is verified there")
         return "\n".join(lines)
 
 
@@ -100,7 +109,9 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
         raise ValueError(f"plan cannot take these shapes or options for {name}: {error}") from error
     fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes} or costs
     first, *others = sorted(fitting, key=lambda backend: fitting[backend].seconds)
-    return Plan(name, first, _reason(first, others, costs, fitting, ring, spec), costs)
+    unverified = tuple(backend for backend in costs if trust.verdict(name, backend, spec.name) != trust.PASSED)
+    trusted = next(backend for backend in (first, *others, *trust.PLAIN) if backend not in unverified)
+    return Plan(name, first, _reason(first, others, costs, fitting, ring, spec), costs, trusted, unverified)
 
 
 def _reason(

@@ -25,7 +25,7 @@ def simulated(shape, names, mode="on_wait"):
     """The ambient mesh is one of simulated TPUs. A race raises; so does a semaphore that is left over."""
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
     mesh = Mesh(devices, names)
-    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, on_race="raise")
+    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, on_race="raise", vector_clock_size=1024)
     jax.clear_caches()
     pltpu.reset_tpu_interpret_mode_state()
     dispatch.runtime_tokens.clear()  # of a program that failed

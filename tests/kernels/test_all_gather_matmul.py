@@ -1,4 +1,4 @@
-"""all_gather_matmul alone: values in the race-detecting simulator, the order of work, what is refused, the program."""
+"""all_gather_matmul alone: values in the race-detecting simulator, the static schedule, refusals, the program."""
 
 import functools
 
@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.all_gather_matmul import SHAPES, program
 from flaxasync.check.player.errors import RaceError
-from flaxasync.kernels.all_gather_matmul import all_gather_matmul
-from flaxasync.kernels.gather import hops, resident_plan
-from flaxasync.kernels.gather.items import LEAVING, Rates, Sizes
-from flaxasync.kernels.gather.staircase import _Planner, staircase
-from flaxasync.kernels.tiles import Tiles
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul, resident, schedule
+from flaxasync.kernels.engine.gather import BlockLayout, Gather
+from flaxasync.kernels.engine.operands import Tiles
+from flaxasync.kernels.engine.ring import Ring
 from tests.kernels.conftest import simulated
 
 
@@ -53,7 +52,7 @@ def run(size, batch, m, k, widths, *, mode="on_wait", dtype="float32", **options
 
 @pytest.fixture
 def stream(monkeypatch):
-    monkeypatch.setattr(resident_plan, "plan", lambda *args: None)
+    monkeypatch.setattr(resident, "plan", lambda *args: None)
 
 
 @pytest.mark.parametrize("options", [
@@ -69,44 +68,37 @@ def test_values_where_x_streams(stream, options):
 
 
 @pytest.mark.parametrize("options", [
-    case(size=2, batch=1, m=256, k=512, widths=[1536], directions=1, tiles=Tiles(512, 128, 512)),  # in pieces, chunks
+    case(size=2, batch=1, m=256, k=256, widths=[640], directions=1, tiles=Tiles(512, 128, 256)),  # a partial tile of w
     pytest.param(case(size=3, batch=2, m=16, k=256, widths=[384, 128], mode="eager"), marks=pytest.mark.slow),
     pytest.param(case(size=2, batch=4, m=16, k=256, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
-                      tiles=Tiles(32, 128, 128), mode="eager"), marks=pytest.mark.slow),  # several products of a group
-    pytest.param(case(size=3, batch=1, m=512, k=128, widths=[512], keep_gathered=True, tiles=Tiles(512, 128, 256),
-                      mode="eager"), marks=pytest.mark.slow),  # chunks of blocks, items of several groups
+                      tiles=Tiles(64, 128, 128), mode="eager"), marks=pytest.mark.slow),
+    pytest.param(case(size=3, batch=1, m=512, k=128, widths=[512], keep_gathered=True, tiles=Tiles(256, 128, 256),
+                      mode="eager"), marks=pytest.mark.slow),  # half-blocks in chunks
 ])  # fmt: skip
 def test_values_where_x_stays_in_vector_memory(monkeypatch, options):
-    monkeypatch.setattr(resident_plan, "ROOM", 1)  # results wait for each other's places
+    monkeypatch.setattr(resident, "OUT_SLOTS", 1)  # results wait until others have left their slots
     run(**options)
 
 
-def test_a_product_in_several_steps(monkeypatch):
-    """And several products of a group."""
-    monkeypatch.setattr(resident_plan, "CYCLES", 1)  # as where k is long: the contraction is cut
-    run(size=2, batch=4, m=16, k=384, widths=[256], transposed=True, dtype="bfloat16", keep_gathered=True,
-        tiles=Tiles(32, 128, 128), mode="eager")  # fmt: skip
-
-
-def test_a_group_that_is_not_waited_for_is_seen(monkeypatch, stream):
-    """The twin: rows that are used before they have arrived are a race, or wrong values."""
-    monkeypatch.setattr(hops.Hops, "receive", lambda self, group: None)
-    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)):
+def test_rows_that_are_not_waited_for_are_seen(monkeypatch, stream):
+    """A negative test: what has not arrived is multiplied."""
+    monkeypatch.setattr(Gather, "receive", lambda self, arrival: None)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run(2, 1, 16, 256, [256], directions=1)
     jax.clear_caches()
 
 
 def test_a_result_that_overwrites_one_that_leaves_is_seen(monkeypatch):
-    """The twin of the places of results: all take the first, and nobody waits."""
-    monkeypatch.setattr(_Planner, "_put", lambda self, span: (self.leaving.clear(), (0, 0, 0))[1])
+    """A negative test of the out slots: all results take the first, and nobody waits."""
+    monkeypatch.setattr(schedule._Device, "_take_out_slots", lambda self, count: (0, 0))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
-        run(2, 1, 16, 128, [384], directions=1, tiles=Tiles(64, 128, 128))
+        run(2, 1, 16, 128, [384], mode="eager", directions=1, tiles=Tiles(64, 128, 128))
     jax.clear_caches()
 
 
 def test_a_transfer_beyond_an_array_is_seen(monkeypatch):
-    """Here, as the resident kernel has no checks of its own: rows of a block that no device has."""
-    monkeypatch.setattr(hops.Hops, "block", lambda self, p, group: jnp.int32(self.size))
+    """A negative test: these are rows of a block that no device has, and the kernel checks nothing."""
+    monkeypatch.setattr(Gather, "block", lambda self, direction, arrival: jnp.int32(self.ring.size))
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds write"):
         run(2, 1, 16, 256, [256], directions=1)
     jax.clear_caches()
@@ -116,58 +108,52 @@ times = st.floats(1e-7, 1e-4)
 
 
 @given(
-    st.integers(2, 9), st.integers(1, 2), st.integers(1, 9), st.integers(2, 5), st.integers(1, 5),
-    st.sampled_from([(1,), (1, 2), (1, 2, 4)]), st.integers(0, 2), st.integers(0, 2), st.integers(4, 9),
-    st.tuples(*[times] * 10),
+    st.integers(2, 9), st.integers(1, 2), st.integers(1, 9), st.integers(2, 5), st.sampled_from([1, 2, 4]),
+    st.integers(0, 9), st.tuples(*[times] * 10),
 )  # fmt: skip
-def test_the_order_has_every_item_once_whatever_the_rates(
-    size, own, columns, slots, pieces, spans, together, most, room, rates
-):
-    """Also: tiles, groups and places are there, or on their way, when they are used; nothing in use is overwritten."""
-    groups, most = size * own, spans[min(most, len(spans) - 1)]
-    sizes = Sizes(groups, own, columns, slots, pieces, spans, spans[: together + 1], most, room)
-    order = staircase(sizes, Rates(*rates))
-    held, received, done = dict(enumerate(order.loads)), own - 1, set()
-    awaited, at_once, gone, left = dict.fromkeys(range(slots), 0), dict.fromkeys(range(slots), False), 0, []
-    for number, item in enumerate(order.items):
-        if item.receives:
-            assert item.receives == received + 1
-            received = item.receives
-        if item.fetches >= 0:
-            assert item.into not in held or awaited[item.into] == pieces  # nothing is still on its way there
-            held[item.into], awaited[item.into], at_once[item.into] = item.fetches, 0, item.at_once
-        assert held[item.slot] == item.column < columns
-        assert item.group + item.span - 1 <= received
-        assert item.begin <= awaited[item.slot]
-        if at_once[item.slot] and not awaited[item.slot]:
-            assert item.whole
-            assert item.awaited == -1
-        else:
-            assert item.awaited == max(item.begin, awaited[item.slot])
-        awaited[item.slot] = max(awaited[item.slot], item.end)
-        assert (item.begin, item.end, item.span in spans) == (0, pieces, True) or not item.whole
-        assert item.whole or item.span in sizes.together
-        assert item.gone - item.goes == gone
-        assert number - item.gone < LEAVING
-        gone, places = item.gone, set(range(item.place, item.place + item.span))
-        assert max(places) < room
-        assert not any(places & others for others in left[gone:])
-        left.append(places)
-        new = {(item.column, group, piece) for group in range(item.group, item.group + item.span)
-               for piece in range(item.begin, item.end)}  # fmt: skip
+def test_the_schedule_has_every_product_once_whatever_the_rates(size, own, columns, w_slots, most, more, rates):
+    """Also: tiles, arrivals and slots are there, or on their way, when they are used; nothing in use is overwritten."""
+    sizes = schedule.Sizes(size * own, own, columns, w_slots, most, 2 * most + more)
+    order = schedule.schedule(sizes, schedule.Rates(*rates))
+    tiles, coming, received, done, leaving = (
+        dict(enumerate(order.loads)),
+        set(range(len(order.loads))),
+        own,
+        set(),
+        set(),
+    )
+    for task in order.tasks:
+        assert task.received == received
+        received += task.receives
+        if task.fetches >= 0:
+            assert (task.unused >= 0) == (task.fetch_slot in coming)  # nothing is still on its way there
+            assert task.unused < 0 or tiles[task.fetch_slot] == task.unused
+            tiles[task.fetch_slot] = task.fetches
+            coming.add(task.fetch_slot)
+        assert tiles[task.w_slot] == task.column < columns
+        assert task.awaits == (task.w_slot in coming)
+        coming.discard(task.w_slot)
+        assert task.first + task.count <= received
+        assert task.count in (1, 2, 4, 8)
+        assert task.count <= 2 * most
+        results = set(range(task.out_slot, task.out_slot + task.count))
+        assert max(results) < sizes.out_slots
+        assert results & leaving == set(range(task.out_slot, task.out_slot + task.waits))
+        leaving |= results
+        new = {(task.column, task.first + i) for i in range(task.count)}
         assert not new & done
         done |= new
-    assert len(done) == groups * columns * pieces
-    assert received == groups - 1
-    assert all(awaited[slot] == pieces for slot in held)  # no copy is left under way
+    assert len(done) == size * own * columns
+    assert received == size * own
+    assert not coming
 
 
 def test_w_is_never_in_vector_memory_as_a_whole():
     """Unless it is two tiles."""
-    whole = hops.Parts(2, 1, 1, 128, along_rows=True)
+    layout = BlockLayout.of("test", 1, 256, 16, directions=2)
     for n in range(256, 6656, 640):
-        plan = resident_plan.plan(whole, 8, 1024, [n], resident_plan.TILES, jnp.bfloat16)
-        assert plan.slots <= max(2, plan.columns.count - 1)
+        plan = resident.plan(layout, 8, 1024, [n], False, None, jnp.bfloat16)
+        assert plan.sizes.w_slots <= max(2, plan.columns.count - 1)
 
 
 def traced(shape, widths, size=2, dtype=jnp.float32, k=None, **options):
@@ -218,9 +204,8 @@ def test_a_barrier_that_tells_the_wrong_neighbour_is_seen(monkeypatch):
     fn, *arguments = program("fused", "v5e:2x2", small, directions=1)
     result = fa.check.play(fn, *arguments, topology="v5e:2x2")
     assert not result.notes
-    enter = hops.enter
     jax.clear_caches()  # the kernel's trace, too
-    monkeypatch.setattr(hops, "enter", lambda tag, near, barrier: enter(tag, [hops.at("model", 1)], barrier))
+    monkeypatch.setattr(Ring, "sender", Ring.receiver)
     fn, *arguments = program("fused", "v5e:2x2", small, directions=1)
     with pytest.raises(RaceError, match="a barrier with the receiver is missing"):
         fa.check.play(fn, *arguments, topology="v5e:2x2")

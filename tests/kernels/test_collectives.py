@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.kernels import reduce
 from flaxasync.kernels.all_gather import all_gather
+from flaxasync.kernels.engine.operands import Tiles
+from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.gemm import gemm
-from flaxasync.kernels.reduce import all_reduce, reduce_scatter
-from flaxasync.kernels.tiles import Tiles
+from flaxasync.kernels.reduce_scatter import all_reduce, reduce_scatter
 from tests.kernels.conftest import simulated
 
 KERNELS = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
@@ -66,13 +66,13 @@ def test_partial_tiles(name, size, directions, mode):
     (5504, 1024, 128, 512), (1072, 1024, 16, 544), (384, 1024, 256, 256), (40, 16, 8, 16),
 ])  # fmt: skip
 def test_sides_of_tiles(side, most, unit, tile):
-    assert reduce._side(side, most, unit) == tile
+    assert Tiling.overhanging(side, most, unit).size == tile
 
 
-def test_places_that_are_used_again_at_once_are_seen(monkeypatch):
-    """The twin: with one set of places a device overwrites what its neighbour has not read."""
-    monkeypatch.setattr(reduce, "_turn", lambda: 0)
-    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)):
+def test_receive_buffers_that_are_used_again_at_once_are_seen(monkeypatch):
+    """A negative test: with one set of receive buffers a device overwrites what its neighbour has not read."""
+    monkeypatch.setattr("flaxasync.kernels.reduce_scatter._buffer_set", lambda: 0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         np.testing.assert_allclose(*run("reduce_scatter", 3, mode="eager"), rtol=1e-5, atol=1e-5)
 
 

@@ -9,10 +9,12 @@ import jax
 import pytest
 
 from flaxasync import check
+from flaxasync.ops.trust import is_assumed
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train import dry_run as dry_run_module
 from train.command import load_preset
 from train.dry_run_report import GIB
+from train.errors import InputError
 from train.mesh import make_mesh
 from train.model_flops import model_flops_per_token
 from train.run import main
@@ -68,6 +70,7 @@ def test_a_dry_run_reports_memory_and_estimated_speed(preset, compiled_once, tmp
     assert re.search(r"speed +[\d,]+ tokens/s, .* MFU [\d.]+% of 197 TFLOP/s", out)
     assert "model FLOPs:" in out
     assert "nothing was run" in out
+    assert "kernels    those predicted to be fastest (--trust predicted)" in out
     assert re.search(r"audit +ok: \d+ transfers per step", out)
 
     folder = tmp_path / "run" / "dry_run"
@@ -83,6 +86,16 @@ def test_a_dry_run_reports_memory_and_estimated_speed(preset, compiled_once, tmp
     assert sum(used.values()) == figures["bytes_by_kind"]["total"]
     assert "collective-permute" in (folder / "audit.txt").read_text()
     assert not (tmp_path / "run" / "config.json").exists(), "a dry run must not start a run"
+
+
+@pytest.mark.parametrize("mode", ["predicted", "verified"])
+def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, monkeypatch):
+    def stop(*arguments):
+        raise InputError(f"assumed: {is_assumed()}")
+
+    monkeypatch.setattr(dry_run_module, "_compile_what_fits", stop)
+    with pytest.raises(InputError, match=f"assumed: {mode == 'predicted'}"):
+        dry_run_module.dry_run(load_preset(preset("auto")), "v5e:2x4", mode)
 
 
 def test_the_compiled_step_is_read_as_jaxlib_reads_it(preset, compiled_once, program, tmp_path):

@@ -11,8 +11,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from flaxasync.check.compile.mesh_order import ordered_devices
 from flaxasync.check.compile.process import ENVIRONMENT, busy_message
+from flaxasync.device_order import order_devices
 
 # The topologies that libtpu 0.0.51 describes. The sizes count chips and not cores: a tpu7x chip is two devices.
 TOPOLOGIES = {
@@ -29,7 +29,7 @@ _NAME = re.compile(r"([a-z0-9]+):([1-9]\d{0,3})x([1-9]\d{0,3})(?:x([1-9]\d{0,3})
 def topology_mesh(
     topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str], *, axis_types: Any = None
 ) -> Mesh:
-    """Returns a mesh over the devices of a topology. Neighbours on a mesh axis are neighbours on the chip network.
+    """Returns the mesh that `flaxasync.make_mesh` makes over the devices of a topology, with Auto axes by default.
 
     Args:
       topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...
@@ -50,7 +50,9 @@ def topology_mesh(
             f"axis_shapes must multiply to the {len(devices)} devices of {topology}: got {shape}, which is "
             f"{np.prod(shape)}; change the mesh, or choose a topology of that size"
         )
-    return Mesh(ordered_devices(devices, shape), names, axis_types=axis_types)
+    ordered = order_devices(devices, shape)
+    assert ordered is not None  # the devices of a topology fill its grid
+    return Mesh(ordered, names, axis_types=axis_types)
 
 
 def topology_size(topology: str) -> int:

@@ -5,10 +5,9 @@ import functools
 import re
 
 from flaxasync.check.player.errors import MeshMismatchError, PlayerError
+from flaxasync.hardware import CHIPS
 
 _DEVICES_PER_CHIP = {"tpu7x": 2}  # one for every other chip
-# The chips in a dimension from which on the network closes on itself: on v5e and v6e only in that of a full pod.
-_WRAP, _WRAP_OF_3D_TORUS = 16, 4
 _NAME = re.compile(r"([a-z0-9]+):(\d+)x(\d+)(?:x(\d+))?")
 
 Coords = tuple[int, ...]
@@ -22,11 +21,13 @@ class ChipGrid:
       name: The name of the topology.
       shape: The number of chips in each of three dimensions.
       cores: The number of devices of one chip.
+      wraps: Whether each dimension closes into a ring.
     """
 
     name: str
     shape: Coords
     cores: int
+    wraps: tuple[bool, ...]
 
     @property
     def devices(self) -> int:
@@ -40,12 +41,6 @@ class ChipGrid:
         x, rest = chip_id % self.shape[0], chip_id // self.shape[0]
         return (x, rest % self.shape[1], rest // self.shape[1])
 
-    def _wraps(self, axis: int) -> bool:
-        size = self.shape[axis]
-        if self.name.startswith(("v5p", "tpu7x")):
-            return size >= _WRAP_OF_3D_TORUS and size % 4 == 0
-        return size >= _WRAP
-
     @functools.cache  # noqa: B019, there is one grid in a simulation
     def route(self, source: Coords, target: Coords) -> tuple[tuple[str, Coords, Coords], ...]:
         """Returns the directed links from one chip to another: along x, then y, then z, in the shorter direction."""
@@ -53,10 +48,10 @@ class ChipGrid:
         for axis, size in enumerate(self.shape):
             while here[axis] != target[axis]:
                 step = 1 if target[axis] > here[axis] else -1
-                if self._wraps(axis) and abs(target[axis] - here[axis]) > size / 2:
+                if self.wraps[axis] and abs(target[axis] - here[axis]) > size / 2:
                     step = -step
                 after = list(here)
-                after[axis] = (here[axis] + step) % size if self._wraps(axis) else here[axis] + step
+                after[axis] = (here[axis] + step) % size if self.wraps[axis] else here[axis] + step
                 path.append(("link", tuple(here), tuple(after)))
                 here = after
         return tuple(path)
@@ -72,7 +67,9 @@ def chip_grid(name: str) -> ChipGrid:
     if not match:
         raise PlayerError(f"topology must be a chip and its grid, like 'v5e:2x4' or 'v5p:2x2x2': got {name!r}")
     shape = tuple(int(n or 1) for n in match.groups()[1:])
-    return ChipGrid(name, shape, _DEVICES_PER_CHIP.get(match[1], 1))
+    chip = CHIPS.get(match[1])
+    wraps = tuple(chip is not None and chip.wraps(size) for size in shape)
+    return ChipGrid(name, shape, _DEVICES_PER_CHIP.get(match[1], 1), wraps)
 
 
 def coords_of_partitions(grid: ChipGrid, devices: int, coords: tuple[Coords, ...]) -> tuple[Coords, ...]:

@@ -18,7 +18,7 @@ from flaxasync.kernels.attention_block import BlockKernel, Mask, Scores
 from flaxasync.kernels.flash_attention import Flash, unsupported
 from flaxasync.kernels.flash_attention_grid import LANES
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.ops import backends
+from flaxasync.ops import backends, trust
 from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
 from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_sequence_layout
@@ -78,7 +78,8 @@ def ring_attention(
         `flaxasync.plan` predicts to be fastest on the chips of the mesh, and for "xla" on other devices.
       kernel: What multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative), "reference" (JAX, on
         every device), or an object of your own (`flaxasync.kernels.attention_block.BlockKernel`). None stands for
-        "flash" where that can serve, on a mesh of TPUs whose axes are all mapped, and for "reference" elsewhere.
+        "flash" where that can serve and was verified (`flaxasync.ops.trust`), on a mesh of TPUs whose axes are all
+        mapped, and for "reference" elsewhere.
       directions: 1, or 2 to send one half-block in each direction around the ring. By default 2 on rings of three or
         more TPUs.
       unroll: Ring steps in one loop body.
@@ -207,6 +208,9 @@ def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: 
                 "kernel='reference'"
             )
     serves = lacking is None and mesh.platform() == "tpu" and mesh.all_axes_mapped()
+    if kernel is None and serves and not trust.is_trusted("attention", "flash", mesh.chip_name()):
+        trust.announce("attention", "flash", "reference", mesh.chip_name())
+        serves = False
     return Flash() if kernel == "flash" or (kernel is None and serves) else Reference()
 
 

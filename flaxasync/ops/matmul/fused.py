@@ -12,9 +12,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul
-from flaxasync.kernels.gather_outer import gather_outer
+from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from flaxasync.kernels.tiles import DTYPES, LANES, sublanes
+from flaxasync.kernels.weight_gradient import gather_weight_gradient
 from flaxasync.ops.backends import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays
@@ -81,7 +81,7 @@ class FusedExecutor:
         unit = sublanes(x.dtype)
         if -(-m // unit) * unit * x.shape[0] % LANES:
             unit = math.lcm(unit, LANES // math.gcd(LANES, x.shape[0]))
-        dws = gather_outer(
+        dws = gather_weight_gradient(
             _pad(x, {1: unit, 2: LANES}),
             tuple(_pad_blocks(dy, size, unit) for dy in dys),
             self.axis_name,

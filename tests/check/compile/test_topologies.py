@@ -23,7 +23,7 @@ def hops(coords):
         ("v5p:2x2x2", (2, 4), 1),
         ("v5p:2x2x4", (4, 4), 1),
         ("tpu7x:2x2x1", (8,), 0),
-        ("v6e:2x4", (2, 4, 1), 0),
+        ("v6e:2x4", (2, 4, 1), 1),
     ],
 )
 def test_neighbours_on_a_ring_are_neighbours_on_the_network(topology, shape, axis):

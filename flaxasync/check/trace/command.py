@@ -1,0 +1,83 @@
+"""Reads a profile of `jax.profiler`, and says how much communication was exposed, beside the estimate of the program.
+
+    python -m flaxasync.check trace PATH [--program HLO] [--module NAME] [--chip v5e] [--json]
+
+The exit status is 0, or 2 if the profile or the program cannot be read.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+from flaxasync.check.estimate.estimator import timeline
+from flaxasync.check.estimate.timeline import Timeline
+from flaxasync.check.hlo.reader import parse
+from flaxasync.check.trace.exposed import DeviceTimes, Exposed, measure_exposed
+from flaxasync.check.trace.profile import read_profile
+from flaxasync.hardware import CHIPS
+
+SHOWN = 12  # instructions and layers in the table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m flaxasync.check trace", description=description)
+    parser.add_argument("path", help="an xplane file, or a folder that jax.profiler.trace wrote")
+    parser.add_argument("--program", metavar="HLO", help="the program: the text that compiled.as_text() returned")
+    parser.add_argument("--module", metavar="NAME", help="its name in the profile (default: the one that took longest)")
+    parser.add_argument("--chip", choices=sorted(CHIPS), help="the chip that the program is estimated for")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    chosen = parser.parse_args(arguments)
+    estimate = None
+    try:
+        module = parse(pathlib.Path(chosen.program).read_text()) if chosen.program else None
+        times = measure_exposed(read_profile(chosen.path), chosen.module, module)
+        if module is not None and chosen.chip:
+            estimate = timeline(module, chosen.chip)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if chosen.json:
+        print(json.dumps([dataclasses.asdict(device) for device in times], indent=1))
+    else:
+        print(render(times, estimate))
+    return 0
+
+
+def render(times: Sequence[DeviceTimes], estimate: Timeline | None = None) -> str:
+    """Makes tables of devices, and of the instructions and layers of the device with the most exposed communication."""
+    worst = max(times, key=lambda device: device.exposed)
+    lines = [f"{worst.program}, {worst.runs} runs; milliseconds of one run"]
+    lines.append(f"{'device':20} {'run':>10} {'compute':>10} {'communication':>14} {'exposed':>10}")
+    for d in times:
+        row = f"{d.device:20} {_ms(d.seconds)} {_ms(d.compute)} {_ms(d.communication):>14} {_ms(d.exposed)}"
+        lines.append(f"{row}  {d.exposed / d.seconds:6.1%}" if d.seconds else row)
+    if estimate is not None:
+        e = estimate.slowest
+        lines.append(f"{'estimated':20} {_ms(e.seconds)} {_ms(e.compute)} {'':14} {_ms(e.exposed)}")
+        lines.append(f"the estimate is based on {estimate.basis}")
+    causes = estimate.slowest.causes if estimate is not None else {}
+    lines += _table(f"instructions that communicate on {worst.device}", worst.ops, causes)
+    if any(layer.name for layer in worst.layers):
+        lines += _table("layers", worst.layers, {})
+    return "\n".join(lines)
+
+
+def _table(title: str, rows: Sequence[Exposed], causes: Mapping[str, float]) -> list[str]:
+    lines = ["", f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10}" + (f" {'estimated':>10}" if causes else "")]
+    for row in rows[:SHOWN]:
+        name = row.name or "(no layer)"
+        line = f"  {name[:48]:48} {row.count:7.0f} {_ms(row.busy)} {_ms(row.seconds)}"
+        lines.append(line + (f" {_ms(causes[row.name])}" if row.name in causes else ""))
+    if len(rows) > SHOWN:
+        rest = sum(row.seconds for row in rows[SHOWN:])
+        lines.append(f"  {f'and {len(rows) - SHOWN} more':48} {'':7} {'':10} {_ms(rest)}")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:10.3f}"

@@ -1,0 +1,163 @@
+"""Reads the profiles that `jax.profiler` writes (xplane files): the devices, their runs of programs, and their events.
+
+A profile has a plane for each device and one for the host. On a TPU a plane has a line of whole runs ("XLA Modules"), a
+line of instructions in the order of execution ("XLA Ops"), and lines of what is under way beside them ("Async XLA
+Ops"). On a GPU there is a line for each stream. CPU devices have no plane: the instructions of all of them are on the
+threads of the host's plane, each with its `hlo_op` and the number of its device.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flaxasync.check.trace.intervals import Interval, clip, seconds
+
+MODULES, OPS, ASYNC_OPS = "XLA Modules", "XLA Ops", "Async XLA Ops"
+BARRIER = "barrier-cores"
+"""The event in which a TPU waits at the beginning of a program until all others have begun it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a device did.
+
+    Attributes:
+      name: The name of the instruction or of the program.
+      start: When it began, in seconds.
+      end: When it ended, in seconds.
+      line: The name of its line: a unit of a TPU, a stream of a GPU, a thread of a host.
+      scope: The names of the functions and `jax.named_scope`s that it comes from, where the profile says so.
+      program: The name of the program that it belongs to, where the profile says so.
+      run: The number of the run of the program, where the profile says so.
+    """
+
+    name: str
+    start: float
+    end: float
+    line: str
+    scope: str = ""
+    program: str = ""
+    run: str = ""
+
+    @property
+    def interval(self) -> Interval:
+        return self.start, self.end
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProfile:
+    """What one device did.
+
+    Attributes:
+      name: The name of its plane, such as "/device:TPU:0".
+      events: Its events, without the runs of whole programs.
+      runs: The runs of whole programs. Empty where the profile has none, as on GPUs and CPUs.
+    """
+
+    name: str
+    events: tuple[Event, ...]
+    runs: tuple[Event, ...]
+
+    def run_seconds(self, program: str) -> list[float]:
+        """Returns the device time of each run of a program, less the wait for others at its beginning.
+
+        Args:
+          program: The beginning of the name of the program, "jit_step" for example.
+        """
+        barriers = [e.interval for e in self.events if e.name.startswith(BARRIER)]
+        runs = [run.interval for run in self.runs if run.name.startswith(program)]
+        return [end - start - seconds(clip(barriers, (start, end))) for start, end in runs]
+
+
+def read_profile(path: str | pathlib.Path) -> list[DeviceProfile]:
+    """Reads the devices of a profile.
+
+    Args:
+      path: An xplane file, or a folder that `jax.profiler.trace` wrote, of which the newest file is taken.
+
+    Raises:
+      ValueError: There is no such file, or it holds no events of devices. The message lists what it holds.
+    """
+    from jax.profiler import ProfileData  # here, because reading HLO must start without JAX
+
+    file = _xplane_file(pathlib.Path(path))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="builtin type .* has no __module__ attribute")
+        try:
+            planes = list(ProfileData.from_file(str(file)).planes)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{file} is not an xplane file: {error}") from error
+        found = [_device(plane) for plane in planes if plane.name.startswith("/device:")]
+        found = [device for device in found if device.events or device.runs]
+        if not found:
+            found = [device for plane in planes if plane.name == "/host:CPU" for device in _cpu_devices(plane)]
+    if not found:
+        raise ValueError(
+            f"{file} has no planes of devices and no instructions of XLA programs: it has the planes "
+            f"{', '.join(plane.name for plane in planes) or 'none'}; run the program within jax.profiler.trace, and "
+            "wait for its result before the trace ends"
+        )
+    return sorted(found, key=lambda device: device.name)
+
+
+def median_seconds(devices: Sequence[DeviceProfile], program: str, runs: int) -> float | None:
+    """Returns the device time of one run: the median over the runs, of the slowest device; None if there is no event.
+
+    Where a profile does not mark runs, it is the time in which the device did anything, divided by the number of runs.
+    """
+    if any(device.runs for device in devices):
+        medians = [statistics.median(times) for device in devices if (times := device.run_seconds(program))]
+        return max(medians, default=None)
+    busy = [seconds(event.interval for event in device.events) / runs for device in devices]
+    return max(busy, default=0.0) or None
+
+
+def _xplane_file(path: pathlib.Path) -> pathlib.Path:
+    if path.is_file():
+        return path
+    files = sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise ValueError(f"{path} must be an xplane file, or a folder that jax.profiler.trace wrote: it has none")
+    return files[-1]
+
+
+def _device(plane: Any) -> DeviceProfile:
+    events, runs = [], []
+    for line in plane.lines:
+        if line.name == MODULES:
+            runs += [_event(event, line.name, dict(event.stats)) for event in line.events]
+        elif line.name in (OPS, ASYNC_OPS) or line.name.startswith("Stream"):
+            events += [_event(event, line.name, dict(event.stats)) for event in line.events]
+    return DeviceProfile(plane.name, tuple(events), tuple(runs))
+
+
+def _cpu_devices(plane: Any) -> Iterator[DeviceProfile]:
+    """Yields the devices whose instructions ran on the threads of the host."""
+    by_device: dict[int, list[Event]] = {}
+    for number, line in enumerate(plane.lines):
+        if line.name == "python":
+            continue
+        for event in line.events:
+            stats = dict(event.stats)
+            if "hlo_op" in stats:
+                found = by_device.setdefault(int(stats.get("device_ordinal", 0)), [])
+                found.append(_event(event, f"thread {number}", stats))
+    for device, events in by_device.items():
+        yield DeviceProfile(f"/device:CPU:{device}", tuple(events), ())
+
+
+def _event(event: Any, line: str, stats: dict[str, Any]) -> Event:
+    start, end = event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9
+    name = event.name.removeprefix("%").partition(" = ")[0]
+    return Event(
+        name,
+        start,
+        end,
+        line,
+        str(stats.get("tf_op", "")),
+        str(stats.get("hlo_module", "")),
+        str(stats.get("run_id", "")),
+    )

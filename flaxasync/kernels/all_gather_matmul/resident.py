@@ -1,0 +1,269 @@
+"""The order of work of all_gather_matmul where the gathered x stays in vector memory.
+
+Half-blocks arrive in vector memory and are sent onward from there. A product contracts all of k at once. Only tiles of
+w come from HBM, and only the result, and x if it is kept, goes there. `schedule` has the order of the products: a
+static schedule, because tiles of w should be fetched few times and yet no product should wait for x.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync.kernels.all_gather_matmul.schedule import Rates, Schedule, Sizes, Task, schedule
+from flaxasync.kernels.engine.gather import BlockLayout, Gather
+from flaxasync.kernels.engine.operands import LANES, Tiles
+from flaxasync.kernels.engine.product import dot
+from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
+from flaxasync.kernels.engine.tiling import Tiling
+from flaxasync.kernels.engine.vmem import available, chip_in_use
+
+ROWS = 512  # rows of one product, at most
+COLUMNS = (512, 1024, 1280)  # columns of a tile of w to choose from
+CHUNKS = (1, 2, 4)  # chunks of a half-block to choose from
+CHUNK_ROWS = 128  # rows of an arrival, at least, where half-blocks travel in several chunks
+W_SLOTS = 3  # tiles of w in vector memory, at most
+OUT_SLOTS, OUT_ROWS = 24, 3072  # results that may be leaving at once: they wait in HBM's queue behind tiles of w
+CYCLES = 13_500  # of one product, at most: the compiler unrolls it, to about one instruction for each cycle
+TASKS = 256  # products of an arrival and a tile of w, at most; the table of tasks has no more entries
+SEMAPHORES = 384  # for arrivals, of the 512 of a kernel
+PRODUCT_ROWS = 16  # rows in whose time a product starts and ends, as played on v6e
+TASK_CYCLES = 180  # cycles that a task takes beyond its products, as played on v6e
+ENTRY, LATENCY = 1.5e-6, 0.5e-6  # seconds of the entry barrier, and until a transfer from HBM begins to arrive
+_FIELDS = len(dataclasses.fields(Task))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of the kernel."""
+
+    x: Ref  # [arrivals, directions, batches, rows, k] VMEM, in the order of their arrival
+    w: IncomingTiles  # [w_slots, k, n], or [w_slots, n, k] if transposed
+    outgoing: OutgoingTiles  # [out_slots, directions, batches, rows, n] results of an arrival
+    out_columns: Ref  # [out_slots] SMEM, the tile of columns of each of them
+    tasks: Ref  # [tasks * fields] SMEM
+    own_sem: Ref  # [chunks] DMA semaphores of the copies of the own block
+    kept_sem: Ref  # DMA semaphore of the copies of arrivals to the gathered x in HBM
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The sizes of everything, and the schedule."""
+
+    layout: BlockLayout  # how blocks are divided into half-blocks and chunks
+    k: int  # length of the contraction
+    columns: Tiling  # tiles of the columns of all ws
+    transposed: bool  # whether w is [n, k]
+    sizes: Sizes  # the work to be done, and the buffers for it
+    schedule: Schedule  # the tasks
+    vmem_bytes: int  # of all buffers
+
+    @property
+    def elements_read(self) -> int:
+        """Elements of x and w that are read from HBM."""
+        x = self.sizes.own * self.layout.arrival_rows * self.k
+        return x + self.schedule.fetches * self.k * self.columns.size
+
+    def scratch(self, dtype: DType) -> ScratchShapes:
+        """Returns the scratch memory to allocate."""
+        sizes, n, k = self.sizes, self.columns.size, self.k
+        return Scratch(
+            x=pltpu.VMEM((sizes.arrivals, *self.layout.shape, k), dtype),
+            w=IncomingTiles.allocate(sizes.w_slots, (n, k) if self.transposed else (k, n), dtype),
+            outgoing=OutgoingTiles.allocate(sizes.out_slots, (*self.layout.shape, n), dtype),
+            out_columns=pltpu.SMEM((sizes.out_slots,), jnp.int32),
+            tasks=pltpu.SMEM((len(self.schedule.tasks) * _FIELDS,), jnp.int32),
+            own_sem=pltpu.SemaphoreType.DMA((self.layout.chunks,)),
+            kept_sem=pltpu.SemaphoreType.DMA,
+        )
+
+
+def plan(
+    layout: BlockLayout, size: int, k: int, widths: Sequence[int], transposed: bool, tiles: Tiles | None, dtype: DType
+) -> Plan | None:
+    """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in vector memory."""
+    rows, most = (tiles.m, tiles.n) if tiles else (ROWS, max(COLUMNS))
+    sides = {max(LANES, min(n, most, max(widths)) // LANES * LANES) for n in COLUMNS}
+    plans = []
+    for one in filter(None, map(layout.in_chunks, CHUNKS)):
+        if one.arrival_rows <= rows and (one.chunks == 1 or one.arrival_rows >= CHUNK_ROWS):
+            plans += [_plan_of(one, size, k, Tiling(tuple(widths), n), transposed, rows, dtype) for n in sorted(sides)]
+    return min(filter(None, plans), key=lambda plan: plan.schedule.seconds, default=None)
+
+
+def _plan_of(
+    layout: BlockLayout, size: int, k: int, columns: Tiling, transposed: bool, most_rows: int, dtype: DType
+) -> Plan | None:
+    """Returns the plan with given tiles; None if something does not fit."""
+    chip, itemsize = chip_in_use(), jnp.dtype(dtype).itemsize
+    n, rows, arrivals = columns.size, layout.arrival_rows, size * layout.chunks
+    multiply = 2 * rows * n * k / chip.flops
+    limit = min(CYCLES / (multiply * chip.clock), most_rows // rows)
+    received = layout.directions * (arrivals - layout.chunks)
+    if limit < 1 or arrivals * columns.count > TASKS or received > SEMAPHORES:
+        return None
+    most = max(count for count in (1, 2, 4, 8) if count <= limit)
+    out_slots, w_slots = max(2 * most, min(OUT_SLOTS, OUT_ROWS // rows)), min(W_SLOTS, max(2, columns.count - 1))
+    fixed = itemsize * (arrivals * k + out_slots * n) * rows + 4 * most * rows * n
+    while (need := fixed + w_slots * itemsize * k * n) > available():
+        w_slots -= 1
+        if w_slots < 2:
+            return None
+    hbm = chip.hbm_bandwidth * chip.hbm_efficiency
+    rates = Rates(
+        multiply=multiply,
+        product=multiply * PRODUCT_ROWS / rows,
+        task=TASK_CYCLES / chip.clock,
+        load=itemsize * k * n / hbm,
+        own=itemsize * rows * k / hbm,
+        store=itemsize * rows * n / hbm,
+        latency=LATENCY,
+        hop=itemsize * rows // layout.directions * k / chip.link_bandwidth,
+        hop_latency=chip.hop_latency,
+        entry=ENTRY,
+    )
+    sizes = Sizes(arrivals, layout.chunks, columns.count, w_slots, most, out_slots)
+    return Plan(layout, k, columns, transposed, sizes, schedule(sizes, rates), need)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """What one device does."""
+
+    plan: Plan
+    gather: Gather
+    ws: Sequence[Ref]
+    ys: Sequence[Ref]
+    keep_gathered: bool
+    scratch: Scratch
+
+    def begin(self) -> None:
+        """Does what needs no neighbour: fetches the own rows and the first tiles of w."""
+
+        @pl.loop(0, self.plan.layout.chunks)  # a loop keeps the chunks in order
+        def _(chunk: Scalar) -> None:
+            for direction in range(self.plan.layout.directions):
+                source = self.gather.x.at[self.plan.layout.chunk(direction, chunk)]
+                start_copy(source, self.scratch.x.at[chunk, direction], self.scratch.own_sem.at[chunk])
+
+        for slot, column in enumerate(self.plan.schedule.loads):
+            self.fetch(jnp.int32(column), slot)
+
+    def run(self) -> None:
+        """Does the rest, once the neighbours have entered."""
+        tasks, scratch = self.plan.schedule.tasks, self.scratch
+        for number, task in enumerate(tasks):  # while the own rows come
+            for field, value in enumerate(dataclasses.astuple(task)):
+                scratch.tasks[number * _FIELDS + field] = value
+        for chunk in range(self.plan.layout.chunks):
+            for direction in range(self.plan.layout.directions):
+                wait(scratch.x.at[chunk, direction], scratch.own_sem.at[chunk])
+            self.pass_on(chunk)
+        pl.loop(0, len(tasks))(self.run_task)
+        with jax.named_scope("finish"):
+            last = {task.out_slot + i: task.column for task in tasks for i in range(task.count)}
+            for slot, column in last.items():
+                self.wait_until_left(slot, jnp.int32(column))
+            self.gather.finish()
+            if self.keep_gathered:
+                for arrival in range(self.plan.sizes.arrivals):
+                    self._for_each_half(arrival, lambda half, _: wait(half, scratch.kept_sem))
+
+    def run_task(self, number: Scalar) -> None:
+        """Receives and fetches what the task says; multiplies."""
+        scratch, most = self.scratch, self.plan.sizes.most
+        task = Task(*(scratch.tasks[number * _FIELDS + field] for field in range(_FIELDS)))
+
+        @pl.loop(task.received, task.received + task.receives)
+        def _(arrival: Scalar) -> None:
+            self.gather.receive(arrival)
+            self.pass_on(arrival)
+
+        @_rarely(task.fetches >= 0)
+        def _() -> None:
+            _rarely(task.unused >= 0)(lambda: self.wait_for_tile(task.unused, task.fetch_slot))
+            self.fetch(task.fetches, task.fetch_slot)
+
+        @pl.loop(task.out_slot, task.out_slot + task.waits)
+        def _(slot: Scalar) -> None:
+            self.wait_until_left(slot, scratch.out_columns[slot])
+
+        if len(set(self.plan.columns.sizes)) > 1:  # or else nobody has to know which tile of columns a result is of
+
+            @pl.loop(task.out_slot, task.out_slot + task.count)
+            def _(slot: Scalar) -> None:
+                scratch.out_columns[slot] = task.column
+
+        _rarely(task.awaits > 0)(lambda: self.wait_for_tile(task.column, task.w_slot))
+        for count in (1, 2, 4, 8):
+            if count < most:
+                pl.when(task.count == count)(functools.partial(self.multiply, task, count, 0))
+        # Tasks of the largest product, or of two of them, share its code: it is the longest.
+        pl.loop(0, task.count // most)(lambda i: self.multiply(task, most, i * most))
+
+    def multiply(self, task: Task, count: int, start: Scalar) -> None:
+        """Multiplies `count` arrivals of a task, from `start` on, and starts to store the results."""
+        scratch, plan = self.scratch, self.plan
+        with jax.named_scope("multiply"):
+            x = scratch.x[pl.ds(task.first + start, count)].reshape(count * plan.layout.arrival_rows, plan.k)
+            y = dot(x, scratch.w.tiles[task.w_slot], transposed=plan.transposed).astype(x.dtype)
+            slots = pl.ds(task.out_slot + start, count)
+            scratch.outgoing.tiles[slots] = y.reshape(count, *plan.layout.shape, -1)
+
+        def store(number: int, columns: pl.Slice) -> None:
+            for i in range(count):
+                slot, arrival = task.out_slot + start + i, task.first + start + i
+                for direction in range(plan.layout.directions):
+                    batches, block, rows = self.gather.in_gathered(direction, arrival)
+                    source = scratch.outgoing.tiles.at[slot, direction, :, :, pl.ds(0, columns.size)]
+                    target = self.ys[number].at[batches, block, rows, columns]
+                    start_copy(source, target, scratch.outgoing.sems.at[slot])
+
+        with jax.named_scope("store"):  # within the code of the product, where it takes no time
+            plan.columns.on_slice(task.column, store)
+
+    def pass_on(self, arrival: Scalar) -> None:
+        """Sends an arrival onward, from vector memory: HBM has enough to do. Starts to keep it."""
+        self.gather.send(arrival)
+        if self.keep_gathered:
+            self._for_each_half(
+                arrival,
+                lambda half, index: start_copy(half, self.gather.gathered.at[index], self.scratch.kept_sem),
+            )
+
+    def fetch(self, column: Scalar, slot: Scalar) -> None:
+        """Starts to fetch a tile of w."""
+
+        def start(number: int, columns: pl.Slice) -> None:
+            w = self.ws[number]
+            self.scratch.w.start(slot, w.at[columns, :] if self.plan.transposed else w.at[:, columns])
+
+        with jax.named_scope("fetch"):
+            self.plan.columns.on_slice(column, start)
+
+    def wait_for_tile(self, column: Scalar, slot: Scalar) -> None:
+        """Waits for a tile of w."""
+        k, transposed = self.plan.k, self.plan.transposed
+        with jax.named_scope("wait"):
+            self.plan.columns.on_size(column, lambda n: self.scratch.w.wait(slot, *((n, k) if transposed else (k, n))))
+
+    def wait_until_left(self, slot: Scalar, column: Scalar) -> None:
+        """Waits until the results in an out slot, of a tile of columns, have left."""
+        outgoing, shape = self.scratch.outgoing, self.plan.layout.shape
+        self.plan.columns.on_size(column, lambda n: outgoing.wait(slot, *shape, n))
+
+    def _for_each_half(self, arrival: Scalar, use: Callable[[Ref, tuple[Index, ...]], None]) -> None:
+        """Calls `use(half-block, its index in the gathered x)` for the half-blocks of an arrival."""
+        for direction in range(self.plan.layout.directions):
+            use(self.scratch.x.at[arrival, direction], self.gather.in_gathered(direction, arrival))
+
+
+def _rarely(condition: Condition) -> Callable[[Callable[[], None]], None]:
+    """Does what `pl.when` does, but with a loop: code of a loop is jumped over, and code of a branch predicated."""
+    return lambda use: pl.loop(0, jnp.int32(condition))(lambda _: use())

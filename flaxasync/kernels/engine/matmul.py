@@ -1,0 +1,110 @@
+"""The tiles of x [batches, rows, k] @ w: their way into vector memory, and the product of two of them.
+
+w is [k, n], or [n, k] if `transposed`. A kernel may have several pairs of x and w whose products are added up: then the
+contraction has the length of each pair. Or it may have several w for one x, side by side: then the columns have the
+length of each w.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.experimental import pallas as pl
+
+from flaxasync.kernels.engine.product import accumulate, dot
+from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.row_tiling import RowTiling
+from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
+from flaxasync.kernels.engine.tiling import Tiling
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulTiles:
+    """The tiles of a matmul. Tile (i, t) of x times tile (t, j) of w is added to tile (i, j) of the result."""
+
+    rows: RowTiling
+    columns: Tiling
+    contraction: Tiling
+    transposed: bool
+
+    def x_slots(self, dtype: DType) -> IncomingTiles:
+        """Returns two slots for tiles of x, as scratch memory."""
+        return IncomingTiles.allocate(2, (*self.rows.shape, self.contraction.size), dtype)
+
+    def w_slots(self, dtype: DType) -> IncomingTiles:
+        """Returns two slots for tiles of w, as scratch memory."""
+        return IncomingTiles.allocate(2, self._w_shape(self.contraction.size, self.columns.size), dtype)
+
+    def start_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar, source: Callable[..., Ref]) -> None:
+        """Starts to fetch tile (i, t) of x; source(pair, batches, rows, depth) is that part of x in HBM."""
+
+        def start(batches: pl.Slice, rows: pl.Slice) -> None:
+            self.contraction.on_slice(t, lambda pair, depth: x.start(slot, source(pair, batches, rows, depth)))
+
+        self.rows.on_slice(i, start)
+
+    def start_w(self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar, ws: Sequence[Ref]) -> None:
+        """Starts to fetch tile (t, j) of w from one of `ws` in HBM."""
+
+        def start(pair: int, depth: pl.Slice, number: int, columns: pl.Slice) -> None:
+            source = ws[pair if len(self.contraction.lengths) > 1 else number]
+            w.start(slot, source.at[(columns, depth) if self.transposed else (depth, columns)])
+
+        self.contraction.on_slice(
+            t, lambda pair, depth: self.columns.on_slice(j, lambda number, some: start(pair, depth, number, some))
+        )
+
+    def wait_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar) -> None:
+        """Waits for tile (i, t) of x."""
+        self.contraction.on_size(
+            t, lambda k: self.rows.on_slice(i, lambda batches, rows: x.wait(slot, batches.size, rows.size, k))
+        )
+
+    def wait_w(self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar) -> None:
+        """Waits for tile (t, j) of w."""
+        self.contraction.on_size(t, lambda k: self.columns.on_size(j, lambda n: w.wait(slot, *self._w_shape(k, n))))
+
+    def multiply(
+        self, i: Scalar, t: Scalar, j: Scalar, x_tile: Ref, w_tile: Ref, accumulator: Ref, finish: Callable[..., None]
+    ) -> None:
+        """Adds the product of two tiles to the sum of tile (i, j) of the result, [batches, rows, n] float32 in VMEM.
+
+        finish(sum, index) puts a sub-block of a finished sum where it leaves from; index is that of the sub-block in a
+        tile of the result.
+        """
+
+        def on_columns(n: int) -> None:
+            def product(depth: int, index: tuple[Index, ...], rows: int) -> jax.Array:
+                x = x_tile[*index[:2], :depth].reshape(rows, depth)
+                w = w_tile[:n, :depth] if self.transposed else w_tile[:depth, :n]
+                return dot(x, w, transposed=self.transposed).reshape(-1, min(rows, self.rows.rows.size), n)
+
+            accumulate(
+                self.contraction,
+                t,
+                first=t == 0,
+                last=t == self.contraction.count - 1,
+                accumulator=accumulator,
+                for_each_sub_block=lambda use: self.rows.for_each_sub_block(
+                    i, lambda index, rows: use((*index, slice(0, n)), rows)
+                ),
+                product=product,
+                finish=lambda value, index, _: finish(value, index),
+            )
+
+        with jax.named_scope("multiply"):
+            self.columns.on_size(j, on_columns)
+
+    def on_result(self, i: Scalar, j: Scalar, use: Callable[..., None]) -> None:
+        """Calls `use(number of the w, batches, rows, columns)` with the slices of tile (i, j) of the result."""
+        self.rows.on_slice(
+            i,
+            lambda batches, rows: self.columns.on_slice(j, lambda number, columns: use(number, batches, rows, columns)),
+        )
+
+    def wait_result(self, slots: IncomingTiles | OutgoingTiles, slot: Scalar, i: Scalar, j: Scalar) -> None:
+        """Waits until tile (i, j) of the result has come into a slot, or has left it."""
+        self.on_result(i, j, lambda _, *tile: slots.wait(slot, *(side.size for side in tile)))
+
+    def _w_shape(self, k: int, n: int) -> tuple[int, int]:
+        return (n, k) if self.transposed else (k, n)

@@ -1,0 +1,92 @@
+"""Hardware tiles, the sizes of matmul tiles, and the checks of operands that all kernels share."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from flaxasync.kernels.engine.refs import DType
+
+LANES = 128  # columns of a hardware tile
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Largest sides of the tiles of a matmul x [m, k] @ w [k, n], in elements. Smaller operands have smaller tiles."""
+
+    m: int = 1024
+    k: int = 1024
+    n: int = 1024
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.k, self.n) < 1:
+            raise ValueError(f"Tiles need positive sides: got m={self.m}, k={self.k}, n={self.n}")
+
+    def within(self, m: int, k: int, n: int) -> "Tiles":
+        """Returns the same tiles, but none larger than the operands."""
+        return Tiles(min(self.m, m), min(self.k, k), min(self.n, n))
+
+    def halved(self) -> "Tiles":
+        """Returns these tiles with half of the longest side."""
+        longest = max(("k", "m", "n"), key=lambda side: getattr(self, side))
+        return dataclasses.replace(self, **{longest: max(1, getattr(self, longest) // 2)})
+
+
+def sublanes(dtype: DType) -> int:
+    """Returns the rows of a hardware tile: 8 times the number of elements that share 32 bits."""
+    return 8 * 4 // jnp.dtype(dtype).itemsize
+
+
+def largest_divisor(size: int, most: int, unit: int) -> int:
+    """Returns the largest divisor of `size` that is a multiple of `unit` and at most `most`; `unit` divides `size`."""
+    return next(side for side in range(max(unit, min(size, most) // unit * unit), 0, -unit) if size % side == 0)
+
+
+def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) -> None:
+    """Raises if an array is not in whole hardware tiles (ValueError) or of another dtype (NotImplementedError)."""
+    if jnp.dtype(dtype).name not in DTYPES:
+        raise NotImplementedError(
+            f"{caller} has kernels for {' and '.join(DTYPES)}: got {name} of {jnp.dtype(dtype).name}; cast it, or use "
+            "backend='none'"
+        )
+    rows, lanes = sublanes(dtype), LANES
+    if len(shape) != 2 or shape[0] % rows or shape[1] % lanes or 0 in shape:
+        raise ValueError(
+            f"{caller} needs {name} in whole hardware tiles, [multiple of {rows}, multiple of {lanes}] for "
+            f"{jnp.dtype(dtype).name}: got {list(shape)}; pad it, or use backend='none'"
+        )
+
+
+def check_operands(caller: str, operands: Mapping[str, Sequence[jax.Array]]) -> None:
+    """Raises unless all operands, by name, have one dtype and are in whole hardware tiles, each batch by itself."""
+    dtypes = {array.dtype for arrays in operands.values() for array in arrays}
+    for name, arrays in operands.items():
+        for array in arrays:
+            check_operand(caller, name if array.ndim == 2 else f"a batch of {name}", array.shape[-2:], array.dtype)
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"{caller} needs operands of one dtype: got {' and '.join(sorted(map(str, dtypes)))}; cast them"
+        )
+
+
+def check_rows(caller: str, axis_name: str, size: int, rows: int, dtype: DType) -> None:
+    """Raises unless the rows of x are whole hardware tiles for each of the devices on an axis."""
+    if rows % (size * sublanes(dtype)):
+        raise ValueError(
+            f"{caller} gives each of the {size} devices on {axis_name!r} whole hardware tiles of rows: got {rows} rows "
+            f"of {jnp.dtype(dtype).name}, needed a multiple of {size * sublanes(dtype)}; pad x"
+        )
+
+
+def output(
+    shape: tuple[int, ...], like: jax.Array, *others: jax.Array, invarying: tuple[str, ...] = ()
+) -> jax.ShapeDtypeStruct:
+    """Returns the type of a kernel's output: its shape on one device, the dtype of an operand.
+
+    It varies over the mesh axes over which any operand varies, except for `invarying`.
+    """
+    kind = jax.typeof(like).mat
+    varying = kind.varying.union(*(jax.typeof(other).mat.varying for other in others)) - set(invarying)
+    return jax.ShapeDtypeStruct(shape, like.dtype, manual_axis_type=kind.update(varying=varying))

@@ -1,0 +1,155 @@
+"""Ragged tiling: tiles of one dimension, of which the last one may be partial, and the choice of their size.
+
+Partial tiles have code of their own with static sizes, because a transfer has a static size. A dimension that its tiles
+divide has no such code.
+
+How a size is chosen: a tile costs the time of its products, in elements of the dimension at the matrix unit's peak
+rate. A product takes at least as long as `SHORTEST` elements, and a tile at least as long as the transfer of the next
+one, `PREFETCH` elements; both take `OVERHEAD` elements more. Tiles that divide the dimension are taken where they cost
+at most `NEAR` times as much as the best, since they need the least code.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from flaxasync.kernels.engine.operands import LANES, largest_divisor
+from flaxasync.kernels.engine.refs import Condition, Scalar, aligned
+
+OVERHEAD = 16  # elements in whose time a product, or the work on a tile, starts and ends
+SHORTEST = 128  # elements that take as long as fewer ones: meanwhile the matrix unit loads its other operand
+PREFETCH = 448  # elements in whose time the next tile comes from HBM
+NEAR = 1.03  # how much more than the cheapest tiles those may cost that need less code
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Tiles over one or more dimensions that lie side by side, as the columns of several weights do.
+
+    The last tile of each dimension is partial unless tiles divide it. A kernel may loop over the sub-blocks of a tile,
+    so that its code has one product. The last sub-block of a partial tile may reach beyond the tile.
+    """
+
+    lengths: tuple[int, ...]  # the length of each dimension, a multiple of `unit`
+    size: int  # elements of a tile
+    unit: int = LANES  # elements of a hardware tile
+    sub_block: int | None = None  # elements of a sub-block; None where a tile is multiplied at once
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], most: int, unit: int = LANES) -> "Tiling":
+        """Returns tiles of at most `most` elements, of which a partial one is multiplied with its own size.
+
+        Multiples of two hardware tiles are preferred: the matrix units of some chips are as wide.
+        """
+        longest = max(unit, min(most, max(lengths)) // unit * unit)
+        even = cls(tuple(lengths), largest_divisor(math.gcd(*lengths), most, unit), unit)
+        sizes = [cls(even.lengths, size, unit) for size in range(unit, longest + 1, unit)]
+        pairs = [tiling for tiling in sizes if tiling.size % (2 * unit) == 0]
+        return _cheapest([even], pairs, sizes)
+
+    @classmethod
+    def in_sub_blocks(cls, length: int, most: int, sub_block: int, unit: int, scale: int = 1) -> "Tiling":
+        """Returns tiles of at most `most` elements in sub-blocks of at most `sub_block`; an element is `scale` rows."""
+        size, longest = largest_divisor(length, most, unit), max(sub_block, unit)
+        even = cls((length,), size, unit, largest_divisor(size, longest, unit))
+        choices = []
+        for sub in range(unit, max(unit, min(longest, most, length)) + 1, unit):
+            counts = range(1, max(1, most // sub) + 1) if most < length else [pl.cdiv(length, sub)]
+            choices += [cls((length,), sub * count, unit, sub) for count in counts]
+        return _cheapest([even], choices, scale=scale)
+
+    @classmethod
+    def overhanging(cls, length: int, most: int, unit: int) -> "Tiling":
+        """Returns tiles of at most `most` elements, of which the last one costs as much as a whole one."""
+        sizes = range(unit, max(unit, min(most, length)) + 1, unit)
+        choices = [cls((length,), size, unit, size) for size in sizes]
+        even = [choice for choice in choices[::-1] if length % choice.size == 0]
+        return _cheapest(even[:1], choices)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of tiles of each dimension."""
+        return tuple(pl.cdiv(length, self.size) for length in self.lengths)
+
+    @property
+    def count(self) -> int:
+        """Number of tiles of all dimensions."""
+        return sum(self.counts)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each tile, in order."""
+        return tuple(min(self.size, length - first) for length in self.lengths for first in range(0, length, self.size))
+
+    def on_slice(self, tile: Scalar, use: Callable[[int, pl.Slice], None]) -> None:
+        """Calls `use(number of the dimension, slice of it)` for a tile; the slice has a static size."""
+        before, alone = 0, len(self.lengths) == 1
+        for number, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
+            whole, rest = divmod(length, self.size)
+
+            def use_whole(number: int = number, before: int = before) -> None:
+                index = tile - before if before else tile
+                use(number, aligned(index * self.size, self.size, self.unit))
+
+            def use_partial(number: int = number, first: int = length - rest, rest: int = rest) -> None:
+                use(number, pl.ds(first, rest))
+
+            if whole:
+                pl.when((alone and not rest) or ((tile >= before) & (tile < before + whole)))(use_whole)
+            if rest:
+                pl.when((alone and not whole) or tile == before + whole)(use_partial)
+            before += count
+
+    def on_size(
+        self, tile: Scalar, use: Callable[[int], None], among: Sequence[int] | None = None, condition: Condition = True
+    ) -> None:
+        """Calls `use(elements of a tile)`, a static number, if `condition` holds.
+
+        `use` is traced once for each size of the tiles in `among`, which have to include this one; None is all tiles.
+        """
+        all_sizes = self.sizes
+        sizes = sorted({all_sizes[t] for t in (range(self.count) if among is None else among)}, reverse=True)
+        for size in sizes:
+            alike = condition if len(sizes) == 1 else jnp.logical_and(condition, self._has_size(tile, size))
+            pl.when(alike)(functools.partial(use, size))
+
+    def sub_blocks(self, tile: Scalar) -> Scalar:
+        """Returns the number of sub-blocks of a tile."""
+        counts = [pl.cdiv(size, self._sub_block) for size in self.sizes]
+        return counts[0] if len(set(counts)) == 1 else jnp.where(tile == self.count - 1, counts[-1], counts[0])
+
+    def for_each_sub_block(self, tile: Scalar, use: Callable[[pl.Slice], None]) -> None:
+        """Calls `use(where the sub-block lies in the tile)` in a loop of the kernel: its code is there once."""
+        step = self._sub_block
+        pl.loop(0, self.sub_blocks(tile))(lambda i: use(aligned(i * step, step, self.unit)))
+
+    @property
+    def _sub_block(self) -> int:
+        return self.sub_block or self.size
+
+    def _has_size(self, tile: Scalar, size: int) -> Condition:
+        partial = [t for t, elements in enumerate(self.sizes) if elements != self.size]
+        if size != self.size:
+            return functools.reduce(jnp.logical_or, [tile == t for t in partial if self.sizes[t] == size])
+        return functools.reduce(jnp.logical_and, [tile != t for t in partial])
+
+
+def cost(tiling: Tiling, scale: int = 1) -> int:
+    """Returns the cost of all tiles; see the head of this file. An element of the dimension is `scale` rows."""
+
+    def of_tile(elements: int) -> int:
+        one = min(tiling.sub_block or elements, tiling.size)
+        return max(PREFETCH, pl.cdiv(elements, one) * (max(SHORTEST, one * scale) + OVERHEAD)) + OVERHEAD
+
+    return sum(map(of_tile, tiling.sizes))
+
+
+def _cheapest(even: Sequence[Tiling], *others: Sequence[Tiling], scale: int = 1) -> Tiling:
+    """Returns the first that costs little more than the best: of `even`, of the cheapest of each of the others."""
+    cheapest = [min(choices, key=lambda t: (cost(t, scale), t.size, t.sub_block or 0)) for choices in others if choices]
+    candidates = [*even, *cheapest]
+    return next(c for c in candidates if cost(c, scale) <= NEAR * cost(cheapest[-1], scale))

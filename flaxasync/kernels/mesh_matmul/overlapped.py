@@ -1,0 +1,314 @@
+"""LHS[M_X, K_Y] . RHS[K_X, N] on X x Y devices as one kernel in which every transfer hides behind a product.
+
+```
+x  [m, k]   this mesh row's rows, this mesh column's part of the contraction        m = M/X, k = K/Y
+w  [k', n]  the part of the contraction that this mesh *row* holds                  k' = K/X
+o  [m, n]   this mesh row's rows of the product, the same in all mesh columns
+```
+
+A device multiplies its rows with the k rows of RHS of its mesh column, which arrive in blocks (`blocks`, `weights`).
+Each of the Y devices of a mesh row owns one of Y blocks of its rows. `schedule` has the order of all steps. Around the
+mesh row travel partial sums as in a reduce-scatter, and then results as in an all-gather, tile by tile:
+
+```
+phase s      device c multiplies the rows of device c - s - 1, adds the partial sums of them that its neighbour sent in
+             phase s - 1, and sends the sums to the next device, c + 1
+phase Y - 1  these are the own rows: the device adds, stores the result, and sends it to the next device
+next round   a tile of the result that has come over h hops is sent on in phase h - 1, until every device has it
+
+                  round 0                                     round 1
+core              rows of c-1   rows of c-2   ...   own rows  rows of c-1   rows of c-2   ...
+around the column blocks of w, as long as it takes: those of round 1 while round 0 is multiplied
+around the row                  sums          sums  ...       results       results, sent on   ...
+```
+
+With two directions, half of the rows of each tile travel the other way: they belong to device c + s + 1 instead.
+
+Everything that arrives has its own receive buffer and its own semaphore. So nothing is acknowledged.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync.kernels.engine.grid import remainder, split
+from flaxasync.kernels.engine.matmul import MatmulTiles
+from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
+from flaxasync.kernels.engine.refs import HBM, DType, Index, Ref, Scalar, ScratchShapes, beginning
+from flaxasync.kernels.engine.ring import Ring
+from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, start_send, wait
+from flaxasync.kernels.engine.vmem import vmem_limit
+from flaxasync.kernels.gemm import cost
+from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Plan, Schedule, plan
+from flaxasync.kernels.mesh_matmul.weights import Weights, WeightScratch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of the kernel. A tile of rows is [directions, rows]."""
+
+    x: IncomingTiles  # [2, directions, rows, k]
+    w: WeightScratch
+    received: IncomingTiles  # [1, directions, rows, n] partial sums of the neighbour
+    outgoing: OutgoingTiles  # [outgoing, directions, rows, n] rounded partial sums and results
+    accumulators: Ref  # [tiles of rows, directions, rows, n] VMEM, float32
+    recv_sem: Ref  # [hops of sums and results * rounds, tiles of rows] DMA semaphores
+    onward_sem: Ref  # DMA semaphore of the results that are sent on
+
+    @classmethod
+    def allocate(cls, plan: Plan, dtype: DType) -> ScratchShapes:
+        tiles, schedule, dma = plan.tiles, plan.schedule, pltpu.SemaphoreType.DMA
+        result = (*tiles.rows.shape, tiles.columns.size)
+        hops = 2 * (schedule.phases - 1) * schedule.rounds
+        return cls(
+            tiles.x_slots(dtype),
+            WeightScratch.allocate(plan.blocks, tiles.w_slots(dtype), schedule.chunks),
+            IncomingTiles.allocate(1, result if hops else (1, sublanes(dtype), LANES), dtype),
+            OutgoingTiles.allocate(schedule.outgoing, result, dtype),
+            pltpu.VMEM((schedule.rows, *result), jnp.float32),
+            dma((hops, schedule.rows) if hops else (1, 1)),
+            dma,
+        )
+
+
+def overlapped(
+    x: jax.Array,
+    w: jax.Array,
+    axis_names: tuple[str, str] = ("x", "y"),
+    *,
+    tiles: Tiles | None = None,
+    directions: int | None = None,
+    collective_id: int | None = None,
+) -> jax.Array:
+    """Returns o; see the head of this file. One axis at least has two devices or more; shapes are whole hardware tiles.
+
+    The arguments are those of `flaxasync.mesh_matmul`, and `collective_id`, the id of the entry barrier: by default one
+    that no other kernel of the program has. `tiles` are the largest to use: those of rows and of the contraction
+    divide their blocks, and the last tile of the columns may be partial.
+
+    Raises:
+      ValueError: tiles exceed vector memory, or the rows or the contraction cannot be divided into blocks.
+      NotImplementedError: there are more tiles than semaphores.
+    """
+    used = plan(x, w, axis_names, tiles, directions)
+    (m, k), n, both, phases = x.shape, w.shape[1], used.ring.directions, used.ring.size
+    half_block, unused = m // phases // both, (sublanes(x.dtype), LANES)  # an output cannot be empty
+    weights = (k, n) if used.blocks.ring.size > 1 else unused
+    sums = (phases - 1, both, half_block, n) if phases > 1 else unused
+    sent = (k * n * (used.blocks.ring.size > 1) + 2 * (m - m // phases) * n) * x.dtype.itemsize
+    sizes = Tiles(used.tiles.rows.size, used.tiles.contraction.size, used.tiles.columns.size)
+    shapes = (phases, both, half_block, n), weights, sums
+    return pl.pallas_call(
+        functools.partial(_kernel, used, collective_id),
+        out_shape=[output(shape, x, invarying=(axis_names[1],)) for shape in shapes],
+        in_specs=[HBM, HBM],
+        out_specs=[HBM, HBM, HBM],
+        scratch_shapes=[Scratch.allocate(used, x.dtype)],
+        compiler_params=pltpu.CompilerParams(collective_id=collective_id, vmem_limit_bytes=vmem_limit(used.vmem_bytes)),
+        cost_estimate=cost(sizes, m, k, n, x.dtype.itemsize, sent=sent, moved=sent),
+        name="overlapped_mesh_matmul",
+    )(x.reshape(phases, both, half_block, k), w)[0].reshape(m, n)
+
+
+def check_overlapped(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], *, directions: int | None = None) -> None:
+    """Raises as `overlapped` would for these operands."""
+    plan(x, w, axis_names, None, directions)
+
+
+def _kernel(
+    plan: Plan,
+    collective_id: int | None,
+    x_ref: Ref,  # [Y, directions, half-block, k] HBM
+    w_ref: Ref,  # [k', n] HBM
+    o_ref: Ref,  # [Y, directions, half-block, n] HBM
+    w_received: Ref,  # [k, n] HBM: the blocks of w of other devices
+    sums_received: Ref,  # [Y - 1, directions, half-block, n] HBM: partial sums of the neighbour, phase by phase
+    scratch: Scratch,
+) -> None:
+    schedule, ring = plan.schedule, plan.ring
+    weights = Weights(schedule, plan.blocks, plan.tiles.columns, w_ref, w_received, scratch.w)
+    device = _Device(schedule, ring, plan.tiles, weights, x_ref, o_ref, sums_received, scratch)
+    senders = [ring.sender(direction) for direction in ring.both] if ring.size > 1 else []
+    plan.blocks.enter(f"overlapped {ring.directions}", collective_id, senders)
+    weights.begin()
+    device.prefetch(schedule.at(0), 0)
+    pl.loop(0, schedule.grid.steps)(device.step)
+    with jax.named_scope("finish"):
+        device.finish()
+        weights.finish()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """What one device does."""
+
+    schedule: Schedule
+    ring: Ring  # the mesh row
+    tiles: MatmulTiles
+    weights: Weights
+    x: Ref
+    o: Ref
+    sums_received: Ref
+    scratch: Scratch
+
+    def step(self, step: Scalar) -> None:
+        """Starts the transfers of the next step, multiplies, and sends a tile that is finished."""
+        schedule, scratch = self.schedule, self.scratch
+        here, slot = schedule.at(step), remainder(step, 2)
+        last = here.t == schedule.depth - 1
+        pl.when(step + 1 < schedule.grid.steps)(lambda: self.prefetch(schedule.at(step + 1), 1 - slot))
+        self.weights.send(here)
+        if self.ring.size > 2:
+            self.send_on(here)
+        if self.ring.size > 1:
+            pl.when(last & (here.phase > 0))(lambda: self.fetch_received(here))
+        with jax.named_scope("wait"):
+            scratch.x.wait(slot, *scratch.x.tiles.shape[1:])
+            self.weights.wait(here)
+            pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
+        self.multiply(here, slot)
+
+        @pl.when(last)
+        def _() -> None:
+            if self.ring.size > 1:
+                self.round(here)
+            self.send(here)
+
+    def prefetch(self, there: Coordinates, slot: Scalar) -> None:
+        """Starts to fetch the tiles of x and w of a step."""
+        x, columns = self.scratch.x, self.weights.blocks.needed_rows(self.weights.block(there))
+        with jax.named_scope("prefetch"):
+            for direction in self.ring.both:
+                half_block = self.x.at[self.ring.behind(there.phase + 1, direction), direction]
+                tile = half_block.at[self._rows(there.panel, there.i), columns]
+                start_copy(tile, x.tiles.at[slot, direction], x.sems.at[slot])
+            self.weights.prefetch(there)
+
+    def fetch_received(self, here: Coordinates) -> None:
+        """Waits until the neighbour's partial sums of a tile have arrived, and starts to fetch them.
+
+        Waiting one step earlier, so that the last product could add them, would cost more than `round` does.
+        """
+
+        def fetch(_: int, columns: pl.Slice) -> None:
+            rows = self._rows(here.panel, here.i)
+            self.scratch.received.start(0, self.sums_received.at[here.phase - 1, :, rows, columns])
+
+        with jax.named_scope("fetch_received"):
+            self._wait_for_arrival(here.phase - 1, here.round, here.i)
+            self.tiles.columns.on_slice(here.chunk, fetch)
+
+    def multiply(self, here: Coordinates, slot: Scalar) -> None:
+        """Adds the product of two tiles to its sum. With one mesh column, a finished sum is rounded at once."""
+        outgoing, accumulator = self.scratch.outgoing, self.scratch.accumulators.at[here.accumulator]
+
+        def finish(value: jax.Array, index: tuple[Index, ...]) -> None:
+            if self.ring.size > 1:
+                accumulator[index] = value
+            else:
+                outgoing.tiles[outgoing.slot(here.number), *index] = value.astype(outgoing.tiles.dtype)
+
+        x_tile, w_tile = self.scratch.x.tiles.at[slot], self.scratch.w.tiles.tiles.at[here.w_slot]
+        self.tiles.multiply(0, here.t, here.chunk, x_tile, w_tile, accumulator, finish)
+
+    def round(self, here: Coordinates) -> None:
+        """Rounds a finished sum, with the neighbour's partial sums, into the slot that it leaves from."""
+        received, outgoing = self.scratch.received, self.scratch.outgoing
+        slot, accumulator = outgoing.slot(here.number), self.scratch.accumulators.at[here.accumulator]
+
+        @pl.when(here.phase == 0)
+        def _() -> None:
+            outgoing.tiles[slot] = accumulator[...].astype(outgoing.tiles.dtype)
+
+        @pl.when(here.phase > 0)
+        def _() -> None:
+            rows = self.tiles.rows.shape
+            self.tiles.columns.on_size(here.chunk, lambda n: received.wait(0, *rows, n))
+            value = accumulator[...] + received.tiles[0].astype(jnp.float32)
+            outgoing.tiles[slot] = value.astype(outgoing.tiles.dtype)
+
+    def send(self, here: Coordinates) -> None:
+        """Sends a finished tile to the next device. Stores it, too, if its rows are the own ones."""
+        outgoing, ring = self.scratch.outgoing, self.ring
+        slot, recv_sem = outgoing.slot(here.number), self._recv_sem(here.phase, here.round, here.i)
+
+        def send(own: bool, _: int, columns: pl.Slice) -> None:
+            for direction in ring.both:
+                tile = outgoing.tiles.at[slot, direction, :, *beginning(int(columns.size))]
+                block = self.o.at[ring.index] if own else self.sums_received.at[here.phase]
+                target = block.at[direction, self._rows(here.panel, here.i), columns]
+                if own:
+                    start_copy(tile, target, outgoing.sems.at[slot])
+                if ring.size > 1:
+                    start_send(tile, target, outgoing.sems.at[slot], recv_sem, ring.receiver(direction))
+
+        with jax.named_scope("send"):
+            own, on_columns = here.phase == ring.size - 1, functools.partial(self.tiles.columns.on_slice, here.chunk)
+            pl.when(own)(lambda: on_columns(functools.partial(send, True)))
+            if ring.size > 1:
+                pl.when(jnp.logical_not(own))(lambda: on_columns(functools.partial(send, False)))
+
+    def wait_until_left(self, number: Scalar) -> None:
+        """Waits until a finished tile has left its slot."""
+        chunk, _, phase, _ = self.schedule.results.coordinates(number)
+        outgoing = self.scratch.outgoing
+
+        def wait_for(n: int) -> None:
+            left = functools.partial(outgoing.wait, outgoing.slot(number), *self.tiles.rows.shape, n)
+            left()
+            if self.ring.size > 1:  # results are both stored and sent
+                pl.when(phase == self.ring.size - 1)(left)
+
+        self.tiles.columns.on_size(chunk, wait_for)
+
+    def send_on(self, here: Coordinates) -> None:
+        """Sends on what has arrived of the results of the round before."""
+        i, t = split(here.position, self.schedule.depth)
+        due = (here.round > 0) & (here.phase < self.ring.size - 2) & (t == self.schedule.depth - 1)
+        pl.when(due)(lambda: self._send_result_on(here.round - 1, here.phase + 1, i))
+
+    def finish(self) -> None:
+        """Sends on the last results, and waits until everything has left and arrived."""
+        schedule, size = self.schedule, self.ring.size
+        self.scratch.outgoing.finish(schedule.results.steps, self.wait_until_left)
+        for hops in range(1, size - 1):
+            pl.loop(0, schedule.rows)(functools.partial(self._send_result_on, schedule.rounds - 1, hops))
+        if size > 1:
+            all_results = schedule.rounds * schedule.rows
+            pl.loop(0, all_results)(lambda tile: self._wait_for_arrival(2 * size - 3, *split(tile, schedule.rows)))
+        for _ in range(1, size - 1):
+            wait(self.o.at[0], self.scratch.onward_sem)  # one block was sent on after the other
+
+    def _send_result_on(self, round_: Scalar, hops: Scalar, i: Scalar) -> None:
+        """Waits for a tile of the result that comes over a number of hops, and sends it to the next device."""
+        (chunk, panel), hop = split(round_, self.schedule.panels), self.ring.size - 2 + hops
+
+        def send(_: int, columns: pl.Slice) -> None:
+            for direction in self.ring.both:
+                half_block = self.o.at[self.ring.behind(hops, direction), direction]
+                tile, recv_sem = half_block.at[self._rows(panel, i), columns], self._recv_sem(hop + 1, round_, i)
+                start_send(tile, tile, self.scratch.onward_sem, recv_sem, self.ring.receiver(direction))
+
+        with jax.named_scope("send_on"):
+            self._wait_for_arrival(hop, round_, i)
+            self.tiles.columns.on_slice(chunk, send)
+
+    def _wait_for_arrival(self, hop: Scalar, round_: Scalar, i: Scalar) -> None:
+        """Waits for a tile that arrives; see `_recv_sem`. The wait depends on the size of the tile, not on its rows."""
+        recv_sem, rows = self._recv_sem(hop, round_, i), self.tiles.rows.rows.size
+        chunk, _ = split(round_, self.schedule.panels)
+        self.tiles.columns.on_size(chunk, lambda n: wait(self.o.at[0, :, *beginning(rows, n)], recv_sem))
+
+    def _recv_sem(self, hop: Scalar, round_: Scalar, i: Scalar) -> Ref:
+        """Returns the semaphore of a tile that arrives: partial sums in hops 0 .. Y-2, results in hops Y-1 .. 2Y-3."""
+        return self.scratch.recv_sem.at[hop * self.schedule.rounds + round_, i]
+
+    def _rows(self, panel: Scalar, i: Scalar) -> pl.Slice:
+        """Returns the rows of a tile in a half-block."""
+        side = self.tiles.rows.rows.size
+        return pl.ds(pl.multiple_of(jnp.int32((panel * self.schedule.rows + i) * side), side), side)

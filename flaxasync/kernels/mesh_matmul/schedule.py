@@ -1,0 +1,176 @@
+"""The order of work of the overlapped kernel, and how it divides its operands.
+
+All products of tiles are one flat loop, so that no step starts cold. The columns of the result are divided into chunks,
+a device's rows into one block for each of the Y mesh columns, a block into panels of `rows` tiles, and the contraction
+into `depth` tiles. A round is one chunk of one panel. It has Y phases, one for each block of rows:
+
+    phases 0 .. Y-2   another mesh column's rows, with the contraction as the outer loop: a block of w is used for all
+                      rows as soon as it arrives, and all tiles of rows are finished in the last `rows` steps
+    phase Y-1         the own rows, with the rows as the outer loop: a tile is finished every `depth` steps
+
+                 x x x x|x x x x|...       x  one product of tiles
+    phase < Y-1  t=0     t=1               of all rows
+    phase Y-1    i=0     i=1               of all of the contraction
+
+With one mesh column there is one phase, whose rows are the own ones, and the contraction is the outer loop there, too.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
+from flaxasync.kernels.engine.matmul import MatmulTiles
+from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor, sublanes
+from flaxasync.kernels.engine.refs import Condition, Scalar
+from flaxasync.kernels.engine.ring import Ring
+from flaxasync.kernels.engine.row_tiling import RowTiling
+from flaxasync.kernels.engine.tiling import Tiling
+from flaxasync.kernels.engine.vmem import available, check_vmem, fitting
+from flaxasync.kernels.mesh_matmul.blocks import WeightBlocks, largest_block
+
+TILES = Tiles()  # the largest tiles, where none are asked for
+CHUNKS, NARROWEST = 8, 512  # chunks of columns, unless these had fewer columns: the first one's arrival is waited for
+PANEL = 4096  # rows whose sums stay in vector memory, at most
+SEMAPHORES = 400  # for what arrives: a kernel has 512, of which libtpu 0.0.52 leaves 436 to 440
+
+
+@dataclasses.dataclass(frozen=True)
+class Coordinates:
+    """What one step of the kernel works on."""
+
+    round: Scalar  # chunk and panel
+    chunk: Scalar  # of the columns
+    panel: Scalar  # of the rows of a block
+    phase: Scalar
+    position: Scalar  # of the step in its phase
+    i: Scalar  # tile of rows in its panel
+    t: Scalar  # tile of the contraction, in the order of their use
+    number: Scalar  # of the tile of rows, in the order in which tiles are finished
+    accumulator: Scalar  # of the tile of rows
+    w_slot: Scalar
+    new_w: Condition  # whether the tile of w is another one than in the step before
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The steps of the kernel.
+
+    Attributes:
+      chunks: chunks of columns.
+      panels: panels of rows in a block.
+      rows: tiles of rows in a panel.
+      depth: tiles of the contraction.
+      phases: blocks of a device's rows, one for each mesh column.
+    """
+
+    chunks: int
+    panels: int
+    rows: int
+    depth: int
+    phases: int
+
+    @property
+    def rounds(self) -> int:
+        return self.chunks * self.panels
+
+    @property
+    def phase_steps(self) -> int:
+        return self.rows * self.depth
+
+    @property
+    def outgoing(self) -> int:
+        """Slots for finished tiles that leave. The partial sums of a panel are finished one right after the other."""
+        return 2 + (self.rows if self.phases > 1 else 0)
+
+    @property
+    def grid(self) -> IterationGrid:
+        return IterationGrid((self.chunks, self.panels, self.phases, self.phase_steps))
+
+    @property
+    def results(self) -> IterationGrid:
+        """Tiles of rows, in the order in which they are finished."""
+        return IterationGrid((self.chunks, self.panels, self.phases, self.rows))
+
+    def at(self, step: Scalar) -> Coordinates:
+        """Returns the coordinates of a step."""
+        chunk, panel, phase, position = self.grid.coordinates(step)
+        round_ = chunk * self.panels + panel
+        rows_outer = jnp.logical_and(phase == self.phases - 1, self.phases > 1)
+        t_outer, i_inner = split(position, self.rows)
+        i_outer, t_inner = split(position, self.depth)
+        i, t = jnp.where(rows_outer, i_outer, i_inner), jnp.where(rows_outer, t_inner, t_outer)
+        number = (round_ * self.phases + phase) * self.rows + i
+        accumulator = jnp.where(rows_outer, 0, i)
+        new_w = jnp.logical_or(rows_outer, i == 0)
+        in_round = self.depth if self.phases == 1 else (self.phases - 1) * self.depth + self.phase_steps  # tiles of w
+        before = round_ * in_round + phase * self.depth + jnp.where(rows_outer, position, t_outer)
+        w_slot = remainder(before, 2)
+        return Coordinates(round_, chunk, panel, phase, position, i, t, number, accumulator, w_slot, new_w)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a kernel divides its operands.
+
+    Attributes:
+      blocks: the blocks of w and the ring of a mesh column.
+      ring: the ring of a mesh row.
+      schedule: the order of work.
+      tiles: tiles of the rows, of the columns, and of the contraction. Each direction around the mesh row is a batch of
+        rows: a tile has rows of both half-blocks, and they are multiplied at once.
+      vmem_bytes: the vector memory of all buffers.
+    """
+
+    blocks: WeightBlocks
+    ring: Ring
+    schedule: Schedule
+    tiles: MatmulTiles
+    vmem_bytes: int
+
+
+def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles | None, directions: int | None) -> Plan:
+    """Divides the operands, or raises as `overlapped` says."""
+    (m, k), (held, n), dtype = x.shape, w.shape, x.dtype
+    size, phases = (lax.axis_size(name) for name in axis_names)
+    most_k, unit, block = largest_block("overlapped", axis_names, k, held), sublanes(dtype), m // phases
+    both = 2 if phases > 2 and directions != 1 and block % (2 * unit) == 0 else 1
+    if directions == 2 and phases > 2 and both == 1:
+        raise ValueError(
+            f"overlapped sends half of the rows each way around {axis_names[1]!r}: got {m} rows of {dtype}, needed a "
+            f"multiple of {phases * 2 * unit}; use directions=1"
+        )
+
+    def fit(most: Tiles) -> Tiles:
+        rows, columns = largest_divisor(block, most.m, unit * both), Tiling.of((n,), most.n)
+        return Tiles(rows, largest_divisor(most_k, most.k, LANES), columns.size)
+
+    def need(rows: int, t: Tiles) -> int:
+        in_slots = 2 * t.m * t.k + 2 * t.k * t.n + (3 + rows if phases > 1 else 2) * t.m * t.n
+        return in_slots * dtype.itemsize + 4 * rows * t.m * t.n
+
+    # Narrow chunks of columns have more arrivals. If there are too few semaphores for them, chunks are wide.
+    for default in (dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS))), TILES):
+        used = fitting(tiles, default, fit, functools.partial(need, 1))
+        panels = [rows for rows in range(max(1, PANEL // used.m), 0, -1) if block % (used.m * rows) == 0]
+        rows = next((rows for rows in panels if need(rows, used) <= available()), 1)
+        columns, side = Tiling((n,), used.n), used.m // both
+        schedule = Schedule(columns.count, block // (rows * used.m), rows, k // used.k, phases)
+        arrivals = schedule.chunks * schedule.depth * (size > 1) + 2 * (phases - 1) * schedule.rounds * rows
+        if arrivals <= SEMAPHORES:
+            break
+    else:
+        raise NotImplementedError(
+            "overlapped has a semaphore for each block of w and each tile of rows that arrives, and a TPU has "
+            f"{SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of m={used.m}, k={used.k}, "
+            f"n={used.n} are {arrivals} arrivals; use larger tiles, a loop over columns of w, or backend='serial'"
+        )
+    ring = Ring(axis_names[0], size, 2 if size > 2 and directions != 1 else 1)
+    blocks = WeightBlocks(ring, axis_names[1], used.k, schedule.depth, held // used.k)
+    row_tiling = RowTiling(Tiling((both,), both, 1), Tiling((side,), side, unit))
+    vmem_bytes = check_vmem("overlapped", used, functools.partial(need, rows))
+    matmul_tiles = MatmulTiles(row_tiling, columns, Tiling((k,), used.k), transposed=False)
+    return Plan(blocks, Ring(axis_names[1], phases, both), schedule, matmul_tiles, vmem_bytes)

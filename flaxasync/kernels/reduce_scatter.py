@@ -1,0 +1,246 @@
+"""Reduce-scatter and all-reduce along one mesh axis as Pallas TPU kernels: a grid over tiles, hops in vector memory.
+
+Every tile of the result has a ring reduction of its own, while the next tile's operand comes from HBM and the last
+tile's result goes there. What travels never lies in HBM. Partial sums travel in x's dtype and are added in float32.
+
+```
+hop s       device i sends its partial sum of block i - s - 1, and receives its neighbour's of block i - s - 2
+the end     device i has block i, summed over all devices          (direction 0; direction 1 is its mirror image)
+all-reduce  a block is some of a tile's rows; the finished blocks go around the ring once more
+```
+
+Receive buffers are not acknowledged. In the reduction every device adds to every sum, so when a device has its sum of
+one tile, its neighbour has begun that tile, and has read all that it received for the tile before: two sets of receive
+buffers, used in turn, suffice. For the second round of an all-reduce one set does. It begins when the own sum is there,
+to which the neighbour added its share after it had stored the tile before.
+
+Tiles may hang over the edges of the result. What lies there is whatever the memory held. It travels, too, and is added
+up, but only to what lies there on other devices, and it is never stored.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync.kernels.engine.grid import remainder
+from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, check_rows, output, sublanes
+from flaxasync.kernels.engine.refs import DType, Ref, Scalar, ScratchShapes, aligned
+from flaxasync.kernels.engine.ring import Ring, check_ring, choose_directions, half_blocks
+from flaxasync.kernels.engine.slots import start_send, wait
+from flaxasync.kernels.engine.tiling import Tiling
+from flaxasync.kernels.engine.vmem import check_vmem, fitting, vmem_limit
+
+TILES = Tiles(1024, 1, 1024)  # of the result; there is no k
+
+
+def reduce_scatter(
+    x: jax.Array,
+    axis_name: str,
+    *,
+    tiles: Tiles | None = None,
+    directions: int | None = 1,
+    collective_id: int | None = None,
+) -> jax.Array:
+    """Sums over the R devices on an axis; each gets its block of rows: [R*m, n] -> [m, n]. Inside `jax.shard_map`.
+
+    Args:
+      x: [R*m, n], float32 or bfloat16; m and n in whole hardware tiles.
+      axis_name: the mesh axis, of two devices or more.
+      tiles: m and n of a tile of the result, at most; the tiles used may hang over its edges. R tiles of x lie in
+        vector memory. None is `TILES`, or what fits in the chip's vector memory.
+      directions: 1, or 2 to send half of the columns each way; None is 2 where that is faster and n can be halved.
+      collective_id: the id of the entry barrier; by default one that no other kernel of the program has.
+
+    Raises:
+      ValueError: x is not in whole hardware tiles, or cannot be divided; tiles exceed vector memory; the axis has one
+        device.
+      NotImplementedError: another dtype.
+    """
+    size, (rows, n), unit = _check("reduce_scatter", x, axis_name, directions), x.shape, sublanes(x.dtype)
+    m, ring = rows // size, Ring(axis_name, size, choose_directions(size, n, LANES, directions))
+    tile, need = _tile("reduce_scatter", ring, m, n, unit, x.dtype, tiles, 4 * size + 1)
+    reduction = _Reduction("reduce_scatter", ring, (tile.m, tile.n))
+
+    def body(x_tile: Ref, o_tile: Ref, scratch: _Scratch) -> None:
+        reduction.enter(collective_id)
+        reduction.reduce(lambda block, columns: x_tile[block, :, columns], scratch, o_tile)
+
+    x_spec = pl.BlockSpec((size, tile.m, tile.n), lambda i, j: (0, i, j))
+    x, result = x.reshape(size, m, n), output((m, n), x)
+    return _call(body, x, result, reduction, x_spec, tile, [], rounds=1, collective_id=collective_id, need=need)
+
+
+def all_reduce(
+    x: jax.Array,
+    axis_name: str,
+    *,
+    tiles: Tiles | None = None,
+    directions: int | None = 1,
+    collective_id: int | None = None,
+) -> jax.Array:
+    """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. For use inside `jax.shard_map`.
+
+    The result's type says that it does not vary over the axis. Arguments and errors are those of `reduce_scatter`; m is
+    a multiple of R hardware tiles.
+    """
+    size, (m, n) = _check("all_reduce", x, axis_name, directions), x.shape
+    ring = Ring(axis_name, size, choose_directions(size, n, LANES, directions))
+    tile, need = _tile("all_reduce", ring, m, n, size * sublanes(x.dtype), x.dtype, tiles, 5 + (2 * size - 1) / size)
+    rows = tile.m // size
+    reduction = _Reduction("all_reduce", ring, (rows, tile.n))
+
+    def body(x_tile: Ref, o_tile: Ref, scratch: _Scratch, finished: Ref, send_sem: Ref, recv_sem: Ref) -> None:
+        def operand(block: Scalar, columns: pl.Slice) -> jax.Array:
+            return x_tile[aligned(block * rows, rows, sublanes(x.dtype)), columns]
+
+        reduction.enter(collective_id)
+        reduction.reduce(operand, scratch, finished.at[ring.index])
+        for hop in range(size - 1):
+            with jax.named_scope("gather"):
+                blocks = [finished.at[ring.behind(hop, d), :, reduction.columns[d]] for d in ring.both]
+                for d, block in enumerate(blocks):
+                    start_send(block, block, send_sem.at[d], recv_sem.at[d, hop], ring.receiver(d))
+                for d, block in enumerate(blocks):
+                    wait(block, send_sem.at[d])
+                    wait(block, recv_sem.at[d, hop])
+        for block in range(size):
+            o_tile[block * rows : (block + 1) * rows, :] = finished[block]
+
+    dma = pltpu.SemaphoreType.DMA
+    more = [pltpu.VMEM((size, rows, tile.n), x.dtype), dma((ring.directions,)), dma((ring.directions, size - 1))]
+    x_spec = pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j))
+    result = output((m, n), x, invarying=(axis_name,))
+    return _call(body, x, result, reduction, x_spec, tile, more, rounds=2, collective_id=collective_id, need=need)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """Scratch memory of a reduction."""
+
+    outgoing: Ref  # [m, n] VMEM, the partial sum that is sent
+    received: Ref  # [2, R - 1, m, n] VMEM, two sets of receive buffers
+    send_sem: Ref  # [directions] DMA semaphores
+    recv_sem: Ref  # [2, directions, R - 1] DMA semaphores
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    """The reduction of one tile, [R, m, n] to [m, n], in vector memory."""
+
+    caller: str  # the name of the kernel
+    ring: Ring
+    block: tuple[int, int]  # m and n
+
+    @property
+    def columns(self) -> list[pl.Slice]:
+        """The columns that travel in each direction."""
+        return half_blocks(self.caller, "columns of a tile", self.block[1], LANES, self.ring.directions)
+
+    def enter(self, collective_id: int | None) -> None:
+        """Waits at the entry barrier, before the first tile."""
+        first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
+        pl.when(first)(lambda: self.ring.enter(self.caller, collective_id))
+
+    def reduce(self, operand: Callable[[Scalar, pl.Slice], jax.Array], scratch: _Scratch, o_ref: Ref) -> None:
+        """Puts the sum over all devices of operand(this device's index, columns) into o_ref."""
+        ring, buffers = self.ring, _buffer_set()
+
+        def partial_sum(direction: int, hop: int) -> jax.Array:
+            """Returns what is sent in a hop: what this device has of that block, and what it has received."""
+            columns = self.columns[direction]
+            own = operand(ring.behind(hop + 1, direction), columns).astype(jnp.float32)
+            return own if hop == 0 else own + scratch.received[buffers, hop - 1, :, columns].astype(jnp.float32)
+
+        for hop in range(ring.size - 1):
+            with jax.named_scope("reduce"):
+                for d in ring.both:
+                    outgoing = scratch.outgoing.at[:, self.columns[d]]
+                    outgoing[...] = partial_sum(d, hop).astype(o_ref.dtype)
+                    target = scratch.received.at[buffers, hop, :, self.columns[d]]
+                    recv_sem = scratch.recv_sem.at[buffers, d, hop]
+                    start_send(outgoing, target, scratch.send_sem.at[d], recv_sem, ring.receiver(d))
+                for d in ring.both:
+                    moved = scratch.outgoing.at[:, self.columns[d]]
+                    wait(moved, scratch.send_sem.at[d])
+                    wait(moved, scratch.recv_sem.at[buffers, d, hop])
+        for d in ring.both:
+            o_ref[:, self.columns[d]] = partial_sum(d, ring.size - 1).astype(o_ref.dtype)
+
+
+def _check(caller: str, x: jax.Array, axis_name: str, directions: int | None) -> int:
+    """Returns the number of devices; raises if x is not in whole hardware tiles for each of them."""
+    size = check_ring(caller, axis_name, directions or 1)
+    check_operand(caller, "x", x.shape, x.dtype)
+    check_rows(caller, axis_name, size, x.shape[0], x.dtype)
+    return size
+
+
+def _tile(
+    caller: str, ring: Ring, m: int, n: int, unit: int, dtype: DType, tiles: Tiles | None, buffers: float
+) -> tuple[Tiles, int]:
+    """Returns the tiles of the result, and the bytes of vector memory for `buffers` buffers of the size of a tile."""
+    lanes = LANES * ring.directions if n >= LANES * ring.directions else LANES  # a tile, too, is halved
+
+    def fit(most: Tiles) -> Tiles:
+        return Tiles(Tiling.overhanging(m, most.m, unit).size, 1, Tiling.overhanging(n, most.n, lanes).size)
+
+    def need(t: Tiles) -> int:
+        return int(t.m * t.n * (buffers * jnp.dtype(dtype).itemsize + 8))  # and two values of float32
+
+    tile = fitting(tiles, TILES, fit, need)
+    return tile, check_vmem(caller, tile, need)
+
+
+def _call(
+    body: Callable[..., None],
+    x: jax.Array,
+    result: jax.ShapeDtypeStruct,
+    reduction: _Reduction,
+    x_spec: pl.BlockSpec,
+    tile: Tiles,
+    more_scratch: list[ScratchShapes],
+    *,
+    rounds: int,  # how many times blocks go around the ring
+    collective_id: int | None,
+    need: int,
+) -> jax.Array:
+    """Calls a kernel on the tiles of the result."""
+    (m, n), ring = reduction.block, reduction.ring
+    grid, dma = (pl.cdiv(result.shape[0], tile.m), pl.cdiv(result.shape[1], tile.n)), pltpu.SemaphoreType.DMA
+    scratch: ScratchShapes = _Scratch(
+        outgoing=pltpu.VMEM((m, n), x.dtype),
+        received=pltpu.VMEM((2, ring.size - 1, m, n), x.dtype),
+        send_sem=dma((ring.directions,)),
+        recv_sem=dma((2, ring.directions, ring.size - 1)),
+    )
+    return pl.pallas_call(
+        body,
+        out_shape=result,
+        grid=grid,
+        in_specs=[x_spec],
+        out_specs=pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j)),
+        scratch_shapes=[scratch, *more_scratch],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"),
+            collective_id=collective_id,
+            vmem_limit_bytes=vmem_limit(need),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=x.size,
+            transcendentals=0,
+            bytes_accessed=(x.size + math.prod(result.shape)) * x.dtype.itemsize,
+            remote_bytes_transferred=rounds * (ring.size - 1) * math.prod(grid) * m * n * x.dtype.itemsize,
+        ),
+        name=reduction.caller,
+    )(x)
+
+
+def _buffer_set() -> jax.Array:
+    """Returns which of the two sets of receive buffers a tile uses."""
+    return remainder(pl.program_id(0) * pl.num_programs(1) + pl.program_id(1), 2)

@@ -1,0 +1,289 @@
+"""dw = all_gather(x).T @ dy as one Pallas TPU kernel: the weight gradient of all_gather_matmul, while x travels again.
+
+```
+x     [B, m, k]       this device's rows                (R devices on the axis, B batches)
+dy_i  [B, R*m, n_i]   all rows, this device's columns; several share one trip of x
+dw_i  [k, n_i]        sums over all rows
+
+chunk   0 of columns of x         1                            ...
+core    own  s=1  s=2  ... R-1    own  s=1  ...                products with rows of dy; float32 sums of all columns
+links    s=1  s=2  ...      | s=1  s=2                         each block one hop further, just before it is multiplied
+```
+
+A chunk of columns of x goes around the ring block by block, half of its rows in each direction. Each block is
+multiplied by all columns of dy where it is, so that the chunk's rows of dw are summed in vector memory and stored once.
+A hop moves a block while the block before is multiplied, from the first chunk on, so that no chunk is waited for.
+
+XLA transposes x once, before the kernel: the matrix unit takes a left operand whose contraction lies along lanes.
+
+What arrives has two sets of receive buffers, for even and for odd chunks, and nothing is acknowledged. In each
+direction blocks pass all devices in lockstep: when a device begins a chunk, its receiver has begun the chunk before,
+so it has read, and sent on, what arrived in the chunk before that. `_Device.begin_hop` relies on this: it waits for the
+send of the hop before, and every step waits for its tiles before it begins the next hop.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync.kernels.engine.call import call
+from flaxasync.kernels.engine.grid import remainder, split
+from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, output
+from flaxasync.kernels.engine.product import accumulate, dot
+from flaxasync.kernels.engine.refs import Ref, Scalar, aligned, beginning
+from flaxasync.kernels.engine.ring import Ring, check_ring
+from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
+from flaxasync.kernels.weight_gradient.schedule import CALLER, OUTGOING, Coordinates, Schedule, plan
+
+BUFFER_SETS = 2  # sets of receive buffers
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of the kernel."""
+
+    x: IncomingTiles  # [2, chunk, rows] of the transposed x
+    y: IncomingTiles  # [2, batches, rows, n] of dy
+    outgoing: OutgoingTiles  # [OUTGOING, chunk, n] rounded sums
+    accumulator: Ref  # [tiles of columns, chunk, n] VMEM, float32
+    send_sem: Ref  # [directions] DMA semaphores
+    recv_sem: Ref  # [BUFFER_SETS, directions, R - 1] DMA semaphores
+
+
+def gather_weight_gradient(
+    x: jax.Array,
+    dys: tuple[jax.Array, ...],
+    axis_name: str,
+    *,
+    tiles: Tiles | None = None,
+    directions: int = 2,
+    collective_id: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns the dws, of x's dtype; see the head of this file. For use inside `jax.shard_map`.
+
+    Args:
+      x: [B, m, k], float32 or bfloat16, in whole hardware tiles; B*m is a multiple of 128.
+      dys: each [B, R*m, n_i], of x's dtype.
+      axis_name: the mesh axis, of two devices or more.
+      tiles: the largest tiles: m columns of x in a chunk, k rows of x in a product, n columns of dy in one. Where no
+        such tiles divide a dimension well, the last ones are partial.
+      directions: 1, or 2 to send half of the rows each way.
+      collective_id: the id of the entry barrier; by default one that no other kernel of the program has.
+
+    Raises:
+      ValueError: shapes do not fit each other or hardware tiles, tiles exceed vector memory, or the axis has one
+        device.
+      NotImplementedError: another dtype.
+    """
+    size = check_ring(CALLER, axis_name, directions)
+    _check(x, dys, size)
+    (batch, m, k), itemsize, widths = x.shape, x.dtype.itemsize, [dy.shape[2] for dy in dys]
+    schedule, vmem_bytes = plan(x, widths, tiles, size, directions)
+    ring, chunks = Ring(axis_name, size, schedule.directions), schedule.chunks
+    receive_buffers = (min(BUFFER_SETS, chunks.count), size - 1, chunks.size, batch * m)
+
+    def body(x_ref: Ref, *refs: Ref) -> None:
+        device = _Device(ring, schedule, x_ref, refs[: len(dys)], refs[len(dys) : -2], *refs[-2:])
+        ring.enter(f"{CALLER} {len(dys)}", collective_id)
+        device.run()
+
+    dma, n = pltpu.SemaphoreType.DMA, schedule.columns.size
+    scratch = Scratch(
+        x=IncomingTiles.allocate(2, (chunks.size, schedule.rows.size), x.dtype),
+        y=IncomingTiles.allocate(2, (*schedule.rows.shape, n), x.dtype),
+        outgoing=OutgoingTiles.allocate(OUTGOING, (chunks.size, n), x.dtype),
+        accumulator=pltpu.VMEM((schedule.columns.count, chunks.size, n), jnp.float32),
+        send_sem=dma((ring.directions,)),
+        recv_sem=dma((BUFFER_SETS, ring.directions, size - 1)),
+    )
+    *dws, _ = call(
+        body,
+        [x.reshape(batch * m, k).T, *(dy.reshape(batch, size, m, -1) for dy in dys)],
+        name=CALLER,
+        results=[output(shape, x, *dys) for shape in (*((k, n) for n in widths), receive_buffers)],
+        scratch=[scratch],
+        collective_id=collective_id,
+        vmem_bytes=vmem_bytes,
+        flops=2 * size * x.size * sum(widths),
+        hbm_bytes=itemsize * ((chunks.count * size * batch * m + k) * sum(widths) + (3 * size - 2) * x.size),
+        sent=(size - 1) * x.size * itemsize,
+    )
+    return tuple(dws)
+
+
+def _check(x: jax.Array, dys: Sequence[jax.Array], size: int) -> None:
+    if x.ndim != 3 or not dys or any(dy.ndim != 3 or dy.shape[:2] != (x.shape[0], size * x.shape[1]) for dy in dys):
+        raise ValueError(
+            f"{CALLER} needs x [B, m, k] and dy [B, {size}*m, n]: got {list(x.shape)} and "
+            f"{[list(dy.shape) for dy in dys]}"
+        )
+    check_operands(CALLER, {"x": [x], "dy": dys})
+    if x.shape[0] * x.shape[1] % LANES:
+        raise ValueError(
+            f"{CALLER} needs rows of x that are a multiple of {LANES} in all batches together: got "
+            f"{x.shape[0]} * {x.shape[1]}; pad x"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """What one device does."""
+
+    ring: Ring
+    schedule: Schedule
+    x: Ref  # [k, B*m] HBM
+    dys: Sequence[Ref]  # [B, R, m, n_i] HBM
+    dws: Sequence[Ref]  # [k, n_i] HBM
+    receive_buffers: Ref  # [BUFFER_SETS, R - 1, chunk, B*m] HBM
+    scratch: Scratch
+
+    def run(self) -> None:
+        """Does all steps, once the neighbours have entered."""
+        self.begin_hop(self.schedule.at(0))
+        self.prefetch(self.schedule.at(0))
+        pl.loop(0, self.schedule.grid.steps)(self.step)
+        with jax.named_scope("finish"):
+            results = self.schedule.chunks.count * self.schedule.columns.count
+            self.scratch.outgoing.finish(results, self.wait_until_left)
+
+    def step(self, step: Scalar) -> None:
+        """Starts the transfers of the next step, multiplies, and stores a tile that is finished."""
+        schedule = self.schedule
+        here, following = schedule.at(step), schedule.at(step + 1)
+        with jax.named_scope("wait"):
+            self.wait_for_operands(here)
+
+        @pl.when(step + 1 < schedule.grid.steps)
+        def _() -> None:
+            pl.when((following.i == 0) & (following.j == 0))(lambda: self.begin_hop(following))
+            self.prefetch(following)
+
+        with jax.named_scope("multiply"):
+            schedule.columns.on_size(here.j, functools.partial(self.multiply, here))
+
+    def begin_hop(self, there: Coordinates) -> None:
+        """Begins a hop: waits for what arrives in it and for what was sent in the one before, and sends on."""
+
+        def begin(_: int, chunk: pl.Slice) -> None:
+            for direction in self.ring.both:
+                before = jnp.maximum(there.hop - 1, 0)
+                pl.when(there.hop > 0)(functools.partial(self._wait_for_hop, there, before, chunk, direction))
+                onward = (there.hop > 0) & (there.hop < self.schedule.size - 1)
+                arrived = self._buffer(there, there.hop - 1, chunk, direction)
+                own = self.x.at[chunk, self.schedule.half_blocks[direction]]
+                pl.when(onward)(functools.partial(self._send, there, arrived, chunk, direction))
+                pl.when(there.hop == 0)(functools.partial(self._send, there, own, chunk, direction))
+
+        with jax.named_scope("hop"):
+            self.schedule.chunks.on_slice(there.chunk, begin)
+
+    def prefetch(self, there: Coordinates) -> None:
+        """Starts to fetch the tiles of x and dy of a step."""
+        schedule, scratch = self.schedule, self.scratch
+        owner = self.ring.behind(there.hop, there.direction)
+
+        def fetch(batches: pl.Slice, rows: pl.Slice) -> None:
+            (rows_of_batch,) = schedule.rows.rows.lengths
+            lanes = aligned(batches.start * rows_of_batch + rows.start, batches.size * rows.size, LANES)
+
+            def fetch_x(_: int, chunk: pl.Slice) -> None:
+                def arrived() -> None:
+                    buffer = self.receive_buffers.at[self._set(there), there.hop - 1]
+                    scratch.x.start(there.x_slot, buffer.at[*beginning(chunk.size), lanes])
+
+                pl.when(there.hop == 0)(lambda: scratch.x.start(there.x_slot, self.x.at[chunk, lanes]))
+                pl.when(there.hop > 0)(arrived)
+
+            def fetch_y(number: int, columns: pl.Slice) -> None:
+                scratch.y.start(there.y_slot, self.dys[number].at[batches, owner, rows, columns])
+
+            pl.when(there.j == 0)(lambda: schedule.chunks.on_slice(there.chunk, fetch_x))
+            schedule.columns.on_slice(there.j, fetch_y)
+
+        with jax.named_scope("prefetch"):
+            schedule.rows.on_slice(there.i, fetch)
+
+    def wait_for_operands(self, here: Coordinates) -> None:
+        """Waits for the tiles of x and dy."""
+        schedule, scratch = self.schedule, self.scratch
+
+        def on_rows(batches: pl.Slice, rows: pl.Slice) -> None:
+            def wait_x(chunk: int) -> None:
+                scratch.x.wait(here.x_slot, chunk, batches.size * rows.size)
+
+            pl.when(here.j == 0)(lambda: schedule.chunks.on_size(here.chunk, wait_x))
+            schedule.columns.on_size(here.j, lambda n: scratch.y.wait(here.y_slot, batches.size, rows.size, n))
+
+        schedule.rows.on_slice(here.i, on_rows)
+
+    def multiply(self, here: Coordinates, n: int) -> None:
+        """Adds the product of two tiles, `n` columns wide, to its sum; a finished sum is rounded and stored."""
+        schedule, scratch, outgoing = self.schedule, self.scratch, self.scratch.outgoing
+        number = here.chunk * schedule.columns.count + here.j
+        slot = outgoing.slot(number)
+        first = (here.hop == 0) & (here.i == 0)
+        last = (here.hop == schedule.size - 1) & (here.i == schedule.rows.count - 1)
+        rows_of_batch = schedule.rows.rows.size
+
+        def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
+            batches, rows = (depth // rows_of_batch, rows_of_batch) if depth > rows_of_batch else (1, depth)
+            x = scratch.x.tiles[here.x_slot, index[0], :depth]
+            return dot(x, scratch.y.tiles[here.y_slot, :batches, :rows, :n].reshape(depth, n))
+
+        def finish(value: jax.Array, index: tuple[pl.Slice, slice]) -> None:
+            outgoing.tiles[slot, *index] = value.astype(outgoing.tiles.dtype)
+
+        pl.when(last)(lambda: outgoing.free(number, self.wait_until_left))
+        accumulate(
+            schedule.rows.flattened(),
+            here.i,
+            repeats=schedule.size,
+            first=first,
+            last=last,
+            accumulator=scratch.accumulator.at[here.j],
+            for_each_sub_block=lambda use: schedule.chunks.for_each_sub_block(
+                here.chunk, lambda columns: use((columns, slice(0, n)))
+            ),
+            product=product,
+            finish=finish,
+        )
+
+        def store(dw: int, columns: pl.Slice) -> None:
+            schedule.chunks.on_slice(here.chunk, lambda _, chunk: outgoing.store(slot, self.dws[dw].at[chunk, columns]))
+
+        pl.when(last)(lambda: schedule.columns.on_slice(here.j, store))
+
+    def wait_until_left(self, number: Scalar) -> None:
+        """Waits until a tile of the result, by its number, has left its slot."""
+        chunk, j = split(number, self.schedule.columns.count)
+        outgoing, columns = self.scratch.outgoing, self.schedule.columns
+        self.schedule.chunks.on_size(
+            chunk, lambda rows: columns.on_size(j, lambda n: outgoing.wait(outgoing.slot(number), rows, n))
+        )
+
+    def _set(self, there: Coordinates) -> Scalar:
+        """Returns the set of receive buffers of a chunk."""
+        return remainder(there.chunk, BUFFER_SETS)
+
+    def _buffer(self, there: Coordinates, hop: Scalar, chunk: pl.Slice, direction: int) -> Ref:
+        """Returns where the half-block that is sent in a hop arrives."""
+        lanes = self.schedule.half_blocks[direction]
+        return self.receive_buffers.at[self._set(there), hop, *beginning(chunk.size), lanes]
+
+    def _send(self, there: Coordinates, source: Ref, chunk: pl.Slice, direction: int) -> None:
+        """Starts to send a half-block to the next device."""
+        target, scratch = self._buffer(there, there.hop, chunk, direction), self.scratch
+        recv_sem = scratch.recv_sem.at[self._set(there), direction, there.hop]
+        start_send(source, target, scratch.send_sem.at[direction], recv_sem, self.ring.receiver(direction))
+
+    def _wait_for_hop(self, there: Coordinates, hop: Scalar, chunk: pl.Slice, direction: int) -> None:
+        """Waits until what was sent in a hop has left, and what is sent to this device has arrived."""
+        moved, scratch = self._buffer(there, hop, chunk, direction), self.scratch
+        wait(moved, scratch.send_sem.at[direction])
+        wait(moved, scratch.recv_sem.at[self._set(there), direction, hop])

@@ -1,0 +1,205 @@
+"""Which TPU kernels a call without a backend may take: those that passed `python -m flaxasync.verify` on such a chip.
+
+A kernel that overlaps its transfers can hang a chip or be silently wrong, and this depends on the chip and on the
+compiler. The verdicts are therefore stored for each (chip, libtpu, jax, flaxasync), in one file of the user's cache
+folder. Backends that are plain XLA need no verdict. A call that names a backend never asks.
+
+| FLAXASYNC_VERIFIED | what is trusted |
+|---|---|
+| not set | what passed on this chip with these versions, by the file in the cache folder |
+| all | every kernel |
+| none | no kernel |
+| the path of a file | what passed by that file, if it is of this chip and these versions |
+
+Where no TPU is attached, a mesh of TPUs is one of described devices: nothing runs there, and calls take what is
+predicted to be fastest, unless the variable is set. `trusting` says for a block of code which of the two holds.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+
+FORMAT = 1  # of the file
+VARIABLE = "FLAXASYNC_VERIFIED"
+PASSED = "PASS"
+PLAIN = ("none", "xla", "reference")
+"""Backends that are made of XLA's own operations."""
+COMMAND = "python -m flaxasync.verify"
+
+Mode = Literal["predicted", "verified"]
+_mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("flaxasync_trust", default=None)
+_log = logging.getLogger("flaxasync")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a verdict depends on: the name of the chip, and the versions of the software."""
+
+    chip: str
+    libtpu: str
+    jax: str
+    flaxasync: str
+
+    @staticmethod
+    def here(chip: str) -> "Machine":
+        """Returns the machine with this chip and the versions that are installed here."""
+        versions = (_version(name) for name in ("libtpu", "jax", "flaxasync"))
+        return Machine(chip, *versions)
+
+    @property
+    def file(self) -> pathlib.Path:
+        """Where the verdicts are stored; `VARIABLE` may name another file."""
+        named = os.environ.get(VARIABLE, "")
+        if named not in ("", "all", "none"):
+            return pathlib.Path(named).expanduser()
+        text = f"verified-{self.chip}-libtpu-{self.libtpu}-jax-{self.jax}-flaxasync-{self.flaxasync}.json"
+        return cache_folder() / re.sub(r"[^\w.+-]", "_", text)
+
+    def __str__(self) -> str:
+        return f"{self.chip} with libtpu {self.libtpu}, jax {self.jax} and flaxasync {self.flaxasync}"
+
+
+@contextlib.contextmanager
+def trusting(mode: Mode) -> Iterator[None]:
+    """Makes calls in a block take what is predicted to be fastest, or only what was verified."""
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def is_assumed() -> bool:
+    """Says whether calls take every kernel that is predicted to be fastest, verified or not."""
+    mode = _mode.get()
+    if mode is not None:
+        return mode == "predicted"
+    return not os.environ.get(VARIABLE) and jax.default_backend() != "tpu"
+
+
+def verdict(op: str, backend: str, chip: str) -> str | None:
+    """Returns "PASS" if a backend may be trusted on a chip, the worst verdict if it failed, and None without any."""
+    if backend in PLAIN:
+        return PASSED
+    override = os.environ.get(VARIABLE, "")
+    if override in ("all", "none"):
+        return PASSED if override == "all" else None
+    found = read(Machine.here(chip)).get(f"{op}/{backend}", {})
+    failed = [text for text in found.values() if text != PASSED]
+    return failed[0] if failed else PASSED if found else None
+
+
+def is_trusted(op: str, backend: str, chip: str) -> bool:
+    """Says whether a call of `op` without a backend may take this one; the rules are those of the file's head."""
+    return is_assumed() or verdict(op, backend, chip) == PASSED
+
+
+def announce(op: str, wanted: str, taken: str, chip: str, *, faster: float | None = None) -> None:
+    """Logs, once for each op and backend, that a kernel is not taken because it was not verified.
+
+    Args:
+      op: The name of the op.
+      wanted: The backend that is predicted to be fastest.
+      taken: The one that is taken instead.
+      chip: The name of the chip.
+      faster: How many times as fast the wanted one is predicted to be.
+    """
+    found = verdict(op, wanted, chip)
+    why = f"was {found}" if found is not None else "was not verified"
+    gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
+    say_once(
+        f"{op} takes {taken!r} and not {wanted!r}, which {why} on {Machine.here(chip)}{gain}. `{COMMAND}` verifies it; "
+        f"naming it, or {VARIABLE}=all, takes it unverified"
+    )
+
+
+def read(machine: Machine) -> dict[str, dict[str, str]]:
+    """Returns the stored verdicts, {"op/backend": {case: verdict}}. A file that cannot be read is named once."""
+    file = machine.file
+    try:
+        return _parse(str(file), file.stat().st_mtime_ns, machine)
+    except FileNotFoundError:
+        if os.environ.get(VARIABLE):
+            say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
+    except OSError as error:
+        say_once(f"the verdicts in {file} cannot be read, and no kernel is trusted: {error}")
+    except (ValueError, TypeError, AttributeError) as error:
+        say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {error}")
+    return {}
+
+
+def record(machine: Machine, verdicts: Mapping[str, Mapping[str, str]]) -> pathlib.Path | None:
+    """Adds verdicts to those that are stored, replacing earlier ones of the same cases.
+
+    Args:
+      machine: Where they were found.
+      verdicts: For each "op/backend" the verdict of each case, under a text that identifies the case.
+
+    Returns:
+      The file; None where it cannot be written, which is said.
+    """
+    file, stored = machine.file, read(machine)
+    merged = {name: {**stored.get(name, {}), **verdicts.get(name, {})} for name in {*stored, *verdicts}}
+    content = {"format": FORMAT, "machine": dataclasses.asdict(machine), "verdicts": merged}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
+            json.dump(content, part, indent=1, sort_keys=True)
+        os.replace(part.name, file)
+    except OSError as error:
+        say_once(f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} names a file")
+        return None
+    return file
+
+
+def cache_folder() -> pathlib.Path:
+    """Returns the folder of this package among the user's caches, by the convention of the platform."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or pathlib.Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = pathlib.Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "flaxasync"
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Logs a message unless it was logged before."""
+    _log.warning("flaxasync: %s", message)
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(file: str, modified: int, machine: Machine) -> dict[str, dict[str, str]]:
+    content: Any = json.loads(pathlib.Path(file).read_text())
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"they are not in format {FORMAT} of this version")
+    if content.get("machine") != dataclasses.asdict(machine):
+        raise ValueError(f"they are of another machine or version, not of {machine}")
+    verdicts = content.get("verdicts")
+    if not isinstance(verdicts, dict) or not all(isinstance(found, dict) for found in verdicts.values()):
+        raise ValueError("the file is damaged")
+    return verdicts
+
+
+@functools.cache
+def _version(package: str) -> str:
+    if package == "flaxasync":
+        return str(sys.modules["flaxasync"].__version__)  # installed from a checkout, its metadata can be older
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

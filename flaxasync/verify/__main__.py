@@ -1,0 +1,121 @@
+"""Verifies every op on the devices of this machine: are its results right, and how fast is it?
+
+    python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE]
+
+The exit status is 0 if everything that is supported is right, 1 if something is wrong, hangs or crashes, and 2 if
+nothing could be verified.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+
+from flaxasync.hardware import describe_unknown
+from flaxasync.ops import trust
+from flaxasync.verify.cases import Case, list_cases, unsupported
+from flaxasync.verify.supervisor import COMMAND, MachineError, Setup, describe, run_cases
+from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
+
+FORMAT = 1  # of the JSON file
+
+
+def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMAND) -> int:
+    """Runs the command line and returns its exit status; `command` starts a child process."""
+    parser = argparse.ArgumentParser(prog="python -m flaxasync.verify", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small shapes; on CPUs also the TPU kernels, simulated")
+    parser.add_argument("--ops", default="", help="what to verify, such as all_gather_matmul/fused,attention")
+    parser.add_argument("--json", metavar="FILE", help="write everything that was found to a file")
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="where JAX must run (default: it chooses)")
+    parser.add_argument("--cpu-devices", type=int, default=4, help="devices that a CPU is divided into (default: 4)")
+    parser.add_argument("--limit", type=float, help="seconds after which a case hangs (default: 300, quick 90)")
+    chosen = parser.parse_args(arguments)
+    setup = Setup(
+        platform={"gpu": "cuda"}.get(chosen.platform, chosen.platform),
+        cpu_devices=chosen.cpu_devices,
+        repeats=1 if chosen.quick else 3,
+        limit=chosen.limit or (90 if chosen.quick else 300),
+        command=command,
+    )
+    began = time.monotonic()
+    try:
+        only = [name for name in chosen.ops.split(",") if name]
+        list_cases("cpu", 1, quick=True, only=only)  # a wrong name is reported before the devices are opened
+        machine, rates = describe(setup)
+        cases = list_cases(machine["platform"], machine["devices"], quick=chosen.quick, only=only)
+    except (MachineError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(describe_in_words(machine, rates))
+    results = verify(cases, machine, setup, quick=chosen.quick)
+    print(f"{summarize(results, machine)}\n{time.monotonic() - began:.0f} s")
+    stored = record_verdicts(results, machine)
+    if stored is not None:
+        print(f"the verdicts are in {stored}")
+    if chosen.json:
+        content = {"format": FORMAT, "machine": machine, "calibration": rates}
+        content["results"] = [result.to_json() for result in results]
+        pathlib.Path(chosen.json).write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if any(result.verdict.bad for result in results) else 0
+
+
+def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: bool) -> list[Result]:
+    """Runs cases, prints a line for each, and returns their results in the same order."""
+    reasons = {case: unsupported(case, machine["platform"], quick=quick) for case in cases}
+    runnable = [case for case in cases if reasons[case] is None]
+
+    def progress(case: Case, outcome: dict[str, Any]) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{runnable.index(case) + 1}/{len(runnable)}  {case.label:60}", end="\r", file=sys.stderr)
+
+    outcomes = dict(zip(runnable, run_cases(runnable, setup, report=progress), strict=True))
+    results = [
+        Result(case, Verdict.UNSUPPORTED, reason)
+        if (reason := reasons[case]) is not None
+        else judge(outcomes[case], case)
+        for case in cases
+    ]
+    results = compare_times(results, machine)
+    if not quick and machine["platform"] == "tpu":
+        jax.config.update("jax_platforms", "cpu")  # this process only compiles, and leaves the chips to others
+        from flaxasync.verify.predict import predict, topology_of
+
+        topology = topology_of(machine)
+        if topology is not None:
+            results = [predict(r, topology) if r.seconds is not None else r for r in results]
+    for result in results:
+        print(result)
+    return results
+
+
+def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
+    """Stores the verdicts of TPU kernels where calls without a backend find them; returns the file, or None."""
+    if machine["platform"] != "tpu":
+        return None
+    verdicts: dict[str, dict[str, str]] = {}
+    for result in results:
+        case = result.case
+        if result.verdict is not Verdict.UNSUPPORTED and case.backend not in trust.PLAIN:
+            name = json.dumps(case.to_json(), sort_keys=True)
+            verdicts.setdefault(f"{case.op}/{case.backend}", {})[name] = str(result.verdict)
+    return trust.record(trust.Machine.here(machine["chip"] or machine["kind"]), verdicts) if verdicts else None
+
+
+def describe_in_words(machine: dict[str, Any], rates: dict[str, float]) -> str:
+    """Says what the machine is, in a few lines."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    lines = [f"{machine['devices']} x {machine['kind']} ({machine['platform']}); {versions}"]
+    if machine["platform"] == "tpu":
+        lines.append(machine["ring"])
+        if machine["chip"] is None:
+            lines.append(describe_unknown(machine["kind"]))
+    lines.append("; ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items()))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""The cases that are verified: every op with every backend, on shapes of one device."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flaxasync.ops import backends
+from flaxasync.ops.costs.cost import Shape
+
+AXIS = "model"
+MESH_AXES = ("x", "y")
+BACKENDS: dict[str, tuple[str, ...]] = {
+    **{op: support.backends for op, support in backends.OPS.items()},
+    "ppermute": ("xla", "pallas"),
+    "attention": ("reference", "flash"),
+}
+"""The backends of everything that is verified. Those of `attention` are what its argument `kernel` names."""
+PLAIN = {"ppermute": "xla", "attention": "reference"}
+"""The backend that is plain XLA and serves as the reference of times; "none" for ops that are not listed here."""
+PAIRS = ("pallas", "stateful")
+"""Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels cannot do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One op with one backend.
+
+    Attributes:
+      op: The name of the op.
+      backend: The name of the backend.
+      mesh: The sizes of the mesh axes, in order: of `AXIS`, or of `MESH_AXES` for mesh_matmul.
+      shapes: The shapes of the operands on one device, as `flaxasync.plan` takes them.
+      dtype: The dtype of the operands.
+      directions: The directions of the ring; None lets the op choose.
+      gradient: Whether the gradients are verified and timed, too.
+      simulate: Whether the kernels run in JAX's simulator of TPU kernels, on CPU devices.
+    """
+
+    op: str
+    backend: str
+    mesh: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    dtype: str = "bfloat16"
+    directions: int | None = None
+    gradient: bool = True
+    simulate: bool = False
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh)
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is the backend that the others of the op are compared with."""
+        return self.backend == PLAIN.get(self.op, "none")
+
+    @property
+    def label(self) -> str:
+        ways = {None: "", 1: "1 direction", 2: "2 directions"}[self.directions]
+        return f"{self.op:22} {self.backend:10} {ways:13}{'' if self.gradient else 'forward'}".rstrip()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "Case":
+        shapes = tuple(tuple(shape) for shape in data["shapes"])
+        return Case(**data | {"mesh": tuple(data["mesh"]), "shapes": shapes})
+
+
+def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] = ()) -> list[Case]:
+    """Returns the cases for the devices of a machine.
+
+    Args:
+      platform: "tpu", "gpu" or "cpu".
+      devices: The number of devices.
+      quick: Whether to verify small shapes, and gradients together with results only.
+      only: The ops to verify, such as "all_gather_matmul" or "attention/flash" with a backend; all by default.
+
+    Raises:
+      ValueError: `only` names an op or a backend that does not exist.
+    """
+    for name in only:
+        op, _, backend = name.partition("/")
+        if op not in BACKENDS or (backend and backend not in BACKENDS[op]):
+            known = "; ".join(f"{op}: {', '.join(names)}" for op, names in BACKENDS.items())
+            raise ValueError(f"--ops got {name!r}: it must be OP or OP/BACKEND of {known}")
+    cases = []
+    for op, names in BACKENDS.items():
+        for backend in names:
+            if only and op not in only and f"{op}/{backend}" not in only:
+                continue
+            simulate = platform != "tpu" and _is_kernel(op, backend)
+            ring = min(devices, 2) if simulate else devices
+            size = "simulated" if simulate else "quick" if quick else "full"
+            if platform == "cpu" and not simulate:
+                size = "cpu"
+            mesh = _near_square(min(devices, 4) if simulate else devices) if op == "mesh_matmul" else (ring,)
+            case = Case(
+                op,
+                backend,
+                mesh,
+                _shapes(op, size, mesh),
+                dtype="bfloat16" if platform != "cpu" else "float32",
+                simulate=simulate,
+            )
+            ways: tuple[int | None, ...] = (None,)
+            if ring > 2 and _is_ring(op, backend):
+                ways = (1, 2)
+            gradients = (True,) if quick else (False, True)
+            cases += [dataclasses.replace(case, directions=way, gradient=g) for way in ways for g in gradients]
+    return cases
+
+
+def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
+    """Returns why a case cannot run on a machine, or None if it can."""
+    if case.devices == 1 and case.op not in ("attention", "all_gather_matmul", "matmul_reduce_scatter",
+                                             "matmul_all_reduce", "mesh_matmul"):  # fmt: skip
+        return "needs several devices"
+    if not case.simulate:
+        return None
+    if case.backend in PAIRS:
+        return "needs TPUs: JAX's simulator forgets transfers that outlive a kernel"
+    if platform != "cpu" or not quick:
+        return "needs TPUs; on CPU devices --quick runs it in a simulator"
+    return "needs several devices" if case.devices == 1 else None
+
+
+def _is_kernel(op: str, backend: str) -> bool:
+    return backend not in ("none", "xla", "reference")
+
+
+def _is_ring(op: str, backend: str) -> bool:
+    return backend != "none" and op in (
+        "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention",
+    )  # fmt: skip
+
+
+def _near_square(devices: int) -> tuple[int, int]:
+    """Returns the sides of the mesh (x, y) with x * y devices whose sides differ least, x the smaller one."""
+    x = max(n for n in range(1, math.isqrt(devices) + 1) if devices % n == 0)
+    return x, devices // x
+
+
+def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:
+    """Returns the shapes on one device; every size is a multiple of what the kernels of the op need."""
+    rows, wide, head, heads = {
+        "cpu": (32, 64, 16, 4),
+        "simulated": (16, 256, 64, 2),
+        "quick": (512, 1024, 128, 8),
+        "full": (1024, 4096, 128, 16),
+    }[size]
+    ring, batch = math.prod(mesh), 1 if size == "simulated" else 2
+    sequence = 256 if size == "simulated" else rows
+    if op == "all_gather_matmul":
+        return (batch, rows, wide), (wide, wide)
+    if op in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        return (batch, ring * rows, wide), (wide, wide)
+    if op == "mesh_matmul":
+        x, y = mesh
+        k = 128 * x * y if size in ("cpu", "simulated") else wide * x * y // 2
+        return (32 * y if size in ("cpu", "simulated") else rows * y, k // y), (k // x, wide)
+    if op in ("ring_attention", "attention"):
+        return (batch, sequence, heads, head), (batch, sequence, heads // 2, head)
+    if op == "lookup_reduce_scatter":
+        return (batch, ring * rows), (wide, wide)
+    return ((rows, wide),)

@@ -1,0 +1,90 @@
+"""The process that opens the devices and runs cases: `python -m flaxasync.verify.child`, started by supervisor.py.
+
+It reads one JSON request from stdin, and writes one line of JSON for each message to stdout, after a mark that tells
+messages from what kernels and libraries print:
+
+  {"machine": {...}}                                what the devices are
+  {"calibration": {...}}                            if the request asks for it
+  {"begin": 3}                                      case 3 of the request begins
+  {"done": 3, "measurement": {...}}                 what came of it; or "unsupported" or "error" with a message
+
+The process may hang or crash at any point: the supervisor knows from the last message which case did it.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import sys
+import traceback
+from typing import Any
+
+MARK = "\x1eflaxasync "
+
+
+def main() -> None:
+    """Serves one request."""
+    request = json.loads(sys.stdin.read())
+    import jax
+
+    if request["platform"]:
+        jax.config.update("jax_platforms", request["platform"])
+    jax.config.update("jax_num_cpu_devices", request["cpu_devices"])
+    from flaxasync.verify.cases import Case
+    from flaxasync.verify.measure import calibrate, run_case
+
+    say({"machine": describe_machine()})
+    if request["calibrate"]:
+        say({"calibration": calibrate()})
+    for number, data in enumerate(request["cases"]):
+        say({"begin": number})
+        outcome: dict[str, Any] = {"done": number}
+        try:
+            outcome["measurement"] = dataclasses.asdict(run_case(Case.from_json(data), repeats=request["repeats"]))
+        except NotImplementedError as error:
+            outcome["unsupported"] = str(error)
+        except Exception as error:
+            outcome["error"] = f"{type(error).__name__}: {error}"[:2000]
+            traceback.print_exc()
+        say(outcome)
+
+
+def say(message: dict[str, Any]) -> None:
+    print(f"\n{MARK}{json.dumps(message)}", flush=True)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Returns what the results depend on: the devices, their links, and the versions of the software."""
+    import jax
+
+    import flaxasync as fa
+    from flaxasync.hardware import chip_of_device
+
+    device = jax.devices()[0]
+    chip = chip_of_device(device.device_kind)
+    ring = fa.make_mesh((jax.device_count(),), ("ring",))
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "chip": chip.name if chip else None,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "cores": getattr(device, "num_cores", None),
+        "coords": [list(getattr(d, "coords", ())) for d in jax.devices()],
+        "ring": str(fa.mesh_report(ring)[0]),
+        "versions": {name: _version(name) for name in ("flaxasync", "jax", "jaxlib", "libtpu")},
+    }
+
+
+def _version(package: str) -> str | None:
+    if package == "flaxasync":
+        import flaxasync as fa
+
+        return fa.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Compares the results of a case with its reference, and measures its time and the rates of the machine."""
+
+import contextlib
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flaxasync.check.trace.profile import median_seconds, read_profile
+from flaxasync.verify import programs
+from flaxasync.verify.cases import AXIS, Case
+from flaxasync.verify.simulator import simulated
+
+RUNS = 20
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "attention": 1e-4}
+"""The largest deviation relative to the largest value. float32 differs by the order of additions, attention also by its
+softmax in base 2; bfloat16 keeps 8 bits, and partial sums travel in it."""
+COPIED = 128 * 2**20  # bytes of the copy that calibrates memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The time of a program.
+
+    Attributes:
+      seconds: The median of its runs, on the slowest device.
+      clock: Whose clock it is: "device" or "host".
+      phases: The seconds of each instruction on one device in one run, where the device's clock was read.
+    """
+
+    seconds: float
+    clock: str
+    phases: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What running a case gave.
+
+    Attributes:
+      errors: The largest deviation of each result from the reference over all inputs, relative to its largest value.
+      tolerance: The deviation that is allowed.
+      timing: Its time; None for a case that was simulated.
+    """
+
+    errors: dict[str, float]
+    tolerance: float
+    timing: Timing | None
+
+
+def run_case(case: Case, *, repeats: int) -> Measurement:
+    """Runs a case on several random inputs, compares each result with the reference, and times it.
+
+    Raises:
+      NotImplementedError: The op cannot serve the case here. The message says why.
+    """
+    mesh = programs.make_mesh(case)
+    reference = programs.make_program(case, reference=True)
+    program = programs.make_program(case)
+    errors: dict[str, float] = {}
+    for seed in range(repeats):
+        with jax.set_mesh(mesh):
+            arguments = programs.random_arguments(case, mesh, seed)
+            wanted = jax.tree.map(np.asarray, reference(*arguments))
+        with simulated(mesh) if case.simulate else jax.set_mesh(mesh):
+            got = jax.tree.map(np.asarray, program(*arguments))
+        for name, error in compare_results(got, wanted).items():
+            errors[name] = max(errors.get(name, 0.0), error)
+    timing = None
+    if not case.simulate:
+        with jax.set_mesh(mesh):
+            timing = time_program(lambda: program(*arguments), f"jit_{programs.NAME}")
+    tolerance = TOLERANCE["attention" if "attention" in case.op and case.dtype == "float32" else case.dtype]
+    return Measurement(errors, tolerance, timing)
+
+
+def compare_results(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns the largest deviation of each array relative to its largest value; infinite where it is not finite."""
+    errors = {}
+    for name, value in wanted.items():
+        a, b = np.asarray(got[name], np.float64), np.asarray(value, np.float64)
+        error = np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny)
+        errors[name] = float(error) if np.isfinite(error) else float("inf")
+    return errors
+
+
+def time_program(run: Callable[[], Any], name: str, runs: int = RUNS) -> Timing:
+    """Measures a program that has run before: by the device's clock, on CPUs by the host's.
+
+    Args:
+      run: Starts the program.
+      name: The beginning of the name of the program in a profile.
+      runs: How often it is run.
+    """
+    jax.block_until_ready(run())
+    if jax.default_backend() == "cpu":
+        spent = []
+        for _ in range(runs):
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            spent.append(time.perf_counter() - begin)
+        return Timing(statistics.median(spent), "host", {})
+    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
+        begin = time.perf_counter()
+        with jax.profiler.trace(folder):
+            for _ in range(runs):
+                jax.block_until_ready(run())
+        host = (time.perf_counter() - begin) / runs
+        with contextlib.suppress(ValueError):
+            devices = read_profile(folder)
+            measured = median_seconds(devices, name, runs)
+            if measured is not None:
+                phases: Counter[str] = Counter()
+                for event in devices[0].events:
+                    phases[event.name] += (event.end - event.start) / runs  # type: ignore[assignment]
+                return Timing(measured, "device", dict(phases.most_common(40)))
+    return Timing(host, "host", {})
+
+
+def calibrate() -> dict[str, float]:
+    """Measures what the simulator's table of chips can be replaced with: bytes per second of memory and of links.
+
+    Returns:
+      "memory": a copy reads and writes every byte. "link": a permute sends a block to the neighbour on a ring of all
+      devices; missing on one device.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    size = COPIED // (8 if on_cpu else 1)
+    x = jax.device_put(np.random.default_rng(0).standard_normal(size // 4, np.float32), jax.local_devices()[0])
+
+    def copied(x: jax.Array) -> jax.Array:
+        return x * jnp.float32(1.5)
+
+    copy = jax.jit(copied)
+    rates = {"memory": 2 * size / time_program(lambda: copy(x), "jit_copied").seconds}
+    devices = jax.device_count()
+    if devices > 1:
+        case = Case("ppermute", "xla", (devices,), ((size // 4 // devices if on_cpu else size // 4,),), "float32")
+        mesh = programs.make_mesh(case)
+
+        def sent(x: jax.Array) -> jax.Array:
+            return lax.ppermute(x, AXIS, [(i, (i + 1) % devices) for i in range(devices)])
+
+        with jax.set_mesh(mesh):
+            (block,), _ = programs.abstract_arguments(case, mesh)
+            value = jax.jit(lambda: jnp.arange(block.size, dtype=jnp.float32), out_shardings=block.sharding)()
+            send = jax.jit(jax.shard_map(sent, mesh=mesh, in_specs=jax.P(AXIS), out_specs=jax.P(AXIS)))
+            rates["link"] = 4 * case.shapes[0][0] / time_program(lambda: send(value), "jit_sent").seconds
+    return rates

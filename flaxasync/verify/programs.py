@@ -1,0 +1,166 @@
+"""The program of a case and its reference, as jitted functions of global arrays, with random operands.
+
+The reference of a backend is the same op made of XLA's collectives alone: backend "none", or `lax.ppermute`. The
+reference of that plain backend is the formula of the op on global arrays, which XLA partitions. Attention on whole
+sequences is always compared with its formula, `jax.nn.dot_product_attention` in float32.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.ops.costs.cost import Shape
+from flaxasync.ops.vocabulary import lookup_reduce_scatter
+from flaxasync.verify.cases import AXIS, MESH_AXES, Case
+
+BY_ROWS, BY_COLUMNS = P(None, AXIS, None), P(None, None, AXIS)
+NAME = "verified"
+"""The name of the jitted function, by which a profile shows its runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How an op splits its arrays.
+
+    Attributes:
+      operands: The partition of each operand.
+      result: The partition of the result.
+      names: The names of the operands that have gradients.
+    """
+
+    operands: tuple[P, ...]
+    result: P
+    names: tuple[str, ...]
+
+
+LAYOUTS = {
+    "all_gather_matmul": Layout((BY_ROWS, P(None, AXIS)), BY_COLUMNS, ("x", "w")),
+    "matmul_reduce_scatter": Layout((BY_COLUMNS, P(AXIS, None)), BY_ROWS, ("x", "w")),
+    "matmul_all_reduce": Layout((BY_COLUMNS, P(AXIS, None)), P(), ("x", "w")),
+    "mesh_matmul": Layout((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs")),
+    "ring_attention": Layout((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v")),
+    "attention": Layout((P(AXIS),) * 3, P(AXIS), ("q", "k", "v")),
+    "lookup_reduce_scatter": Layout((P(), P(AXIS, None)), BY_ROWS, ("table",)),
+    "ppermute": Layout((P(AXIS),), P(AXIS), ("x",)),
+}
+
+
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiplies whole arrays."""
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Computes causal attention of whole sequences in float32."""
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
+
+
+def shift_blocks(x: jax.Array) -> jax.Array:
+    """Moves the block of each device to the next one."""
+    return jnp.roll(x, x.shape[0] // jax.sharding.get_abstract_mesh().shape[AXIS], axis=0)
+
+
+FORMULAS: dict[str, Callable] = {
+    "all_gather_matmul": product,
+    "matmul_reduce_scatter": product,
+    "matmul_all_reduce": product,
+    "mesh_matmul": product,
+    "ring_attention": causal_attention,
+    "attention": causal_attention,
+    "lookup_reduce_scatter": lambda ids, table: table[ids],
+    "ppermute": shift_blocks,
+}
+"""Each op as a formula of its global arrays."""
+
+
+def make_mesh(case: Case, devices: Sequence[Any] | None = None) -> Mesh:
+    """Makes the mesh of a case over the first devices of this machine, or over described ones."""
+    names = MESH_AXES if case.op == "mesh_matmul" else (AXIS,)
+    return fa.make_mesh(case.mesh, names, devices=devices, axis_types=(AxisType.Auto,) * len(names))
+
+
+def make_program(case: Case, *, reference: bool = False) -> Callable:
+    """Returns the jitted function (operands, dy) -> {"y": ..., "dx": ...} of a case, or of its reference.
+
+    It takes its mesh from the context in which it is called, that of `make_mesh`.
+
+    The function takes as `dy` the cotangent of the result. Its result has gradients if the case has.
+    """
+    layout = LAYOUTS[case.op]
+    if reference and (case.plain or case.op == "attention"):
+        mapped = FORMULAS[case.op]
+    else:
+        local = _plain(case) if reference else _op(case)
+        mapped = jax.shard_map(local, in_specs=layout.operands, out_specs=layout.result)
+
+    def verified(operands: tuple, dy: jax.Array) -> dict[str, jax.Array]:
+        if not case.gradient:
+            return {"y": mapped(*operands)}
+        constant = operands[: len(operands) - len(layout.names)]  # the ids of a look-up
+        y, pull = jax.vjp(lambda *varied: mapped(*constant, *varied), *operands[len(constant) :])
+        return {"y": y} | {f"d{name}": d for name, d in zip(layout.names, pull(dy), strict=True)}
+
+    return jax.jit(verified)
+
+
+def abstract_arguments(case: Case, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct]:
+    """Returns the shapes, dtypes and shardings of the operands and of dy."""
+    layout, shapes = LAYOUTS[case.op], list(case.shapes)
+    if case.op in ("ring_attention", "attention"):
+        shapes.append(shapes[1])  # k and v have one shape
+    operands = [_global(mesh, shape, spec, case.dtype) for shape, spec in zip(shapes, layout.operands, strict=True)]
+    if case.op == "lookup_reduce_scatter":
+        operands[0] = jax.ShapeDtypeStruct(operands[0].shape, jnp.int32, sharding=operands[0].sharding)
+    shape = jax.eval_shape(FORMULAS[case.op], *operands).shape
+    dy = jax.ShapeDtypeStruct(shape, operands[-1].dtype, sharding=NamedSharding(mesh, layout.result))
+    return tuple(operands), dy
+
+
+def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Returns random operands and a random dy. They are never constant: a constant hides blocks that are swapped."""
+    rng = np.random.default_rng(seed)
+    operands, dy = abstract_arguments(case, mesh)
+
+    def draw(of: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(of.dtype, jnp.integer):
+            values = rng.integers(0, operands[1].shape[0], of.shape)
+        else:
+            values = rng.standard_normal(of.shape, np.float32)
+        return jax.device_put(np.asarray(values, of.dtype), of.sharding)
+
+    return tuple(draw(operand) for operand in operands), draw(dy)
+
+
+def _op(case: Case) -> Callable:
+    if case.op == "attention":
+        return lambda q, k, v: fa.attention(q, k, v, kernel=case.backend)
+    if case.op == "mesh_matmul":
+        return lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=case.backend)
+    if case.op == "ppermute":
+        return lambda x: fa.ppermute(x, AXIS, 1, case.backend)
+    if case.op == "lookup_reduce_scatter":
+        return lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=case.backend)
+    fn = getattr(fa, case.op)
+    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions)
+
+
+def _plain(case: Case) -> Callable:
+    if case.op == "ppermute":
+        return lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % case.devices) for i in range(case.devices)])
+    return _op(dataclasses.replace(case, backend="none", directions=None))
+
+
+def _global(mesh: Mesh, shape: Shape, spec: P, dtype: str) -> jax.ShapeDtypeStruct:
+    """Returns the global array of which every device holds `shape`."""
+    sizes = [mesh.shape[name] if name else 1 for name in (*spec, *(None,) * (len(shape) - len(spec)))]
+    whole = tuple(n * size for n, size in zip(shape, sizes, strict=True))
+    return jax.ShapeDtypeStruct(whole, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))

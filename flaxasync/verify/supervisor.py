@@ -1,0 +1,176 @@
+"""Runs cases in child processes with a time limit for each, so that a hang or a crash is a verdict and not the end.
+
+A TPU belongs to one process at a time. This process therefore never opens one, and runs one child after the other. A
+child runs as many cases as it can; the case that hangs or crashes ends it, and the next child goes on with the rest.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flaxasync.verify.cases import Case
+from flaxasync.verify.child import MARK
+
+COMMAND = (sys.executable, "-m", "flaxasync.verify.child")
+START_LIMIT = 300
+"""Seconds for a child to open the devices, or to calibrate them."""
+LAST_WORDS = 1500  # characters of what a child printed that a message quotes
+
+
+class MachineError(RuntimeError):
+    """The devices could not be opened or calibrated. The message has the last words of the process that tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How children are started.
+
+    Attributes:
+      platform: What JAX runs on, such as "tpu"; None leaves the choice to JAX.
+      cpu_devices: The number of devices that a CPU is divided into.
+      repeats: On how many random inputs each case runs.
+      limit: Seconds after which a case is ended.
+      command: The command of a child.
+    """
+
+    platform: str | None = None
+    cpu_devices: int = 8
+    repeats: int = 3
+    limit: float = 300
+    command: Sequence[str] = COMMAND
+
+
+def describe(setup: Setup, *, calibrate: bool = True) -> tuple[dict[str, Any], dict[str, float]]:
+    """Returns what the devices of this machine are, and the rates of their memory and links.
+
+    Raises:
+      MachineError: The child that opened the devices failed or hung.
+    """
+    with _Child(setup, [], calibrate=calibrate) as child:
+        machine = child.receive(START_LIMIT)
+        if machine is None:
+            raise MachineError(f"the devices could not be opened: {child.end()}")
+        rates = child.receive(START_LIMIT) if calibrate else {"calibration": {}}
+        if rates is None:
+            raise MachineError(f"the devices could not be calibrated: {child.end()}")
+    return machine["machine"], rates["calibration"]
+
+
+def run_cases(
+    cases: Sequence[Case], setup: Setup, *, report: Callable[[Case, dict[str, Any]], None] = lambda case, outcome: None
+) -> list[dict[str, Any]]:
+    """Runs cases, and returns the last message about each; "hung" and "crashed" are messages of this process.
+
+    Args:
+      cases: The cases, in order.
+      setup: How children are started.
+      report: Is called with each case as soon as its message is there.
+    """
+    outcomes: list[dict[str, Any]] = []
+    while len(outcomes) < len(cases):
+        rest = cases[len(outcomes) :]
+        with _Child(setup, rest) as child:
+            if child.receive(START_LIMIT) is None:  # the description of the machine
+                outcomes += [{"crashed": f"the devices could not be opened: {child.end()}"}] * len(rest)
+                break
+            for case in rest:
+                outcome = _run_one(child, setup.limit)
+                outcomes.append(outcome)
+                report(case, outcome)
+                if "hung" in outcome or "crashed" in outcome:
+                    break
+    return outcomes
+
+
+def _run_one(child: "_Child", limit: float) -> dict[str, Any]:
+    message = child.receive(limit)
+    if message is not None and "begin" in message:
+        message = child.receive(limit)
+    if message is not None:
+        return message
+    if child.running:
+        return {"hung": f"did not end within {limit:g} s and was ended"}
+    return {"crashed": child.end()}
+
+
+class _Child:
+    """One child process; a context manager that ends it."""
+
+    def __init__(self, setup: Setup, cases: Sequence[Case], *, calibrate: bool = False):
+        request = {
+            "platform": setup.platform,
+            "cpu_devices": setup.cpu_devices,
+            "repeats": setup.repeats,
+            "calibrate": calibrate,
+            "cases": [case.to_json() for case in cases],
+        }
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
+        environment = os.environ | {"FLAXASYNC_VERIFIED": "all"}  # what is verified must not depend on what was
+        self._process = subprocess.Popen(
+            list(setup.command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request).encode())
+            self._process.stdin.close()
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> "_Child":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends the child with all processes that it started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(timeout=5)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._log.close()
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def receive(self, limit: float) -> dict[str, Any] | None:
+        """Returns the next message, or None if the child ends, or does not say anything within the limit in seconds."""
+        try:
+            message = self._messages.get(timeout=limit)
+        except queue.Empty:
+            return None
+        if message is None:
+            self._process.wait()
+        return message
+
+    def end(self) -> str:
+        """Says how the child ended, with the end of what it printed on stderr."""
+        code = self._process.poll()
+        if code is None:
+            how = "it did not answer in time"
+        else:
+            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        self._log.seek(0)
+        words = self._log.read().decode(errors="replace").strip()[-LAST_WORDS:]
+        return f"{how}; its last words: {words}" if words else how
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with contextlib.suppress(ValueError):  # the pipe is closed while it is read
+            for line in self._process.stdout:
+                text = line.decode(errors="replace")
+                if text.startswith(MARK):
+                    self._messages.put(json.loads(text.removeprefix(MARK)))
+        self._messages.put(None)

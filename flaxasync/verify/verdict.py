@@ -1,0 +1,181 @@
+"""What came of a case, in one word and one line, and the report of all cases."""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import flaxasync as fa
+from flaxasync.ops import backends
+from flaxasync.verify.cases import Case
+
+MARGIN = 1.1
+"""How many times the time of the plain backend a case may take before it is called slower."""
+NOISE = 5e-6  # seconds by which two measurements of one short program differ
+
+
+class Verdict(enum.StrEnum):
+    """The verdicts, the best first."""
+
+    PASS = "PASS"
+    SLOWER = "SLOWER"
+    UNSUPPORTED = "NOT SUPPORTED"
+    WRONG = "WRONG"
+    HUNG = "HUNG"
+    CRASHED = "CRASHED"
+
+    @property
+    def bad(self) -> bool:
+        return self in (Verdict.WRONG, Verdict.HUNG, Verdict.CRASHED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A case with its verdict.
+
+    Attributes:
+      case: The case.
+      verdict: The verdict.
+      reason: Why, where the verdict is not PASS; otherwise an empty string.
+      errors: The largest relative deviation of each result; empty where the case did not end.
+      seconds: The measured time; None for a case that was simulated or did not end.
+      clock: Whose clock that is, "device" or "host".
+      phases: The measured seconds of each instruction, where the device's clock was read.
+      plain: The measured time of the plain backend on the same operands.
+      planned: The times that `flaxasync.plan` predicts for this backend and for the plain one, if it knows the chip.
+      played: The time in which the simulator executes the program, if that was asked for.
+      played_phases: The simulated seconds of each instruction.
+    """
+
+    case: Case
+    verdict: Verdict
+    reason: str = ""
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: float | None = None
+    clock: str = ""
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    plain: float | None = None
+    planned: tuple[float, float] | None = None
+    played: float | None = None
+    played_phases: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        parts = [f"{self.verdict:13} {self.case.label:56}"]
+        if self.errors:
+            parts.append(f"{' '.join(self.errors)} within {max(self.errors.values()):.0e}")
+        if self.seconds is not None:
+            beside = [f"plain {_ms(self.plain)}"] if self.plain is not None and not self.case.plain else []
+            beside += [f"simulated {_ms(self.played)}"] if self.played is not None else []
+            beside += [f"planned {_ms(self.planned[0])}"] if self.planned is not None else []
+            parts.append(f"{_ms(self.seconds)}" + (f" ({', '.join(beside)})" if beside else ""))
+        elif self.case.simulate and self.errors:
+            parts.append("in the simulator")
+        if self.reason:
+            parts.append(self.reason)
+        return "  ".join(parts).rstrip()
+
+
+def judge(outcome: dict[str, Any], case: Case) -> Result:
+    """Returns the result of a case from the messages of the process that ran it, without regard to its time."""
+    if "hung" in outcome:
+        return Result(case, Verdict.HUNG, outcome["hung"])
+    if "crashed" in outcome:
+        return Result(case, Verdict.CRASHED, outcome["crashed"])
+    if "error" in outcome:
+        race = "RACE" in outcome["error"]
+        return Result(case, Verdict.WRONG if race else Verdict.CRASHED, outcome["error"])
+    if "unsupported" in outcome:
+        return Result(case, Verdict.UNSUPPORTED, outcome["unsupported"])
+    measured = outcome["measurement"]
+    tolerance, timing = measured["tolerance"], measured["timing"] or {}
+    wrong = {name: error for name, error in measured["errors"].items() if not error <= tolerance}
+    reason = ""
+    if wrong:
+        worst = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())
+        reason = f"differs from the reference: {worst} of the largest value, where {tolerance:.0e} is allowed"
+    return Result(
+        case,
+        Verdict.WRONG if wrong else Verdict.PASS,
+        reason,
+        measured["errors"],
+        timing.get("seconds"),
+        timing.get("clock", ""),
+        timing.get("phases", {}),
+    )
+
+
+def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Result]:
+    """Returns the results with the plain backend's times beside them, and calls those slower that lose to it.
+
+    Losing to the plain backend is a verdict only where that matters: on a TPU where `flaxasync.plan` predicts the
+    opposite, and on a GPU for the backend that a call without a backend gets. Simulated CPU devices share their
+    cores, so a ring on them hides nothing, and its time says nothing.
+    """
+    plain = {
+        _key(r.case): r.seconds for r in results if r.case.plain and r.seconds is not None and r.verdict is Verdict.PASS
+    }
+    found = []
+    for result in results:
+        case, base = result.case, plain.get(_key(result.case))
+        planned = planned_seconds(case, machine["chip"])
+        result = dataclasses.replace(result, plain=base, planned=planned)
+        expected = planned[0] < planned[1] if planned else machine["platform"] == "gpu" and _default(case)
+        loses = base is not None and result.seconds is not None and result.seconds > MARGIN * base + NOISE
+        if result.verdict is Verdict.PASS and loses and expected and not case.plain:
+            assert base is not None
+            assert result.seconds is not None
+            result = dataclasses.replace(
+                result, verdict=Verdict.SLOWER, reason=f"takes {result.seconds / base:.2f} times as long as plain XLA"
+            )
+        found.append(result)
+    return found
+
+
+def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | None:
+    """Returns the times that `flaxasync.plan` predicts for the backend of a case and for "none"; None if it cannot."""
+    if chip is None or case.op in ("attention", "ppermute", "lookup_reduce_scatter"):
+        return None
+    ring = (case.mesh[0], case.mesh[1]) if case.op == "mesh_matmul" else case.devices
+    itemsize = 2 if case.dtype == "bfloat16" else 4
+    options = {} if case.op == "mesh_matmul" else {"backward": case.gradient}
+    seconds = fa.plan(case.op, *case.shapes, chip=chip, ring=ring, itemsize=itemsize, **options).seconds
+    return (seconds[case.backend], seconds["none"]) if {case.backend, "none"} <= seconds.keys() else None
+
+
+def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
+    """Says in a few lines what a person can conclude and do."""
+    counts = {verdict: sum(r.verdict is verdict for r in results) for verdict in Verdict}
+    lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "nothing was verified"]
+    bad = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict.bad})
+    slower = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict is Verdict.SLOWER})
+    if bad:
+        lines.append(
+            f"Do not use here: {', '.join(bad)}. A call without a backend does not take them. Please open an issue and "
+            "attach the file that --json writes."
+        )
+    if slower:
+        lines.append(
+            f"Right, but slower than plain XLA where the opposite is predicted: {', '.join(slower)}. See docs/tpu.md."
+        )
+    if machine["platform"] != "tpu":
+        lines.append(f"No TPU was measured: these are {machine['devices']} {machine['platform']} devices.")
+    elif not bad and not slower:
+        lines.append("Calls without a backend may take every backend that passed.")
+    return "\n".join(lines)
+
+
+def _key(case: Case) -> tuple:
+    return case.op, case.mesh, case.shapes, case.dtype, case.gradient
+
+
+def _default(case: Case) -> bool:
+    if case.op == "attention":
+        return case.backend == "reference"
+    return case.op in backends.OPS and backends.OPS[case.op].default == case.backend
+
+
+def _ms(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1e3:.3f} ms"

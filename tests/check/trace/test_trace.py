@@ -1,0 +1,170 @@
+"""Exposed communication of profiles that the test builds, whose answer is known; and what cannot be read."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.profiler import ProfileData
+
+from flaxasync.check import parse
+from flaxasync.check.__main__ import main
+from flaxasync.check.trace.exposed import layer_of, measure_exposed
+from flaxasync.check.trace.intervals import clip, seconds, subtract, union
+from flaxasync.check.trace.profile import median_seconds, read_profile
+
+# One run of 1000 us. The loop lasts as long as what runs in it. Two gathers are under way at the same time, and a
+# product hides 300 us of them; of the rest, 100..400 and 700..900, the waits of the core are a part.
+EVENTS = {
+    "XLA Modules": [("jit_step(17)", 0, 1000), ("jit_other(18)", 2000, 100)],
+    "XLA Ops": [
+        ("while.1", 0, 1000),
+        ("fusion.1", 0, 100),
+        ("all-gather-done.1", 100, 300),
+        ("fusion.2", 400, 300),
+        ("all-gather-done.2", 700, 200),
+        ("fusion.3", 900, 100),
+        ("fusion.9", 2000, 100),
+    ],
+    "Async XLA Ops": [("all-gather-start.1", 50, 350), ("all-gather-start.2", 60, 840)],
+}
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+ENTRY main {
+  p = f32[8]{0} parameter(0)
+  all-gather-start.1 = (f32[8]{0}, f32[16]{0}) all-gather-start(p), replica_groups={{0,1}}, dimensions={0}, \
+metadata={op_name="jit(step)/while/body/attention/all_gather"}
+  ROOT all-gather-done.1 = f32[16]{0} all-gather-done(all-gather-start.1), \
+metadata={op_name="jit(step)/while/body/attention/all_gather"}
+}
+"""
+
+
+def xplane(events, plane="/device:TPU:0"):
+    """Returns a profile of one plane as bytes, from {line: [(name, begin, length)]} in microseconds."""
+    names = sorted({name for line in events.values() for name, _, _ in line})
+    text = f'planes {{ name: "{plane}"\n'
+    for number, name in enumerate(names, 1):
+        text += f'event_metadata {{ key: {number} value {{ id: {number} name: "{name}" }} }}\n'
+    for line, found in events.items():
+        text += f'lines {{ name: "{line}" timestamp_ns: 0\n'
+        for name, start, length in found:
+            times = f"offset_ps: {start * 10**6} duration_ps: {length * 10**6}"
+            text += f"events {{ metadata_id: {names.index(name) + 1} {times} }}\n"
+        text += "}\n"
+    return ProfileData.text_proto_to_serialized_xspace(text + "}\n")
+
+
+@pytest.fixture
+def profile(tmp_path):
+    file = tmp_path / "plugins" / "profile" / "host.xplane.pb"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(xplane(EVENTS))
+    return tmp_path
+
+
+def test_a_moment_counts_once_however_many_transfers_share_it(profile):
+    (times,) = measure_exposed(read_profile(profile))
+    assert (times.program, times.runs) == ("jit_step", 1)
+    assert times.seconds == pytest.approx(1000e-6)
+    assert times.compute == pytest.approx(500e-6)
+    assert times.communication == pytest.approx(850e-6)  # 50..900
+    assert times.exposed == pytest.approx(500e-6)  # 100..400 and 700..900
+    summed = sum(length for line in EVENTS.values() for name, _, length in line if name.startswith("all-gather"))
+    assert summed == 1690, "negative test: the sum of the times of the instructions is longer than the run"
+
+
+def test_the_shares_of_the_instructions_add_up_to_the_whole(profile):
+    (times,) = measure_exposed(read_profile(profile))
+    assert sum(op.seconds for op in times.ops) == pytest.approx(times.exposed)
+    shares = {op.name: round(op.seconds * 1e6) for op in times.ops}
+    assert shares == {"all-gather-start.1": 300, "all-gather-start.2": 200, "all-gather-done.1": 0,
+                      "all-gather-done.2": 0}  # fmt: skip
+
+
+def test_the_program_says_which_layer_an_instruction_is_from(profile):
+    (times,) = measure_exposed(read_profile(profile), module=parse(PROGRAM))
+    assert {layer.name: round(layer.seconds * 1e6) for layer in times.layers} == {"attention": 300, "": 200}
+
+
+def test_device_time_of_a_program_leaves_out_the_wait_for_other_cores(tmp_path):
+    runs = [("jit_step(1)", 1000 * n, 100 + n) for n in range(5)]
+    waits = [("barrier-cores.1", 1000 * n, 40) for n in range(5)]
+    file = tmp_path / "host.xplane.pb"
+    file.write_bytes(xplane({"XLA Modules": [*runs, ("jit_step_two(2)", 9000, 7)], "XLA Ops": waits}))
+    (device,) = devices = read_profile(file)
+    assert device.run_seconds("jit_step(") == pytest.approx([60e-6 + n * 1e-6 for n in range(5)])
+    assert median_seconds(devices, "jit_step(", 5) == pytest.approx(62e-6)
+
+
+def test_a_profile_without_runs_gives_the_time_in_which_the_device_did_anything(tmp_path):
+    file = tmp_path / "host.xplane.pb"
+    streams = {"Stream #1(Compute)": [("gemm", 0, 100)], "Stream #2(NCCL)": [("ncclDevKernel_AllGather", 50, 100)]}
+    file.write_bytes(xplane(streams, "/device:GPU:0"))
+    devices = read_profile(file)
+    assert median_seconds(devices, "jit_step", 1) == pytest.approx(150e-6)
+    (times,) = measure_exposed(devices)
+    assert (round(times.compute * 1e6), round(times.exposed * 1e6)) == (100, 50)
+
+
+def test_the_command_prints_the_measured_and_the_estimated_times(profile, tmp_path, capsys):
+    program = tmp_path / "program.txt"
+    program.write_text(PROGRAM)
+    assert main(["trace", str(profile), "--program", str(program), "--chip", "v5e"]) == 0
+    out = capsys.readouterr().out
+    assert "jit_step, 1 runs; milliseconds of one run" in out
+    assert "/device:TPU:0             1.000      0.500          0.850      0.500   50.0%" in out
+    assert "estimated   " in out
+    assert "  attention  " in out
+    assert main(["trace", str(profile), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["exposed"] == pytest.approx(500e-6)
+
+
+@pytest.mark.parametrize(
+    ("write", "options", "message"),
+    [
+        (lambda folder: None, [], "must be an xplane file, or a folder that jax.profiler.trace wrote: it has none"),
+        (lambda folder: (folder / "a.xplane.pb").write_bytes(b"no profile"), [], "is not an xplane file"),
+        (
+            lambda folder: (folder / "a.xplane.pb").write_bytes(xplane({"python": [("main", 0, 1)]}, "/host:CPU")),
+            [],
+            "has no planes of devices and no instructions of XLA programs: it has the planes /host:CPU; run the",
+        ),
+        (
+            lambda folder: (folder / "a.xplane.pb").write_bytes(xplane(EVENTS)),
+            ["--module", "jit_nothing"],
+            "the profile has no program 'jit_nothing': it has jit_other, jit_step",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_that_says_why(write, options, message, tmp_path, capsys):
+    write(tmp_path)
+    assert main(["trace", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: tuple(sorted(pair))), max_size=8
+)
+
+
+def points(intervals):
+    return {point for start, end in intervals for point in range(start, end)}
+
+
+@given(INTERVALS, INTERVALS)
+def test_intervals_are_sets_of_moments(a, b):
+    assert points(union(a)) == points(a)
+    assert seconds(a) == len(points(a))
+    assert points(subtract(a, b)) == points(a) - points(b)
+    assert points(clip(a, (5, 15))) == points(a) & set(range(5, 15))
+    for result in (union(a), subtract(a, b)):
+        assert all(end > start for start, end in result)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(result))
+
+
+def test_a_layer_is_named_by_its_scopes():
+    path = "jit(step)/transpose(jvp(decoder))/while/body/attention/shard_map/all_gather_matmul_dx/ppermute"
+    assert layer_of(path) == "transpose(jvp(decoder))/attention/all_gather_matmul_dx"
+    assert layer_of("") == ""

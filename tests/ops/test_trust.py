@@ -1,0 +1,201 @@
+"""What a call without a backend takes: a kernel that was verified here, or else plain XLA, said once."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice
+
+import flaxasync as fa
+from flaxasync.ops import backends, trust
+from flaxasync.ops.attention.api import _choose_kernel
+from flaxasync.verify.__main__ import record_verdicts
+from flaxasync.verify.cases import Case
+from flaxasync.verify.verdict import Result, Verdict
+
+SHAPES = [(256, 4096), (4096, 4096)]  # at which plan prefers "fused" on eight v5e
+OP = "all_gather_matmul"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder of a user, whose calls trust only what was verified, as on a machine with a TPU."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(trust.VARIABLE, raising=False)
+    trust._parse.cache_clear()
+    trust.say_once.cache_clear()
+    with trust.trusting("verified"):
+        yield tmp_path
+
+
+@pytest.fixture
+def v5e():
+    with jax.set_mesh(fa.check.topology_mesh("v5e:2x4", (8,), ("model",))):
+        yield trust.Machine.here("v5e")
+
+
+def taken(backend=None):
+    return backends.choose(OP, backend, shapes=SHAPES, ring=8)
+
+
+def store(machine, verdict="PASS", name=f"{OP}/fused", case="a case"):
+    assert trust.record(machine, {name: {case: verdict}}) == machine.file
+
+
+def test_an_unverified_kernel_is_not_taken_and_one_line_says_what_verifying_it_would_bring(v5e, caplog):
+    assert [taken(), taken()] == ["none", "none"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "flaxasync"]
+    assert line.startswith(f"flaxasync: {OP} takes 'none' and not 'fused', which was not verified on v5e with libtpu ")
+    assert "it is predicted to be 1." in line
+    assert "`python -m flaxasync.verify` verifies it; naming it, or FLAXASYNC_VERIFIED=all, takes it" in line
+
+
+def test_a_verified_kernel_is_taken(v5e, caplog):
+    store(v5e)
+    assert taken() == "fused"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("verdict", ["WRONG", "HUNG", "CRASHED", "SLOWER"])
+def test_a_kernel_that_failed_one_case_is_not_taken(v5e, verdict, caplog):
+    store(v5e)
+    store(v5e, verdict, case="another case")
+    assert taken() == "none"
+    assert f"'fused', which was {verdict} on v5e" in caplog.text
+
+
+def test_a_case_that_passes_later_replaces_the_one_that_failed(v5e):
+    store(v5e, "HUNG")
+    store(v5e, "PASS")
+    assert taken() == "fused"
+
+
+@pytest.mark.parametrize("changed", ["chip", "libtpu", "jax", "flaxasync"])
+def test_verdicts_of_another_machine_or_version_are_not_trusted(v5e, changed, caplog):
+    store(v5e)
+    content = json.loads(v5e.file.read_text())
+    content["machine"][changed] = "another"
+    v5e.file.write_text(json.dumps(content))
+    trust._parse.cache_clear()
+    assert [taken(), taken()] == ["none", "none"]
+    assert caplog.text.count("they are of another machine or version, not of v5e with libtpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "they are not in format 1 of this version"),
+        ('{"format": 2}', "they are not in format 1 of this version"),
+        (None, "the file is damaged"),
+    ],
+)
+def test_a_damaged_file_is_not_trusted_and_said_once(v5e, text, message, caplog):
+    v5e.file.parent.mkdir(parents=True)
+    whole = {"format": 1, "machine": vars(v5e), "verdicts": {f"{OP}/fused": "PASS"}}
+    v5e.file.write_text(json.dumps(whole) if text is None else text)
+    assert [taken(), taken()] == ["none", "none"]
+    assert caplog.text.count(message) == 1
+    assert str(v5e.file) in caplog.text
+
+
+def test_a_named_backend_is_always_taken(v5e, caplog):
+    store(v5e, "WRONG")
+    assert taken("fused") == "fused"
+    assert taken("pallas") == "pallas"
+    assert not caplog.records
+
+
+def test_the_environment_overrides_the_stored_verdicts(v5e, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv(trust.VARIABLE, "all")
+    assert taken() == "fused"
+    monkeypatch.delenv(trust.VARIABLE)
+    store(v5e)
+    monkeypatch.setenv(trust.VARIABLE, "none")
+    assert taken() == "none"
+    other = tmp_path / "other.json"
+    monkeypatch.setenv(trust.VARIABLE, str(other))
+    assert taken() == "none"
+    assert f"FLAXASYNC_VERIFIED names {other}, which does not exist: no kernel is trusted" in caplog.text
+    store(v5e)
+    assert other.exists()
+    assert taken() == "fused"
+
+
+def test_a_folder_that_cannot_be_written_is_said(v5e, monkeypatch, caplog):
+    monkeypatch.setenv(trust.VARIABLE, "/dev/null/verified.json")
+    assert trust.record(v5e, {f"{OP}/fused": {"a case": "PASS"}}) is None
+    assert "the verdicts cannot be stored, so these kernels stay untrusted" in caplog.text
+    assert taken() == "none"
+
+
+def test_where_no_tpu_is_attached_calls_take_what_is_predicted(v5e, monkeypatch):
+    token = trust._mode.set(None)
+    assert jax.default_backend() != "tpu"
+    assert taken() == "fused"
+    monkeypatch.setenv(trust.VARIABLE, "none")
+    assert taken() == "none"
+    monkeypatch.delenv(trust.VARIABLE)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert taken() == "none"
+    with trust.trusting("predicted"):
+        assert taken() == "fused"
+    trust._mode.reset(token)
+
+
+def test_the_flash_kernel_needs_its_verdict_too(v5e, caplog):
+    q = jax.ShapeDtypeStruct((1, 1024, 8, 128), jnp.bfloat16)
+
+    def kernel(name=None):
+        names = []
+        jax.eval_shape(jax.shard_map(lambda q: names.append(_choose_kernel("attention", name, q, 1024, 1024)) or q,
+                                     in_specs=jax.P(), out_specs=jax.P()), q)  # fmt: skip
+        return names[0].name
+
+    assert kernel() == "reference"
+    assert "attention takes 'reference' and not 'flash', which was not verified on v5e" in caplog.text
+    assert kernel("flash") == "flash"
+    store(v5e, name="attention/flash")
+    assert kernel() == "flash"
+
+
+def test_a_plan_says_what_it_would_take_and_what_is_trusted():
+    plan = fa.plan(OP, *SHAPES, chip="v5e", ring=8)
+    assert (plan.backend, plan.trusted, plan.unverified) == ("fused", "none", ("pallas", "fused"))
+    assert "a call without a backend takes 'none' until 'fused' is verified there" in str(plan)
+    store(trust.Machine.here("v5e"))
+    plan = fa.plan(OP, *SHAPES, chip="v5e", ring=8)
+    assert (plan.backend, plan.trusted, plan.unverified) == ("fused", "fused", ("pallas",))
+    assert "not verified here" in str(plan)
+
+
+def test_verify_stores_its_verdicts_where_calls_find_them(v5e):
+    machine = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite"}
+    case = Case(OP, "fused", (8,), tuple(SHAPES))
+    assert record_verdicts([Result(case, Verdict.PASS)], machine | {"platform": "cpu"}) is None
+    assert taken() == "none"
+    assert record_verdicts([Result(case, Verdict.PASS)], machine) == v5e.file
+    assert taken() == "fused"
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "folder"),
+    [("linux", "XDG_CACHE_HOME", None), ("win32", "LOCALAPPDATA", None), ("darwin", "HOME", "Library/Caches")],
+)
+def test_the_folder_follows_the_conventions_of_the_platform(platform, variable, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(trust.sys, "platform", platform)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert trust.cache_folder() == tmp_path / pathlib.Path(folder or "") / "flaxasync"
+
+
+def test_a_chip_that_is_not_in_the_table_works_and_its_unknown_figures_are_named_once(caplog):
+    mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("model",)).abstract_mesh
+    device = AbstractDevice(device_kind="TPU v9", num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device)), trust.trusting("predicted"):
+        assert [taken(), taken()] == ["xla", "xla"]
+        assert taken("fused") == "fused"
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "flaxasync"]
+    assert "'TPU v9' is not in the table of chips, which has v5e, v6e, v5p, tpu7x: its peak rate, the sizes and" in line
+    assert "links and where they wrap are unknown" in line

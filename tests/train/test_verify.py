@@ -1,0 +1,128 @@
+"""Tests of train/verify.py: which ops and shapes a run verifies before it opens the chips, when, and what follows."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+
+import flaxasync as fa
+from flaxasync.ops import trust
+from flaxasync.verify import programs
+from flaxasync.verify.supervisor import MachineError
+from flaxasync.verify.verdict import Result, Verdict
+from models.config import TransformerConfig
+from train import verify as verify_module
+from train.errors import InputError
+from train.verify import cases_of, may_have_tpus, verify_first
+
+MACHINE = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite", "devices": 8}
+
+
+@pytest.fixture
+def config(config, replace):
+    model = TransformerConfig(vocab_size=256, width=1024, heads=8, kv_heads=4, mlp_width=2048, dtype="bfloat16")
+    config = replace(config, mesh={"platform": "tpu"}, data={"sequence_length": 1024})
+    return dataclasses.replace(config, model=model)
+
+
+@pytest.fixture
+def ran(monkeypatch, tmp_path):
+    """A machine with eight v5e: the cases of each run, and the verdict that all of them get."""
+    ran = types.SimpleNamespace(runs=[], verdict=Verdict.PASS)
+
+    def verify(cases, machine, setup, *, quick):
+        ran.runs.append(cases)
+        return [Result(case, ran.verdict) for case in cases]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(trust.VARIABLE, raising=False)
+    monkeypatch.setattr(verify_module, "describe", lambda setup, calibrate: (MACHINE, {}))
+    monkeypatch.setattr(verify_module, "verify", verify)
+    trust._parse.cache_clear()
+    trust.say_once.cache_clear()
+    return ran
+
+
+def test_the_cases_are_the_kernels_and_shapes_of_the_configuration(config):
+    cases = cases_of(config, 2, 4)
+    shapes = {(case.op, case.shapes) for case in cases}
+    assert ("all_gather_matmul", ((4, 256, 1024), (1024, 512))) in shapes  # query, key and value: (8 + 2 * 4) * 128 / 4
+    assert ("all_gather_matmul", ((4, 256, 1024), (1024, 1024))) in shapes  # gate and up
+    assert ("matmul_reduce_scatter", ((4, 1024, 512), (512, 1024))) in shapes
+    assert ("attention", ((4, 1024, 2, 128), (4, 1024, 1, 128))) in shapes
+    assert {case.backend for case in cases} == {"none", "pallas", "fused", "reference", "flash"}
+    for case in cases:
+        mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x2" if case.devices == 4 else "v5e:1x1"))
+        with jax.set_mesh(mesh):
+            jax.eval_shape(programs.make_program(case), *programs.abstract_arguments(case, mesh))
+
+
+def test_a_run_verifies_once_and_full_each_time(config, ran, capsys):
+    verify_first(config, "auto")
+    verify_first(config, "auto")
+    assert len(ran.runs) == 1
+    assert "verify     14 cases on TPU v5 lite, once; --verify off skips this" in capsys.readouterr().out
+    verify_first(config, "full")
+    assert {case.op for case in ran.runs[1]} >= {"mesh_matmul", "ring_attention", "ppermute"}
+
+
+def test_a_context_axis_verifies_the_ring_of_attention(config, replace):
+    cases = cases_of(replace(config, mesh={"context": 2}), 1, 4)
+    rings = [case for case in cases if case.op == "ring_attention"]
+    assert [(case.backend, case.mesh, case.shapes[0]) for case in rings] == [
+        ("none", (2,), (8, 512, 2, 128)), ("pallas", (2,), (8, 512, 2, 128))
+    ]  # fmt: skip
+
+
+def test_a_size_that_is_inferred_is_inferred_from_the_chips(config, ran, replace):
+    verify_first(replace(config, mesh={"data": -1}), "auto")
+    assert ran.runs == [cases_of(config, 2, 4)]
+
+
+def test_another_shape_is_verified_again(config, ran, replace):
+    verify_first(config, "auto")
+    verify_first(replace(config, data={"batch_size": 16}), "auto")
+    assert len(ran.runs) == 2
+
+
+def test_nothing_is_verified_where_that_is_not_wanted_or_there_are_no_tpus(config, ran, replace, monkeypatch, capsys):
+    verify_first(config, "off")
+    verify_first(replace(config, mesh={"platform": "cpu"}), "auto")
+    verify_first(replace(config, mesh={"platform": "auto"}), "auto")  # JAX_PLATFORMS is cpu in tests
+    monkeypatch.setenv(trust.VARIABLE, "all")
+    verify_first(config, "auto")
+    monkeypatch.delenv(trust.VARIABLE)
+    verify_first(replace(config, mesh={"distributed": True}), "auto")
+    assert ran.runs == []
+    assert "several processes share the chips" in capsys.readouterr().out
+
+
+def test_a_named_backend_that_fails_ends_the_run_and_auto_goes_on(config, ran):
+    ran.verdict = Verdict.WRONG
+    verify_first(config, "auto")
+    verify_first(config, "auto")
+    assert len(ran.runs) == 1, "what failed is not taken, so it need not be verified again"
+    with pytest.raises(InputError, match=r"backend=fused fails on this machine: .* WRONG, .*--backend auto"):
+        verify_first(dataclasses.replace(config, backend="fused"), "auto")
+    assert len(ran.runs) == 2
+
+
+def test_devices_that_cannot_be_opened_end_the_run(config, ran, monkeypatch):
+    def fail(setup, calibrate):
+        raise MachineError("it died")
+
+    monkeypatch.setattr(verify_module, "describe", fail)
+    with pytest.raises(InputError, match="the TPU could not be verified: it died; --verify off skips this"):
+        verify_first(config, "auto")
+
+
+def test_chips_are_looked_for_without_opening_them(config, replace, monkeypatch):
+    auto = replace(config, mesh={"platform": "auto"})
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    monkeypatch.setattr(verify_module.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
+    assert may_have_tpus(auto)
+    monkeypatch.setattr(verify_module.glob, "glob", lambda pattern: [])
+    assert not may_have_tpus(auto)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not may_have_tpus(auto)

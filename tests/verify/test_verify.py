@@ -1,0 +1,185 @@
+"""Tests of `python -m flaxasync.verify` on CPU devices: its cases, its verdicts, and faults planted in its child."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flaxasync as fa
+from flaxasync.verify import cases, measure, programs
+from flaxasync.verify.__main__ import describe_in_words, main
+from flaxasync.verify.predict import predict, topology_of
+from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
+
+FAULTY = (sys.executable, str(pathlib.Path(__file__).with_name("faulty_child.py")))
+MACHINE = {"platform": "tpu", "chip": "v5e", "devices": 8}
+
+
+def every_case(platform, devices, quick=True):
+    return cases.list_cases(platform, devices, quick=quick)
+
+
+@pytest.mark.parametrize(("platform", "devices"), [("cpu", 4), ("gpu", 1), ("tpu", 1), ("tpu", 4), ("tpu", 8)])
+def test_every_op_and_every_backend_is_listed_on_every_machine(platform, devices):
+    listed = {(case.op, case.backend) for case in every_case(platform, devices)}
+    assert listed == {(op, backend) for op, names in cases.BACKENDS.items() for backend in names}
+
+
+def test_a_tpu_runs_everything_and_a_gpu_what_is_no_tpu_kernel():
+    assert all(cases.unsupported(case, "tpu", quick=True) is None for case in every_case("tpu", 8))
+    runs = {case.backend for case in every_case("gpu", 4) if cases.unsupported(case, "gpu", quick=True) is None}
+    assert runs == {"none", "xla", "reference"}
+
+
+def test_a_full_run_verifies_each_direction_with_and_without_gradients():
+    found = [c for c in every_case("tpu", 8, quick=False) if (c.op, c.backend) == ("all_gather_matmul", "fused")]
+    assert {(c.directions, c.gradient) for c in found} == {(1, True), (1, False), (2, True), (2, False)}
+
+
+def shapes_of_interest():
+    """Both directions have the same shapes, and so do the rings of one op."""
+    return [
+        pytest.param(case, marks=pytest.mark.slow if case.backend in cases.PAIRS else [], id=case.label)
+        for case in every_case("tpu", 8)
+        if case.directions != 1
+    ]
+
+
+@pytest.mark.parametrize("case", shapes_of_interest())
+def test_the_shapes_of_every_case_fit_its_op(case):
+    """The program is traced for described TPUs: kernels check their operands while they are traced."""
+    mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x4"))
+    with jax.set_mesh(mesh):
+        arguments = programs.abstract_arguments(case, mesh)
+        results = jax.eval_shape(programs.make_program(case), *arguments)
+        wanted = jax.eval_shape(programs.make_program(case, reference=True), *arguments)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), results) == jax.tree.map(lambda a: (a.shape, a.dtype), wanted)
+
+
+def test_inputs_are_random_and_differ_from_seed_to_seed():
+    case = next(c for c in every_case("cpu", 4) if c.op == "all_gather_matmul")
+    mesh = programs.make_mesh(case)
+    with jax.set_mesh(mesh):
+        ((x, w), dy), ((other, _), _) = (programs.random_arguments(case, mesh, seed) for seed in (0, 1))
+    for array in (x, w, dy):
+        assert len(np.unique(array)) > array.size / 2
+    assert not jnp.array_equal(x, other)
+
+
+def test_a_result_that_is_not_finite_is_infinitely_wrong():
+    one = {"y": np.ones(4), "dx": np.ones(4)}
+    found = measure.compare_results(one | {"y": np.array([1, np.nan, 1, 1])}, one)
+    assert found == {"y": float("inf"), "dx": 0.0}
+
+
+def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_path):
+    file = tmp_path / "verdicts.json"
+    ops = "all_gather_matmul/none,all_gather_matmul/xla,matmul_reduce_scatter/xla,matmul_all_reduce/xla"
+    ops += ",ring_attention/xla,ppermute/xla"
+    options = ["--quick", "--cpu-devices", "2", "--ops", ops, "--limit", "10", "--json", str(file)]
+    assert main(options, command=FAULTY) == 1
+    found = {(r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]}
+    verdicts = {name: result["verdict"] for name, result in found.items()}
+    assert verdicts == {
+        ("all_gather_matmul", "none"): "PASS",
+        ("all_gather_matmul", "xla"): "WRONG",
+        ("matmul_reduce_scatter", "xla"): "HUNG",
+        ("matmul_all_reduce", "xla"): "CRASHED",
+        ("ring_attention", "xla"): "CRASHED",
+        ("ppermute", "xla"): "PASS",
+    }
+    reasons = {name[0]: result["reason"] for name, result in found.items() if result["verdict"] != "PASS"}
+    assert reasons["all_gather_matmul"].startswith("differs from the reference: ")
+    assert reasons["matmul_reduce_scatter"] == "did not end within 10 s and was ended"
+    assert "died of SIGABRT; its last words: the last words of a process" in reasons["matmul_all_reduce"]
+    assert reasons["ring_attention"] == "AssertionError: a planted error"
+    out = capsys.readouterr().out
+    assert "2 PASS, 1 WRONG, 1 HUNG, 2 CRASHED" in out
+    assert "Do not use here: all_gather_matmul/xla, matmul_all_reduce/xla" in out
+
+
+@pytest.mark.slow
+def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
+    file = tmp_path / "verdicts.json"
+    assert main(["--quick", "--platform", "cpu", "--json", str(file)]) == 0, capsys.readouterr().out
+    results = json.loads(file.read_text())["results"]
+    assert {r["verdict"] for r in results} == {"PASS", "NOT SUPPORTED"}
+    assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 8
+
+
+def test_devices_that_are_not_there_are_reported(capsys):
+    assert main(["--quick", "--platform", "gpu"]) == 2
+    message = capsys.readouterr().err
+    assert "error: the devices could not be opened: ended with code 1; its last words:" in message
+
+
+@pytest.mark.parametrize("name", ["matmul", "attention/fused"])
+def test_an_unknown_op_is_refused(name, capsys):
+    assert main(["--ops", name]) == 2
+    assert (
+        f"--ops got {name!r}: it must be OP or OP/BACKEND of all_gather_matmul: none, xla," in capsys.readouterr().err
+    )
+
+
+def timed(backend, seconds, op="all_gather_matmul", **options):
+    shapes = ((2, 1024, 4096), (4096, 4096))
+    return Result(cases.Case(op, backend, (8,), shapes, **options), Verdict.PASS, seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("machine", "seconds", "verdict"),
+    [
+        (MACHINE, 1e-3, Verdict.PASS),
+        (MACHINE, 3e-3, Verdict.SLOWER),  # plan predicts "fused" to win at this shape
+        (MACHINE | {"platform": "cpu", "chip": None}, 3e-3, Verdict.PASS),
+    ],
+)
+def test_a_backend_is_slower_where_it_loses_to_the_plain_one_against_the_prediction(machine, seconds, verdict):
+    plain, fused = compare_times([timed("none", 2e-3), timed("fused", seconds)], machine)
+    assert (plain.verdict, fused.verdict, fused.plain) == (Verdict.PASS, verdict, 2e-3)
+    if verdict is Verdict.SLOWER:
+        assert fused.reason == "takes 1.50 times as long as plain XLA"
+        assert "slower than plain XLA where the opposite is predicted" in summarize([plain, fused], machine)
+
+
+def test_a_deviation_within_the_tolerance_passes_and_one_above_is_wrong():
+    case = timed("xla", None).case
+    outcome = {"measurement": {"errors": {"y": 1e-6, "dx": 3e-5}, "tolerance": 1e-5, "timing": None}}
+    wrong = judge(outcome, case)
+    assert (wrong.verdict, wrong.reason[:34]) == (Verdict.WRONG, "differs from the reference: dx by ")
+    assert judge({"measurement": outcome["measurement"] | {"tolerance": 1e-4}}, case).verdict is Verdict.PASS
+    assert judge({"error": "XlaRuntimeError: RACE DETECTED"}, case).verdict is Verdict.WRONG
+    assert judge({"unsupported": "needs squares"}, case).verdict is Verdict.UNSUPPORTED
+
+
+def test_cases_survive_the_way_to_the_child():
+    for case in every_case("tpu", 8):
+        assert cases.Case.from_json(json.loads(json.dumps(case.to_json()))) == case
+
+
+def test_the_topology_of_a_machine_is_found_by_its_chips():
+    coords = [[x, y, 0] for x in range(2) for y in range(4)]
+    assert topology_of({"chip": "v5e", "coords": coords}) == "v5e:2x4"
+    assert topology_of({"chip": "v5p", "coords": [[x, y, 0] for x in range(2) for y in range(2)]}) == "v5p:2x2x1"
+    assert topology_of({"chip": None, "coords": coords}) is None
+    assert topology_of({"chip": "v5e", "coords": coords[:3]}) is None
+
+
+@pytest.mark.slow
+def test_the_simulated_time_stands_beside_the_measured_one():
+    case = next(c for c in every_case("tpu", 8) if (c.op, c.backend) == ("all_gather_matmul", "fused"))
+    result = predict(Result(dataclasses.replace(case, gradient=False), Verdict.PASS, seconds=1e-3), "v5e:2x4")
+    assert result.played == pytest.approx(sum(result.played_phases.values()), rel=0.05)
+    assert "simulated 0." in str(result)
+
+
+def test_the_description_of_a_chip_that_is_not_in_the_table_says_what_is_unknown():
+    machine = {"platform": "tpu", "kind": "TPU v9", "chip": None, "devices": 8, "ring": "ring: closed", "versions": {}}
+    text = describe_in_words(machine, {"memory": 1e12})
+    assert "'TPU v9' is not in the table of chips" in text
+    assert "memory 1000.0 GB/s" in text
