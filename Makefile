@@ -11,10 +11,10 @@ ARGS ?=
 # Python can be years old and needs twice as long to resolve versions.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup train test test-slow check format bench pictures clean
+.PHONY: help setup train train-2 test test-slow check format bench pictures clean
 
 help:  ## list all targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
@@ -37,6 +37,9 @@ setup: .venv/.dev  ## make .venv with every tool that development needs
 
 train: .venv/.train  ## train the preset configs/tiny.py on 8 simulated CPU devices; ARGS='--steps 100' adds options
 	$(CPU) $(BIN)/python train/run.py configs/tiny.py $(ARGS)
+
+train-2: .venv/.train  ## the same with two processes of four devices each
+	$(CPU) $(BIN)/python train/local_processes.py 2 configs/tiny.py --mesh.cpu_devices 4 $(ARGS)
 
 PYTEST := $(CPU) $(BIN)/python -m pytest
 EVERYTHING := -n 2 --dist loadfile --no-loadscope-reorder tests

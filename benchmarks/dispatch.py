@@ -140,7 +140,7 @@ def training_step() -> str:
     with jax.set_mesh(mesh):
         trainer = Trainer(config, mesh)
         step, state = trainer.compile_train_step(), trainer.init()
-        struct = trainer.abstract_batch()
+        struct, *_ = trainer.abstract_batch()
         batch = jax.device_put(jnp.zeros(struct.shape, struct.dtype), struct.sharding)
         state, _ = jax.block_until_ready(step(state, batch, batch))
         held, start = [], time.perf_counter()

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 import flaxasync as fa
-from models.transformer import RMSNorm, TransformerConfig
+from models.config import TransformerConfig
+from models.transformer import RMSNorm
 
 COLUMNS, ROWS = (None, "model"), ("model", None)
 

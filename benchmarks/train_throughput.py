@@ -28,7 +28,8 @@ import flaxasync.check
 from benchmarks.plain_transformer import PlainMLP, PlainTransformer
 from benchmarks.table import print_table, write_between_markers
 from configs.tiny import tiny
-from models.transformer import Transformer, TransformerConfig
+from models.config import TransformerConfig
+from models.transformer import Transformer
 from train.optimizer import make_optimizer
 
 BACKENDS = ("xla", "none")

@@ -1,6 +1,6 @@
 """A decoder of the size of GPT-2 small, 124 million parameters, for tokens of its vocabulary of 50257 entries."""
 
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 
 

@@ -1,6 +1,6 @@
 """A decoder of the size of Llama 3 8B, for a slice of TPU v5p or v6e."""
 
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 
 

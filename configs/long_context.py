@@ -1,6 +1,6 @@
 """A small byte-level decoder for sequences of 8192 bytes, each of which is split over four simulated CPU devices."""
 
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 
 

@@ -1,6 +1,6 @@
 """A small byte-level decoder for eight simulated CPU devices, which two CPU cores train in minutes."""
 
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 
 

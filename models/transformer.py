@@ -10,10 +10,7 @@ P(data, model, None) and tokens_BL is P(data, None); with a context axis, they a
 P(data, context).
 """
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,39 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import flaxasync as fa
-
-type Remat = Literal["none", "dots", "layer"]
-type ContextLayout = Literal["zigzag", "contiguous"]
-
-
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-    """The architecture, and how it is computed."""
-
-    vocab_size: int = 256
-    """The entries of the vocabulary; a multiple of the model axis. Bytes need 256."""
-    layers: int = 4
-    """The number of decoder layers."""
-    width: int = 256
-    """The features of the residual stream."""
-    heads: int = 8
-    """The query heads of each layer; a multiple of the model axis and of kv_heads."""
-    kv_heads: int = 4
-    """The key-value heads of each layer; a multiple of the model axis."""
-    mlp_width: int = 768
-    """The hidden features of the gated MLP; a multiple of the model axis."""
-    rope_theta: float = 10_000.0
-    """The base of the rotary position embedding."""
-    norm_epsilon: float = 1e-5
-    """What RMSNorm adds to the mean square."""
-    tie_embeddings: bool = False
-    """Whether the output projection is the transposed embedding."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of activations and of the operands of matmuls, which accumulate in float32."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the parameters and of the optimizer's state."""
-    remat: Remat = "none"
-    """What the backward pass computes again: nothing; all but the results of matmuls ("dots"); or each whole layer."""
+from models.config import ContextLayout, Remat, TransformerConfig
 
 
 class DecoderLayer(nnx.Module):
@@ -84,8 +49,10 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config, rngs=rngs)
         self.mlp = fa.nn.ParallelMLP(config.width, config.mlp_width, rngs=rngs, **options)
 
-    def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD))
+    def __call__(
+        self, x_BLD: Float[Array, "B L D"], segment_ids_BL: Int[Array, "B L"] | None = None
+    ) -> Float[Array, "B L D"]:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), segment_ids_BL)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 
@@ -154,71 +121,38 @@ class Transformer(nnx.Module):
             else fa.nn.ColumnParallelLinear(config.width, config.vocab_size, use_bias=False, rngs=rngs, **options)
         )
 
-    def __call__(self, tokens_BL: Int[Array, "B L"]) -> Float[Array, "B L V"]:
-        """Returns the logits of the next token at every position, sharded over the vocabulary."""
+    def __call__(
+        self, tokens_BL: Int[Array, "B L"], segment_ids_BL: Int[Array, "B L"] | None = None
+    ) -> Float[Array, "B L V"]:
+        """Returns the logits of the next token at every position, sharded over the vocabulary.
+
+        With segment ids, a position attends only to positions of the same id.
+        """
 
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
         def run(layer: DecoderLayer, x_BLD: Array) -> Array:
-            return _with_remat(self.config.remat)(layer, x_BLD)
+            return _with_remat(self.config.remat)(layer, x_BLD, segment_ids_BL)
 
         x_BLD = self.final_norm(run(self.layers, self.embed(tokens_BL)))
         return self.embed.attend(x_BLD) if self.output is None else self.output(x_BLD)
 
-    def loss(self, tokens_BL: Int[Array, "B L"], targets_BL: Int[Array, "B L"]) -> Float[Array, ""]:
-        """Returns the mean cross-entropy of the targets, in nats a token, as float32."""
-        losses_BL = fa.nn.softmax_cross_entropy(self(tokens_BL), targets_BL, axis_name=self.axis_name)
-        return jnp.mean(losses_BL)
+    def loss(
+        self,
+        tokens_BL: Int[Array, "B L"],
+        targets_BL: Int[Array, "B L"],
+        *,
+        segment_ids_BL: Int[Array, "B L"] | None = None,
+        weights_BL: Float[Array, "B L"] | None = None,
+    ) -> Float[Array, ""]:
+        """Returns the mean cross-entropy of the targets, in nats a token, as float32.
 
-
-def check_fits(
-    config: TransformerConfig,
-    *,
-    sequence_length: int,
-    mesh_shape: Mapping[str, int],
-    context_layout: ContextLayout = "zigzag",
-) -> None:
-    """Checks that a model can be laid out on a mesh before anything is built.
-
-    Args:
-      config: The architecture.
-      sequence_length: The tokens of a sequence.
-      mesh_shape: The devices of each mesh axis. The model is split over "model", and sequences over "context" if the
-        mesh has it.
-      context_layout: The order of positions on "context".
-
-    Raises:
-      ValueError: A size is not positive, or something does not divide; the message names both, and a size that would.
-    """
-    sizes = {
-        field: getattr(config, field) for field in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width")
-    }
-    for name, size in {**sizes, "sequence_length": sequence_length}.items():
-        if size < 1:
-            raise ValueError(f"{name} must be 1 or more: got {size}")
-    if config.width % config.heads or config.width // config.heads % 2:
-        raise ValueError(
-            f"width must be an even multiple of heads, for rotary positions: got width={config.width}, "
-            f"heads={config.heads}; use a multiple of {2 * config.heads}"
-        )
-    if config.heads % config.kv_heads:
-        raise ValueError(f"heads must be a multiple of kv_heads: got heads={config.heads}, kv_heads={config.kv_heads}")
-    devices = mesh_shape["model"]
-    context = mesh_shape.get("context", 1)
-    shares = math.lcm(context * devices, 2 * context if context_layout == "zigzag" else 1) if context > 1 else 1
-    if sequence_length % shares:
-        raise ValueError(
-            f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} devices in "
-            f"{context_layout!r} layout and a 'model' axis of {devices}: got sequence_length={sequence_length}; use "
-            f"{-(-sequence_length // shares) * shares}, or smaller axes"
-        )
-    split = {name: sizes[name] for name in ("vocab_size", "heads", "kv_heads", "mlp_width")}
-    for name, size in {**split, "sequence_length": sequence_length}.items():
-        if size % devices:
-            up = -(-size // devices) * devices
-            raise ValueError(
-                f"{name} must be divisible by the 'model' axis: got {name}={size} on {devices} devices; "
-                f"use {up}, or a smaller axis"
-            )
+        Weights make it a weighted mean.
+        """
+        logits_BLV = self(tokens_BL, segment_ids_BL)
+        losses_BL = fa.nn.softmax_cross_entropy(logits_BLV, targets_BL, axis_name=self.axis_name)
+        if weights_BL is None:
+            return jnp.mean(losses_BL)
+        return jnp.sum(losses_BL * weights_BL) / jnp.maximum(jnp.sum(weights_BL), 1)
 
 
 def _layer_options(config: TransformerConfig, axis_name: str, backend: str | None) -> fa.nn.LayerOptions:
@@ -227,11 +161,11 @@ def _layer_options(config: TransformerConfig, axis_name: str, backend: str | Non
     return {"axis_name": axis_name, "dtype": dtype, "param_dtype": param_dtype, "backend": backend}
 
 
-def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array], Array]:
+def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None], Array]:
     """Returns a function that applies a layer to its input, and says what the backward pass computes again."""
 
-    def apply(layer: DecoderLayer, x_BLD: Array) -> Array:
-        return layer(x_BLD)
+    def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None) -> Array:
+        return layer(x_BLD, segment_ids_BL)
 
     if remat == "none":
         return apply

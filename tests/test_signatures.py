@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from models.transformer import Transformer, TransformerConfig
+from models.config import TransformerConfig
+from models.transformer import Transformer
 
 ROWS, COLUMNS, TOKENS = P(None, "model", None), P(None, None, "model"), P(None, None)
 DOWN, ACROSS = P("model", None), P(None, "model")

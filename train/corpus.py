@@ -5,13 +5,15 @@ library are read into memory; the library is about 10 MB and takes a tenth of a 
 """
 
 import dataclasses
+import platform
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from train.config import DataConfig, InputError
+from train.config import DataConfig
+from train.errors import InputError
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
 _TOKEN_DTYPES = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
@@ -29,37 +31,71 @@ class Corpus:
       name: Name of the source, for messages.
       tokens: The tokens, a 1-D array of uint8, uint16 or uint32 that may be mapped from a file.
       is_text: Whether every token is a byte of text, so that generated tokens can be shown as text.
+      file: The file that the tokens are mapped from, or None if they are in memory.
     """
 
     name: str
     tokens: np.ndarray
     is_text: bool
+    file: Path | None = None
 
 
-def open_corpus(config: DataConfig, *, vocab_size: int) -> Corpus:
-    """Opens the data that `data.path` names and checks every token.
+def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
+    """Opens every data source of a run, by its name; the one of `data.path` is called "data".
 
     Raises:
-      InputError: The data is missing, empty or of an unknown kind, or has a token that is not in the vocabulary.
+      InputError: A source is missing, empty or of an unknown kind, or has a token that is not in the vocabulary.
     """
-    if config.path is None:
+    dtype = np.dtype(config.token_dtype)
+    if not config.sources:
+        return {"data": open_corpus(config.path, dtype=dtype, vocab_size=vocab_size)}
+    return {
+        name: open_corpus(path, dtype=dtype, vocab_size=vocab_size, field=f"the path of {name} in data.sources")
+        for name, path, _ in config.sources
+    }
+
+
+def open_corpus(location: str | None, *, dtype: np.dtype, vocab_size: int, field: str = "data.path") -> Corpus:
+    """Opens the data at a path and checks every token.
+
+    Args:
+      location: A file or a folder; None is the standard library of this Python.
+      dtype: Type of the tokens in a .bin file.
+      vocab_size: The number of tokens in the vocabulary.
+      field: The field of the configuration that names the path, for messages.
+
+    Raises:
+      InputError: The data is missing, unreadable, empty or of an unknown kind, or has a token that is not in the
+        vocabulary.
+    """
+    if location is None:
         corpus = _standard_library()
     else:
-        path = Path(config.path).expanduser()
-        if not path.exists():
-            raise InputError(f"data.path must be a file or a folder: there is no {path}")
-        if path.is_dir():
-            corpus = _folder(path)
-        elif path.stat().st_size == 0:
-            raise InputError(f"data.path must hold data: {path} is empty")
-        elif path.suffix == ".npy":
-            corpus = Corpus(str(path), _map_npy(path), is_text=False)
-        elif path.suffix == ".bin":
-            corpus = Corpus(str(path), _map_bin(path, np.dtype(config.token_dtype)), is_text=False)
-        else:
-            corpus = Corpus(str(path), _map_text(path), is_text=True)
-    _check_tokens(corpus, vocab_size)
+        path = Path(location).expanduser()
+        try:
+            corpus = _open_path(path, dtype, field)
+        except InputError:
+            raise
+        except OSError as error:
+            raise InputError(f"{field} must be readable: {error.filename or path}: {error.strerror}") from error
+    _check_tokens(corpus, vocab_size, field)
     return corpus
+
+
+def _open_path(path: Path, dtype: np.dtype, field: str) -> Corpus:
+    if not path.exists():
+        raise InputError(f"{field} must be a file or a folder: there is no {path}")
+    if path.is_dir():
+        return _folder(path, field)
+    if not path.is_file():
+        raise InputError(f"{field} must be a file or a folder: {path} is neither")
+    if path.stat().st_size == 0:
+        raise InputError(f"{field} must hold data: {path} is empty")
+    if path.suffix == ".npy":
+        return Corpus(str(path), _map_npy(path, field), is_text=False, file=path)
+    if path.suffix == ".bin":
+        return Corpus(str(path), _map_bin(path, dtype, field), is_text=False, file=path)
+    return Corpus(str(path), _map_text(path, field), is_text=True, file=path)
 
 
 def _standard_library() -> Corpus:
@@ -72,13 +108,13 @@ def _standard_library() -> Corpus:
     if not files:
         raise InputError(f"this Python has no source files of its standard library in {root}; give data.path")
     return Corpus(
-        f"the Python {sysconfig.get_python_version()} standard library",
+        f"the standard library of Python {platform.python_version()}",
         _join(sorted(files, key=lambda path: path.relative_to(root).as_posix())),
         is_text=True,
     )
 
 
-def _folder(root: Path) -> Corpus:
+def _folder(root: Path, field: str) -> Corpus:
     files = [
         path
         for path in root.rglob("*")
@@ -86,10 +122,10 @@ def _folder(root: Path) -> Corpus:
     ]
     files = [path for path in files if path.stat().st_size]
     if not files:
-        raise InputError(f"data.path must hold text: the folder {root} has no file that is not empty")
+        raise InputError(f"{field} must hold text: the folder {root} has no file that is not empty")
     files.sort(key=lambda path: path.relative_to(root).as_posix())
     for path in files:
-        _map_text(path)
+        _map_text(path, field)
     return Corpus(str(root), _join(files), is_text=True)
 
 
@@ -98,43 +134,42 @@ def _join(files: Iterable[Path]) -> np.ndarray:
     return np.frombuffer(b"\n".join(path.read_bytes() for path in files), np.uint8)
 
 
-def _map_text(path: Path) -> np.ndarray:
+def _map_text(path: Path, field: str) -> np.ndarray:
     tokens = np.memmap(path, np.uint8, "r")
     if not tokens[:4096].all():
         raise InputError(
-            f"data.path must be text, or tokens in a .npy or .bin file: {path} holds a zero byte, so it is neither"
+            f"{field} must be text, or tokens in a .npy or .bin file: {path} holds a zero byte, so it is neither"
         )
     return tokens
 
 
-def _map_npy(path: Path) -> np.ndarray:
+def _map_npy(path: Path, field: str) -> np.ndarray:
     try:
         tokens = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        raise InputError(f"data.path must be a .npy file of tokens: {path} cannot be read: {error}") from error
+    except (ValueError, EOFError) as error:
+        raise InputError(f"{field} must be a .npy file of tokens: {path} cannot be read: {error}") from error
     if tokens.ndim != 1 or tokens.dtype not in _TOKEN_DTYPES:
         raise InputError(
-            f"data.path must hold a one-dimensional uint16 or uint32 array: {path} is {tokens.dtype} "
-            f"{list(tokens.shape)}"
+            f"{field} must hold a one-dimensional uint16 or uint32 array: {path} is {tokens.dtype} {list(tokens.shape)}"
         )
     return tokens
 
 
-def _map_bin(path: Path, dtype: np.dtype) -> np.ndarray:
+def _map_bin(path: Path, dtype: np.dtype, field: str) -> np.ndarray:
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise InputError(
-            f"data.path must hold whole tokens: {path} has {size} bytes, which is no multiple of the "
+            f"{field} must hold whole tokens: {path} has {size} bytes, which is no multiple of the "
             f"{dtype.itemsize} bytes of a {dtype}; set data.token_dtype to what the file was written with"
         )
     return np.memmap(path, dtype, "r")
 
 
-def _check_tokens(corpus: Corpus, vocab_size: int) -> None:
+def _check_tokens(corpus: Corpus, vocab_size: int, field: str) -> None:
     """Checks every token, one chunk at a time, unless no value of the type can leave the vocabulary."""
     tokens = corpus.tokens
     if tokens.size == 0:
-        raise InputError(f"data.path must hold data: {corpus.name} has no tokens")
+        raise InputError(f"{field} must hold data: {corpus.name} has no tokens")
     if np.iinfo(tokens.dtype).max < vocab_size:
         return
     for start in range(0, tokens.size, CHUNK_TOKENS):

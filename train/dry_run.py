@@ -19,9 +19,10 @@ import numpy as np
 
 from flaxasync import check
 from flaxasync.ops.trust import Mode, trusting
-from train.config import Config, InputError
+from train.config import Config
 from train.dry_run_picture import save_picture
 from train.dry_run_report import DryRun, render
+from train.errors import InputError
 from train.mesh import check_fits_mesh, mesh_over
 from train.model_flops import model_flops_per_token
 from train.show import say
@@ -77,7 +78,7 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh) -
         named = " ".join(f"--{name} {value}" for name, value in smaller.items()) or "as requested"
         say(f"compiling  for {topology}, {named} ...")
         try:
-            program = check.compile_for(topology, trainer.train_step, state, batch, batch, timeout=COMPILE_SECONDS)
+            program = check.compile_for(topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS)
         except check.HbmError as error:
             refused.append(error)
             continue

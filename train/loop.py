@@ -3,15 +3,18 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
-from train.checkpoint import Checkpoints
 from train.config import Config
-from train.data import TrainingBatches, ValidationBatches
+from train.data import TrainingBatches
+from train.evaluation import Evaluation
+from train.events import Events
 from train.metrics import Recorder
+from train.profiler import Profiler
+from train.saver import Saver
+from train.show import say
 from train.signals import StopRequest
 from train.step import Trainer, TrainState
-from train.workdir import architecture
+from train.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +24,15 @@ class Loop:
     config: Config
     trainer: Trainer
     train_step: jax.stages.Compiled
+    eval_step: jax.stages.Compiled | None
     batches: TrainingBatches
-    validation_batches: ValidationBatches
-    checkpoints: Checkpoints
+    evaluation: Evaluation
+    saver: Saver
     recorder: Recorder
     stop: StopRequest
+    watchdog: Watchdog
+    profiler: Profiler
+    events: Events
 
     def run(self, state: TrainState, *, start: int) -> tuple[TrainState, int]:
         """Trains from step `start` to the last step, or until a stop is requested, and saves the final state.
@@ -42,36 +49,30 @@ class Loop:
 
         Raises:
           DivergedError: The loss or the gradient norm is not finite; nothing is saved from that step on.
+          StorageError: A checkpoint could not be written.
         """
         config, step = self.config, start
-        self.recorder.start_clock()
+        self.recorder.pace.start()
         for step in range(start + 1, config.steps + 1):
-            tokens, targets = next(self.batches)
-            state, metrics = self.train_step(state, tokens, targets)
+            with self.recorder.pace.loading():
+                batch = next(self.batches)
+            self.profiler.before(step, state)
+            state, metrics = self.train_step(state, *batch)
             self.recorder.add(step, **metrics)
             last = step == config.steps
-            if config.eval.every and (last or step % config.eval.every == 0):
-                self.recorder.add(step, validation_loss=self.validate(state))
+            if self.eval_step is not None and (last or step % config.eval.every == 0):
+                self.recorder.add(step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state)))
             if step % config.report.every == 0:
                 self.recorder.report(step - config.report.every)
+            self.watchdog.progress(f"step {step}")
+            if profile := self.profiler.after(step, state):
+                say(profile)
+                self.events.add("profile", step=step)
+            self.saver.poll(step, state)
             stopping = self.stop.should_stop(step)
-            if last or stopping or step % config.checkpoint.every == 0:
-                self.save(step, state)
+            if last or stopping or self.saver.is_due(step):
+                self.saver.save(step, state)
             if stopping:
                 break
-        self.checkpoints.wait()
+        self.saver.finish(step, state)
         return state, step
-
-    def validate(self, state: TrainState) -> jax.Array:
-        """Computes the mean loss over the validation batches, in nats per token, without waiting for the devices."""
-        total = jnp.float32(0)
-        for tokens, targets in self.validation_batches:
-            total = self.trainer.eval_step(state.params, tokens, targets, total)
-        return total / len(self.validation_batches)
-
-    def save(self, step: int, state: TrainState) -> None:
-        """Saves a step, but first checks that every loss up to it is finite and writes every line up to it to disk."""
-        self.recorder.report(step)
-        self.recorder.flush()
-        with self.recorder.waiting():
-            self.checkpoints.save(step, state, data=self.batches.get_state(), architecture=architecture(self.config))

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 import flaxasync as fa
-from models.transformer import check_fits
-from train.config import Config, InputError, MeshConfig
+from models.config import check_fits
+from train.config import Config, MeshConfig
+from train.errors import InputError, RestartError
 
 CONTEXT = "context"
 """Name of the mesh axis that splits sequences. A mesh has this axis only if mesh.context is more than 1."""
@@ -21,7 +22,8 @@ def configure_jax(config: MeshConfig) -> None:
     """Selects the platform, divides the CPU into devices, and joins the other processes if there are any.
 
     Raises:
-      InputError: The processes could not be joined.
+      InputError: There is nothing here that tells which processes to join.
+      RestartError: The processes could not be joined.
     """
     # JAX has no platform called "gpu", only "cuda" and "rocm"; make_mesh checks which devices JAX found.
     if config.platform in ("cpu", "tpu"):
@@ -31,6 +33,10 @@ def configure_jax(config: MeshConfig) -> None:
     if config.distributed:
         try:
             jax.distributed.initialize()
+        except jax.errors.JaxRuntimeError as error:
+            raise RestartError(
+                f"the processes of the run could not join each other: {_first_line(error)}; start all of them again"
+            ) from error
         except (ValueError, RuntimeError) as error:
             raise InputError(
                 "mesh.distributed is set, but the processes could not be joined: "

@@ -6,7 +6,7 @@ Reference: Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022
 https://arxiv.org/abs/2204.02311
 """
 
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 
 FORMULA = "6 x matmul parameters + 12 x layers x width x sequence; recomputation is not counted"
 

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, gradient clipping, and weight decay on the matmul kernels only.
+"""AdamW with a schedule of its learning rate, gradient clipping, and weight decay on the matmul kernels only.
 
 Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, https://arxiv.org/abs/1711.05101
 """
@@ -15,25 +15,38 @@ _NOT_DECAYED = frozenset({"scale", "bias", "embedding"})
 
 
 def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
-    """Makes the schedule of the learning rate: a linear warm-up to the peak, then a cosine decay to the floor.
+    """Makes the schedule of the learning rate: a linear warm-up to the peak, then what `optimizer.schedule` names.
+
+    ```
+    cosine     decays from the peak to the floor over all steps after the warm-up, along half a cosine
+    linear     decays from the peak to the floor over all steps after the warm-up, along a line
+    wsd        stays at the peak, and decays along a line to the floor over the last decay_fraction of the run
+    constant   stays at the peak
+    ```
 
     The schedule counts from 1, so that the first update has a learning rate above 0 and the last update of the run has
     that of the floor. A run that is shorter than its warm-up ends during the warm-up.
 
     Args:
-      config: The peak, the floor and the length of the warm-up.
+      config: The name of the schedule, the peak, the floor, and the lengths of the warm-up and of the decay.
       steps: The number of updates in the run.
 
     Returns:
       A function from the number of updates that are done to the learning rate of the next one.
     """
-    rate = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(steps, config.warmup_steps + 1),
-        end_value=config.learning_rate * config.decay_floor,
-    )
+    peak, warmup = config.learning_rate, config.warmup_steps
+    last = max(steps, warmup + 1)
+    floor = peak * config.decay_floor
+    decay_steps = max(round(config.decay_fraction * steps), 1)
+    begin = max(last - decay_steps, warmup) if config.schedule == "wsd" else warmup
+    after = {
+        "cosine": optax.cosine_decay_schedule(peak, last - begin, config.decay_floor),
+        "linear": optax.linear_schedule(peak, floor, last - begin),
+        "wsd": optax.linear_schedule(peak, floor, last - begin),
+        "constant": optax.constant_schedule(peak),
+    }[config.schedule]
+    pieces = [optax.linear_schedule(0.0, peak, warmup), optax.constant_schedule(peak), after]
+    rate = optax.join_schedules(pieces, [warmup, begin])
     return lambda count: rate(count + 1)
 
 

@@ -2,10 +2,12 @@
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.metrics import Line, read_lines
+from train.metrics import Line
+from train.metrics_file import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,8 +23,8 @@ class LossPicture:
     It reads metrics.jsonl, so it must come after the sink that writes that file.
     """
 
-    def __init__(self, metrics: Path, picture: Path):
-        self._metrics, self._picture = metrics, picture
+    def __init__(self, metrics: Path, picture: Path, say: Callable[[str], None] = print):
+        self._metrics, self._picture, self._say = metrics, picture, say
         self._drawn_at, self._is_new = time.monotonic(), True
 
     def write(self, lines: list[Line]) -> None:
@@ -39,7 +41,10 @@ class LossPicture:
             self._draw()
 
     def _draw(self) -> None:
-        draw_losses(self._metrics, self._picture)
+        try:
+            draw_losses(self._metrics, self._picture)
+        except OSError as error:  # the picture is a view of the metrics, which can be drawn later
+            self._say(f"{self._picture} cannot be written: {error.strerror}")
         self._drawn_at, self._is_new = time.monotonic(), True
 
 
@@ -47,7 +52,7 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     """Draws the curves of a metrics.jsonl and replaces the picture by one rename."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure = loss_figure(list(read_lines(metrics)))
+    figure = loss_figure(read_metrics(metrics))
     temporary = picture.with_name(f".{picture.name}.tmp")
     FigureCanvasAgg(figure).print_figure(temporary, dpi=150, format="png")
     temporary.replace(picture)

@@ -1,10 +1,13 @@
 """The progress report of a run: one live line in a terminal, plain lines anywhere else."""
 
+import contextlib
 import datetime
 import sys
 import time
+from collections.abc import Iterator
 
 from train.metrics import Line
+from train.show import print_line
 
 _WIDTH_FOR_BAR = 110  # columns of a terminal; a narrower one has room for the numbers only
 
@@ -17,14 +20,11 @@ class PlainProgress:
         self._steps = steps
 
     def write(self, lines: list[Line]) -> None:
-        for line in lines:
-            if line.get("validation_loss") is not None:
-                print(describe_validation(line), flush=True)
+        for text in remarks(lines):
+            print_line(text)
         if lines:
-            print(
-                f"step {lines[-1]['step']}/{self._steps}  {describe(lines[-1])}  eta {self._estimate.eta(lines[-1])}",
-                flush=True,
-            )
+            eta = self._estimate.eta(lines[-1])
+            print_line(f"step {lines[-1]['step']}/{self._steps}  {describe(lines[-1])}  eta {eta}")
 
     def flush(self) -> None:
         pass
@@ -53,9 +53,9 @@ class LiveProgress:
         self._bar.start()
 
     def write(self, lines: list[Line]) -> None:
-        for line in lines:
-            if line.get("validation_loss") is not None:
-                self._bar.print(describe_validation(line), highlight=False)
+        for text in remarks(lines):
+            with contextlib.suppress(OSError):  # the terminal was closed
+                self._bar.print(text, highlight=False)
         if lines:
             text = f"{describe(lines[-1])}  eta {self._estimate.eta(lines[-1])}"
             self._bar.update(self._task, completed=lines[-1]["step"], description=text)
@@ -64,7 +64,8 @@ class LiveProgress:
         pass
 
     def close(self) -> None:
-        self._bar.stop()
+        with contextlib.suppress(OSError):
+            self._bar.stop()
 
 
 def make_progress(*, start: int, steps: int) -> PlainProgress | LiveProgress:
@@ -78,9 +79,24 @@ def describe(line: Line) -> str:
     return f"loss {loss}  grad norm {norm}  {_number(line.get('tokens_per_second'), ',.0f')} tokens/s"
 
 
+def remarks(lines: list[Line]) -> Iterator[str]:
+    """Yields the lines to print about validations and skipped updates."""
+    for line in lines:
+        if line.get("skipped"):
+            yield f"step {line['step']}: the update was skipped, {describe(line)}"
+        if "validation_loss" in line:
+            yield describe_validation(line)
+
+
 def describe_validation(line: Line) -> str:
-    """Formats a line as "step 200: validation loss 2.3456 nats per token"."""
-    return f"step {line['step']}: validation loss {_number(line['validation_loss'], '.4f')} nats per token"
+    """Formats a line as "step 200: validation loss 2.3456 nats per token, perplexity 10.44", one part for each set."""
+    sets = [name.removesuffix("_loss") for name in line if name.endswith("_loss")]
+    parts = [
+        f"{name} loss {_number(line[f'{name}_loss'], '.4f')} nats per token, "
+        f"perplexity {_number(line.get(f'{name}_perplexity'), '.4g')}"
+        for name in sets
+    ]
+    return f"step {line['step']}: {'; '.join(parts)}"
 
 
 class _Estimate:

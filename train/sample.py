@@ -48,7 +48,7 @@ def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Co
     )
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     drawn = np.int32(start), np.int32(count), np.float32(config.eval.temperature)
-    continued = _make_continue(trainer, order)(state.params, window_BL, key, *drawn)
+    continued = _make_continue(trainer, order)(trainer.evaluated(state), window_BL, key, *drawn)
     tokens = np.asarray(continued)[0, np.argsort(order)[: start + count]].tolist()
     return tokens[:start], tokens[start:]
 

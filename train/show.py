@@ -1,6 +1,8 @@
 """What the script prints before and after training: the configuration, the devices, the data and the sample."""
 
 import dataclasses
+import os
+import sys
 
 import jax
 
@@ -11,10 +13,25 @@ from train.corpus import Corpus
 def say(text: str) -> None:
     """Prints a line and flushes it, in the first of several processes only."""
     if jax.process_index() == 0:
+        print_line(text)
+
+
+def print_line(text: str) -> None:
+    """Prints a line and flushes it; once nobody reads standard output any more, nothing more is printed there.
+
+    A run goes on when its terminal is closed, or when the program that its output is piped to ends.
+    """
+    try:
         print(text, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
-def show_setup(config: Config, mesh: jax.sharding.Mesh, corpus: Corpus, *, parameters: int, changes: list[str]) -> None:
+def show_setup(
+    config: Config, mesh: jax.sharding.Mesh, corpora: dict[str, Corpus], *, parameters: int, changes: list[str]
+) -> None:
     """Prints the resolved configuration, the devices, the data, and the number of parameters."""
     top = {}
     for field in dataclasses.fields(config):
@@ -26,15 +43,17 @@ def show_setup(config: Config, mesh: jax.sharding.Mesh, corpus: Corpus, *, param
     say(f"{'run':<10} {_pairs(top)}")
     shape = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     say(f"{'devices':<10} {mesh.size} {mesh.devices.flat[0].device_kind}, as {shape}")
-    say(f"{'corpus':<10} {corpus.name}, {corpus.tokens.size:,} tokens")
+    for name, corpus in corpora.items():
+        called = f"{name}: " if len(corpora) > 1 else ""
+        say(f"{'corpus':<10} {called}{corpus.name}, {corpus.tokens.size:,} tokens")
     say(f"{'size':<10} {parameters:,} parameters")
     for change in changes:
         say(f"{'changed':<10} {change}")
 
 
-def render_sample(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
+def render_sample(is_text: bool, prompt: list[int], generated: list[int]) -> str:
     """Formats the prompt and its continuation, as text if the tokens are bytes and as token ids otherwise."""
-    if corpus.is_text:
+    if is_text:
         return f"{_text(prompt)}\u2502{_text(generated)}"
     return f"{prompt} \u2502 {generated}"
 

@@ -2,6 +2,10 @@
 
 The state is a plain pytree of sharded arrays: the parameters that `nnx.split` returns, the optimizer's moments, the
 step and the random key. The parameters keep the names of the model's attributes, in checkpoints as well.
+
+With `optimizer.master_copies` the state holds float32 parameters, and the model computes with copies of them in
+`model.param_dtype`, which exist within a step only. Small updates then add up that the parameters' own type would round
+away.
 """
 
 import contextlib
@@ -16,12 +20,18 @@ import optax
 from flax import nnx
 
 from models.transformer import Transformer
-from train.config import Config, InputError
+from train.config import Config
+from train.errors import InputError
+from train.guard import GuardState, init_guard, is_on, judge, keep_if
 from train.mesh import CONTEXT, token_spec
 from train.optimizer import make_optimizer, make_schedule
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "step", "key"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "opt_state", "step", "key", "ema", "guard"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """All arrays of a run; a checkpoint stores them.
@@ -29,14 +39,18 @@ class TrainState:
     Attributes:
       params: Parameters of the model, as nested dicts.
       opt_state: State of the optax optimizer, whose moments are sharded as the parameters are.
-      step: Number of updates that are done, an int32 scalar.
+      step: Number of steps that are done, an int32 scalar.
       key: Random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it.
+      ema: Running mean of the parameters in float32, or None if `optimizer.ema_decay` is 0.
+      guard: State of what skips updates, or None if none are skipped.
     """
 
     params: Any
     opt_state: Any
     step: jax.Array
     key: jax.Array
+    ema: Any = None
+    guard: GuardState | None = None
 
 
 class Trainer:
@@ -49,14 +63,29 @@ class Trainer:
         self._schedule = make_schedule(config.optimizer, steps=config.steps)
         self._graphdef = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))[0]
         self._jitted_init = jax.jit(self._init)
+        self._jitted_start = jax.jit(lambda params, seed: self._first_state(params, _run_key(seed)))
         self.train_step = jax.jit(self._train_step, donate_argnums=0)
-        """(state, tokens, targets) -> (state, metrics). The given state is donated: its buffers hold the new state."""
+        """(state, *batch) -> (state, metrics). The given state is donated: its buffers hold the new state."""
         self.eval_step = jax.jit(self._eval_step)
-        """(params, tokens, targets, total) -> total + mean loss of the batch, in nats per token."""
+        """(params, total, *batch) -> total + (sum of the losses of the batch in nats, number of its targets)."""
 
     def init(self) -> TrainState:
         """Makes the state of step 0; every parameter is drawn on the devices that hold it."""
         return self._jitted_init(self._config.seed)
+
+    def start_from(self, params: Any) -> TrainState:
+        """Makes the state of step 0 that has the given parameters."""
+        with jax.numpy_dtype_promotion("standard"):
+            return self._jitted_start(params, self._config.seed)
+
+    def complete(self, state: TrainState) -> TrainState:
+        """Adds the parts of the state that a checkpoint lacks, because this run keeps them and that one did not."""
+        ema, guard = state.ema, state.guard
+        if self._config.optimizer.ema_decay and ema is None:
+            ema = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), state.params)
+        if is_on(self._config.skip) and guard is None:
+            guard = jax.jit(lambda applied: dataclasses.replace(init_guard(), applied=applied))(state.step)
+        return dataclasses.replace(state, ema=ema, guard=guard)
 
     def abstract_state(self) -> TrainState:
         """Returns the shape, type and sharding of every array of the state without making any."""
@@ -68,19 +97,30 @@ class Trainer:
 
         return jax.tree.map(with_sharding, state)
 
-    def abstract_batch(self) -> jax.ShapeDtypeStruct:
-        """Returns the shape, type and sharding of the tokens of a batch, which are those of its targets, too."""
+    def abstract_batch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the shape, type and sharding of each array of a batch."""
         shape = (self._config.data.batch_size, self._config.data.sequence_length)
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(self._mesh, token_spec(self._mesh)))
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(self._mesh, token_spec(self._mesh)))
+        return (tokens,) * (2 if self._config.data.separator is None else 3)
 
     def compile_train_step(self) -> jax.stages.Compiled:
         """Compiles `train_step` ahead of time, from abstract values."""
-        batch = self.abstract_batch()
-        return self.train_step.lower(self.abstract_state(), batch, batch).compile()
+        return self.train_step.lower(self.abstract_state(), *self.abstract_batch()).compile()
+
+    def compile_eval_step(self) -> jax.stages.Compiled:
+        """Compiles `eval_step` ahead of time, so that no report of the speed includes it."""
+        total = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=jax.NamedSharding(self._mesh, jax.P()))
+        params = self.evaluated(self.abstract_state())
+        return self.eval_step.lower(params, total, *self.abstract_batch()).compile()
+
+    def evaluated(self, state: TrainState) -> Any:
+        """Returns the parameters that validation and samples use: their running mean, if there is one."""
+        return state.params if state.ema is None else state.ema
 
     def model(self, params: Any) -> Transformer:
-        """Returns the model with the given parameters."""
-        return nnx.merge(self._graphdef, params)
+        """Returns the model with the given parameters, which are cast to its parameter type if they have another."""
+        dtype = jnp.dtype(self._config.model.param_dtype)
+        return nnx.merge(self._graphdef, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
 
     def _build(self, key: jax.Array) -> Transformer:
         backend = None if self._config.backend == "auto" else self._config.backend
@@ -93,31 +133,67 @@ class Trainer:
         )
 
     def _init(self, seed: int) -> TrainState:
-        params_key, run_key = jax.random.split(jax.random.key(seed))
-        params = nnx.to_pure_dict(nnx.split(self._build(params_key))[1])
-        return TrainState(params, self._optimizer.init(params), jnp.int32(0), jax.random.key_data(run_key))
+        params = nnx.to_pure_dict(nnx.split(self._build(jax.random.split(jax.random.key(seed))[0]))[1])
+        return self._first_state(params, _run_key(seed))
 
-    def _train_step(
-        self, state: TrainState, tokens: jax.Array, targets: jax.Array
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        def loss_fn(params: Any) -> jax.Array:
+    def _first_state(self, params: Any, key: jax.Array) -> TrainState:
+        """Returns the state of step 0 that has the given parameters."""
+        optimizer = self._config.optimizer
+        if optimizer.master_copies:
+            params = _as_float32(params)
+        return TrainState(
+            params,
+            self._optimizer.init(params),
+            jnp.int32(0),
+            key,
+            ema=_as_float32(params) if optimizer.ema_decay else None,
+            guard=init_guard() if is_on(self._config.skip) else None,
+        )
+
+    def _loss(self, params: Any, tokens: jax.Array, targets: jax.Array, *segments: jax.Array) -> jax.Array:
+        if not segments:
             return self.model(params).loss(tokens, targets)
+        weights = self._has_target(tokens).astype(jnp.float32)
+        return self.model(params).loss(tokens, targets, segment_ids_BL=segments[0], weights_BL=weights)
 
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    def _has_target(self, tokens: jax.Array) -> jax.Array:
+        """Returns which positions are not separators: nothing predicts the first token of the next document."""
+        assert self._config.data.separator is not None
+        return tokens != jnp.int32(self._config.data.separator)
+
+    def _train_step(self, state: TrainState, *batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        dtype = jnp.dtype(self._config.model.param_dtype)
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), state.params)
+        loss, grads = jax.value_and_grad(lambda params: self._loss(params, *batch))(params)
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+            grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, state.params)
+            norm = optax.tree.norm(grads)
             updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            metrics = {
-                "loss": loss.astype(jnp.float32),
-                "grad_norm": optax.tree.norm(grads).astype(jnp.float32),
-                "learning_rate": jnp.asarray(self._schedule(state.step), jnp.float32),
-            }
-        return TrainState(params, opt_state, state.step + 1, state.key), metrics
+            metrics = {"loss": loss.astype(jnp.float32), "grad_norm": norm.astype(jnp.float32)}
+            updates_done, guard = state.step, state.guard
+            if guard is not None:
+                updates_done = guard.applied
+                skip, guard = judge(guard, loss, norm, self._config.skip)
+                params, opt_state = keep_if(skip, (state.params, state.opt_state), (params, opt_state))
+                metrics["skipped"] = skip
+            metrics["learning_rate"] = jnp.asarray(self._schedule(updates_done), jnp.float32)
+            ema = state.ema
+            if ema is not None:
+                decay = self._config.optimizer.ema_decay
+                ema = jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf, ema, _as_float32(params))
+                if guard is not None:
+                    ema = keep_if(skip, state.ema, ema)
+        return TrainState(params, opt_state, state.step + 1, state.key, ema, guard), metrics
 
-    def _eval_step(self, params: Any, tokens: jax.Array, targets: jax.Array, total: jax.Array) -> jax.Array:
+    def _eval_step(self, params: Any, total: jax.Array, *batch: jax.Array) -> jax.Array:
         # Each batch takes the total of the batch before it, so that the batches run one after the other. Many programs
         # with collectives that run at once can exhaust the thread pool of simulated devices.
-        return total + self.model(params).loss(tokens, targets).astype(jnp.float32)
+        tokens = batch[0]
+        count = jnp.float32(tokens.size)
+        if self._config.data.separator is not None:
+            count = jnp.sum(self._has_target(tokens), dtype=jnp.float32)
+        return total + jnp.stack([self._loss(params, *batch).astype(jnp.float32) * count, count])
 
 
 @contextlib.contextmanager
@@ -132,3 +208,12 @@ def backend_limits_are_input_errors(config: Config) -> Iterator[None]:
 def count_parameters(params: Any) -> int:
     """Returns the number of elements in all parameters, each counted once however many devices hold it."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _run_key(seed: int) -> jax.Array:
+    """Returns the random key of the run, which differs from the one that draws the parameters."""
+    return jax.random.key_data(jax.random.split(jax.random.key(seed))[1])
+
+
+def _as_float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

@@ -18,7 +18,8 @@ from flaxasync.verify.__main__ import record_verdicts, verify
 from flaxasync.verify.cases import PAIRS, Case, list_cases
 from flaxasync.verify.supervisor import MachineError, Setup, describe
 from flaxasync.verify.verdict import Verdict
-from train.config import Config, InputError
+from train.config import Config
+from train.errors import InputError
 from train.mesh import infer_sizes
 from train.show import say
 

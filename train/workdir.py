@@ -3,38 +3,53 @@
 ```
 config.json      the resolved configuration of the last start
 metrics.jsonl    one line per step
+events.jsonl     starts, stops, checkpoints, skipped updates and errors
 tensorboard/     the same metrics as event files
 loss.png         plot of the losses
 sample.txt       text that was generated at the end
+program.txt.gz   the compiled training step
+corpus.json      hashes of large data files
 checkpoints/     one folder per checkpoint
 set_aside/       later checkpoints, moved here when the run went back to an earlier one
+profile/         what JAX's profiler recorded
 dry_run/         report of the last `--dry-run`, which does not start a run
+stacks.txt       the stacks of a process that made no progress
 ```
 """
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
+import platform
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
-from train.config import Config, InputError, flatten
+from train.config import Config, flatten
+from train.errors import InputError, StorageError
+from train.files import write_atomically
 
+LOCK_SECONDS = 2.0
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers of a disk without room, of a used-up quota, and of a file that may not grow."""
 _ABSENT = "absent"
 # These fields say how the model is computed and not what it is, so a run may continue with other values of them.
 _NOT_ARCHITECTURE = frozenset({"model.dtype", "model.remat"})
 
 
-@dataclasses.dataclass(frozen=True)
 class Workdir:
-    """The paths in the folder of a run."""
+    """The folder of a run and the paths in it."""
 
-    root: Path
+    def __init__(self, root: Path):
+        self.root = root
+        self._lock_file: IO[str] | None = None
 
     @property
     def config(self) -> Path:
@@ -43,6 +58,10 @@ class Workdir:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -57,6 +76,14 @@ class Workdir:
         return self.root / "sample.txt"
 
     @property
+    def program(self) -> Path:
+        return self.root / "program.txt.gz"
+
+    @property
+    def hashes(self) -> Path:
+        return self.root / "corpus.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -64,29 +91,108 @@ class Workdir:
     def set_aside(self) -> Path:
         return self.root / "set_aside"
 
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile"
+
+    @property
+    def stacks(self) -> Path:
+        return self.root / "stacks.txt"
+
+    def keep_copy(self, file: Path) -> None:
+        """Copies a file into set_aside/, under a name that is not used there."""
+        self.set_aside.mkdir(exist_ok=True)
+        shutil.copy2(file, unused_path(self.set_aside / file.name))
+
+    def write_if_there_is_room(self, file: Path, content: bytes) -> None:
+        """Writes a file that nothing depends on, unless the disk is full."""
+        try:
+            file.write_bytes(content)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                file.unlink()
+            if error.errno not in FULL_DISK:
+                raise
+
+    def require_lock(self) -> None:
+        """Checks that the lock file is still the one that this process has locked.
+
+        Raises:
+          StorageError: The folder or its lock file was removed, so another run may be writing there.
+        """
+        if self._lock_file is None:
+            return
+        try:
+            same = os.path.samestat(os.stat(self.root / ".lock"), os.fstat(self._lock_file.fileno()))
+        except OSError:
+            same = False
+        if not same:
+            raise StorageError(
+                f"the workdir {self.root} or its file .lock was removed or replaced while the run was going on, so "
+                "another run may be there; nothing more is written"
+            )
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Makes the folder and locks it against other runs while the context lasts.
 
-        The operating system releases the lock when the process ends, even if it is killed. If several processes train
-        together, the first one holds the lock.
+        The operating system releases the lock when the process ends, even if it is killed. A process that was killed a
+        moment ago may still hold it, so it is tried for LOCK_SECONDS. If several processes train together, the first
+        one holds the lock.
 
         Raises:
-          InputError: The folder cannot be made, or another run uses it.
+          InputError: The folder cannot be made or written, or another run uses it.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            lock = open(self.root / ".lock", "a+")  # noqa: SIM115 (closed below)
         except OSError as error:
             raise InputError(f"workdir must be a folder that can be written: {self.root}: {error.strerror}") from error
-        with open(self.root / ".lock", "w") as lock:
-            try:
-                if jax.process_index() == 0:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise InputError(
-                    f"workdir {self.root} is in use by another run: wait for it to end, or choose another --workdir"
-                ) from error
+        with lock:
+            if jax.process_index() == 0:
+                self._lock(lock)
+                self._lock_file = lock
             yield
+
+    def _lock(self, lock: IO[str]) -> None:
+        tries = int(LOCK_SECONDS / 0.05)
+        for attempt in range(tries + 1):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if attempt == tries:
+                    lock.seek(0)
+                    raise InputError(
+                        f"workdir {self.root} is in use by another run ({lock.read().strip() or 'unknown'}): wait for "
+                        "it to end, or choose another --workdir"
+                    ) from error
+                time.sleep(0.05)
+            except OSError as error:
+                raise InputError(
+                    f"workdir {self.root} is on a file system without locks ({error.strerror}), so another run there "
+                    "could not be noticed; choose another --workdir"
+                ) from error
+        with contextlib.suppress(OSError):  # a full disk does not keep a run from continuing
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()}")
+            lock.flush()
+
+    def require_writable(self) -> None:
+        """Checks that files can be made in the folder.
+
+        Raises:
+          InputError: They cannot, for another reason than a full disk.
+        """
+        probe = self.root / f".probe.{os.getpid()}"
+        try:
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise InputError(
+                    f"workdir must be a folder that can be written: {self.root}: {error.strerror}"
+                ) from error
 
     def changes(self, config: Config) -> list[str]:
         """Compares a configuration with that of the run that is already in this folder, if there is one.
@@ -95,8 +201,8 @@ class Workdir:
           One line for each field that differs.
 
         Raises:
-          InputError: They differ in the architecture, or in a field that determines the order of the data, to which
-            the saved data position refers.
+          InputError: They differ in the architecture. Whether the data are the same is decided by the checkpoint, see
+            `train.record`.
         """
         if not self.config.exists():
             return []
@@ -107,10 +213,11 @@ class Workdir:
                 f"{self.config} cannot be read ({error}), so it is not known which run is there; "
                 "repair the file, or choose another --workdir"
             ) from error
-        where, now = f"workdir {self.root}", _as_json(config)
-        require_same(_pick(saved, _is_architecture), architecture(config), where=where, what="another architecture")
-        require_same(_pick(saved, _is_data), _pick(now, _is_data), where=where, what="other data")
-        ignored = {"workdir", "checkpoint.step"}  # these do not change what is trained
+        where, now = f"workdir {self.root}", flat_fields(config)
+        saved_architecture = pick(saved, _is_architecture)
+        if saved_architecture:  # a file without any says nothing
+            require_same(saved_architecture, architecture(config), where=where, what="another architecture")
+        ignored = {"workdir", "data.accept_change"}  # these do not change what is trained
         return [
             f"{name} was {before} and is {after}"
             for name, before, after in _differences(saved, now)
@@ -123,9 +230,31 @@ class Workdir:
         self.sample.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def open_workdir(location: str) -> Iterator[Workdir]:
+    """Opens and locks the workdir at a path.
+
+    Raises:
+      InputError: It cannot be made or written, or another run uses it.
+    """
+    work = Workdir(Path(location))
+    with work.locked():
+        work.require_writable()
+        yield work
+
+
+def unused_path(path: Path) -> Path:
+    """Returns the first of `path`, `path-1`, `path-2`, ... that does not exist."""
+    candidate, count = path, 0
+    while candidate.exists():
+        count += 1
+        candidate = path.with_name(f"{path.name}-{count}")
+    return candidate
+
+
 def architecture(config: Config) -> dict[str, Any]:
     """Returns the fields that determine the parameters and what they mean, {"model.layers": 4, ...}."""
-    return _pick(_as_json(config), _is_architecture)
+    return pick(flat_fields(config), _is_architecture)
 
 
 def require_same(saved: dict[str, Any], now: dict[str, Any], *, where: str, what: str) -> None:
@@ -148,31 +277,18 @@ def require_same(saved: dict[str, Any], now: dict[str, Any], *, where: str, what
         )
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by one rename, so that a killed process leaves either the old or the new content."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _is_architecture(name: str) -> bool:
-    return name.startswith("model.") and name not in _NOT_ARCHITECTURE
-
-
-def _is_data(name: str) -> bool:
-    return name == "seed" or name.startswith("data.")
-
-
-def _as_json(config: Config) -> dict[str, Any]:
+def flat_fields(config: Config) -> dict[str, Any]:
     """Returns {"section.field": value} with the types that values have after a round trip through JSON."""
     return dict(flatten(json.loads(json.dumps(dataclasses.asdict(config)))))
 
 
-def _pick(fields: dict[str, Any], wanted: Callable[[str], bool]) -> dict[str, Any]:
+def pick(fields: dict[str, Any], wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Returns the fields whose names are wanted."""
     return {name: value for name, value in fields.items() if wanted(name)}
+
+
+def _is_architecture(name: str) -> bool:
+    return (name.startswith("model.") and name not in _NOT_ARCHITECTURE) or name == "optimizer.master_copies"
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:

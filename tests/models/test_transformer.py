@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from models.transformer import Transformer, TransformerConfig, check_fits
+from models.config import TransformerConfig, check_fits
+from models.transformer import Transformer
 from tests.nn.conftest import drawn
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from tests.train.launcher import Launcher, Run
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 from train.mesh import make_mesh
@@ -19,7 +19,7 @@ from train.step import Trainer
 # programs that are compiled here.
 RISING = OptimizerConfig(learning_rate=300.0, warmup_steps=10**6)
 PRESET = """
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from train.config import *
 
 
@@ -116,10 +116,13 @@ def trainer_of():
     def make(config, mesh, _few_optimizations):
         trainer = Trainer(config, mesh)
         trainer.compile_train_step = functools.cache(trainer.compile_train_step)
+        trainer.compile_eval_step = functools.cache(trainer.compile_eval_step)
         return trainer
 
     def trainer_of(config, mesh):
-        used = {name: getattr(config, name) for name in ("mesh", "model", "data", "optimizer", "backend", "seed")}
+        used = {
+            name: getattr(config, name) for name in ("mesh", "model", "data", "optimizer", "skip", "backend", "seed")
+        }
         rising = config.optimizer.warmup_steps == RISING.warmup_steps
         served = Config(workdir="", steps=60 if rising else config.steps, **used)
         return make(served, mesh, jax.config.read("jax_disable_most_optimizations"))

@@ -11,20 +11,26 @@ import pytest
 
 from train import checkpoint
 from train.checkpoint import Checkpoints
-from train.config import InputError, MeshConfig
+from train.config import MeshConfig
+from train.errors import InputError
 from train.fingerprint import fingerprint
 from train.mesh import make_mesh
-from train.workdir import architecture
+from train.record import identify_run
 
 # When one of orbax's concurrent reads fails, the others warn when they are garbage-collected, and pytest would turn
 # these warnings into errors.
 ignore_abandoned_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-POSITION = {"next_index": 7}
+POSITION = {"sequences": 56}
 
 
 @pytest.fixture
 def trainer(config, mesh, trainer_of):
     return trainer_of(config, mesh)
+
+
+@pytest.fixture
+def identity(config):
+    return identify_run(config, {})
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +39,14 @@ def kept(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def folder(config, trainer, kept, tmp_path) -> Path:
+def folder(identity, trainer, kept, tmp_path) -> Path:
     """A folder with the checkpoints of steps 5 and 10, whose states differ."""
     if not kept.exists():
         state = trainer.init()
         with Checkpoints(kept, keep=3) as checkpoints:
             for step in (5, 10):
                 state = dataclasses.replace(state, step=state.step + 5)
-                checkpoints.save(step, state, data=POSITION, architecture=architecture(config))
+                checkpoints.save(step, state, data=POSITION, tokens=0, identity=identity)
     return shutil.copytree(kept, tmp_path / "checkpoints")
 
 
@@ -49,29 +55,29 @@ def assert_equal(state, other):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, other))
 
 
-def test_a_restored_state_is_equal_bit_by_bit(config, trainer, folder):
+def test_a_restored_state_is_equal_bit_by_bit(identity, trainer, folder):
     with Checkpoints(folder, keep=3) as checkpoints:
         assert checkpoints.steps() == [5, 10]
-        state, position = checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
-    assert position == POSITION
+        state, record, _ = checkpoints.restore(10, trainer.abstract_state(), identity)
+    assert record.data == POSITION
     assert_equal(state, dataclasses.replace(trainer.init(), step=np.int32(10)))
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (4, 2)])
-def test_a_state_is_restored_onto_another_mesh(shape, config, trainer, trainer_of, folder):
+def test_a_state_is_restored_onto_another_mesh(shape, config, identity, trainer, trainer_of, folder):
     expected = jax.tree.map(np.asarray, trainer.init().params)
     other = make_mesh(MeshConfig(data=shape[0], model=shape[1]))
     with jax.set_mesh(other), Checkpoints(folder, keep=3) as checkpoints:
         abstract = trainer_of(config, other).abstract_state()
-        state, _ = checkpoints.restore(10, abstract, architecture=architecture(config))
+        state, *_ = checkpoints.restore(10, abstract, identity)
     assert_equal(state.params, expected)
     for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
         assert leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
 
 
-def test_training_does_not_change_a_state_that_is_being_saved(config, trainer, tmp_path):
+def test_training_does_not_change_a_state_that_is_being_saved(identity, trainer, tmp_path):
     """The next step reuses the buffers of the state once `save` has returned, while the copy is still being written."""
-    step, batch = trainer.train_step, trainer.abstract_batch()
+    step, batch = trainer.train_step, trainer.abstract_batch()[0]
     tokens = jax.device_put(np.ones(batch.shape, np.int32), batch.sharding)
     state = trainer.init()
     with Checkpoints(tmp_path / "checkpoints", keep=8) as checkpoints:
@@ -79,18 +85,18 @@ def test_training_does_not_change_a_state_that_is_being_saved(config, trainer, t
         for count in range(1, 6):
             state, _ = step(state, tokens, tokens)
             saved[count] = jax.tree.map(np.array, state)
-            checkpoints.save(count, state, data=POSITION, architecture=architecture(config))
+            checkpoints.save(count, state, data=POSITION, tokens=0, identity=identity)
         checkpoints.wait()
         for count, expected in saved.items():
-            restored, _ = checkpoints.restore(count, trainer.abstract_state(), architecture=architecture(config))
+            restored, *_ = checkpoints.restore(count, trainer.abstract_state(), identity)
             assert_equal(restored, expected)
 
 
-def test_only_the_newest_checkpoints_are_kept(config, trainer, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(identity, trainer, tmp_path):
     state = trainer.init()
     with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
         for step in (1, 2, 3, 4):
-            checkpoints.save(step, state, data=POSITION, architecture=architecture(config))
+            checkpoints.save(step, state, data=POSITION, tokens=0, identity=identity)
         checkpoints.wait()
         assert checkpoints.steps() == [3, 4]
 
@@ -107,7 +113,7 @@ def test_the_newest_checkpoint_or_the_requested_one_is_chosen(folder, tmp_path):
     with Checkpoints(folder, keep=3) as checkpoints:
         assert checkpoints.choose(None) == 10
         assert checkpoints.choose(5) == 5
-        with pytest.raises(InputError, match=r"checkpoint.step must be one that is in .*: got 7, there are 5, 10"):
+        with pytest.raises(InputError, match=r"--resume must be a step that is in .*: got 7, there are 5, 10"):
             checkpoints.choose(7)
     with Checkpoints(tmp_path / "new", keep=3) as checkpoints:
         assert checkpoints.choose(None) == 0
@@ -116,12 +122,12 @@ def test_the_newest_checkpoint_or_the_requested_one_is_chosen(folder, tmp_path):
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(config, trainer, folder, replace):
-    other = architecture(replace(config, model={"layers": 3}))
+    other = identify_run(replace(config, model={"layers": 3}), {})
     with (
         Checkpoints(folder, keep=3) as checkpoints,
         pytest.raises(InputError, match=r"another architecture: model.layers is 2 there and 3 here"),
     ):
-        checkpoints.restore(10, trainer.abstract_state(), architecture=other)
+        checkpoints.restore(10, trainer.abstract_state(), other)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -152,7 +158,7 @@ def reads_abandoned():
 @ignore_abandoned_reads
 @pytest.mark.usefixtures("reads_abandoned")
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_damage_to_any_file_is_reported_or_harmless(damage, config, trainer, folder, tmp_path):
+def test_damage_to_any_file_is_reported_or_harmless(damage, identity, trainer, folder, tmp_path):
     """After damage to any one file of the newest checkpoint, restoring reports the damage or gives the same state."""
     one = jax.make_mesh(
         (1,), ("data",), devices=jax.devices()[:1]
@@ -170,52 +176,52 @@ def test_damage_to_any_file_is_reported_or_harmless(damage, config, trainer, fol
         with jax.set_mesh(one), Checkpoints(copy, keep=3) as checkpoints:
             try:
                 assert checkpoints.choose(None) == 10
-                state, position = checkpoints.restore(10, abstract, architecture=architecture(config))
+                state, record, _ = checkpoints.restore(10, abstract, identity)
             except InputError as error:
                 messages.append(str(error))
             else:
                 assert_equal(state, expected)
-                assert position == POSITION
+                assert record.data == POSITION
         assert files_of(copy) == before, "something was deleted"
         shutil.rmtree(copy)
     assert len(messages) > 3
     for message in messages:
         assert f"the checkpoint of step 10, {copy / '10'}, is damaged (" in message
-        assert "run again with --checkpoint.step 5 to continue from there" in message
+        assert "run again with --resume 5 to continue from there" in message
 
 
 @ignore_abandoned_reads
 @pytest.mark.usefixtures("reads_abandoned")
-def test_a_missing_item_is_reported_as_damage(config, trainer, folder):
+def test_a_missing_item_is_reported_as_damage(identity, trainer, folder):
     shutil.rmtree(folder / "10" / "state")
     with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match=r"step 10, .* is damaged"):
-        checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
+        checkpoints.restore(10, trainer.abstract_state(), identity)
 
 
 @ignore_abandoned_reads
 @pytest.mark.usefixtures("reads_abandoned")
-def test_a_damaged_checkpoint_without_an_earlier_one_suggests_another_workdir(config, trainer, folder):
+def test_a_damaged_checkpoint_without_an_earlier_one_suggests_another_workdir(identity, trainer, folder):
     shutil.rmtree(folder / "5")
     shutil.rmtree(folder / "10" / "state")
     with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match="none before it: choose another"):
-        checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
+        checkpoints.restore(10, trainer.abstract_state(), identity)
 
 
-def test_readable_values_that_were_not_saved_are_reported_as_damage(config, trainer, tmp_path, monkeypatch):
+def test_readable_values_that_were_not_saved_are_reported_as_damage(identity, trainer, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         patch.setattr(checkpoint, "fingerprint", lambda state: fingerprint(state) | {"step": 1})
-        checkpoints.save(10, trainer.init(), data=POSITION, architecture=architecture(config))
+        checkpoints.save(10, trainer.init(), data=POSITION, tokens=0, identity=identity)
     with (
         Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints,
         pytest.raises(InputError, match=r"step 10, .* is damaged \(step is not what was saved\)"),
     ):
-        checkpoints.restore(10, trainer.abstract_state(), architecture=architecture(config))
+        checkpoints.restore(10, trainer.abstract_state(), identity)
 
 
-def test_later_checkpoints_are_moved_aside_and_kept(config, trainer, folder, tmp_path):
+def test_later_checkpoints_are_moved_aside_and_kept(identity, trainer, folder, tmp_path):
     for expected in ("10", "10-1"):
         with Checkpoints(folder, keep=3) as checkpoints:
             assert checkpoints.set_aside(5, tmp_path / "aside") == [10]
             assert checkpoints.steps() == [5]
-            checkpoints.save(10, trainer.init(), data=POSITION, architecture=architecture(config))
+            checkpoints.save(10, trainer.init(), data=POSITION, tokens=0, identity=identity)
         assert (tmp_path / "aside" / expected / "state").is_dir()

@@ -1,13 +1,21 @@
 """Tests of train/config.py: presets, the command line, and the input that is refused."""
 
 import dataclasses
+import json
 import re
+import resource
+import subprocess
+import sys
 
 import jax
 import pytest
 
-from models.transformer import check_fits
-from train.config import DEFAULT_PRESET, Config, InputError, check, load_preset, parse
+from models.config import check_fits
+from tests.train.launcher import SCRIPT
+from train.command import DEFAULT_PRESET, load_preset, parse
+from train.config import Config
+from train.config_check import check
+from train.errors import InputError
 
 PRESETS = sorted(path for path in DEFAULT_PRESET.parent.glob("*.py") if path.name != "__init__.py")
 
@@ -104,7 +112,7 @@ def test_a_preset_that_is_not_python_is_refused(tmp_path):
         ("--data.batch_size", 0, "data.batch_size must be at least 1"),
         ("--data.validation_fraction", 1.0, "data.validation_fraction must be at least 0 and below 1"),
         ("--data.validation_fraction", 0.0, "data.validation_fraction must be above 0 where eval.every is not 0"),
-        ("--optimizer.learning_rate", "nan", "optimizer.learning_rate must be at least 0: got nan"),
+        ("--optimizer.learning_rate", "nan", "optimizer.learning_rate must be at least 0 and finite: got nan"),
         ("--optimizer.b2", 1.0, "optimizer.b2 must be"),
         ("--optimizer.clip_norm", 0.0, "optimizer.clip_norm must be above 0"),
         ("--optimizer.decay_floor", 1.5, "optimizer.decay_floor must be 0 to 1"),
@@ -112,6 +120,19 @@ def test_a_preset_that_is_not_python_is_refused(tmp_path):
         ("--eval.sample_tokens", 256, "eval.sample_tokens must be below data.sequence_length"),
         ("--eval.temperature", 0.0, "eval.temperature must be above 0"),
         ("--report.every", 0, "report.every must be at least 1"),
+        ("--steps", 3_000_000_000, "steps must be at most 2147483647: got 3000000000"),
+        ("--optimizer.warmup_steps", 3_000_000_000, "optimizer.warmup_steps must be at most 2147483647"),
+        ("--model.rope_theta", -1.0, "model.rope_theta must be above 0: got -1.0"),
+        ("--model.rope_theta", "inf", "model.rope_theta must be above 0 and finite: got inf"),
+        ("--model.norm_epsilon", 0.0, "model.norm_epsilon must be above 0: got 0.0"),
+        ("--optimizer.ema_decay", 1.0, "optimizer.ema_decay must be at least 0 and below 1: got 1.0"),
+        ("--optimizer.master_copies", True, "must be False where model.param_dtype=float32, which needs no copies"),
+        ("--skip.spike_factor", 0.5, "skip.spike_factor must be 0, or above 1: got 0.5"),
+        ("--data.separator", 256, "data.separator must be a token below model.vocab_size=256: got 256"),
+        ("--resume", "yesterday", "--resume must be latest, none, or the step of a checkpoint: got yesterday"),
+        ("--workdir", "", "workdir must be a folder: got ''"),
+        ("--workdir", "gs://bucket/run", "workdir must be a path of this machine: got gs://bucket/run"),
+        ("--data.path", "s3://bucket/a.bin", "data.path must be a path of this machine: got s3://bucket/a.bin"),
     ],
 )
 def test_a_value_out_of_range_is_refused(option, value, message):
@@ -124,6 +145,40 @@ def test_parsing_asks_for_no_device(preset, monkeypatch):
     for name in ("devices", "local_devices", "device_count", "default_backend"):
         monkeypatch.setattr(jax, name, lambda *_, name=name: pytest.fail(f"parse called jax.{name}"))
     parse([str(preset())])
+
+
+def run_script(*options: str) -> tuple[subprocess.CompletedProcess, float]:
+    """Runs the script in a process of its own; returns its result and the processor time that it took, in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("options", [["--nope"], ["--steps", "0"], ["--workdir", "gs://bucket/run"]], ids=str)
+def test_a_mistake_is_reported_within_a_second(options):
+    done, seconds = run_script(*options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert seconds < 1
+
+
+def test_print_config_prints_what_a_preset_and_the_options_give():
+    done, _ = run_script("--print-config", "--steps", "7", "--mesh.model", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    fields = json.loads(done.stdout)
+    assert (fields["steps"], fields["mesh"]["model"], fields["model"]["layers"]) == (7, 2, 4)
+
+
+def test_the_help_of_one_section_is_shown_alone(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(["--help", "optimizer"])
+    shown = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    assert "--optimizer.ema_decay" in shown
+    assert "--model.layers" not in shown
+    with pytest.raises(InputError, match=r"--help takes one of the sections mesh, model, data, .*: got models"):
+        parse(["--help", "models"])
 
 
 def _fields(config: Config):

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from train.config import InputError, MeshConfig
-from train.corpus import open_corpus
+from train.config import MeshConfig
+from train.corpus import open_corpora
 from train.data import TrainingBatches, split
+from train.errors import InputError
 from train.mesh import infer_sizes, make_mesh, sequence_order
 from train.run import main
 from train.sample import generate
@@ -22,7 +23,7 @@ def on(config, **mesh):
 def losses(config, trainer_of, steps=20):
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        training, _ = split(open_corpus(config.data, vocab_size=128), config)
+        training, _ = split(open_corpora(config.data, vocab_size=128), config)
         batches, trainer = TrainingBatches(training, config, mesh), trainer_of(config, mesh)
         state, history = trainer.init(), []
         for _ in range(steps):
@@ -47,7 +48,7 @@ def test_a_batch_is_laid_out_in_the_order_of_the_mesh(config):
     config = on(config, data=2, context=4)
     mesh = make_mesh(config.mesh)
     assert dict(mesh.shape) == {"data": 2, "context": 4, "model": 1}
-    training, _ = split(open_corpus(config.data, vocab_size=128), config)
+    training, _ = split(open_corpora(config.data, vocab_size=128), config)
     tokens, targets = next(TrainingBatches(training, config, mesh))
     assert tokens.sharding.spec == jax.P("data", "context")
     back = np.argsort(sequence_order(mesh, config.mesh, 16))

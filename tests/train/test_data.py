@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.config import InputError
-from train.corpus import Corpus, open_corpus
-from train.data import TrainingBatches, ValidationBatches, Windows, share_of_batch, split
+from train.corpus import Corpus, open_corpora
+from train.data import TrainingBatches, ValidationBatches, Windows, segment_ids, share_of_batch, split
+from train.errors import InputError
 
 
 @given(size=st.integers(0, 200), length=st.integers(1, 50))
@@ -32,7 +32,8 @@ def config(config, replace):
 
 @pytest.fixture
 def windows(config):
-    return split(open_corpus(config.data, vocab_size=128), config)
+    training, validation = split(open_corpora(config.data, vocab_size=128), config)
+    return training["data"], validation["data"]
 
 
 def take(batches, count):
@@ -40,7 +41,7 @@ def take(batches, count):
 
 
 def test_targets_are_the_next_tokens_and_sharded_over_data(config, mesh, windows):
-    tokens, targets = next(TrainingBatches(windows[0], config, mesh))
+    tokens, targets = next(TrainingBatches({"data": windows[0]}, config, mesh))
     np.testing.assert_array_equal(np.asarray(tokens)[:, 1:], np.asarray(targets)[:, :-1])
     assert tokens.shape == (4, 16)
     assert tokens.dtype == targets.dtype == np.int32
@@ -48,16 +49,17 @@ def test_targets_are_the_next_tokens_and_sharded_over_data(config, mesh, windows
 
 
 def test_the_seed_alone_determines_the_order(config, mesh, windows):
-    first, again = (take(TrainingBatches(windows[0], config, mesh), 5) for _ in range(2))
+    first, again = (take(TrainingBatches({"data": windows[0]}, config, mesh), 5) for _ in range(2))
     np.testing.assert_array_equal(first, again)
-    other = take(TrainingBatches(windows[0], dataclasses.replace(config, seed=1), mesh), 5)
+    other = take(TrainingBatches({"data": windows[0]}, dataclasses.replace(config, seed=1), mesh), 5)
     assert not np.array_equal(first, other)
 
 
 def test_the_order_does_not_depend_on_the_mesh(config, mesh, windows):
     other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     np.testing.assert_array_equal(
-        take(TrainingBatches(windows[0], config, mesh), 5), take(TrainingBatches(windows[0], config, other), 5)
+        take(TrainingBatches({"data": windows[0]}, config, mesh), 5),
+        take(TrainingBatches({"data": windows[0]}, config, other), 5),
     )
 
 
@@ -81,7 +83,7 @@ def test_each_process_loads_the_rows_that_its_devices_hold(data, model, processe
 
 def test_each_epoch_has_every_window_once_in_its_own_order(config, mesh):
     windows = Windows(np.arange(16 * 8 + 1, dtype=np.uint16), 16)  # 8 windows: two batches an epoch
-    batches = TrainingBatches(windows, config, mesh)
+    batches = TrainingBatches({"data": windows}, config, mesh)
     epochs = [[int(row[0]) // 16 for batch in take(batches, 2) for row in batch] for _ in range(6)]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
@@ -89,11 +91,11 @@ def test_each_epoch_has_every_window_once_in_its_own_order(config, mesh):
 
 @pytest.mark.parametrize("before", [0, 1, 7, 400])
 def test_batches_continue_from_a_saved_position(before, config, mesh, windows):
-    batches = TrainingBatches(windows[0], config, mesh)
+    batches = TrainingBatches({"data": windows[0]}, config, mesh)
     take(batches, before)
     state = json.loads(json.dumps(batches.get_state()))
     expected = take(batches, 3)
-    continued = TrainingBatches(windows[0], config, mesh)
+    continued = TrainingBatches({"data": windows[0]}, config, mesh)
     continued.set_state(state)
     np.testing.assert_array_equal(take(continued, 3), expected)
 
@@ -104,7 +106,7 @@ def test_validation_is_the_end_of_the_tokens_and_the_same_each_time(config, mesh
     first, again = ([np.asarray(tokens) for tokens, _ in validation] for _ in range(2))
     np.testing.assert_array_equal(first, again)
     np.testing.assert_array_equal(first[0][0], windows[1][0][:-1])
-    everything = open_corpus(config.data, vocab_size=128).tokens
+    everything = open_corpora(config.data, vocab_size=128)["data"].tokens
     assert windows[0].tokens.size + windows[1].tokens.size == everything.size
     np.testing.assert_array_equal(windows[1].tokens, everything[-windows[1].tokens.size :])
 
@@ -117,7 +119,7 @@ def test_validation_takes_all_batches_if_there_are_too_few(config, mesh, replace
 
 def test_data_that_is_too_short_is_refused(config, replace):
     def corpus(size):
-        return Corpus("here", np.zeros(size, np.uint8), is_text=True)
+        return {"data": Corpus("here", np.zeros(size, np.uint8), is_text=True)}
 
     with pytest.raises(InputError, match=r"one sequence of data.sequence_length \+ 1 = 17 tokens: here has 16"):
         split(corpus(16), config)
@@ -126,3 +128,32 @@ def test_data_that_is_too_short_is_refused(config, replace):
     with pytest.raises(InputError, match=r"one batch of data.batch_size=4 sequences: it has 1"):
         split(corpus(400), config)
     split(corpus(400), replace(config, eval={"every": 0}))
+
+
+def test_a_batch_of_another_size_continues_the_same_sequences(config, mesh, windows, replace):
+    whole = np.concatenate(take(TrainingBatches({"data": windows[0]}, config, mesh), 6))
+    first, second = (
+        TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": size}), mesh) for size in (4, 8)
+    )
+    begun = take(first, 2)
+    second.set_state(first.get_state())
+    np.testing.assert_array_equal(np.concatenate([*begun, *take(second, 2)]), whole)
+
+
+def test_a_batch_size_that_does_not_divide_the_position_is_refused(config, mesh, windows, replace):
+    batches = TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": 8}), mesh)
+    with pytest.raises(InputError, match=r"data.batch_size=8 cannot continue after 12 sequences"):
+        batches.set_state({"sequences": 12})
+
+
+def test_several_sources_are_mixed_by_their_weights(config, mesh, replace):
+    sources = {name: Windows(np.full(17 * 64, value, np.uint8), 16) for name, value in (("a", 1), ("b", 2))}
+    config = replace(config, data={"sources": (("a", "", 3.0), ("b", "", 1.0))})
+    taken = np.concatenate(take(TrainingBatches(sources, config, mesh), 10))[:, 0]
+    assert (taken == 1).sum() == 30
+    assert (taken == 2).sum() == 10
+
+
+def test_segment_ids_count_the_documents_that_have_ended():
+    tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [5, 5, 5, 5, 5, 5, 5]])
+    np.testing.assert_array_equal(segment_ids(tokens, 0), [[0, 0, 1, 1, 1, 2, 3], [0] * 7])

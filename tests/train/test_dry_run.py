@@ -12,8 +12,9 @@ from flaxasync import check
 from flaxasync.ops.trust import is_assumed
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train import dry_run as dry_run_module
-from train.config import InputError, load_preset
+from train.command import load_preset
 from train.dry_run_report import GIB
+from train.errors import InputError
 from train.mesh import make_mesh
 from train.model_flops import model_flops_per_token
 from train.run import main

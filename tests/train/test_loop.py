@@ -10,12 +10,19 @@ import pytest
 
 from train import metrics as metrics_module
 from train.checkpoint import Checkpoints
-from train.corpus import open_corpus
-from train.data import TrainingBatches, ValidationBatches, split
+from train.corpus import open_corpora
+from train.data import TrainingBatches, split
+from train.errors import DivergedError
+from train.evaluation import Evaluation
+from train.events import Events
 from train.loop import Loop
-from train.metrics import DivergedError, Recorder
+from train.metrics import Recorder
+from train.pace import Pace
+from train.profiler import Profiler
+from train.record import identify_run
+from train.saver import Saver
 from train.signals import StopRequest
-from train.workdir import architecture
+from train.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -23,20 +30,39 @@ def make_loop(mesh, trainer_of, tmp_path):
     with contextlib.ExitStack() as stack:
 
         def make(config, sink=None):
-            training, validation = split(open_corpus(config.data, vocab_size=128), config)
-            trainer = trainer_of(config, mesh)
+            training, validation = split(open_corpora(config.data, vocab_size=128), config)
+            trainer, identity = trainer_of(config, mesh), identify_run(config, {})
+            batches = TrainingBatches(training, config, mesh)
+            checkpoints = stack.enter_context(Checkpoints(tmp_path / "checkpoints", keep=9))
+            recorder = Recorder([sink] if sink else [], Pace(tokens_per_step=64))
+            events, watchdog = Events(None), Watchdog(0, tmp_path / "stacks.txt")
             return Loop(
                 config,
                 trainer,
                 trainer.compile_train_step(),
-                TrainingBatches(training, config, mesh),
-                ValidationBatches(validation, config, mesh),
-                stack.enter_context(Checkpoints(tmp_path / "checkpoints", keep=9)),
-                Recorder([sink] if sink else [], tokens_per_step=64),
+                trainer.compile_eval_step() if config.eval.every else None,
+                batches,
+                Evaluation(validation, config, mesh),
+                Saver(config, checkpoints, batches, recorder, events, identity, watchdog, warn=pytest.fail),
+                recorder,
                 stack.enter_context(StopRequest(shared=False)),
+                watchdog,
+                Profiler(config.profile, tmp_path / "profile"),
+                events,
             )
 
         yield make
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """A function that returns the steps of the checkpoints of all loops of a test."""
+
+    def steps():
+        with Checkpoints.to_read(tmp_path / "checkpoints") as checkpoints:
+            return checkpoints.steps()
+
+    return steps
 
 
 class Sink:
@@ -57,14 +83,14 @@ class Sink:
         pass
 
 
-def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_intervals(config, make_loop):
+def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_intervals(config, make_loop, steps):
     sink = Sink()
     loop = make_loop(dataclasses.replace(config, steps=12), sink)
     state, step = loop.run(loop.trainer.init(), start=0)
     assert step == int(state.step) == 12
     assert [line["step"] for line in sink.lines] == list(range(1, 13))
     assert [line["step"] for line in sink.lines if "validation_loss" in line] == [10, 12]
-    assert loop.checkpoints.steps() == [5, 10, 12]
+    assert steps() == [5, 10, 12]
 
 
 def test_a_report_fetches_the_interval_before_the_last_one(config, make_loop, monkeypatch, replace):
@@ -138,28 +164,30 @@ def test_a_host_that_waits_is_detected(waits, until, config, make_loop, replace)
     assert not runs_ahead(loop, waiting_step if waits else loop.train_step, until=until, seconds=0.5)
 
 
-def test_a_stop_saves_the_current_step(config, make_loop):
+def test_a_stop_saves_the_current_step(config, make_loop, steps):
     loop = make_loop(config, Sink(on_write=lambda lines: loop.stop._note(15, None)))
     _, step = loop.run(loop.trainer.init(), start=0)
     assert step == 4, "the first report, which has the steps up to 2, comes in step 4"
-    assert loop.checkpoints.steps() == [4]
+    assert steps() == [4]
 
 
-def test_a_run_continues_with_the_same_losses(config, make_loop):
+def test_a_run_continues_with_the_same_losses(config, make_loop, tmp_path):
     whole, second = Sink(), Sink()
     loop = make_loop(dataclasses.replace(config, steps=10), whole)
     loop.run(loop.trainer.init(), start=0)
-    loop.checkpoints.set_aside(5, loop.checkpoints.folder.parent / "aside")
+    with Checkpoints(tmp_path / "checkpoints", keep=9) as checkpoints:
+        checkpoints.set_aside(5, tmp_path / "aside")
+        identity = identify_run(config, {})
+        state, record, _ = checkpoints.restore(5, loop.trainer.abstract_state(), identity)
     again = make_loop(dataclasses.replace(config, steps=10), second)
-    state, position = again.checkpoints.restore(5, again.trainer.abstract_state(), architecture=architecture(config))
-    again.batches.set_state(position)
+    again.batches.set_state(record.data)
     again.run(state, start=5)
     assert [(line["step"], line["loss"]) for line in second.lines] == [
         (line["step"], line["loss"]) for line in whole.lines[5:]
     ]
 
 
-def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace):
+def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace, steps):
     loop = make_loop(replace(config, checkpoint={"every": 1}), sink := Sink())
     done = []
 
@@ -173,5 +201,5 @@ def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace):
     with pytest.raises(DivergedError) as error:
         dataclasses.replace(loop, train_step=spoil).run(loop.trainer.init(), start=0)
     assert error.value.step == 4
-    assert loop.checkpoints.choose(None) == 3
+    assert steps() == [1, 2, 3]
     assert [line["step"] for line in sink.lines] == [1, 2, 3, 4]

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flaxasync as fa
-from train.config import InputError, MeshConfig
+from train.config import MeshConfig
 from train.dry_run import _topology_mesh
+from train.errors import InputError
 from train.mesh import check_fits_mesh, infer_sizes, make_mesh
 
 

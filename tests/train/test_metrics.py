@@ -1,17 +1,20 @@
 """Tests of train/metrics.py: each step has one line whatever happened, and every line is valid JSON."""
 
 import json
+import math
 import struct
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from train import metrics as metrics_module
-from train.metrics import DivergedError, MetricsFile, Recorder, TensorBoard, drop_lines_after, read_lines
+from train import pace as pace_module
+from train.errors import DivergedError
+from train.metrics import Recorder
+from train.metrics_file import MetricsFile
+from train.pace import Pace
+from train.tensorboard import TensorBoard
 
 
 class Sink:
@@ -28,50 +31,17 @@ class Sink:
         self.closed = True
 
 
-def fill(path, steps):
-    path.write_text("".join(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in steps))
-
-
-@given(done=st.integers(0, 30), restored=st.integers(0, 30), cut=st.integers(0, 25))
-def test_each_step_has_one_line_after_a_restart(done, restored, cut, tmp_path_factory):
-    """One process is killed while it writes the file, then another one continues from a checkpoint."""
-    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
-    fill(path, range(1, done + 1))
-    if cut:
-        path.write_bytes(path.read_bytes()[:-cut])
-    whole = len(list(read_lines(path)))
-    restored = min(restored, whole)
-    file = MetricsFile(path, start=restored)
-    file.write([{"step": step, "loss": 1.0 / step} for step in range(restored + 1, 41)])
-    file.close()
-    assert list(read_lines(path)) == [{"step": step, "loss": 1.0 / step} for step in range(1, 41)]
-
-
-def test_an_invalid_line_ends_the_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for broken in ('{"step": 3, "loss', '{"step": 3}', "garbage\n", "[1]\n", '{"loss": 1}\n', "\0\0\0\n"):
-        fill(path, [1, 2])
-        with open(path, "a") as file:
-            file.write(broken)
-        drop_lines_after(path, 100)
-        assert [line["step"] for line in read_lines(path)] == [1, 2], broken
-        assert path.read_text().endswith("\n")
-
-
-def test_dropping_lines_leaves_no_temporary_file(tmp_path):
-    fill(tmp_path / "metrics.jsonl", [1, 2, 3])
-    drop_lines_after(tmp_path / "metrics.jsonl", 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
 def test_a_line_has_all_metrics_of_its_step():
     sink = Sink()
-    recorder = Recorder([sink], tokens_per_step=64)
+    recorder = Recorder([sink], Pace(tokens_per_step=64))
     recorder.add(3, loss=jnp.float32(2.5), grad_norm=jnp.float32(0.1), learning_rate=jnp.float32(1e-3))
     recorder.add(3, validation_loss=jnp.float32(2.75))
     recorder.report(3)
     (line,) = sink.lines
     assert line.pop("tokens_per_second") > 0
+    assert line.pop("step_seconds") > 0
+    assert line.pop("data_wait_share") == 0
+    assert 0 <= line.pop("goodput") <= 1
     assert 0 <= line.pop("host_wait_share") <= 1
     assert line == {
         "step": 3,
@@ -79,6 +49,7 @@ def test_a_line_has_all_metrics_of_its_step():
         "grad_norm": float(jnp.float32(0.1)),
         "learning_rate": float(jnp.float32(1e-3)),
         "validation_loss": 2.75,
+        "validation_perplexity": math.exp(2.75),
         "tokens": 192,
     }
     assert jnp.float32(json.loads(json.dumps(line))["grad_norm"]) == jnp.float32(0.1), (
@@ -95,6 +66,8 @@ def test_every_report_has_the_speed_and_the_wait_of_its_own_interval(monkeypatch
         def perf_counter(self):
             return self.now
 
+        time = perf_counter
+
     class Late:
         """A loss that the devices need three seconds for."""
 
@@ -103,8 +76,8 @@ def test_every_report_has_the_speed_and_the_wait_of_its_own_interval(monkeypatch
             return np.float32(1)
 
     clock, sink = Clock(), Sink()
-    monkeypatch.setattr(metrics_module, "time", clock)
-    recorder = Recorder([sink], tokens_per_step=60)
+    monkeypatch.setattr(pace_module, "time", clock)
+    recorder = Recorder([sink], Pace(tokens_per_step=60))
     clock.now += 1
     recorder.add(1, loss=Late())
     recorder.report(1)
@@ -112,7 +85,7 @@ def test_every_report_has_the_speed_and_the_wait_of_its_own_interval(monkeypatch
     recorder.add(2, loss=jnp.float32(1))
     recorder.report(2)
     clock.now += 1
-    with recorder.waiting():  # as when a checkpoint is copied
+    with recorder.pace.saving():  # as when a checkpoint is copied
         clock.now += 1
     recorder.add(3, loss=jnp.float32(1))
     recorder.add(4, loss=jnp.float32(1))
@@ -127,7 +100,7 @@ def test_a_report_does_not_wait_for_later_steps():
             raise AssertionError("waited for a later step")
 
     sink = Sink()
-    recorder = Recorder([sink], tokens_per_step=1)
+    recorder = Recorder([sink], Pace(tokens_per_step=1))
     recorder.add(1, loss=jnp.float32(1))
     recorder.add(2, loss=Unfinished())
     recorder.report(1)
@@ -139,7 +112,7 @@ def test_a_report_does_not_wait_for_later_steps():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_stops_with_its_step_and_stays_valid_json(name, value, tmp_path):
     file, sink = MetricsFile(tmp_path / "metrics.jsonl", start=0), Sink()
-    recorder = Recorder([file, sink], tokens_per_step=1)
+    recorder = Recorder([file, sink], Pace(tokens_per_step=1))
     for step in range(1, 6):
         metrics = {"loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
         recorder.add(step, **(metrics | {name: jnp.float32(value)} if step == 3 else metrics))

@@ -23,8 +23,19 @@ def test_a_report_is_one_line(capsys, monkeypatch):
 
 
 def test_a_validation_has_its_own_line(capsys):
-    PlainProgress(start=0, steps=40).write([{**LINE, "step": 10, "validation_loss": 2.5}, LINE])
-    assert capsys.readouterr().out.splitlines()[0] == "step 10: validation loss 2.5000 nats per token"
+    values = {"validation_loss": 2.5, "validation_perplexity": 12.1825, "code_loss": None, "code_perplexity": None}
+    PlainProgress(start=0, steps=40).write([{**LINE, "step": 10, **values}, LINE])
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "step 10: validation loss 2.5000 nats per token, perplexity 12.18; "
+        "code loss not finite nats per token, perplexity not finite"
+    )
+
+
+def test_a_skipped_update_has_its_own_line(capsys):
+    PlainProgress(start=0, steps=40).write([{**LINE, "step": 10, "skipped": 1}, {**LINE, "skipped": 0}])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 10: the update was skipped, loss 2.3457  grad norm 0.500")
+    assert second.startswith("step 20/40")
 
 
 def test_a_number_that_is_not_finite_is_named_so():

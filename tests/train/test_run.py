@@ -18,7 +18,7 @@ from train.workdir import Workdir
 @pytest.fixture
 def run(preset, capsys, monkeypatch, trainer_of):
     """Runs the script's `main` in this process, on its eight devices; returns (exit code, stdout, stderr)."""
-    monkeypatch.setattr("train.run.Trainer", trainer_of)
+    monkeypatch.setattr("train.lifecycle.Trainer", trainer_of)
 
     def call(*options: object) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -60,7 +60,17 @@ def test_a_run_completes_and_continues_with_more_steps(run, finished):
     assert "step 12/12  loss " in out
     assert "step 12: validation loss " in out
     names = {path.name for path in finished.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "tensorboard", "loss.png", "sample.txt", "checkpoints", ".lock"}
+    assert names == {
+        "config.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "loss.png",
+        "sample.txt",
+        "checkpoints",
+        ".lock",
+        "events.jsonl",
+        "program.txt.gz",
+    }
     assert [line["step"] for line in lines_of(finished)] == list(range(1, 13))
     assert json.loads((finished / "config.json").read_text())["steps"] == 12
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["12", "7"]
@@ -109,7 +119,7 @@ BAD_INPUT = [
     (("--data.path", "nowhere.txt"), "there is no nowhere.txt"),
     (("--data.sequence_length", 2**20), "data must hold one sequence"),
     (("--model.vocab_size", 64), "token ids must be below model.vocab_size=64"),
-    (("--checkpoint.step", 5), "checkpoint.step must be one that is in .*: got 5, there are none"),
+    (("--resume", 5), "--resume must be a step that is in .*: got 5, there are none"),
     (("--backend", "pallas"), "backend=pallas cannot serve this run: "),
     (("--steps", 0), "steps must be at least 1"),
 ]
@@ -128,7 +138,7 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, run, tmp_p
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def test_a_workdir_with_another_architecture_is_not_changed(run, finished, tmp_path):
@@ -155,12 +165,12 @@ def test_the_error_of_a_damaged_checkpoint_names_the_one_before_it(run, start, f
     assert re.match(
         r"error: the checkpoint of step 12, .*/checkpoints/12, is damaged \(.*\)\. Nothing was deleted", err
     )
-    assert "run again with --checkpoint.step 7" in err
+    assert "run again with --resume 7" in err
     assert err.count("\n") == 1
     assert "Traceback" not in err
     assert contents(finished) == before
 
-    code, out, err = run("--steps", 15, "--checkpoint.step", 7)
+    code, out, err = run("--steps", 15, "--resume", 7)
     assert (code, err) == (0, "")
     assert f"moved [12] to {finished / 'set_aside'}" in out
     assert (finished / "set_aside" / "12" / "state").is_dir()
@@ -186,7 +196,7 @@ def test_divergence_before_the_first_checkpoint_is_explained(run):
 
 
 def test_an_error_in_the_code_keeps_its_traceback(run, monkeypatch):
-    monkeypatch.setattr("train.run.split", lambda *arguments: 1 / 0)
+    monkeypatch.setattr("train.lifecycle.split", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("--steps", 3)
 
@@ -212,7 +222,7 @@ def stop(start, number: signal.Signals, code: int, *, after: int, work: Path) ->
 def test_a_stopped_run_continues_with_the_same_losses(start, run, finished, tmp_path):
     """A run is stopped by SIGTERM and then by Ctrl-C; a run that was not stopped has the same losses."""
     work = tmp_path / "stopped"
-    terminated = stop(start, signal.SIGTERM, 0, after=3, work=work)
+    terminated = stop(start, signal.SIGTERM, 75, after=3, work=work)
     interrupted = stop(start, signal.SIGINT, 130, after=terminated + 5, work=work)
     assert interrupted > terminated
     assert run("--steps", max(interrupted, 14), "--eval.every", 0)[0] == 0
@@ -224,7 +234,7 @@ def test_a_signal_while_it_starts_leaves_no_traceback(start):
     process.stdout.readline()  # the configuration; the model is built and compiled after it
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, err) == (75, "")
     assert "stopped by SIGTERM" in out
 
 

@@ -30,7 +30,7 @@ def test_near_temperature_zero_every_token_is_the_most_likely_one(config, traine
     window[:, : len(used)] = used
     forward = jax.jit(lambda params, window: trainer.model(params)(window))
     for position, token in enumerate(text, start=len(used)):
-        logits = np.asarray(forward(state.params, jax.device_put(window, trainer.abstract_batch().sharding)))
+        logits = np.asarray(forward(state.params, jax.device_put(window, trainer.abstract_batch()[0].sharding)))
         assert token == logits[0, position - 1].argmax()
         window[:, position] = token
 

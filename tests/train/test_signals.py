@@ -8,7 +8,9 @@ import pytest
 from train.signals import StopRequest
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
 def test_a_signal_is_recorded_and_determines_the_exit_code(number, code):
     before = signal.getsignal(number)
     with StopRequest(shared=False) as stop:
@@ -25,7 +27,7 @@ def test_the_first_signal_determines_the_exit_code():
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-        assert stop.exit_code == 0
+        assert stop.exit_code == 75
 
 
 def test_without_a_signal_the_exit_code_is_0():

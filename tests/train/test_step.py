@@ -86,12 +86,14 @@ def test_steps_are_repeatable_bit_by_bit(trainer, batch):
     jax.tree.map(np.testing.assert_array_equal, run(), run())
 
 
-def test_validation_adds_to_the_total(trainer, batch):
+def test_validation_adds_the_losses_and_their_number(trainer, batch):
     state = trainer.init()
-    once = trainer.eval_step(state.params, *batch, jnp.float32(0))
-    twice = trainer.eval_step(state.params, *batch, once)
-    np.testing.assert_allclose(float(twice), 2 * float(once), rtol=1e-6)
-    np.testing.assert_allclose(float(once), float(trainer.train_step(state, *batch)[1]["loss"]), rtol=1e-5)
+    once = trainer.eval_step(state.params, jnp.zeros(2), *batch)
+    twice = trainer.eval_step(state.params, once, *batch)
+    np.testing.assert_allclose(twice, 2 * once, rtol=1e-6)
+    assert once[1] == 8 * 16
+    loss = float(trainer.train_step(state, *batch)[1]["loss"])
+    np.testing.assert_allclose(float(once[0] / once[1]), loss, rtol=1e-5)
 
 
 def test_parameters_are_counted_once(config, trainer):

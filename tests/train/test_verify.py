@@ -11,9 +11,9 @@ from flaxasync.ops import trust
 from flaxasync.verify import programs
 from flaxasync.verify.supervisor import MachineError
 from flaxasync.verify.verdict import Result, Verdict
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from train import verify as verify_module
-from train.config import InputError
+from train.errors import InputError
 from train.verify import cases_of, may_have_tpus, verify_first
 
 MACHINE = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite", "devices": 8}

@@ -1,0 +1,186 @@
+"""A soak of train/run.py: the tiny preset under random faults for a long time, compared with a run without any.
+
+    python benchmarks/soak.py [--minutes 60] [--every 120] [--write docs/operations.md]
+
+One run is disturbed every `--every` seconds, on average, by `kill -9`, SIGTERM, SIGHUP or a disk that is full for a
+while, and is started again whenever its exit code asks for that. After `--minutes` it is stopped. A second run then
+trains as many steps without a fault. The losses of both must be equal bit by bit, every step must have one line, and
+the memory of the process must not grow. The full disk is a small tmpfs, which only root can mount; without it that
+fault is left out.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.table import print_table, write_between_markers
+
+SCRIPT = Path(__file__).resolve().parents[1] / "train" / "run.py"
+START_AGAIN = (74, 75, -signal.SIGKILL)
+DISK = "64m"
+FULL_SECONDS = (3.0, 30.0)  # how long the disk stays full
+STEPS = 1_000_000  # more than any soak reaches, so that the learning rate of a step does not depend on its length
+
+
+class Soak:
+    """The disturbed run."""
+
+    def __init__(self, disk: Path, can_fill: bool, seed: int, every: float):
+        self.work, self._disk, self._dice, self._every = disk / "run", disk, random.Random(seed), every
+        self._faults: list[Callable[[subprocess.Popen], None]] = [self._kill, self._terminate, self._hang_up]
+        if can_fill:
+            self._faults.append(self._fill_disk)
+        self.injected, self.codes = Counter[str](), Counter[int]()
+        self.memory: list[list[tuple[float, int]]] = []  # of each start: seconds since it began and resident bytes
+
+    def run(self, seconds: float) -> None:
+        """Disturbs the run for some time, and then stops it."""
+        until = time.monotonic() + seconds
+        process, fault_at = self._start(), time.monotonic() + self._dice.uniform(0.5, 1.5) * self._every
+        while time.monotonic() < until:
+            time.sleep(1)
+            if process.poll() is not None:
+                self._note_end(process)
+                process = self._start()
+            elif time.monotonic() >= fault_at:
+                self._dice.choice(self._faults)(process)
+                fault_at = time.monotonic() + self._dice.uniform(0.5, 1.5) * self._every
+            else:
+                with contextlib.suppress(OSError):
+                    self.memory[-1].append((time.monotonic() - self._began, resident_bytes(process.pid)))
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        self._note_end(process)
+
+    def _start(self) -> subprocess.Popen:
+        self._began = time.monotonic()
+        self.memory.append([])
+        return start(self.work, STEPS)
+
+    def _note_end(self, process: subprocess.Popen) -> None:
+        self.codes[process.returncode] += 1
+        if process.returncode not in START_AGAIN:
+            sys.exit(f"the run ended with exit code {process.returncode}, after which nobody starts it again")
+
+    def _kill(self, process: subprocess.Popen) -> None:
+        self._send(process, signal.SIGKILL)
+
+    def _terminate(self, process: subprocess.Popen) -> None:
+        self._send(process, signal.SIGTERM)
+
+    def _hang_up(self, process: subprocess.Popen) -> None:
+        self._send(process, signal.SIGHUP)
+
+    def _send(self, process: subprocess.Popen, number: signal.Signals) -> None:
+        self.injected[number.name] += 1
+        process.send_signal(number)
+
+    def _fill_disk(self, process: subprocess.Popen) -> None:
+        self.injected["full disk"] += 1
+        filler = self._disk / "filler"
+        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 4096)
+        time.sleep(self._dice.uniform(*FULL_SECONDS))
+        filler.unlink()
+
+
+def start(work: Path, steps: int, *options: str) -> subprocess.Popen:
+    command = [sys.executable, str(SCRIPT), "configs/tiny.py", "--workdir", str(work), "--steps", str(steps), *options]
+    quiet = ("--eval.every", "0", "--eval.sample_tokens", "0", "--checkpoint.every", "25")
+    return subprocess.Popen([*command, *quiet], cwd=SCRIPT.parents[1], stdout=subprocess.DEVNULL)
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def undisturbed(folder: Path, last: int) -> list[float]:
+    """Trains without a fault until the metrics have step `last`, and returns the losses up to it."""
+    process = start(folder / "undisturbed", STEPS, "--checkpoint.keep", "1")
+    while True:
+        time.sleep(2)
+        assert process.poll() is None, process.returncode
+        if len(found := losses(folder / "undisturbed")) >= last:
+            process.kill()
+            process.wait()
+            return found[:last]
+
+
+def losses(work: Path) -> list[float]:
+    """Returns the loss of each step; every step must have exactly one line."""
+    path = work / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+@contextlib.contextmanager
+def small_disk() -> Iterator[tuple[Path, bool]]:
+    """Makes a folder, if possible on a small disk of its own; yields it and whether it is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder], capture_output=True)
+        try:
+            yield Path(folder), mounted.returncode == 0
+        finally:
+            if mounted.returncode == 0:
+                subprocess.run(["umount", folder], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--every", type=float, default=120, help="mean seconds between faults")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a folder for the metrics and events of both runs")
+    parser.add_argument("--write", help="a document whose table is replaced")
+    options = parser.parse_args()
+    with small_disk() as (disk, can_fill), tempfile.TemporaryDirectory() as folder:
+        soak = Soak(disk, can_fill, options.seed, options.every)
+        soak.run(60 * options.minutes)
+        disturbed = losses(soak.work)
+        expected = undisturbed(Path(folder), len(disturbed))
+        if options.keep:
+            for work, name in ((soak.work, "disturbed"), (Path(folder) / "undisturbed", "undisturbed")):
+                (options.keep / name).mkdir(parents=True, exist_ok=True)
+                for file in filter(Path.is_file, work.iterdir()):
+                    shutil.copy(file, options.keep / name)
+    equal = sum(a == b for a, b in zip(disturbed, expected, strict=True))
+    longest = max(soak.memory, key=len)
+    settled = [size for at, size in longest if at > longest[-1][0] / 3]
+    half = len(settled) // 2
+    early, late = (statistics.median(part) / 2**20 for part in (settled[:half], settled[half:]))
+    faults = ", ".join(f"{count} x {name}" for name, count in sorted(soak.injected.items()))
+    codes = ", ".join(f"{count} x {code}" for code, count in sorted(soak.codes.items()))
+    rows = [
+        ["duration", f"{options.minutes:g} min, a fault every {options.every:g} s on average"],
+        ["faults", faults],
+        ["exit codes", codes],
+        ["steps", f"{len(disturbed):,}, each with one line"],
+        ["losses that equal those of an undisturbed run, bit by bit", f"{equal:,} of {len(disturbed):,}"],
+        [
+            f"memory of the longest start ({longest[-1][0]:.0f} s), median of its second and of its last third",
+            f"{early:,.0f} MiB and {late:,.0f} MiB",
+        ],
+    ]
+    table = print_table(["", "measured"], rows)
+    if options.write:
+        write_between_markers(options.write, "soak", table)
+    sys.exit(0 if equal == len(disturbed) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Tests of train/report.py: the page has the figures of the run, needs no network, and works in a real browser."""
+
+import gzip
+import json
+import re
+
+import pytest
+
+from tests.train import browser
+from train import report
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A run with a restart, a skipped update, two validations and a sample with markup."""
+    folder = tmp_path / "first_run"
+    folder.mkdir()
+    lines = [
+        {
+            "step": step,
+            "loss": 5 - step / 100,
+            "grad_norm": 1.0,
+            "tokens": step * 64,
+            "tokens_per_second": 1000.0 + step,
+        }
+        | {"step_seconds": 0.064, "goodput": 0.9, "skipped": int(step == 60)}
+        | ({"validation_loss": 4.5 - step / 100, "validation_perplexity": 90.0} if step % 50 == 0 else {})
+        for step in range(1, 101)
+    ]
+    start = {"event": "start", "time": "2026-01-01T00:00:00", "unix": 0.0, "devices": [8, "cpu"], "step": 0}
+    events = [
+        start,
+        {"event": "compiled", "unix": 4.0, "seconds": 3.0, "memory_bytes": {"argument": 3 << 20}},
+        {"event": "checkpoint", "step": 50, "unix": 30.0},
+        {"event": "stop", "step": 55, "signal": "SIGTERM", "unix": 33.0},
+        start | {"step": 55, "unix": 40.0, "changes": ["steps was 80 and is 100"]},
+        {"event": "skipped", "step": 60, "loss": None, "unix": 50.0},
+        {"event": "complete", "step": 100, "unix": 120.0},
+    ]
+    for name, content in (("metrics.jsonl", lines), ("events.jsonl", events)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in content))
+    (folder / "config.json").write_text(json.dumps({"steps": 100, "model": {"layers": 2}}))
+    (folder / "sample.txt").write_text("</script><b>not markup</b>")
+    (folder / "program.txt.gz").write_bytes(gzip.compress(b"HloModule m"))
+    return folder
+
+
+def test_the_figures_of_a_run(workdir):
+    run = report.read_run(workdir)
+    assert run["figures"] == {
+        "steps": "100 of 100",
+        "loss": "4.0000",
+        "validation loss": "3.5000",
+        "starts": "2",
+        "skipped updates": "1",
+        "storage errors": "0",
+        "tokens": "6,400",
+        "tokens per second (median)": "1,050",
+        "seconds per step (median)": "0.064",
+        "goodput": "90.0%",
+        "wall time": "2.0 min",
+        "state": "complete",
+    }
+    assert run["series"]["validation_loss"] == [[50, 4.0], [100, 3.5]]
+    assert run["memory"] == {"argument": 3 << 20}
+    assert "compiled for cpu" in run["audit"]
+
+
+def test_a_long_curve_keeps_its_spikes():
+    points = [[step, 1.0] for step in range(1, 50_001)]
+    points[31_415][1] = 99.0
+    thin = report._thin(points)
+    assert len(thin) <= report.MOST_POINTS
+    assert [31_416, 99.0] in thin
+
+
+def test_the_page_is_one_file_that_loads_nothing(workdir, capsys):
+    assert report.main([str(workdir)]) == 0
+    page = (workdir / "report.html").read_text()
+    assert capsys.readouterr().out == f"{workdir / 'report.html'}\n"
+    assert report.MARK not in page
+    assert not re.search(r"""(src|href)\s*=|url\(|@import|fetch\(|import\(""", page)
+    assert page.count("</script>") == 1, "the sample must not end the script"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert report.main([str(tmp_path)]) == 2
+    assert f"there is no {tmp_path}/metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not browser.is_installed(), reason="needs chromium and chromedriver; .ci/run installs them")
+def test_the_page_in_a_browser(workdir, tmp_path):
+    second = tmp_path / "second_run"
+    second.mkdir()
+    (second / "metrics.jsonl").write_text('{"step": 1, "loss": 6.0}\n{"step": 90, "loss": 3.0}\n')
+    page = tmp_path / "report.html"
+    assert report.main([str(workdir), str(second), "--out", str(page)]) == 0
+    with browser.open_browser(tmp_path / "profile") as chromium:
+        for width in (420, 1280):
+            chromium.open(page, width=max(width, 500))
+            texts = chromium.evaluate("return document.body.innerText")
+            for figure in ("4.0000", "3.5000", "100 of 100", "90.0%", "SIGTERM", "steps was 80 and is 100", "3.0 MiB"):
+                assert figure in texts, figure
+            assert "</script><b>not markup</b>" in texts
+            overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            assert chromium.evaluate(overflow) <= 0, "the page is wider than the window"
+            metrics = "return [...document.querySelectorAll('.chart')].map(chart => chart.dataset.metric)"
+            assert chromium.evaluate(metrics)[:2] == ["loss", "validation_loss"]
+            curves = "return document.querySelectorAll('[data-metric=loss] path').length"
+            assert chromium.evaluate(curves) == 2, "one curve for each run"
+            marks = "return document.querySelectorAll('[data-metric=loss] :is(line.start, line.skipped)').length"
+            assert chromium.evaluate(marks) == 2
+            x, y = chromium.evaluate(
+                "const chart = document.querySelector('[data-metric=loss] svg'); chart.scrollIntoView();"
+                "const box = chart.getBoundingClientRect(); return [box.right - 3 * box.width / 480 - 8, box.top + 40]"
+            )
+            chromium.move_pointer(x, y)
+            tip = chromium.evaluate("return document.querySelector('[data-metric=loss] .tip').innerText")
+            assert tip.splitlines()[1] == "step 90: 3"
+            assert re.match(r"step (9\d|100): 4", tip), tip

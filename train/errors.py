@@ -1,0 +1,64 @@
+"""How a run can end: the exit codes that a supervisor acts on, and the errors that end a run with one of them.
+
+A supervisor starts the run again after RESTART and STORAGE, and leaves it alone after every other code; see
+docs/operations.md. Codes 74 and 75 are EX_IOERR and EX_TEMPFAIL of sysexits.h.
+"""
+
+COMPLETE = 0
+"""All steps are done, or there was nothing to do."""
+BAD_INPUT = 2
+"""The command line, the data or the workdir cannot be used as they are; no checkpoint was changed."""
+DIVERGED = 3
+"""The loss or the gradient is not finite, so that repeating the same steps does not help."""
+OUT_OF_MEMORY = 4
+"""The devices or the host have too little memory for this configuration."""
+STORAGE = 74
+"""The workdir cannot be written. All checkpoints that were complete before are intact."""
+RESTART = 75
+"""The run was stopped before its end, and continues from its newest checkpoint when it is started again."""
+INTERRUPTED = 130
+"""Ctrl-C stopped the run."""
+
+
+class RunError(Exception):
+    """An error that ends a run with one paragraph on standard error and an exit code, instead of a traceback."""
+
+    exit_code = 1
+
+
+class InputError(RunError, ValueError):
+    """A mistake that the person who starts the run can correct."""
+
+    exit_code = BAD_INPUT
+
+
+class DivergedError(RunError, ArithmeticError):
+    """A number of a step is not finite, or too many updates in a row were skipped."""
+
+    exit_code = DIVERGED
+
+    def __init__(self, step: int, cause: str, advice: str = ""):
+        super().__init__(f"{cause} at step {step}{advice}")
+        self.step, self.cause = step, cause
+
+    def explained(self, advice: str) -> "DivergedError":
+        """Returns the error with a message that ends with advice."""
+        return DivergedError(self.step, self.cause, advice)
+
+
+class OutOfMemoryError(RunError):
+    """An allocation on a device or on the host failed."""
+
+    exit_code = OUT_OF_MEMORY
+
+
+class StorageError(RunError, OSError):
+    """A checkpoint or the metrics could not be written, even after repeated attempts."""
+
+    exit_code = STORAGE
+
+
+class RestartError(RunError):
+    """The run cannot go on in this process, but can be continued by a new one."""
+
+    exit_code = RESTART

@@ -1,0 +1,158 @@
+"""Writes one HTML page about a run, or about several side by side: `python train/report.py WORKDIR ...`.
+
+The page is one file that has its data, its style and its program in it and loads nothing, so it can be sent to others.
+It shows the curves of metrics.jsonl with the value under the pointer, the events of events.jsonl, the configuration,
+the memory, the audit and the timeline of the compiled step, and the sample.
+"""
+
+import argparse
+import gzip
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flaxasync import check
+from flaxasync.hardware import chip_of_device
+from train.errors import BAD_INPUT, COMPLETE
+from train.events import read_events
+from train.files import write_atomically
+from train.metrics_file import read_metrics
+
+TEMPLATE = Path(__file__).with_name("report_page.html")
+MARK = "/*DATA*/null"  # what the template has in place of the data
+MOST_POINTS = 2000  # of a curve; of more points, the lowest and the highest of each stretch are kept
+_FIRST = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "step_seconds")
+_NOT_CURVES = frozenset({"step", "tokens"})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the page and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="train/report.py", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("workdirs", nargs="+", type=Path, metavar="WORKDIR", help="the workdir of a run")
+    parser.add_argument("--out", type=Path, help="the page; by default report.html in the first workdir")
+    options = parser.parse_args(arguments)
+    for workdir in options.workdirs:
+        if not (workdir / "metrics.jsonl").is_file():
+            print(f"error: WORKDIR must be the folder of a run: there is no {workdir}/metrics.jsonl", file=sys.stderr)
+            return BAD_INPUT
+    page = options.out or options.workdirs[0] / "report.html"
+    write_atomically(page, render([read_run(workdir) for workdir in options.workdirs]))
+    print(page)
+    return COMPLETE
+
+
+def render(runs: list[dict[str, Any]]) -> str:
+    """Returns the page of some runs, as `read_run` describes them."""
+    data = json.dumps(runs, allow_nan=False).replace("</", "<\\/")  # must not end the script that it is in
+    return TEMPLATE.read_text().replace(MARK, data)
+
+
+def read_run(workdir: Path) -> dict[str, Any]:
+    """Reads everything that the page shows of a run, as JSON data."""
+    lines, events = read_metrics(workdir / "metrics.jsonl"), read_events(workdir / "events.jsonl")
+    config = _read_json(workdir / "config.json")
+    compiled = [event for event in events if event["event"] == "compiled"]
+    audit, timeline = _read_program(workdir / "program.txt.gz", events)
+    return {
+        "name": workdir.resolve().name,
+        "figures": _figures(lines, events, config),
+        "series": _series(lines),
+        "events": [event for event in events if event["event"] != "checkpoint"],
+        "checkpoints": [event["step"] for event in events if event["event"] == "checkpoint"],
+        "config": config,
+        "memory": compiled[-1].get("memory_bytes", {}) if compiled else {},
+        "audit": audit,
+        "timeline": timeline,
+        "sample": _read_text(workdir / "sample.txt"),
+    }
+
+
+def _figures(lines: list[dict[str, Any]], events: list[dict[str, Any]], config: dict[str, Any]) -> dict[str, str]:
+    """Returns the figures at the top of the page, by their names."""
+    kinds = [event["event"] for event in events]
+    times = [event["unix"] for event in events if "unix" in event]
+    figures = {"steps": f"{lines[-1]['step'] if lines else 0:,} of {config.get('steps', 0):,}"}
+    for name, label in (("loss", "loss"), ("validation_loss", "validation loss")):
+        values = [line[name] for line in lines if line.get(name) is not None]
+        if values:
+            figures[label] = f"{values[-1]:.4f}"
+    figures["starts"] = str(kinds.count("start"))
+    figures["skipped updates"] = str(kinds.count("skipped"))
+    figures["storage errors"] = str(kinds.count("storage_error"))
+    if lines:
+        figures["tokens"] = f"{lines[-1].get('tokens') or 0:,}"
+    for name, label, form in (
+        ("tokens_per_second", "tokens per second", ",.0f"),
+        ("step_seconds", "seconds per step", ".4g"),
+        ("mfu", "MFU", ".1%"),
+    ):
+        values = [line[name] for line in lines if line.get(name) is not None]
+        if values:
+            figures[f"{label} (median)"] = format(statistics.median(values), form)
+    if lines and lines[-1].get("goodput") is not None:
+        figures["goodput"] = f"{lines[-1]['goodput']:.1%}"
+    if times:
+        figures["wall time"] = f"{(max(times) - min(times)) / 60:.1f} min"
+    figures["state"] = "complete" if kinds[-1:] == ["complete"] else "not complete"
+    return figures
+
+
+def _series(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """Returns the points [step, value] of each metric, those that people look at first being first."""
+    names = dict.fromkeys(name for line in lines for name in line if name not in _NOT_CURVES)
+    ordered = [*(name for name in _FIRST if name in names), *(name for name in names if name not in _FIRST)]
+    return {
+        name: _thin([[line["step"], line[name]] for line in lines if line.get(name) is not None]) for name in ordered
+    }
+
+
+def _thin(points: list[list[float]]) -> list[list[float]]:
+    """Keeps the lowest and the highest point of each stretch, so that no spike disappears."""
+    if len(points) <= MOST_POINTS:
+        return points
+    stretch = -(-2 * len(points) // MOST_POINTS)
+    kept = []
+    for start in range(0, len(points), stretch):
+        part = points[start : start + stretch]
+        ranked = sorted(part, key=lambda point: point[1])
+        kept += sorted([ranked[0], ranked[-1]])
+    return kept
+
+
+def _read_program(path: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
+    """Returns the audit and the timeline of the compiled step as text, or why there is none."""
+    try:
+        text = gzip.decompress(path.read_bytes()).decode()
+    except (OSError, EOFError, ValueError):
+        return "there is no compiled program in this workdir", ""
+    starts = [event for event in events if event["event"] == "start"]
+    kind = str(starts[-1].get("devices", [0, ""])[1]) if starts else ""
+    chip = chip_of_device(kind)
+    if chip is None:
+        return f"the step was compiled for {kind or 'unknown devices'}, whose transfers are not asynchronous", ""
+    try:
+        return str(check.audit(text)), str(check.timeline(text, chip.name))
+    except ValueError as error:  # HloError is one
+        return f"the compiled program cannot be audited: {error}", ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
