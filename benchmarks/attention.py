@@ -27,10 +27,9 @@ from jax.sharding import PartitionSpec as P
 from table import print_table, write_between_markers
 
 import flaxasync as fa
-from flaxasync.attention.flash_kernel import Flash
 from flaxasync.hardware import chip
-from flaxasync.ops.attention.blocks import Scores
-from flaxasync.ops.attention.layouts import Mask, Product
+from flaxasync.kernels.attention_block import Mask, Product, Scores
+from flaxasync.kernels.flash_attention import Flash
 
 R, HEAD_DIM = 8, 128
 TOPOLOGIES, LENGTHS = ("v5e:2x4", "v5p:2x2x2"), (32_768, 262_144)

@@ -11,7 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from flaxasync.ops.attention.layouts import LAYOUTS, Mask, Sequence, sequence_order
+from flaxasync.kernels.attention_block import Mask
+from flaxasync.ops.attention.layouts import LAYOUTS, Sequence, sequence_order
 from flaxasync.ring import gathered_owner
 
 BLOCKS = ["#3b6ea8", "#5d9a6b", "#d08a3e", "#9a5b8f"]  # one colour a device

@@ -72,7 +72,7 @@ class Ring:
     Attributes:
       axis_name: The mesh axis.
       transport: What moves a block. None stands for one collective operation instead of a ring.
-      directions: 1, or 2 to send one half-block each way, which halves the bytes of a hop on each link.
+      directions: 1, or 2 to send one half-block in each direction, which halves the bytes of a hop on each link.
       unroll: Turns in one loop body; see `staggered_loop`.
     """
 
@@ -281,18 +281,18 @@ def ring_reduce(
     def merge(arrived: jax.Array, addend: jax.Array) -> jax.Array:
         return (arrived.astype(addend.dtype) + addend).astype(dtype)
 
-    sums, _ = staggered_loop(
+    reduced, _ = staggered_loop(
         ring.transport,
         ring.axis_name,
         tuple(addend.astype(dtype) for addend in addends(0)),
         None,
-        lambda hop, sums, carry: (addends(hop + 1), carry),
+        lambda hop, blocks, carry: (addends(hop + 1), carry),
         shifts=block_shifts,
         hops=size - 1,
         merge=merge,
         unroll=ring.unroll,
     )
-    return sums[0] if len(sums) == 1 else lax.concatenate(sums, dimension=axis % sums[0].ndim)
+    return reduced[0] if len(reduced) == 1 else lax.concatenate(reduced, dimension=axis % reduced[0].ndim)
 
 
 def _tie(channels: list[Channel], states: list[State], values: Any) -> tuple[list[State], Any]:

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 import subprocess
 import sys
 import types
@@ -35,6 +36,14 @@ def test_every_public_name_is_there():
     assert set(fa.__all__) <= set(dir(fa))
     with pytest.raises(AttributeError, match="module 'flaxasync' has no attribute 'all_gather'"):
         fa.all_gather  # noqa: B018
+
+
+def test_no_submodule_has_a_public_name():
+    """Importing a submodule sets an attribute of the package, which would replace a function of the same name."""
+    submodules = {module.name for module in pkgutil.iter_modules(fa.__path__)}
+    assert "ring" in submodules
+    cannot_be_imported = {"ring_attention"}  # a former module, which raises
+    assert submodules & set(fa.__all__) - cannot_be_imported <= {"nn", "check"}
 
 
 def test_the_names_for_type_checkers_are_the_public_names():

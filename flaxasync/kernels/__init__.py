@@ -1,7 +1,14 @@
-"""Fused Pallas TPU kernels: Refs in, DMAs and matmuls inside, no policy. The ops above choose among them.
+"""Pallas TPU kernels: arrays in HBM in, transfers and matmuls inside, no policy. The ops above choose among them.
 
-Files: `gemm`, `all_gather`, `reduce` (reduce-scatter and all-reduce), each alone; `all_gather_matmul` (with `gather/`),
-`matmul_reduce_scatter` (with `reduce_walk` and `reduce_body`) and `gather_outer` (with `outer_walk` and `outer_body`),
-which multiply and move; `mesh/`, the same on two axes; `cut`, sides in tiles of which the last may be narrower;
-`tiles`, `row_tiles` and `neighbours`, what all of them check and need.
+| module | kernel |
+|---|---|
+| `gemm` | x @ w on one device |
+| `all_gather`, `reduce_scatter` (with `all_reduce`) | the collectives alone |
+| `all_gather_matmul` | all_gather(x) @ w |
+| `matmul_reduce_scatter` | reduce_scatter(x @ w) |
+| `weight_gradient` | all_gather(x).T @ dy, the weight gradient of `all_gather_matmul` |
+| `mesh_matmul` | a matmul on two mesh axes |
+| `flash_attention` | attention between one block of queries and one block of keys, as `attention_block` defines it |
+
+All of them but the last are built from `engine`.
 """

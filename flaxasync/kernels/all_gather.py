@@ -5,12 +5,11 @@ way, in half of the time. See `engine.gather`. The own block is copied while the
 """
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.operands import check_operand, output, sublanes
-from flaxasync.kernels.engine.refs import HBM, Ref
+from flaxasync.kernels.engine.refs import Ref
 from flaxasync.kernels.engine.ring import Ring, check_ring, choose_directions, half_blocks
 
 CALLER = "all_gather"
@@ -51,18 +50,16 @@ def all_gather(
             gather.finish()
 
     moved = x.size * x.dtype.itemsize
-    return pl.pallas_call(
+    (gathered,) = call(
         body,
-        out_shape=output((1, size, m, n), x),
-        in_specs=[HBM],
-        out_specs=HBM,
-        scratch_shapes=[GatherSemaphores.allocate(layout, size)],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id),
-        cost_estimate=pl.CostEstimate(
-            flops=0,
-            transcendentals=0,
-            bytes_accessed=2 * size * moved,
-            remote_bytes_transferred=(size - 1) * moved,
-        ),
+        [x.reshape(1, m, n)],
         name=CALLER,
-    )(x.reshape(1, m, n)).reshape(size * m, n)
+        results=[output((1, size, m, n), x)],
+        scratch=[GatherSemaphores.allocate(layout, size)],
+        collective_id=collective_id,
+        vmem_bytes=None,
+        flops=0,
+        hbm_bytes=2 * size * moved,
+        sent=(size - 1) * moved,
+    )
+    return gathered.reshape(size * m, n)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.operands import Tiles, check_operand, output
-from flaxasync.kernels.engine.product import Contraction, accumulate, dot
+from flaxasync.kernels.engine.product import accumulate, dot
 from flaxasync.kernels.engine.refs import Condition, DType, Ref
 from flaxasync.kernels.engine.row_tiling import SUB_BLOCK
 from flaxasync.kernels.engine.tiling import Tiling
@@ -42,12 +42,8 @@ def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
     tiles = tiles.within(m, k, n)
     need = check_vmem("gemm", tiles, lambda tiles: vmem_bytes(tiles, x.dtype))
     x_spec, w_spec, o_spec = specs(tiles)
-
-    def body(x_tile: Ref, w_tile: Ref, o_tile: Ref, accumulator: Ref) -> None:
-        step(x_tile, w_tile, o_tile, accumulator, depth=k)
-
     return pl.pallas_call(
-        body,
+        lambda *refs: step(*refs, depth=k),
         out_shape=output((m, n), x),
         grid=grid(tiles, m, k, n),
         in_specs=[x_spec, w_spec],
@@ -67,9 +63,7 @@ def stream(
     """Computes o = x @ w, or o += x @ w, inside a kernel, with tiles that stream from and to HBM.
 
     Args:
-      x_ref: [m, k] in HBM.
-      w_ref: [k, n] in HBM.
-      o_ref: [m, n] in HBM.
+      x_ref, w_ref, o_ref: [m, k], [k, n] and [m, n] in HBM.
       accumulator: [tiles.m, tiles.n] or larger in VMEM, float32.
       tiles: the tiles of one step, no larger than the operands.
       add_if: whether to add to what is in o. None never adds, and does not read o.
@@ -92,24 +86,15 @@ def stream(
 
 
 def step(
-    x_tile: Ref,
-    w_tile: Ref,
-    o_tile: Ref,
-    accumulator: Ref,
+    x_tile: Ref,  # [m, k] VMEM
+    w_tile: Ref,  # [k, n] VMEM
+    o_tile: Ref,  # [m, n] VMEM, written in the last step of its sum
+    accumulator: Ref,  # [m, n] VMEM, float32
     *,
-    depth: int,
+    depth: int,  # k of the whole operands
     add: Callable[[jax.Array, pl.Slice], jax.Array] = lambda value, rows: value,
 ) -> None:
-    """One step of the grid: a tile of x times a tile of w.
-
-    Args:
-      x_tile: [m, k] VMEM.
-      w_tile: [k, n] VMEM.
-      o_tile: [m, n] VMEM; written in the last step of its sum.
-      accumulator: [m, n] VMEM, float32.
-      depth: k of the whole operands.
-      add: add(sum, its rows in the tile) returns what is stored instead of the sum.
-    """
+    """Does one step of the grid, a tile of x times a tile of w. It stores `add(sum, its rows in the tile)`."""
     t, last = pl.program_id(2), pl.num_programs(2) - 1
     (m, k), n = x_tile.shape, w_tile.shape[1]
     rows = Tiling.in_sub_blocks(m, m, SUB_BLOCK, 8 * 4 // x_tile.dtype.itemsize)
@@ -121,7 +106,7 @@ def step(
         o_tile[index] = add(value, index[0]).astype(o_tile.dtype)
 
     accumulate(
-        Contraction(Tiling((depth,), k)),
+        Tiling((depth,), k),
         t,
         first=t == 0,
         last=t == last,
@@ -155,18 +140,10 @@ def grid(tiles: Tiles, m: int, k: int, n: int) -> tuple[int, int, int]:
 def cost(tiles: Tiles, m: int, k: int, n: int, itemsize: int, *, sent: int = 0, moved: int = 0) -> pl.CostEstimate:
     """Returns the cost of a matmul. It reads x once for every column of tiles, and w once for every row of tiles.
 
-    Args:
-      tiles: the tiles of the matmul.
-      m, k, n: its sides.
-      itemsize: bytes of an element.
-      sent: bytes that leave for other devices.
-      moved: bytes read or written in HBM beside those of the matmul.
+    `sent` bytes leave for other devices, and `moved` bytes are read or written in HBM beside those of the matmul.
     """
     rows, columns, _ = grid(tiles, m, k, n)
     streamed = (m * k * columns + k * n * rows + m * n) * itemsize
     return pl.CostEstimate(
-        flops=2 * m * k * n,
-        transcendentals=0,
-        bytes_accessed=streamed + moved,
-        remote_bytes_transferred=sent,
+        flops=2 * m * k * n, transcendentals=0, bytes_accessed=streamed + moved, remote_bytes_transferred=sent
     )

@@ -28,8 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.grid import remainder
-from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, output, sublanes
-from flaxasync.kernels.engine.refs import DType, Ref, Scalar
+from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, check_rows, output, sublanes
+from flaxasync.kernels.engine.refs import DType, Ref, Scalar, ScratchShapes, aligned
 from flaxasync.kernels.engine.ring import Ring, check_ring, choose_directions, half_blocks
 from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling
@@ -61,39 +61,18 @@ def reduce_scatter(
         device.
       NotImplementedError: another dtype.
     """
-    size = check_ring("reduce_scatter", axis_name, directions or 1)
-    check_operand("reduce_scatter", "x", x.shape, x.dtype)
-    rows, n = x.shape
-    if rows % (size * sublanes(x.dtype)):
-        raise ValueError(
-            f"reduce_scatter gives each of the {size} devices on {axis_name!r} whole hardware tiles of rows: got "
-            f"{rows} rows of {x.dtype}, needed a multiple of {size * sublanes(x.dtype)}; pad x"
-        )
+    size, (rows, n), unit = _check("reduce_scatter", x, axis_name, directions), x.shape, sublanes(x.dtype)
     m, ring = rows // size, Ring(axis_name, size, choose_directions(size, n, LANES, directions))
-    tile, need = _tile("reduce_scatter", ring, m, n, sublanes(x.dtype), x.dtype, tiles, 4 * size + 1)
-    reduction, grid = _Reduction.of("reduce_scatter", ring, tile.m, tile.n), (pl.cdiv(m, tile.m), pl.cdiv(n, tile.n))
+    tile, need = _tile("reduce_scatter", ring, m, n, unit, x.dtype, tiles, 4 * size + 1)
+    reduction = _Reduction("reduce_scatter", ring, (tile.m, tile.n))
 
     def body(x_tile: Ref, o_tile: Ref, scratch: _Scratch) -> None:
         reduction.enter(collective_id)
         reduction.reduce(lambda block, columns: x_tile[block, :, columns], scratch, o_tile)
 
-    moved = x.size * x.dtype.itemsize
-    return pl.pallas_call(
-        body,
-        out_shape=output((m, n), x),
-        grid=grid,
-        in_specs=[pl.BlockSpec((size, tile.m, tile.n), lambda i, j: (0, i, j))],
-        out_specs=pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j)),
-        scratch_shapes=[_Scratch.allocate(reduction, x.dtype)],
-        compiler_params=_compiler_params(collective_id, need),
-        cost_estimate=pl.CostEstimate(
-            flops=x.size,
-            transcendentals=0,
-            bytes_accessed=moved + moved // size,
-            remote_bytes_transferred=(size - 1) * math.prod(grid) * tile.m * tile.n * x.dtype.itemsize,
-        ),
-        name="reduce_scatter",
-    )(x.reshape(size, m, n))
+    x_spec = pl.BlockSpec((size, tile.m, tile.n), lambda i, j: (0, i, j))
+    x, result = x.reshape(size, m, n), output((m, n), x)
+    return _call(body, x, result, reduction, x_spec, tile, [], rounds=1, collective_id=collective_id, need=need)
 
 
 def all_reduce(
@@ -109,22 +88,15 @@ def all_reduce(
     The result's type says that it does not vary over the axis. Arguments and errors are those of `reduce_scatter`; m is
     a multiple of R hardware tiles.
     """
-    size = check_ring("all_reduce", axis_name, directions or 1)
-    check_operand("all_reduce", "x", x.shape, x.dtype)
-    (m, n), unit = x.shape, size * sublanes(x.dtype)
-    if m % unit:
-        raise ValueError(
-            f"all_reduce cuts rows into parts for the {size} devices on {axis_name!r}: got {m} rows of {x.dtype}, "
-            f"needed a multiple of {unit}; pad x"
-        )
+    size, (m, n) = _check("all_reduce", x, axis_name, directions), x.shape
     ring = Ring(axis_name, size, choose_directions(size, n, LANES, directions))
-    tile, need = _tile("all_reduce", ring, m, n, unit, x.dtype, tiles, 5 + (2 * size - 1) / size)
-    rows, grid = tile.m // size, (pl.cdiv(m, tile.m), pl.cdiv(n, tile.n))
-    reduction = _Reduction.of("all_reduce", ring, rows, tile.n)
+    tile, need = _tile("all_reduce", ring, m, n, size * sublanes(x.dtype), x.dtype, tiles, 5 + (2 * size - 1) / size)
+    rows = tile.m // size
+    reduction = _Reduction("all_reduce", ring, (rows, tile.n))
 
     def body(x_tile: Ref, o_tile: Ref, scratch: _Scratch, finished: Ref, send_sem: Ref, recv_sem: Ref) -> None:
         def operand(block: Scalar, columns: pl.Slice) -> jax.Array:
-            return x_tile[pl.ds(pl.multiple_of(block * rows, sublanes(x.dtype)), rows), columns]
+            return x_tile[aligned(block * rows, rows, sublanes(x.dtype)), columns]
 
         reduction.enter(collective_id)
         reduction.reduce(operand, scratch, finished.at[ring.index])
@@ -139,28 +111,11 @@ def all_reduce(
         for block in range(size):
             o_tile[block * rows : (block + 1) * rows, :] = finished[block]
 
-    dma, moved = pltpu.SemaphoreType.DMA, x.size * x.dtype.itemsize
-    return pl.pallas_call(
-        body,
-        out_shape=output((m, n), x, invarying=(axis_name,)),
-        grid=grid,
-        in_specs=[pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j))],
-        out_specs=pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j)),
-        scratch_shapes=[
-            _Scratch.allocate(reduction, x.dtype),
-            pltpu.VMEM((size, rows, tile.n), x.dtype),
-            dma((ring.directions,)),
-            dma((ring.directions, size - 1)),
-        ],
-        compiler_params=_compiler_params(collective_id, need),
-        cost_estimate=pl.CostEstimate(
-            flops=x.size,
-            transcendentals=0,
-            bytes_accessed=2 * moved,
-            remote_bytes_transferred=2 * (size - 1) * math.prod(grid) * rows * tile.n * x.dtype.itemsize,
-        ),
-        name="all_reduce",
-    )(x)
+    dma = pltpu.SemaphoreType.DMA
+    more = [pltpu.VMEM((size, rows, tile.n), x.dtype), dma((ring.directions,)), dma((ring.directions, size - 1))]
+    x_spec = pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j))
+    result = output((m, n), x, invarying=(axis_name,))
+    return _call(body, x, result, reduction, x_spec, tile, more, rounds=2, collective_id=collective_id, need=need)
 
 
 @jax.tree_util.register_dataclass
@@ -173,36 +128,19 @@ class _Scratch:
     send_sem: Ref  # [directions] DMA semaphores
     recv_sem: Ref  # [2, directions, R - 1] DMA semaphores
 
-    @classmethod
-    def allocate(cls, reduction: "_Reduction", dtype: DType) -> "_Scratch":
-        (m, n), ring = reduction.block, reduction.ring
-        return cls(
-            pltpu.VMEM((m, n), dtype),
-            pltpu.VMEM((2, ring.size - 1, m, n), dtype),
-            pltpu.SemaphoreType.DMA((ring.directions,)),
-            pltpu.SemaphoreType.DMA((2, ring.directions, ring.size - 1)),
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class _Reduction:
-    """The reduction of one tile, [R, m, n] to [m, n], in vector memory.
+    """The reduction of one tile, [R, m, n] to [m, n], in vector memory."""
 
-    Attributes:
-      caller: the name of the kernel.
-      ring: the devices.
-      block: m and n.
-      columns: the columns that travel in each direction.
-    """
-
-    caller: str
+    caller: str  # the name of the kernel
     ring: Ring
-    block: tuple[int, int]
-    columns: list[pl.Slice]
+    block: tuple[int, int]  # m and n
 
-    @classmethod
-    def of(cls, caller: str, ring: Ring, m: int, n: int) -> "_Reduction":
-        return cls(caller, ring, (m, n), half_blocks(caller, "columns of a tile", n, LANES, ring.directions))
+    @property
+    def columns(self) -> list[pl.Slice]:
+        """The columns that travel in each direction."""
+        return half_blocks(self.caller, "columns of a tile", self.block[1], LANES, self.ring.directions)
 
     def enter(self, collective_id: int | None) -> None:
         """Waits at the entry barrier, before the first tile."""
@@ -235,6 +173,14 @@ class _Reduction:
             o_ref[:, self.columns[d]] = partial_sum(d, ring.size - 1).astype(o_ref.dtype)
 
 
+def _check(caller: str, x: jax.Array, axis_name: str, directions: int | None) -> int:
+    """Returns the number of devices; raises if x is not in whole hardware tiles for each of them."""
+    size = check_ring(caller, axis_name, directions or 1)
+    check_operand(caller, "x", x.shape, x.dtype)
+    check_rows(caller, axis_name, size, x.shape[0], x.dtype)
+    return size
+
+
 def _tile(
     caller: str, ring: Ring, m: int, n: int, unit: int, dtype: DType, tiles: Tiles | None, buffers: float
 ) -> tuple[Tiles, int]:
@@ -251,10 +197,48 @@ def _tile(
     return tile, check_vmem(caller, tile, need)
 
 
-def _compiler_params(collective_id: int | None, need: int) -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(
-        dimension_semantics=("arbitrary", "arbitrary"), collective_id=collective_id, vmem_limit_bytes=vmem_limit(need)
+def _call(
+    body: Callable[..., None],
+    x: jax.Array,
+    result: jax.ShapeDtypeStruct,
+    reduction: _Reduction,
+    x_spec: pl.BlockSpec,
+    tile: Tiles,
+    more_scratch: list[ScratchShapes],
+    *,
+    rounds: int,  # how many times blocks go around the ring
+    collective_id: int | None,
+    need: int,
+) -> jax.Array:
+    """Calls a kernel on the tiles of the result."""
+    (m, n), ring = reduction.block, reduction.ring
+    grid, dma = (pl.cdiv(result.shape[0], tile.m), pl.cdiv(result.shape[1], tile.n)), pltpu.SemaphoreType.DMA
+    scratch: ScratchShapes = _Scratch(
+        outgoing=pltpu.VMEM((m, n), x.dtype),
+        received=pltpu.VMEM((2, ring.size - 1, m, n), x.dtype),
+        send_sem=dma((ring.directions,)),
+        recv_sem=dma((2, ring.directions, ring.size - 1)),
     )
+    return pl.pallas_call(
+        body,
+        out_shape=result,
+        grid=grid,
+        in_specs=[x_spec],
+        out_specs=pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j)),
+        scratch_shapes=[scratch, *more_scratch],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"),
+            collective_id=collective_id,
+            vmem_limit_bytes=vmem_limit(need),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=x.size,
+            transcendentals=0,
+            bytes_accessed=(x.size + math.prod(result.shape)) * x.dtype.itemsize,
+            remote_bytes_transferred=rounds * (ring.size - 1) * math.prod(grid) * m * n * x.dtype.itemsize,
+        ),
+        name=reduction.caller,
+    )(x)
 
 
 def _buffer_set() -> jax.Array:

@@ -59,9 +59,10 @@ def mesh_matmul(
         devices.
       tiles: The tiles of the kernels' matmul, at most.
       directions: The directions of the transfers of "serial", "fused" and "overlapped": 1, or 2 to send half of the
-        rows each way around an axis of more than two devices. None stands for 2 where one axis has all devices, whose
-        order can be a closed ring of chips, and where the shapes can be halved. It stands for 1 where both axes have
-        more than one device: chips in a line are no ring, and two directions delay each other (docs/kernels.md).
+        rows in each direction around an axis of more than two devices. None stands for 2 where one axis has all
+        devices, whose order can be a closed ring of chips, and where the shapes can be halved. It stands for 1 where
+        both axes have more than one device: chips in a line are no ring, and two directions delay each other
+        (docs/kernels.md).
 
     Returns:
       o, in the dtype of lhs. Its type says that it does not vary over y.

@@ -1,44 +1,58 @@
-"""How many computations and instructions a program has, counted by jaxlib's own parser and by ours."""
+"""What a program has, by jaxlib's own parser and by ours: computations, instructions, and groups of collectives."""
 
 import json
 import subprocess
 import sys
 
 from flaxasync.check import HloModule, to_long_form
+from flaxasync.check.hlo.participants import replica_groups
 
-PROGRAM = """
-import json, sys
-from jaxlib._hlo import hlo_module_from_text
+# Its text for fingerprints lists all devices, whatever the notation was. A computation is repeated where it is called.
+PROGRAM = r"""
+import json, re, sys
+from jaxlib._hlo import HloPrintOptions, hlo_module_from_text
 for text in json.load(sys.stdin):
     try:
-        computations = hlo_module_from_text(text).computations()
-        print(len(computations), sum(len(c.instructions()) for c in computations), flush=True)
+        module = hlo_module_from_text(text)
+        computations = module.computations()
+        groups = re.findall(r"replica_groups=(\{(?:\{[\d,]*\},?)*\})", module.to_string(HloPrintOptions.fingerprint()))
+        count = sum(len(c.instructions()) for c in computations)
+        print(len(computations), count, *sorted({*groups}), flush=True)
     except Exception as error:
         print("refused", str(error)[:200].replace("\\n", " "), flush=True)
 """
 
 
-def counts_of_jaxlib(texts: list[str]) -> list[tuple[int, int] | None]:
-    """Returns (computations, instructions) of each text; None if jaxlib's parser aborts.
+type Counts = tuple[str, ...]  # computations, instructions, and every set of groups that a collective has
+
+
+def counts_of_jaxlib(texts: list[str]) -> list[Counts | None]:
+    """Returns the counts of each text; None if jaxlib's parser aborts.
 
     It aborts its process on some texts, so it is asked in another process, again for each text after such a one.
     """
-    counts: list[tuple[int, int] | None] = []
+    counts: list[Counts | None] = []
     while len(counts) < len(texts):
         rest = json.dumps(texts[len(counts) :])
         done = subprocess.run([sys.executable, "-c", PROGRAM], input=rest, capture_output=True, text=True, check=False)
         lines = done.stdout.splitlines()
         assert not any(line.startswith("refused") for line in lines), lines
-        counts += [tuple(map(int, line.split())) for line in lines]
+        counts += [tuple(line.split()) for line in lines]
         if done.returncode:
             counts.append(None)
     return counts
 
 
-def counts(module: HloModule) -> tuple[int, int]:
-    """Returns (computations, instructions) of the long form, because jaxlib's parser turns sugar into the long form."""
+def counts(module: HloModule) -> Counts:
+    """Returns the counts of the long form, because jaxlib's parser turns sugar into the long form."""
     long = to_long_form(module)
-    return len(long.computations), instruction_count(long)
+    collectives = [i for c in long.computations.values() for i in c.instructions if "replica_groups" in i.attributes]
+    groups = [_lists(i.attributes["replica_groups"] != "{}" and replica_groups(i, 1)) for i in collectives]
+    return str(len(long.computations)), str(instruction_count(long)), *sorted({*groups})
+
+
+def _lists(groups: tuple[tuple[int, ...], ...] | bool) -> str:
+    return "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in groups or ()) + "}"
 
 
 def instruction_count(module: HloModule) -> int:

@@ -1,72 +1,173 @@
-"""Which devices take part in a collective, read from its attributes."""
+"""Which devices take part in a collective, read from its attributes.
 
+XLA writes the groups of a collective in four notations:
+
+```
+{{0,1},{2,3}}                                        lists of device ids; {} for one group of all devices
+[2,4]<=[4,2]T(1,0)                                   two groups of four: 0..7 as [4, 2], transposed, then cut
+mesh['x'=2,'y'=4] {'y'}                              one group for each line of a mesh along the named axes
+mesh['x'=2,'y'=4], device_ids=(0,4,...) {'y':(1)2}   the same with other devices, or along a sub-axis
+```
+
+A sub-axis `'y':(p)n` is the middle factor of an axis that is split into p times n times the rest. Everything that is
+written otherwise raises HloError, because groups that were guessed would make every later result wrong.
+"""
+
+import itertools
 import math
 import re
+from collections.abc import Sequence
 
+from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import Instruction
 
-MAX_DEVICES = 1 << 16  # groups of more devices than this are not expanded, so that no text can exhaust the memory
+MAX_DEVICES = 1 << 16  # groups of more devices than this are refused, so that no text can exhaust the memory
 
-_AXIS = re.compile(r"'([^']+)'\s*=\s*(\d{1,9})")
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_PAIR = re.compile(r"\{\s*(\d{1,9})\s*,\s*(\d{1,9})\s*\}")
+
+def _several(one: str) -> str:
+    """Returns the pattern of one or several of a pattern, with commas between them."""
+    return rf"{one}(?:\s*,\s*{one})*"
+
+
+_NUMBER = "[0-9]{1,9}"
+_LIST = re.compile(rf"\{{\s*(?:{_several(_NUMBER)}\s*)?\}}")
+_LISTS = re.compile(rf"\{{\s*(?:{_several(_LIST.pattern)}\s*)?\}}")
+_PAIR = re.compile(rf"\{{\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\}}")
+_PAIRS = re.compile(rf"\{{\s*(?:{_several(_PAIR.pattern)}\s*)?\}}")
+_DIMENSIONS = r"\[([0-9,\s]*)\]"
+_TRANSPOSE = r"(?:T\(([0-9,\s]*)\))?"
+_IOTA = re.compile(rf"{_DIMENSIONS}<={_DIMENSIONS}{_TRANSPOSE}")
+_DEVICE_IDS = re.compile(rf"{_DIMENSIONS}{_TRANSPOSE}")
+_NAME = r"""(?:'[^']+'|"[^"]+")"""
+_AXIS = rf"{_NAME}\s*=\s*{_NUMBER}"
+_MESH = re.compile(rf"mesh\[\s*({_several(_AXIS)})\s*\]\s*(?:,\s*device_ids\s*=\s*\(([^{{}}]*)\)\s*)?\{{([^{{}}]*)\}}")
+_CHOSEN = re.compile(rf"\s*({_NAME})\s*(?::\s*\(({_NUMBER})\)\s*({_NUMBER})\s*)?")
 
 
 def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """Returns the (source, target) pairs of a collective-permute."""
-    return tuple((int(a), int(b)) for a, b in _PAIR.findall(instruction.attributes.get("source_target_pairs", "")))
+    """Returns the (source, target) pairs of a collective-permute.
+
+    Raises:
+      HloError: The pairs are written in another way than {{0,1},{1,0}}.
+    """
+    text = instruction.attributes.get("source_target_pairs", "{}")
+    if not _PAIRS.fullmatch(text):
+        raise _error(instruction, "source_target_pairs", text)
+    return tuple((int(a), int(b)) for a, b in _PAIR.findall(text))
 
 
 def replica_groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
     """Returns the groups of devices that exchange data in a collective.
 
-    All three notations are read: lists ({{0,1},{2,3}}), iota ([2,4]<=[8]T(1,0)) and named axes (mesh['x'=2,'y'=4]
-    {'y'}). Where the text names no groups, or names them in a way that cannot be read, all devices are one group.
+    Args:
+      instruction: The collective.
+      devices: The devices of the program, which are one group where the text names no groups.
+
+    Raises:
+      HloError: The groups are written in a way that this module does not know, or contradict themselves.
     """
-    text = instruction.attributes.get("replica_groups", "")
-    everyone = (tuple(range(devices)),)
-    if match := _IOTA.search(text):
+    text = instruction.attributes.get("replica_groups", "{}")
+    groups: Sequence[Sequence[int]] | None = None
+    if match := _IOTA.fullmatch(text):
         groups = _iota_groups(match)
-    elif text.startswith("mesh["):
-        groups = _mesh_groups(text)
-    else:
-        lists = [tuple(int(n[:9]) for n in re.findall(r"\d+", group)) for group in re.findall(r"\{([\d,\s]+)\}", text)]
-        groups = tuple(group for group in lists if group)
-    return groups or everyone
+    elif match := _MESH.fullmatch(text):
+        groups = _mesh_groups(match)
+    elif _LISTS.fullmatch(text):
+        groups = [_numbers(group) for group in _LIST.findall(text[1:-1])] or [range(devices)]
+    if not groups or not all(groups) or len({d for group in groups for d in group}) != sum(map(len, groups)):
+        raise _error(instruction, "replica_groups", text)
+    return tuple(map(tuple, groups))
 
 
-def _iota_groups(match: re.Match) -> tuple[tuple[int, ...], ...]:
-    shape, dims = ([int(n[:9]) for n in match[i].split(",") if n] for i in (1, 2))
-    count = math.prod(dims)
-    if not shape or count != math.prod(shape) or not 0 < count <= MAX_DEVICES:
-        return ()
-    order = [int(n[:9]) for n in (match[3] or "").split(",") if n] or list(range(len(dims)))
-    if sorted(order) != list(range(len(dims))):
-        return ()
-    ids = _transposed_iota(dims, order)
-    size = shape[-1]
-    return tuple(tuple(ids[i : i + size]) for i in range(0, count, size))
+def check_participants(instruction: Instruction) -> None:
+    """Raises HloError if the devices that take part in an instruction cannot be read."""
+    if "replica_groups" in instruction.attributes:
+        replica_groups(instruction, 1)
+    if "source_target_pairs" in instruction.attributes:
+        permute_pairs(instruction)
 
 
-def _mesh_groups(text: str) -> tuple[tuple[int, ...], ...]:
-    inside, _, chosen = text.partition("]")
-    axes = [(name, int(size)) for name, size in _AXIS.findall(inside)]
-    wanted = re.findall(r"'([^']+)'", chosen)
-    dims = [size for _, size in axes]
-    count = math.prod(dims)
-    if not axes or not wanted or "(" in chosen or not 0 < count <= MAX_DEVICES:
-        return ()  # this notation can also name a part of an axis, which is not read
-    last = [i for i, (name, _) in enumerate(axes) if name in wanted]
-    first = [i for i in range(len(axes)) if i not in last]
-    ids = _transposed_iota(dims, first + last)
-    size = math.prod(dims[i] for i in last)
-    return tuple(tuple(ids[i : i + size]) for i in range(0, count, size))
+def _iota_groups(match: re.Match) -> list[list[int]] | None:
+    shape, ids = _numbers(match[1]), _iota(match[2], match[3])
+    if ids is None or len(shape) != 2 or len(ids) != math.prod(shape):
+        return None
+    return _cut(ids, shape[1])
 
 
-def _transposed_iota(dims: list[int], order: list[int]) -> list[int]:
+def _mesh_groups(match: re.Match) -> list[list[int]] | None:
+    axes = [(name[1:-1], int(size)) for name, size in re.findall(rf"({_NAME})\s*=\s*({_NUMBER})", match[1])]
+    sizes = dict(axes)
+    count, chosen = math.prod(sizes.values()), _chosen_axes(match[3], sizes)
+    if len(sizes) != len(axes) or not 0 < count <= MAX_DEVICES or chosen is None:
+        return None
+    ids = list(range(count))
+    if match[2] is not None:
+        iota = _DEVICE_IDS.fullmatch(match[2])
+        ids = (_iota(iota[1], iota[2]) or []) if iota else _numbers(match[2])
+        if sorted(ids) != list(range(count)):
+            return None
+    factors: list[int] = []  # the sizes of the axes, where an axis is split at the borders of its chosen sub-axes
+    number: dict[tuple[str, int], int] = {}  # of the factor of an axis that begins at a border
+    for name, size in sizes.items():
+        sub_axes = [(before, before * inside) for axis, before, inside in chosen if axis == name]
+        borders = sorted({1, size}.union(*sub_axes))
+        if borders[-1] != size or any(end % start for start, end in itertools.pairwise(borders)):
+            return None
+        if any(start < border < end for start, end in sub_axes for border in borders):
+            return None  # sub-axes overlap
+        for start, end in itertools.pairwise(borders):
+            number[name, start] = len(factors)
+            factors.append(end // start)
+    last = [number[axis, before] for axis, before, inside in chosen if inside > 1]
+    if len(set(last)) != len(last):
+        return None
+    order = [i for i in range(len(factors)) if i not in last] + last
+    return _cut([ids[i] for i in _transposed(factors, order)], math.prod(factors[i] for i in last))
+
+
+def _chosen_axes(text: str, sizes: dict[str, int]) -> list[tuple[str, int, int]] | None:
+    """Returns (axis, size of what is before it within the axis, its size) for each axis or sub-axis in `{'y':(1)2}`."""
+    chosen = []
+    for one in text.split(",") if text.strip() else []:
+        match = _CHOSEN.fullmatch(one)
+        name = match[1][1:-1] if match else ""
+        if match and name not in sizes and name.isascii() and name.isdecimal() and int(name) < len(sizes):
+            name = list(sizes)[int(name)]
+        if not match or name not in sizes:
+            return None
+        before, inside = (int(match[2]), int(match[3])) if match[2] else (1, sizes[name])
+        if not before or inside < (2 if match[2] else 1):
+            return None
+        chosen.append((name, before, inside))
+    return chosen
+
+
+def _iota(dimensions: str, permutation: str | None) -> list[int] | None:
+    """Returns 0, 1, ... in an array of these dimensions, transposed, as a flat list."""
+    dims = _numbers(dimensions)
+    order = list(range(len(dims))) if permutation is None else _numbers(permutation)
+    if sorted(order) != list(range(len(dims))) or not dims or not 0 < math.prod(dims) <= MAX_DEVICES:
+        return None
+    return _transposed(dims, order)
+
+
+def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
     """Returns the numbers 0, 1, ... in an array of shape `dims`, with its axes permuted to `order`, as a flat list."""
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     ids = [0]
     for axis in order:
         ids = [base + k * strides[axis] for base in ids for k in range(dims[axis])]
     return ids
+
+
+def _cut(ids: list[int], size: int) -> list[list[int]]:
+    return [ids[i : i + size] for i in range(0, len(ids), size)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number[:9]) for number in re.findall("[0-9]+", text)]
+
+
+def _error(instruction: Instruction, name: str, text: str) -> HloError:
+    excerpt = text if len(text) < 120 else text[:120] + "..."
+    return HloError(f"{name} of '{instruction.name}' cannot be read: got {excerpt!r}", instruction.line, 1)

@@ -12,6 +12,7 @@ import re
 from flaxasync.check.hlo.cursor import Cursor
 from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.participants import check_participants
 from flaxasync.check.hlo.shape_reader import ARRAY, read_shape, split_at_commas
 from flaxasync.check.hlo.shapes import Shape
 
@@ -40,7 +41,8 @@ def parse(text: str) -> HloModule:
       The module. Two modules are equal when they print alike.
 
     Raises:
-      HloError: The text is not HLO, or is cut short, or names an operand or a computation that it does not define.
+      HloError: The text is not HLO, or is cut short, or names an operand or a computation that it does not define, or
+        the devices that take part in a collective in an unknown way.
     """
     if not isinstance(text, str):
         raise HloError(
@@ -176,7 +178,9 @@ class _Reader(Cursor):
         else:
             operands = self.operands(operands_text, inside)
         attributes = self.attributes()
-        return Instruction(name, shape, opcode[1], operands, attributes, bool(match[1]), literal, line)
+        instruction = Instruction(name, shape, opcode[1], operands, attributes, bool(match[1]), literal, line)
+        check_participants(instruction)
+        return instruction
 
     def operands(self, text: str, at: int) -> tuple[str, ...]:
         """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so they are dropped."""
@@ -211,7 +215,11 @@ class _Reader(Cursor):
             start = match.end()
             simple = _SIMPLE_VALUE.match(self.text, start)
             self.at = simple.end() if simple else self.end_of_value(start)
-            found[match[1]] = self.text[start : self.at].strip()
+            value = self.text[start : self.at].strip()
+            if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
+                found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
+            else:
+                found[match[1]] = value
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):

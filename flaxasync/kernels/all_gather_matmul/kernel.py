@@ -12,19 +12,16 @@ Every block goes once around the ring, forwarded from where it arrived, with two
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.all_gather_matmul import resident, stream
+from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
-from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, output, sublanes
-from flaxasync.kernels.engine.refs import HBM, Ref
+from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, output, sublanes
+from flaxasync.kernels.engine.refs import Ref
 from flaxasync.kernels.engine.ring import Ring, check_ring
-from flaxasync.kernels.engine.vmem import vmem_limit
 
 CALLER = "all_gather_matmul"
 
@@ -59,75 +56,55 @@ def all_gather_matmul(
     """
     size, ws = check_ring(CALLER, axis_name, directions), tuple(ws)
     _check(x, ws, transposed)
-    batch, m, k = x.shape
-    widths, itemsize = [w.shape[0 if transposed else 1] for w in ws], x.dtype.itemsize
-    layout = BlockLayout.of(CALLER, batch, m, sublanes(x.dtype), directions)
+    (batch, m, k), count, itemsize = x.shape, len(ws), x.dtype.itemsize
+    widths = [w.shape[0 if transposed else 1] for w in ws]
+    ring, layout = Ring(axis_name, size, directions), BlockLayout.of(CALLER, batch, m, sublanes(x.dtype), directions)
     plan = resident.plan(layout, size, k, widths, transposed, tiles, x.dtype) or stream.plan(
         CALLER, layout, size, k, widths, transposed, tiles or stream.TILES, x.dtype
     )
     streams = isinstance(plan, stream.Schedule)
     shapes = [(batch, size, m, n) for n in widths] + [(batch, size, m, k)] * (streams or keep_gathered)
-    scratch = (stream if streams else resident).Scratch.allocate(plan, x.dtype)
-    ring = Ring(axis_name, size, directions)
-    tag = f"{CALLER} {transposed} {keep_gathered} {len(ws)} {streams}"
-    outputs = pl.pallas_call(
-        functools.partial(_kernel, ring, plan, keep_gathered, tag, collective_id),
-        out_shape=[output(shape, x, *ws) for shape in shapes],
-        in_specs=[HBM] * (1 + len(ws)),
-        out_specs=[HBM] * len(shapes),
-        scratch_shapes=[scratch, GatherSemaphores.allocate(plan.layout, size)],
-        compiler_params=pltpu.CompilerParams(
-            collective_id=collective_id,
-            vmem_limit_bytes=vmem_limit(plan.vmem_bytes),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * size * batch * m * k * sum(widths),
-            transcendentals=0,
-            bytes_accessed=itemsize * (plan.elements_read + size * batch * m * (sum(widths) + keep_gathered * k)),
-            remote_bytes_transferred=(size - 1) * x.size * itemsize,
-        ),
+
+    def body(x_ref: Ref, *refs: Ref) -> None:
+        w_refs, y_refs, (*gathered, scratch, semaphores) = refs[:count], refs[count : 2 * count], refs[2 * count :]
+        gather = Gather(ring, plan.layout, x_ref, gathered[0] if gathered else None, semaphores)
+        device: stream.Stream | resident.Resident
+        if isinstance(plan, stream.Schedule):
+            device = stream.Stream(plan, gather, w_refs, y_refs, keep_gathered, scratch)
+        else:
+            gather = dataclasses.replace(gather, arrivals=scratch.x)
+            device = resident.Resident(plan, gather, w_refs, y_refs, keep_gathered, scratch)
+        device.begin()
+        ring.enter(f"{CALLER} {transposed} {keep_gathered} {count} {streams}", collective_id)
+        device.run()
+
+    outputs = call(
+        body,
+        [x, *ws],
         name=CALLER,
-    )(x, *ws)
-    ys = tuple(y.reshape(batch, size * m, -1) for y in outputs[: len(ws)])
+        results=[output(shape, x, *ws) for shape in shapes],
+        scratch=[plan.scratch(x.dtype), GatherSemaphores.allocate(plan.layout, size)],
+        collective_id=collective_id,
+        vmem_bytes=plan.vmem_bytes,
+        flops=2 * size * batch * m * k * sum(widths),
+        hbm_bytes=itemsize * (plan.elements_read + size * batch * m * (sum(widths) + keep_gathered * k)),
+        sent=(size - 1) * x.size * itemsize,
+    )
+    ys = tuple(y.reshape(batch, size * m, -1) for y in outputs[:count])
     return ys, outputs[-1].reshape(batch, size * m, k) if keep_gathered else None
 
 
-def _check(x: jax.Array, ws: tuple[jax.Array, ...], transposed: bool) -> None:
+def _check(x: jax.Array, ws: Sequence[jax.Array], transposed: bool) -> None:
     form = "[n, k]" if transposed else "[k, n]"
     if x.ndim != 3 or not ws or any(w.ndim != 2 for w in ws):
         raise ValueError(
             f"{CALLER} needs x [B, m, k] and one or more w {form}: got {list(x.shape)} and "
             f"{[list(w.shape) for w in ws]}"
         )
-    check_operand(CALLER, "a batch of x", x.shape[1:], x.dtype)
+    check_operands(CALLER, {"x": [x], "w": ws})
     for w in ws:
         n, k = w.shape if transposed else w.shape[::-1]
-        check_operand(CALLER, "w", w.shape, w.dtype)
-        if k != x.shape[2] or w.dtype != x.dtype:
-            raise ValueError(
-                f"{CALLER} contracts x [B, m, k] with w {form} of one dtype: got {jax.typeof(x)} and {jax.typeof(w)}"
-            )
-        if transposed and n % LANES:
-            raise ValueError(f"{CALLER} needs n of w [n, k] to be a multiple of 128: got {n}; pad it")
-
-
-def _kernel(
-    ring: Ring,
-    plan: resident.Plan | stream.Schedule,
-    keep_gathered: bool,
-    tag: str,
-    collective_id: int | None,
-    x: Ref,  # [B, m, k] HBM
-    *refs: Ref,  # ws [k, n] or [n, k] HBM; ys [B, R, m, n] HBM; gathered [B, R, m, k] HBM, if needed; scratch
-) -> None:
-    count = len(plan.columns.lengths)
-    ws, ys, (*gathered, scratch, semaphores) = refs[:count], refs[count : 2 * count], refs[2 * count :]
-    gather = Gather(ring, plan.layout, x, gathered[0] if gathered else None, semaphores)
-    if isinstance(plan, stream.Schedule):
-        device = stream.Stream(plan, gather, ws, ys, keep_gathered, scratch)
-    else:
-        gather = dataclasses.replace(gather, arrivals=scratch.x)
-        device = resident.Resident(plan, gather, ws, ys, keep_gathered, scratch)
-    device.begin()
-    ring.enter(tag, collective_id)
-    device.run()
+        if k != x.shape[2]:
+            raise ValueError(f"{CALLER} contracts x [B, m, k] with w {form}: got {jax.typeof(x)} and {jax.typeof(w)}")
+        if n % LANES:
+            raise ValueError(f"{CALLER} needs n of w to be a multiple of {LANES}: got n={n}; pad w")

@@ -18,7 +18,7 @@ from flaxasync.kernels.all_gather_matmul.schedule import Rates, Schedule, Sizes,
 from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.operands import LANES, Tiles
 from flaxasync.kernels.engine.product import dot
-from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar, ScratchShapes
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import available, chip_in_use
@@ -38,33 +38,50 @@ ENTRY, LATENCY = 1.5e-6, 0.5e-6  # seconds of the entry barrier, and until a tra
 _FIELDS = len(dataclasses.fields(Task))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of the kernel."""
+
+    x: Ref  # [arrivals, directions, batches, rows, k] VMEM, in the order of their arrival
+    w: IncomingTiles  # [w_slots, k, n], or [w_slots, n, k] if transposed
+    outgoing: OutgoingTiles  # [out_slots, directions, batches, rows, n] results of an arrival
+    out_columns: Ref  # [out_slots] SMEM, the tile of columns of each of them
+    tasks: Ref  # [tasks * fields] SMEM
+    own_sem: Ref  # [chunks] DMA semaphores of the copies of the own block
+    kept_sem: Ref  # DMA semaphore of the copies of arrivals to the gathered x in HBM
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes of everything, and the schedule.
+    """The sizes of everything, and the schedule."""
 
-    Attributes:
-      layout: how blocks are divided into half-blocks and chunks.
-      k: length of the contraction.
-      columns: tiles of the columns of all ws.
-      transposed: whether w is [n, k].
-      sizes: the work to be done, and the room for it.
-      schedule: the tasks.
-      vmem_bytes: the vector memory of all buffers.
-    """
-
-    layout: BlockLayout
-    k: int
-    columns: Tiling
-    transposed: bool
-    sizes: Sizes
-    schedule: Schedule
-    vmem_bytes: int
+    layout: BlockLayout  # how blocks are divided into half-blocks and chunks
+    k: int  # length of the contraction
+    columns: Tiling  # tiles of the columns of all ws
+    transposed: bool  # whether w is [n, k]
+    sizes: Sizes  # the work to be done, and the buffers for it
+    schedule: Schedule  # the tasks
+    vmem_bytes: int  # of all buffers
 
     @property
     def elements_read(self) -> int:
         """Elements of x and w that are read from HBM."""
         x = self.sizes.own * self.layout.arrival_rows * self.k
         return x + self.schedule.fetches * self.k * self.columns.size
+
+    def scratch(self, dtype: DType) -> ScratchShapes:
+        """Returns the scratch memory to allocate."""
+        sizes, n, k = self.sizes, self.columns.size, self.k
+        return Scratch(
+            x=pltpu.VMEM((sizes.arrivals, *self.layout.shape, k), dtype),
+            w=IncomingTiles.allocate(sizes.w_slots, (n, k) if self.transposed else (k, n), dtype),
+            outgoing=OutgoingTiles.allocate(sizes.out_slots, (*self.layout.shape, n), dtype),
+            out_columns=pltpu.SMEM((sizes.out_slots,), jnp.int32),
+            tasks=pltpu.SMEM((len(self.schedule.tasks) * _FIELDS,), jnp.int32),
+            own_sem=pltpu.SemaphoreType.DMA((self.layout.chunks,)),
+            kept_sem=pltpu.SemaphoreType.DMA,
+        )
 
 
 def plan(
@@ -119,33 +136,6 @@ def _plan_of(
     return Plan(layout, k, columns, transposed, sizes, schedule(sizes, rates), need)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scratch:
-    """Scratch memory of the kernel."""
-
-    x: Ref  # [arrivals, directions, batches, rows, k] VMEM, in the order of their arrival
-    w: IncomingTiles  # [w_slots, k, n], or [w_slots, n, k] if transposed
-    outgoing: OutgoingTiles  # [out_slots, directions, batches, rows, n] results of an arrival
-    out_columns: Ref  # [out_slots] SMEM, the tile of columns of each of them
-    tasks: Ref  # [tasks * fields] SMEM
-    own_sem: Ref  # [chunks] DMA semaphores of the copies of the own block
-    kept_sem: Ref  # DMA semaphore of the copies of arrivals to the gathered x in HBM
-
-    @classmethod
-    def allocate(cls, plan: Plan, dtype: DType) -> "Scratch":
-        sizes, n, k = plan.sizes, plan.columns.size, plan.k
-        return cls(
-            pltpu.VMEM((sizes.arrivals, *plan.layout.shape, k), dtype),
-            IncomingTiles.allocate(sizes.w_slots, (n, k) if plan.transposed else (k, n), dtype),
-            OutgoingTiles.allocate(sizes.out_slots, (*plan.layout.shape, n), dtype),
-            pltpu.SMEM((sizes.out_slots,), jnp.int32),
-            pltpu.SMEM((len(plan.schedule.tasks) * _FIELDS,), jnp.int32),
-            pltpu.SemaphoreType.DMA((plan.layout.chunks,)),
-            pltpu.SemaphoreType.DMA,
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class Resident:
     """What one device does."""
@@ -176,7 +166,8 @@ class Resident:
             for field, value in enumerate(dataclasses.astuple(task)):
                 scratch.tasks[number * _FIELDS + field] = value
         for chunk in range(self.plan.layout.chunks):
-            self._for_each_half(chunk, lambda half, _, chunk=chunk: wait(half, scratch.own_sem.at[chunk]))
+            for direction in range(self.plan.layout.directions):
+                wait(scratch.x.at[chunk, direction], scratch.own_sem.at[chunk])
             self.pass_on(chunk)
         pl.loop(0, len(tasks))(self.run_task)
         with jax.named_scope("finish"):
@@ -215,12 +206,10 @@ class Resident:
 
         _rarely(task.awaits > 0)(lambda: self.wait_for_tile(task.column, task.w_slot))
         for count in (1, 2, 4, 8):
-            if count <= most:
+            if count < most:
                 pl.when(task.count == count)(functools.partial(self.multiply, task, count, 0))
-
-        @_rarely(task.count > most)
-        def _() -> None:
-            pl.loop(0, 2)(lambda i: self.multiply(task, most, i * most))
+        # Tasks of the largest product, or of two of them, share its code: it is the longest.
+        pl.loop(0, task.count // most)(lambda i: self.multiply(task, most, i * most))
 
     def multiply(self, task: Task, count: int, start: Scalar) -> None:
         """Multiplies `count` arrivals of a task, from `start` on, and starts to store the results."""
@@ -281,4 +270,4 @@ class Resident:
 
 def _rarely(condition: Condition) -> Callable[[Callable[[], None]], None]:
     """Does what `pl.when` does, but with a loop: code of a loop is jumped over, and code of a branch predicated."""
-    return lambda use: pl.loop(0, condition.astype(jnp.int32))(lambda _: use())
+    return lambda use: pl.loop(0, jnp.int32(condition))(lambda _: use())

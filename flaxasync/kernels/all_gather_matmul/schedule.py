@@ -17,100 +17,57 @@ FETCH_AHEAD = 3  # tiles of w that should be in vector memory: this visit's and 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Consecutive arrivals times one tile of w, and what is done before.
+    """Consecutive arrivals times one tile of w, and what is done before."""
 
-    Attributes:
-      column: the tile of w, by its number among the tiles of columns.
-      w_slot: the slot where it lies.
-      awaits: 1 if the tile has to be waited for, else 0.
-      first: the first arrival.
-      count: number of arrivals, a power of two.
-      receives: number of arrivals that are waited for, and sent onward, before.
-      received: the first of them.
-      fetches: the tile of w that is fetched before; -1 for none.
-      fetch_slot: the slot that it is fetched into.
-      unused: the tile on its way into that slot, which was fetched too early and has not been used; -1 for none.
-      out_slot: the slot of the result of the first arrival; the others follow.
-      waits: number of these slots, from the first on, whose former results have to leave before.
-    """
-
-    column: int
-    w_slot: int
-    awaits: int
-    first: int
-    count: int
-    receives: int
-    received: int
-    fetches: int
-    fetch_slot: int
-    unused: int
-    out_slot: int
-    waits: int
+    column: int  # the tile of w, by its number among the tiles of columns
+    w_slot: int  # the slot where it lies
+    awaits: int  # 1 if the tile has to be waited for, else 0
+    first: int  # the first arrival
+    count: int  # number of arrivals, a power of two
+    receives: int  # number of arrivals that are waited for, and sent onward, before
+    received: int  # the first of them
+    fetches: int  # the tile of w that is fetched before; -1 for none
+    fetch_slot: int  # the slot that it is fetched into
+    unused: int  # the tile on its way into that slot, which was fetched too early and not used; -1 for none
+    out_slot: int  # the slot of the result of the first arrival; the others follow
+    waits: int  # number of these slots, from the first on, whose former results have to leave before
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much work there is, and how much room.
+    """How much work there is, and how much room."""
 
-    Attributes:
-      arrivals: number of arrivals of x.
-      own: number of these that are the device's own rows.
-      columns: number of tiles of w.
-      w_slots: slots for them, two or more.
-      most: arrivals that one product takes, at most; a power of two. A task has up to twice as many.
-      out_slots: slots for the results of one arrival, twice `most` or more.
-    """
-
-    arrivals: int
-    own: int
-    columns: int
-    w_slots: int
-    most: int
-    out_slots: int
+    arrivals: int  # arrivals of x
+    own: int  # of these, the device's own rows
+    columns: int  # tiles of w
+    w_slots: int  # slots for tiles of w, two or more
+    most: int  # arrivals that one product takes, at most; a power of two. A task has up to twice as many
+    out_slots: int  # slots for the results of one arrival, twice `most` or more
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What everything takes, in seconds.
+    """What everything takes, in seconds."""
 
-    Attributes:
-      multiply: the products of one arrival and a tile of w, at the peak rate.
-      product: what each product takes beyond that.
-      task: what each task takes beyond its products.
-      load: the transfer of a tile of w from HBM.
-      own: the transfer of one arrival of the device's own rows from HBM.
-      store: the transfer of the result of one arrival to HBM.
-      latency: latency of a transfer from or to HBM.
-      hop: the transfer of one arrival over a link.
-      hop_latency: latency of one hop.
-      entry: the barrier at the kernel's entry.
-    """
-
-    multiply: float
-    product: float
-    task: float
-    load: float
-    own: float
-    store: float
-    latency: float
-    hop: float
-    hop_latency: float
-    entry: float
+    multiply: float  # the products of one arrival and a tile of w, at the peak rate
+    product: float  # what each product takes beyond that
+    task: float  # what each task takes beyond its products
+    load: float  # the transfer of a tile of w from HBM
+    own: float  # the transfer of one arrival of the device's own rows from HBM
+    store: float  # the transfer of the result of one arrival to HBM
+    latency: float  # latency of a transfer from or to HBM
+    hop: float  # the transfer of one arrival over a link
+    hop_latency: float  # latency of one hop
+    entry: float  # the barrier at the kernel's entry
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The tasks in order.
-
-    Attributes:
-      tasks: the tasks.
-      loads: the tiles of w that are fetched before the first task, into the first slots.
-      seconds: when the last result has left, by the rates.
-    """
+    """The tasks in order."""
 
     tasks: tuple[Task, ...]
-    loads: tuple[int, ...]
-    seconds: float
+    loads: tuple[int, ...]  # tiles of w that are fetched before the first task, into the first slots
+    seconds: float  # when the last result has left, by the rates
 
     @property
     def fetches(self) -> int:

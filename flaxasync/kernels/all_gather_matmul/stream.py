@@ -25,7 +25,7 @@ from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles, largest_divisor
-from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, ScratchShapes
 from flaxasync.kernels.engine.row_tiling import RowTiling
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import Tiling
@@ -48,34 +48,32 @@ class Coordinates:
     w_slot: Scalar
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of the kernel."""
+
+    x: IncomingTiles  # [2, batches, rows, k]
+    w: IncomingTiles  # [2, k, n], or [2, n, k] if transposed
+    outgoing: OutgoingTiles  # [2, batches, rows, n] tiles of the result
+    accumulators: Ref  # [accumulators, batches, rows, n] VMEM, float32
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps.
+    """The steps."""
 
-    Attributes:
-      size: devices of the ring.
-      layout: how blocks are divided; half-blocks have one chunk.
-      tiles: tiles of a half-block, of the columns of all ws, and of the contraction.
-      accumulators: tiles of rows in a pass.
-      vmem_bytes: the vector memory of all buffers.
-    """
-
-    size: int
-    layout: BlockLayout
-    tiles: MatmulTiles
-    accumulators: int
-    vmem_bytes: int
+    size: int  # devices of the ring
+    layout: BlockLayout  # how blocks are divided; half-blocks have one chunk
+    tiles: MatmulTiles  # tiles of a half-block, of the columns of all ws, and of the contraction
+    accumulators: int  # tiles of rows in a pass
+    vmem_bytes: int  # of all buffers
 
     @property
     def grid(self) -> IterationGrid:
         tiles = self.tiles
         passes = self.layout.directions * tiles.rows.count // self.accumulators
         return IterationGrid((self.size, passes, tiles.columns.count, tiles.contraction.count, self.accumulators))
-
-    @property
-    def columns(self) -> Tiling:
-        """Tiles of the columns of all ws."""
-        return self.tiles.columns
 
     @property
     def results(self) -> int:
@@ -98,12 +96,21 @@ class Schedule:
         row, number = pass_ * self.accumulators + i, round_ * self.accumulators + i
         return Coordinates(arrival, row, column, t, i, number, w_slot)
 
-    def of_result(self, number: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """Returns arrival, tile of rows and tile of columns of a tile of the result."""
+    def of_result(self, number: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns the tile of rows and the tile of columns of a tile of the result."""
         round_, i = split(number, self.accumulators)
-        size, passes, columns, *_ = self.grid.sizes
-        arrival, pass_, column = IterationGrid((size, passes, columns)).coordinates(round_)
-        return arrival, pass_ * self.accumulators + i, column
+        _, pass_, column = IterationGrid(self.grid.sizes[:3]).coordinates(round_)
+        return pass_ * self.accumulators + i, column
+
+    def scratch(self, dtype: DType) -> ScratchShapes:
+        """Returns the scratch memory to allocate."""
+        result = (*self.tiles.rows.shape, self.tiles.columns.size)
+        return Scratch(
+            x=self.tiles.x_slots(dtype),
+            w=self.tiles.w_slots(dtype),
+            outgoing=OutgoingTiles.allocate(2, result, dtype),
+            accumulators=pltpu.VMEM((self.accumulators, *result), jnp.float32),
+        )
 
 
 def plan(
@@ -132,28 +139,6 @@ def plan(
 
     sizes = Tiles(rows.size, used.contraction.size, used.columns.size)
     return Schedule(size, layout, used, accumulators, check_vmem(caller, sizes, need))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scratch:
-    """Scratch memory of the kernel."""
-
-    x: IncomingTiles  # [2, batches, rows, k]
-    w: IncomingTiles  # [2, k, n], or [2, n, k] if transposed
-    outgoing: OutgoingTiles  # [2, batches, rows, n] tiles of the result
-    accumulators: Ref  # [accumulators, batches, rows, n] VMEM, float32
-
-    @classmethod
-    def allocate(cls, schedule: Schedule, dtype: DType) -> "Scratch":
-        tiles = schedule.tiles
-        result = (*tiles.rows.shape, tiles.columns.size)
-        return cls(
-            tiles.x_slots(dtype),
-            tiles.w_slots(dtype),
-            OutgoingTiles.allocate(2, result, dtype),
-            pltpu.VMEM((schedule.accumulators, *result), jnp.float32),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,10 +239,9 @@ class Stream:
 
     def wait_until_left(self, number: Scalar) -> None:
         """Waits until a tile of the result has left its slot."""
-        _, row, column = self.schedule.of_result(number)
-        outgoing = self.scratch.outgoing
-        self.schedule.tiles.on_result(
-            remainder(row, self.schedule.tiles.rows.count),
-            column,
-            lambda _, *tile: outgoing.wait(outgoing.slot(number), *(side.size for side in tile)),
-        )
+        (row, column), outgoing, tiles = self.schedule.of_result(number), self.scratch.outgoing, self.schedule.tiles
+
+        def wait(_: int, *tile: pl.Slice) -> None:
+            outgoing.wait(outgoing.slot(number), *(side.size for side in tile))
+
+        tiles.on_result(remainder(row, tiles.rows.count), column, wait)

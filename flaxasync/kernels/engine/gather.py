@@ -22,39 +22,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.grid import split
-from flaxasync.kernels.engine.refs import Index, Ref, Scalar
+from flaxasync.kernels.engine.refs import Index, Ref, Scalar, ScratchShapes, aligned
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import start_copy, start_send, wait
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """How blocks are divided into half-blocks and chunks.
+    """How blocks are divided into half-blocks and chunks."""
 
-    Attributes:
-      directions: half-blocks of a block.
-      chunks: chunks of a half-block.
-      batches, rows: those of one chunk.
-      unit: rows of a hardware tile.
-      to_half: batches and rows from half-block 0 to half-block 1.
-      to_chunk: batches and rows from one chunk to the next.
-    """
-
-    directions: int
-    chunks: int
-    batches: int
-    rows: int
-    unit: int
-    to_half: tuple[int, int]
-    to_chunk: tuple[int, int] = (0, 0)
+    directions: int  # half-blocks of a block
+    chunks: int  # chunks of a half-block
+    batches: int  # batches of a chunk
+    rows: int  # rows of a chunk in each of its batches
+    unit: int  # rows of a hardware tile
+    to_half: tuple[int, int]  # batches and rows from half-block 0 to half-block 1
+    to_chunk: tuple[int, int] = (0, 0)  # batches and rows from one chunk to the next
 
     @classmethod
     def of(cls, caller: str, batches: int, rows: int, unit: int, directions: int) -> "BlockLayout":
-        """BlockLayouts blocks of `batches` x `rows` into half-blocks of one chunk.
-
-        Raises:
-          ValueError: a block has no two halves.
-        """
+        """Divides blocks of `batches` x `rows` into half-blocks of one chunk; raises if a block has no two halves."""
         if directions == 1:
             return cls(1, 1, batches, rows, unit, (0, 0))
         if batches % 2 == 0:
@@ -94,8 +81,8 @@ class BlockLayout:
     def in_block(self, direction: Scalar, batches: pl.Slice, rows: pl.Slice) -> tuple[pl.Slice, pl.Slice]:
         """Returns where batches and rows of a half-block lie in its block."""
         batch, row = self.to_half
-        first_row = pl.multiple_of(direction * row + rows.start, self.unit)
-        return pl.ds(direction * batch + batches.start, batches.size), pl.ds(first_row, rows.size)
+        first_row = direction * row + rows.start
+        return pl.ds(direction * batch + batches.start, batches.size), aligned(first_row, rows.size, self.unit)
 
 
 @jax.tree_util.register_dataclass
@@ -106,31 +93,21 @@ class GatherSemaphores:
     recv: Ref  # [directions, arrivals], of which those of the own block are not used
 
     @classmethod
-    def allocate(cls, layout: BlockLayout, size: int) -> "GatherSemaphores":
+    def allocate(cls, layout: BlockLayout, size: int) -> ScratchShapes:
         dma = pltpu.SemaphoreType.DMA
         return cls(dma, dma((layout.directions,)), dma((layout.directions, size * layout.chunks)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """The all-gather as one device sees it.
-
-    Attributes:
-      ring: the devices.
-      layout: how blocks are divided.
-      x: [B, m, k] in HBM, the own block.
-      gathered: [B, R, m, k] in HBM, each block in its own place; None if it is not kept there.
-      semaphores: the semaphores.
-      arrivals: [arrivals, directions, batches, rows, k] in vector memory, if what arrives is kept there; else it
-        arrives in `gathered`.
-    """
+    """The all-gather as one device sees it. Blocks arrive in vector memory if `arrivals` is there, else in HBM."""
 
     ring: Ring
     layout: BlockLayout
-    x: Ref
-    gathered: Ref
+    x: Ref  # [B, m, k] HBM, the own block
+    gathered: Ref  # [B, R, m, k] HBM, each block in its own place; None if it is not kept there
     semaphores: GatherSemaphores
-    arrivals: Ref = None
+    arrivals: Ref = None  # [arrivals, directions, batches, rows, k] VMEM
 
     def block(self, direction: Scalar, arrival: Scalar) -> Scalar:
         """Returns the device whose block a half-block of an arrival belongs to."""
@@ -173,10 +150,10 @@ class Gather:
     def finish(self) -> None:
         """Waits until all that was sent has left."""
         for direction in self.ring.both:
-            sent = self._buffer(direction, jnp.int32(0))
-            pl.loop(0, (self.ring.size - 1) * self.layout.chunks)(
-                lambda _, sent=sent, direction=direction: wait(sent, self.semaphores.send.at[direction])
-            )
+
+            @pl.loop(0, (self.ring.size - 1) * self.layout.chunks)
+            def _(_: Scalar, direction: int = direction) -> None:
+                wait(self._buffer(direction, jnp.int32(0)), self.semaphores.send.at[direction])
 
     def _buffer(self, direction: int, arrival: Scalar) -> Ref:
         """Returns where a half-block of an arrival is received, and sent onward from."""

@@ -16,13 +16,9 @@ from flaxasync.kernels.engine.refs import Scalar
 
 @dataclasses.dataclass(frozen=True)
 class IterationGrid:
-    """Nested loops as one loop over `steps`.
+    """Nested loops as one loop over `steps`."""
 
-    Attributes:
-      sizes: iterations of each loop, the outermost first.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # iterations of each loop, the outermost first
 
     @property
     def steps(self) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.experimental import pallas as pl
 
-from flaxasync.kernels.engine.product import Contraction, accumulate, dot
+from flaxasync.kernels.engine.product import accumulate, dot
 from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar
 from flaxasync.kernels.engine.row_tiling import RowTiling
-from flaxasync.kernels.engine.slots import IncomingTiles
+from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import Tiling
 
 
@@ -33,17 +33,15 @@ class MatmulTiles:
 
     def w_slots(self, dtype: DType) -> IncomingTiles:
         """Returns two slots for tiles of w, as scratch memory."""
-        k, n = self.contraction.size, self.columns.size
-        return IncomingTiles.allocate(2, (n, k) if self.transposed else (k, n), dtype)
+        return IncomingTiles.allocate(2, self._w_shape(self.contraction.size, self.columns.size), dtype)
 
     def start_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar, source: Callable[..., Ref]) -> None:
         """Starts to fetch tile (i, t) of x; source(pair, batches, rows, depth) is that part of x in HBM."""
-        self.rows.on_slice(
-            i,
-            lambda batches, rows: self.contraction.on_slice(
-                t, lambda pair, depth: x.start(slot, source(pair, batches, rows, depth))
-            ),
-        )
+
+        def start(batches: pl.Slice, rows: pl.Slice) -> None:
+            self.contraction.on_slice(t, lambda pair, depth: x.start(slot, source(pair, batches, rows, depth)))
+
+        self.rows.on_slice(i, start)
 
     def start_w(self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar, ws: Sequence[Ref]) -> None:
         """Starts to fetch tile (t, j) of w from one of `ws` in HBM."""
@@ -64,29 +62,15 @@ class MatmulTiles:
 
     def wait_w(self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar) -> None:
         """Waits for tile (t, j) of w."""
-        self.contraction.on_size(
-            t, lambda k: self.columns.on_size(j, lambda n: w.wait(slot, *((n, k) if self.transposed else (k, n))))
-        )
+        self.contraction.on_size(t, lambda k: self.columns.on_size(j, lambda n: w.wait(slot, *self._w_shape(k, n))))
 
     def multiply(
-        self,
-        i: Scalar,
-        t: Scalar,
-        j: Scalar,
-        x_tile: Ref,
-        w_tile: Ref,
-        accumulator: Ref,
-        finish: Callable[[jax.Array, tuple[Index, ...]], None],
+        self, i: Scalar, t: Scalar, j: Scalar, x_tile: Ref, w_tile: Ref, accumulator: Ref, finish: Callable[..., None]
     ) -> None:
-        """Adds the product of two tiles to the sum of tile (i, j) of the result.
+        """Adds the product of two tiles to the sum of tile (i, j) of the result, [batches, rows, n] float32 in VMEM.
 
-        Args:
-          i, t, j: the numbers of the tiles.
-          x_tile: [batches, rows, k] in VMEM.
-          w_tile: [k, n] or [n, k] in VMEM.
-          accumulator: [batches, rows, n] in VMEM, float32.
-          finish: finish(sum, index) puts a sub-block of a finished sum where it leaves from; index is that of the
-            sub-block in a tile [batches, rows, n].
+        finish(sum, index) puts a sub-block of a finished sum where it leaves from; index is that of the sub-block in a
+        tile of the result.
         """
 
         def on_columns(n: int) -> None:
@@ -96,7 +80,7 @@ class MatmulTiles:
                 return dot(x, w, transposed=self.transposed).reshape(-1, min(rows, self.rows.rows.size), n)
 
             accumulate(
-                Contraction(self.contraction),
+                self.contraction,
                 t,
                 first=t == 0,
                 last=t == self.contraction.count - 1,
@@ -117,3 +101,10 @@ class MatmulTiles:
             i,
             lambda batches, rows: self.columns.on_slice(j, lambda number, columns: use(number, batches, rows, columns)),
         )
+
+    def wait_result(self, slots: IncomingTiles | OutgoingTiles, slot: Scalar, i: Scalar, j: Scalar) -> None:
+        """Waits until tile (i, j) of the result has come into a slot, or has left it."""
+        self.on_result(i, j, lambda _, *tile: slots.wait(slot, *(side.size for side in tile)))
+
+    def _w_shape(self, k: int, n: int) -> tuple[int, int]:
+        return (n, k) if self.transposed else (k, n)

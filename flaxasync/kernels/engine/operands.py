@@ -1,6 +1,7 @@
 """Hardware tiles, the sizes of matmul tiles, and the checks of operands that all kernels share."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +45,7 @@ def largest_divisor(size: int, most: int, unit: int) -> int:
 
 
 def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) -> None:
-    """Raises if the kernels cannot move blocks of an array.
-
-    Raises:
-      ValueError: a dimension is not a multiple of a hardware tile's.
-      NotImplementedError: the kernels do not know the dtype.
-    """
+    """Raises if an array is not in whole hardware tiles (ValueError) or of another dtype (NotImplementedError)."""
     if jnp.dtype(dtype).name not in DTYPES:
         raise NotImplementedError(
             f"{caller} has kernels for {' and '.join(DTYPES)}: got {name} of {jnp.dtype(dtype).name}; cast it, or use "
@@ -63,14 +59,33 @@ def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) 
         )
 
 
-def output(shape: tuple[int, ...], like: jax.Array, *others: jax.Array, invarying: tuple[str, ...] = ()) -> object:
-    """Returns the type of a kernel's output, of the dtype of `like`.
+def check_operands(caller: str, operands: Mapping[str, Sequence[jax.Array]]) -> None:
+    """Raises unless all operands, by name, have one dtype and are in whole hardware tiles, each batch by itself."""
+    dtypes = {array.dtype for arrays in operands.values() for array in arrays}
+    for name, arrays in operands.items():
+        for array in arrays:
+            check_operand(caller, name if array.ndim == 2 else f"a batch of {name}", array.shape[-2:], array.dtype)
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"{caller} needs operands of one dtype: got {' and '.join(sorted(map(str, dtypes)))}; cast them"
+        )
 
-    Args:
-      shape: the shape of the output on one device.
-      like: an operand of the kernel.
-      *others: further operands. The output varies over the mesh axes over which any operand varies.
-      invarying: mesh axes over which the output does not vary, although the operands do.
+
+def check_rows(caller: str, axis_name: str, size: int, rows: int, dtype: DType) -> None:
+    """Raises unless the rows of x are whole hardware tiles for each of the devices on an axis."""
+    if rows % (size * sublanes(dtype)):
+        raise ValueError(
+            f"{caller} gives each of the {size} devices on {axis_name!r} whole hardware tiles of rows: got {rows} rows "
+            f"of {jnp.dtype(dtype).name}, needed a multiple of {size * sublanes(dtype)}; pad x"
+        )
+
+
+def output(
+    shape: tuple[int, ...], like: jax.Array, *others: jax.Array, invarying: tuple[str, ...] = ()
+) -> jax.ShapeDtypeStruct:
+    """Returns the type of a kernel's output: its shape on one device, the dtype of an operand.
+
+    It varies over the mesh axes over which any operand varies, except for `invarying`.
     """
     kind = jax.typeof(like).mat
     varying = kind.varying.union(*(jax.typeof(other).mat.varying for other in others)) - set(invarying)

@@ -19,9 +19,17 @@ type Index = Scalar | slice | pl.Slice
 
 type DType = jax.typing.DTypeLike
 
+# What to allocate as scratch memory: a class of Refs, with shapes and memory spaces as fields.
+type ScratchShapes = Any
+
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
 
-def beginning(*sizes: int) -> tuple[pl.Slice, ...]:
+def aligned(first: Scalar, size: Scalar, unit: int) -> pl.Slice:
+    """Returns a slice whose first index is known to be a multiple of a hardware tile's side."""
+    return pl.ds(pl.multiple_of(first, unit), size)  # type: ignore[arg-type]  # which takes an int, too
+
+
+def beginning(*sizes: Scalar) -> tuple[pl.Slice, ...]:
     """Returns the indices of the first elements of each dimension, where a partial tile lies in its buffer."""
     return tuple(pl.ds(0, size) for size in sizes)

@@ -23,17 +23,11 @@ type Device = dict[str, Any]  # coordinates on all mesh axes, the form that Pall
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The devices of a mesh axis, inside a kernel.
-
-    Attributes:
-      axis_name: the mesh axis.
-      size: its devices.
-      directions: 1, or 2 where blocks travel both ways.
-    """
+    """The devices of a mesh axis, inside a kernel."""
 
     axis_name: str
-    size: int
-    directions: int
+    size: int  # devices on the axis
+    directions: int  # 1, or 2 where blocks travel both ways
 
     @property
     def both(self) -> range:
@@ -78,10 +72,6 @@ class Acknowledgements:
 
     sems: Ref  # [directions], regular semaphores
 
-    @classmethod
-    def allocate(cls, directions: int) -> "Acknowledgements":
-        return cls(pltpu.SemaphoreType.REGULAR((directions,)))
-
     def send(self, ring: Ring, direction: int) -> None:
         """Tells the sender that what came from it has been read."""
         pl.semaphore_signal(self.sems.at[direction], device_id=ring.sender(direction))
@@ -92,11 +82,7 @@ class Acknowledgements:
 
 
 def check_ring(caller: str, axis_name: str, directions: int) -> int:
-    """Returns the number of devices on an axis.
-
-    Raises:
-      ValueError: one device alone has nobody to send to, or `directions` is neither 1 nor 2.
-    """
+    """Returns the number of devices on an axis; raises if it is 1, or if `directions` is neither 1 nor 2."""
     size = lax.axis_size(axis_name)
     if size == 1:
         raise ValueError(
@@ -114,11 +100,7 @@ def choose_directions(size: int, length: int, unit: int, directions: int | None)
 
 
 def half_blocks(caller: str, name: str, length: int, unit: int, directions: int) -> list[pl.Slice]:
-    """Returns what travels in each direction: slices of a dimension of a block.
-
-    Raises:
-      ValueError: the dimension has no two halves of whole hardware tiles.
-    """
+    """Returns what travels in each direction, slices of a dimension; raises if it has no halves of whole tiles."""
     if length % (directions * unit) and directions == 2:
         raise ValueError(
             f"{caller} sends half of the {name} each way: got {length}, needed a multiple of {2 * unit}; "
@@ -155,8 +137,7 @@ def enter(
         program has, unless `collective_id` is given.
       senders: the devices that send to this device. As many, in the same places, receive from it.
       collective_id: the id of the barrier.
-      conditional: further (device, whether it sends to this one, whether a device in that place receives from this
-        one).
+      conditional: further (device, whether it sends here, whether a device in that place receives from this one).
     """
     senders, conditional = list(senders), list(conditional)
     barrier = pltpu.get_barrier_semaphore(None if collective_id is not None else f"flaxasync.{tag}")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.engine.grid import split
-from flaxasync.kernels.engine.refs import Index, Scalar
+from flaxasync.kernels.engine.refs import Scalar
 from flaxasync.kernels.engine.tiling import Tiling
 
 SUB_BLOCK = 512  # rows of one product in the code of a step; a tile of more rows loops over them
@@ -17,29 +17,18 @@ SUB_BLOCK = 512  # rows of one product in the code of a step; a tile of more row
 
 @dataclasses.dataclass(frozen=True)
 class RowTiling:
-    """Tiles of the rows of [batches, rows, ...].
+    """Tiles of the rows of [batches, rows, ...]."""
 
-    Attributes:
-      batches: the tiles of the batches. A tile of more than one batch has all of their rows.
-      rows: the tiles of the rows of one batch.
-    """
-
-    batches: Tiling
-    rows: Tiling
+    batches: Tiling  # tiles of the batches; one of more than one batch has all of their rows
+    rows: Tiling  # tiles of the rows of one batch
 
     @classmethod
     def of(
         cls, batches: int, rows: int, most: int, unit: int, multiple: int = 1, *, sub_block: int | None = None
     ) -> "RowTiling":
-        """Returns tiles of at most `most` rows.
+        """Returns tiles of at most `most` rows in all of their batches, multiplied at most `sub_block` at once.
 
-        Args:
-          batches: number of batches.
-          rows: rows of each.
-          most: rows of a tile, in all of its batches.
-          unit: divides `rows` and the rows of a tile.
-          multiple: divides the number of batches of a tile that has more than one batch.
-          sub_block: rows of one product, at most; `SUB_BLOCK` by default.
+        `unit` divides the rows of a tile, and `multiple` the batches of a tile that has more than one batch.
         """
         sub_block = sub_block or SUB_BLOCK
         if rows * multiple * 2 <= most or multiple > 1:
@@ -73,8 +62,8 @@ class RowTiling:
         group, within = split(tile, self.rows.count)
         self.batches.on_slice(group, lambda _, batches: self.rows.on_slice(within, lambda _, rows: use(batches, rows)))
 
-    def for_each_sub_block(self, tile: Scalar, use: Callable[[tuple[Index, Index], int], None]) -> None:
-        """Calls `use(index, rows)` in a loop of the kernel: its code is there once.
+    def for_each_sub_block(self, tile: Scalar, use: Callable[..., None]) -> None:
+        """Calls `use(index, number of rows)` in a loop of the kernel: its code is there once.
 
         The index is that of a sub-block in a tile [batches, rows, ...]. The last sub-block of a partial tile may have
         more rows than the tile: then they are whatever the memory held.
@@ -86,9 +75,9 @@ class RowTiling:
         else:
             self.rows.for_each_sub_block(within, lambda some: use((slice(0, 1), some), some.size))
 
-    def flattened(self, repeats: int = 1) -> Tiling:
-        """Returns the same tiles in the same order, as those of all rows of all batches, several times over."""
+    def flattened(self) -> Tiling:
+        """Returns the same tiles in the same order, as those of all rows of all batches."""
         (batches,), (rows,) = self.batches.lengths, self.rows.lengths
         if self.batches.size > 1:
-            return Tiling((batches * rows,) * repeats, self.size, self.rows.unit)
-        return Tiling((rows,) * (batches * repeats), self.rows.size, self.rows.unit)
+            return Tiling((batches * rows,), self.size, self.rows.unit)
+        return Tiling((rows,) * batches, self.rows.size, self.rows.unit)

@@ -57,7 +57,7 @@ class _Slots:
         """Returns the slot of a tile by its number in the order of use."""
         return remainder(number, self.count)
 
-    def wait(self, slot: Scalar, *sizes: int) -> None:
+    def wait(self, slot: Scalar, *sizes: Scalar) -> None:
         """Waits until the transfer of a tile of these sizes, into a slot or out of it, is complete."""
         wait(self.tiles.at[slot, *beginning(*sizes)], self.sems.at[slot])
 
@@ -81,12 +81,7 @@ class OutgoingTiles(_Slots):
     """
 
     def free(self, number: Scalar, wait_for: Callable[[Scalar], None]) -> None:
-        """Waits until a tile may be written into its slot.
-
-        Args:
-          number: of the tile, in the order in which tiles leave.
-          wait_for: waits until the tile of a given number has left; the kernel knows its size.
-        """
+        """Waits until a tile may be written into its slot; `wait_for(number)` waits until another one has left."""
         pl.when(number >= self.count)(lambda: wait_for(number - self.count))
 
     def finish(self, count: int, wait_for: Callable[[Scalar], None]) -> None:

@@ -14,12 +14,11 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.engine.operands import LANES, largest_divisor
-from flaxasync.kernels.engine.refs import Condition, Scalar
+from flaxasync.kernels.engine.refs import Condition, Scalar, aligned
 
 OVERHEAD = 16  # elements in whose time a product, or the work on a tile, starts and ends
 SHORTEST = 128  # elements that take as long as fewer ones: meanwhile the matrix unit loads its other operand
@@ -31,18 +30,14 @@ NEAR = 1.03  # how much more than the cheapest tiles those may cost that need le
 class Tiling:
     """Tiles over one or more dimensions that lie side by side, as the columns of several weights do.
 
-    Attributes:
-      lengths: the length of each dimension, a multiple of `unit`.
-      size: elements of a tile. The last tile of each dimension is partial unless tiles divide it.
-      unit: elements of a hardware tile.
-      sub_block: elements of one product in the code of a kernel that loops over the sub-blocks of a tile. The last one
-        of a partial tile may reach beyond the tile. None where a tile is multiplied at once, whatever its size.
+    The last tile of each dimension is partial unless tiles divide it. A kernel may loop over the sub-blocks of a tile,
+    so that its code has one product. The last sub-block of a partial tile may reach beyond the tile.
     """
 
-    lengths: tuple[int, ...]
-    size: int
-    unit: int = LANES
-    sub_block: int | None = None
+    lengths: tuple[int, ...]  # the length of each dimension, a multiple of `unit`
+    size: int  # elements of a tile
+    unit: int = LANES  # elements of a hardware tile
+    sub_block: int | None = None  # elements of a sub-block; None where a tile is multiplied at once
 
     @classmethod
     def of(cls, lengths: Sequence[int], most: int, unit: int = LANES) -> "Tiling":
@@ -98,7 +93,7 @@ class Tiling:
 
             def use_whole(number: int = number, before: int = before) -> None:
                 index = tile - before if before else tile
-                use(number, pl.ds(pl.multiple_of(index * self.size, self.unit), self.size))
+                use(number, aligned(index * self.size, self.size, self.unit))
 
             def use_partial(number: int = number, first: int = length - rest, rest: int = rest) -> None:
                 use(number, pl.ds(first, rest))
@@ -110,20 +105,11 @@ class Tiling:
             before += count
 
     def on_size(
-        self,
-        tile: Scalar,
-        use: Callable[[int], None],
-        *,
-        among: Sequence[int] | None = None,
-        condition: Condition = True,
+        self, tile: Scalar, use: Callable[[int], None], among: Sequence[int] | None = None, condition: Condition = True
     ) -> None:
         """Calls `use(elements of a tile)`, a static number, if `condition` holds.
 
-        Args:
-          tile: the number of the tile.
-          use: the function to call; traced once for each size.
-          among: the tiles of which this is one; all by default.
-          condition: whether to call it at all.
+        `use` is traced once for each size of the tiles in `among`, which have to include this one; None is all tiles.
         """
         all_sizes = self.sizes
         sizes = sorted({all_sizes[t] for t in (range(self.count) if among is None else among)}, reverse=True)
@@ -139,13 +125,13 @@ class Tiling:
     def for_each_sub_block(self, tile: Scalar, use: Callable[[pl.Slice], None]) -> None:
         """Calls `use(where the sub-block lies in the tile)` in a loop of the kernel: its code is there once."""
         step = self._sub_block
-        pl.loop(0, self.sub_blocks(tile))(lambda i: use(pl.ds(pl.multiple_of(i * step, self.unit), step)))
+        pl.loop(0, self.sub_blocks(tile))(lambda i: use(aligned(i * step, step, self.unit)))
 
     @property
     def _sub_block(self) -> int:
         return self.sub_block or self.size
 
-    def _has_size(self, tile: Scalar, size: int) -> jax.Array:
+    def _has_size(self, tile: Scalar, size: int) -> Condition:
         partial = [t for t, elements in enumerate(self.sizes) if elements != self.size]
         if size != self.size:
             return functools.reduce(jnp.logical_or, [tile == t for t in partial if self.sizes[t] == size])

@@ -23,11 +23,7 @@ def available() -> int:
 def fitting(tiles: Tiles | None, default: Tiles, fit: Callable[[Tiles], Tiles], need: Callable[[Tiles], int]) -> Tiles:
     """Returns the tiles to use: those asked for, or else the default ones, halved until they fit the vector memory.
 
-    Args:
-      tiles: the largest tiles to use; None for the default.
-      default: the largest tiles to use where none were asked for.
-      fit: returns the tiles that suit the operands and are no larger than its argument.
-      need: returns the bytes of vector memory that such tiles take.
+    `fit` returns the tiles that suit the operands and are no larger than its argument, and `need` the bytes they take.
     """
     most = tiles or default
     while tiles is None and need(fit(most)) > available() and max(most.m, most.k, most.n) > 1:
@@ -36,12 +32,7 @@ def fitting(tiles: Tiles | None, default: Tiles, fit: Callable[[Tiles], Tiles], 
 
 
 def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
-    """Returns the bytes of vector memory that tiles take.
-
-    Args:
-      caller: name of the kernel, for the message.
-      tiles: the tiles to check.
-      need: returns the bytes that any tiles take in this kernel.
+    """Returns the bytes of vector memory that tiles take in a kernel, by `need`.
 
     Raises:
       ValueError: the chip has less. The message has the sum, the limit and the largest tiles that fit.

@@ -30,13 +30,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.grid import remainder, split
 from flaxasync.kernels.engine.matmul import MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, output, sublanes
-from flaxasync.kernels.engine.refs import HBM, DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, check_rows, output
+from flaxasync.kernels.engine.refs import Index, Ref, Scalar
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring, check_ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, wait
-from flaxasync.kernels.engine.vmem import vmem_limit
 from flaxasync.kernels.matmul_reduce_scatter.schedule import CALLER, Coordinates, Schedule, plan
 
 
@@ -52,20 +52,6 @@ class Scratch:
     accumulator: Ref  # [batches, rows, n] VMEM, float32, if a tile of the result takes several steps
     recv_sem: Ref  # [2, tiles of a block] DMA semaphores, one for each place in the receive buffers
     read: Acknowledgements
-
-    @classmethod
-    def allocate(cls, schedule: Schedule, dtype: DType) -> "Scratch":
-        tiles = schedule.tiles
-        result = (*tiles.rows.shape, tiles.columns.size)
-        return cls(
-            tiles.x_slots(dtype),
-            tiles.w_slots(dtype),
-            IncomingTiles.allocate(2, result, dtype),
-            OutgoingTiles.allocate(schedule.outgoing, result, dtype),
-            pltpu.VMEM(result if schedule.depth > 1 else (1, 8, LANES), jnp.float32),
-            pltpu.SemaphoreType.DMA((2, schedule.block)),
-            Acknowledgements.allocate(schedule.directions),
-        )
 
 
 def matmul_reduce_scatter(
@@ -95,72 +81,61 @@ def matmul_reduce_scatter(
       NotImplementedError: another dtype, or more tiles than there are semaphores.
     """
     size = check_ring(CALLER, axis_name, directions)
-    _check(xs, ws, transposed, size)
-    (batch, all_rows, _), dtype = xs[0].shape, xs[0].dtype
+    _check(xs, ws, transposed, axis_name, size)
+    (batch, all_rows, _), dtype, pairs = xs[0].shape, xs[0].dtype, len(xs)
     m, n, ks = all_rows // size, ws[0].shape[0 if transposed else 1], [x.shape[2] for x in xs]
-    schedule, need = plan(batch, m, ks, n, transposed, tiles, size, directions, dtype)
-    moved, used = batch * m * n * dtype.itemsize, schedule.tiles
+    schedule, vmem_bytes = plan(xs, ws, transposed, tiles, size, directions)
+    ring, used = Ring(axis_name, size, schedule.directions), schedule.tiles
+
+    def body(*refs: Ref) -> None:
+        device = _Device(ring, schedule, refs[:pairs], refs[pairs : 2 * pairs], *refs[2 * pairs :])
+        ring.enter(f"{CALLER} {transposed} {pairs}", collective_id)
+        device.run()
+
+    result, block_bytes = (*used.rows.shape, used.columns.size), batch * m * n * dtype.itemsize
+    scratch = Scratch(
+        x=used.x_slots(dtype),
+        w=used.w_slots(dtype),
+        received=IncomingTiles.allocate(2, result, dtype),
+        outgoing=OutgoingTiles.allocate(schedule.outgoing, result, dtype),
+        accumulator=pltpu.VMEM(result if schedule.depth > 1 else (1, 8, LANES), jnp.float32),
+        recv_sem=pltpu.SemaphoreType.DMA((2, schedule.block)),
+        read=Acknowledgements(pltpu.SemaphoreType.REGULAR((ring.directions,))),
+    )
     streamed = size * sum(ks) * (used.columns.count * batch * m + used.rows.count * n) * dtype.itemsize
-    return pl.pallas_call(
-        functools.partial(_kernel, Ring(axis_name, size, schedule.directions), schedule, collective_id),
-        out_shape=[output((batch, m, n), *xs, *ws), output((2, batch, m, n), *xs, *ws)],
-        in_specs=[HBM] * (2 * len(xs)),
-        out_specs=[HBM, HBM],
-        scratch_shapes=[Scratch.allocate(schedule, dtype)],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id, vmem_limit_bytes=vmem_limit(need)),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * batch * all_rows * sum(ks) * n,
-            transcendentals=0,
-            bytes_accessed=streamed + moved + 2 * (size - 1) * moved,
-            remote_bytes_transferred=(size - 1) * moved,
-        ),
+    y, _ = call(
+        body,
+        [*(x.reshape(batch, size, m, -1) for x in xs), *ws],
         name=CALLER,
-    )(*(x.reshape(batch, size, m, -1) for x in xs), *ws)[0]
+        results=[output((batch, m, n), *xs, *ws), output((2, batch, m, n), *xs, *ws)],
+        scratch=[scratch],
+        collective_id=collective_id,
+        vmem_bytes=vmem_bytes,
+        flops=2 * batch * all_rows * sum(ks) * n,
+        hbm_bytes=streamed + (2 * size - 1) * block_bytes,
+        sent=(size - 1) * block_bytes,
+    )
+    return y
 
 
-def _check(xs: Sequence[jax.Array], ws: Sequence[jax.Array], transposed: bool, size: int) -> None:
-    """Raises ValueError if operands fit neither each other nor hardware tiles."""
+def _check(xs: Sequence[jax.Array], ws: Sequence[jax.Array], transposed: bool, axis_name: str, size: int) -> None:
     form = "[n, k]" if transposed else "[k, n]"
-    if len(xs) != len(ws) or not xs or any(x.ndim != 3 for x in xs) or any(w.ndim != 2 for w in ws):
+    if not xs or len(xs) != len(ws) or any(x.ndim != 3 for x in xs) or any(w.ndim != 2 for w in ws):
         raise ValueError(
             f"{CALLER} needs pairs of x [B, R*m, k] and w {form}: got {[list(x.shape) for x in xs]} and "
             f"{[list(w.shape) for w in ws]}"
         )
-    n = ws[0].shape[0 if transposed else 1]
+    n, (_, rows, _) = ws[0].shape[0 if transposed else 1], xs[0].shape
     for x, w in zip(xs, ws, strict=True):
         if x.shape[:2] != xs[0].shape[:2] or w.shape != ((n, x.shape[2]) if transposed else (x.shape[2], n)):
             raise ValueError(
                 f"{CALLER} sums products x [B, R*m, k] @ w {form} of one shape: got {list(x.shape)} and {list(w.shape)}"
                 f" beside {list(xs[0].shape)} and {list(ws[0].shape)}"
             )
-        if {x.dtype, w.dtype} != {xs[0].dtype}:
-            raise ValueError(f"{CALLER} needs operands of one dtype: got {x.dtype} and {w.dtype}; cast them")
-        check_operand(CALLER, "a batch of x", x.shape[1:], x.dtype)
-        check_operand(CALLER, "w", w.shape, w.dtype)
+    check_operands(CALLER, {"x": xs, "w": ws})
     if n % LANES:
         raise ValueError(f"{CALLER} needs n to be a multiple of {LANES}: got n={n}; pad w")
-    unit = size * sublanes(xs[0].dtype)
-    if xs[0].shape[1] % unit:
-        raise ValueError(
-            f"{CALLER} gives each of {size} devices whole hardware tiles of rows: got {xs[0].shape[1]} rows of "
-            f"{xs[0].dtype}, needed a multiple of {unit}; pad x"
-        )
-
-
-def _kernel(
-    ring: Ring,
-    schedule: Schedule,
-    collective_id: int | None,
-    *refs: Ref,  # xs [B, R, m, k_i] HBM; ws [k_i, n] or [n, k_i] HBM; y [B, m, n] HBM; receive buffers; scratch
-) -> None:
-    pairs = len(schedule.tiles.contraction.lengths)
-    device = _Device(ring, schedule, refs[:pairs], refs[pairs : 2 * pairs], *refs[-3:])
-    ring.enter(f"{CALLER} {schedule.tiles.transposed} {pairs}", collective_id)
-    device.prefetch(schedule.at(0))
-    device.clear_received()
-    pl.loop(0, schedule.grid.steps)(device.step)
-    with jax.named_scope("finish"):
-        device.scratch.outgoing.finish(schedule.size * schedule.block, device.wait_until_left)
+    check_rows(CALLER, axis_name, size, rows, xs[0].dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,15 +144,23 @@ class _Device:
 
     ring: Ring
     schedule: Schedule
-    xs: Sequence[Ref]
-    ws: Sequence[Ref]
-    y: Ref
+    xs: Sequence[Ref]  # [B, R, m, k_i] HBM
+    ws: Sequence[Ref]  # [k_i, n] or [n, k_i] HBM
+    y: Ref  # [B, m, n] HBM
     receive_buffers: Ref  # [2, B, m, n] HBM
     scratch: Scratch
 
     @property
     def tiles(self) -> MatmulTiles:
         return self.schedule.tiles
+
+    def run(self) -> None:
+        """Does all steps, once the neighbours have entered."""
+        self.prefetch(self.schedule.at(0))
+        self.clear_received()
+        pl.loop(0, self.schedule.grid.steps)(self.step)
+        with jax.named_scope("finish"):
+            self.scratch.outgoing.finish(self.schedule.size * self.schedule.block, self.wait_until_left)
 
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and sends or stores a tile that is finished."""
@@ -256,7 +239,7 @@ class _Device:
         The buffers of the last two hops are not written again, so nobody waits for those acknowledgements.
         """
         received = self.scratch.received
-        self._wait_for_tile(received, received.slot(here.number), here.i, here.j)
+        self.tiles.wait_result(received, received.slot(here.number), here.i, here.j)
         acknowledge = functools.partial(self.scratch.read.send, self.ring)
         pl.when(here.hop < self.schedule.size - 2)(lambda: self._in_direction(here, acknowledge))
 
@@ -273,21 +256,17 @@ class _Device:
 
             self.tiles.on_result(here.i, here.j, of_tile)
 
-        def store(_: int, *tile: pl.Slice) -> None:
-            outgoing.store(slot, self.y.at[*tile])
-
         with jax.named_scope("send"):
             own = here.hop == self.schedule.size - 1
             pl.when(jnp.logical_not(own))(lambda: self._in_direction(here, send))
-            pl.when(own)(lambda: self.tiles.on_result(here.i, here.j, store))
+            pl.when(own)(
+                lambda: self.tiles.on_result(here.i, here.j, lambda _, *tile: outgoing.store(slot, self.y.at[*tile]))
+            )
 
     def wait_until_left(self, number: Scalar) -> None:
         """Waits until a tile of the result, by its number over all blocks, has left its slot."""
         i, j = split(remainder(number, self.schedule.block), self.tiles.columns.count)
-        self._wait_for_tile(self.scratch.outgoing, self.scratch.outgoing.slot(number), i, j)
-
-    def _wait_for_tile(self, slots: IncomingTiles | OutgoingTiles, slot: Scalar, i: Scalar, j: Scalar) -> None:
-        self.tiles.on_result(i, j, lambda _, *tile: slots.wait(slot, *(side.size for side in tile)))
+        self.tiles.wait_result(self.scratch.outgoing, self.scratch.outgoing.slot(number), i, j)
 
     def _in_direction(self, here: Coordinates, use: Callable[[int], None]) -> None:
         """Calls `use(direction)` for the direction, a static number, in which a tile travels."""

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.engine.grid import IterationGrid, remainder
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Tiles, sublanes
-from flaxasync.kernels.engine.refs import Condition, DType, Scalar
+from flaxasync.kernels.engine.refs import Condition, Scalar
 from flaxasync.kernels.engine.row_tiling import RowTiling
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import available, check_vmem
@@ -40,19 +42,12 @@ class Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps of the kernel: for each hop all tiles of a block, row by row, and for each all of the contraction.
+    """The steps of the kernel: for each hop all tiles of a block, row by row, and for each all of the contraction."""
 
-    Attributes:
-      size: devices of the ring.
-      tiles: tiles of the rows of a block, of the columns, and of the contraction of all pairs of x and w.
-      directions: 1, or 2 where tiles travel both ways. In a row of tiles those of direction 0 come first.
-      outgoing: finished tiles that may be leaving at once.
-    """
-
-    size: int
-    tiles: MatmulTiles
-    directions: int
-    outgoing: int
+    size: int  # devices of the ring
+    tiles: MatmulTiles  # tiles of the rows of a block, of the columns, and of the contraction of all pairs of x and w
+    directions: int  # 1, or 2 where tiles travel both ways: in a row of tiles those of direction 0 come first
+    outgoing: int  # finished tiles that may be leaving at once
 
     @property
     def depth(self) -> int:
@@ -86,18 +81,12 @@ class Schedule:
 
 
 def plan(
-    batch: int,
-    m: int,
-    ks: list[int],
-    n: int,
-    transposed: bool,
-    tiles: Tiles | None,
-    size: int,
-    directions: int,
-    dtype: DType,
+    xs: Sequence[jax.Array], ws: Sequence[jax.Array], transposed: bool, tiles: Tiles | None, size: int, directions: int
 ) -> tuple[Schedule, int]:
     """Returns the schedule, with two tiles of a block or more if possible, and the bytes of vector memory."""
-    asked, unit = tiles or _default_tiles(batch * m, n), sublanes(dtype)
+    (batch, all_rows, _), dtype, unit = xs[0].shape, xs[0].dtype, sublanes(xs[0].dtype)
+    m, n, ks = all_rows // size, ws[0].shape[0 if transposed else 1], [x.shape[2] for x in xs]
+    asked = tiles or _default_tiles(batch * m, n)
     rows = RowTiling.of(batch, m, asked.m, unit)
     contraction, columns = Tiling.of(ks, asked.k), Tiling.of((n,), asked.n)
     if rows.count == columns.count == 1 and n > LANES:
@@ -110,7 +99,7 @@ def plan(
     def need(outgoing: int, t: Tiles) -> int:
         in_slots = 2 * (t.m * t.k + t.k * t.n + t.m * t.n) + outgoing * t.m * t.n
         sums = 1 if sum(pl.cdiv(k, t.k) for k in ks) == 1 else 2  # of float32: the product, and the accumulator
-        return in_slots * jnp.dtype(dtype).itemsize + sums * 4 * t.m * t.n
+        return in_slots * dtype.itemsize + sums * 4 * t.m * t.n
 
     used, (outgoing, fewest) = Tiles(rows.size, contraction.size, columns.size), OUTGOING
     while outgoing > fewest and need(outgoing, used) > available():

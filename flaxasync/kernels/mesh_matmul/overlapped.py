@@ -38,7 +38,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.kernels.engine.grid import remainder, split
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
-from flaxasync.kernels.engine.refs import HBM, DType, Index, Ref, Scalar, beginning
+from flaxasync.kernels.engine.refs import HBM, DType, Index, Ref, Scalar, ScratchShapes, beginning
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, start_send, wait
 from flaxasync.kernels.engine.vmem import vmem_limit
@@ -61,7 +61,7 @@ class Scratch:
     onward_sem: Ref  # DMA semaphore of the results that are sent on
 
     @classmethod
-    def allocate(cls, plan: Plan, dtype: DType) -> "Scratch":
+    def allocate(cls, plan: Plan, dtype: DType) -> ScratchShapes:
         tiles, schedule, dma = plan.tiles, plan.schedule, pltpu.SemaphoreType.DMA
         result = (*tiles.rows.shape, tiles.columns.size)
         hops = 2 * (schedule.phases - 1) * schedule.rounds

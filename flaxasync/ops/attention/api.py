@@ -14,13 +14,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flaxasync import mesh
-from flaxasync.attention.flash_grid import LANES
-from flaxasync.attention.flash_kernel import Flash, unsupported
+from flaxasync.kernels.attention_block import BlockKernel, Mask, Scores
+from flaxasync.kernels.flash_attention import Flash, unsupported
+from flaxasync.kernels.flash_attention_grid import LANES
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.ops import backends
 from flaxasync.ops.attention import vjp
-from flaxasync.ops.attention.blocks import BlockKernel, Reference, Scores
-from flaxasync.ops.attention.layouts import AttentionLayout, Mask, Sequence, check_sequence_layout
+from flaxasync.ops.attention.blocks import Reference
+from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_sequence_layout
 from flaxasync.ops.attention.shards import Call
 
 KERNELS = ("reference", "flash")
@@ -76,9 +77,10 @@ def ring_attention(
         "pallas" or "stateful" (the same ring on Pallas DMAs, as values or on Refs; TPU). None stands for what
         `flaxasync.plan` predicts to be fastest on the chips of the mesh, and for "xla" on other devices.
       kernel: What multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative), "reference" (JAX, on
-        every device), or an object of your own (`flaxasync.ops.attention.blocks.BlockKernel`). None stands for "flash"
-        where that can serve, on a mesh of TPUs whose axes are all mapped, and for "reference" elsewhere.
-      directions: 1, or 2 to send one half-block each way around the ring; by default 2 on rings of three or more TPUs.
+        every device), or an object of your own (`flaxasync.kernels.attention_block.BlockKernel`). None stands for
+        "flash" where that can serve, on a mesh of TPUs whose axes are all mapped, and for "reference" elsewhere.
+      directions: 1, or 2 to send one half-block in each direction around the ring. By default 2 on rings of three or
+        more TPUs.
       unroll: Ring steps in one loop body.
       precision: The precision of the matmuls, as in `lax.dot_general`. They accumulate in float32.
 

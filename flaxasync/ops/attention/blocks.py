@@ -1,81 +1,21 @@
-"""Attention of one block of queries with one block of keys: the product under ring attention, and its gradient.
+"""Attention of one block of queries with one block of keys, written in JAX: it runs on every device.
 
-The softmax is exact over any number of blocks, in any order. A carry holds, in float32, the sum of the values weighted
-by 2**(score - maximum), the maximum, and the sum of the weights. Scores are kept in units of log 2, because the
-hardware's exponential is exp2. Where q is float64, everything that is float32 below is float64.
-
-```
-q        [b, n, g, s, d]     queries of n groups of g heads
-kv       [2, b, n, t, d]     keys and values; every head of a group shares them, and none is repeated
-acc      [b, n, g, s, d]     float32: sum of 2**(score - maximum) * v
-stats    [b, n, g, 2, s]     float32: maximum; sum of 2**(score - maximum)
-rows     [b, n, g, 2, s]     float32, for the gradient: log2 of the sum of 2**score; sum of o * do
-segments [b, s], [b, t]      int32; rows of different segments do not attend to each other
-```
-
-A `BlockKernel` computes this. `Reference` is written in JAX and runs on every device; the flash kernel is for TPUs.
+`flaxasync.kernels.attention_block` defines what a block kernel computes, the shapes of its arguments, and the softmax's
+carry. Where q is float64, everything that is float32 there is float64 here.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Mask, Product, Scores, Segments
 from flaxasync.mesh import cast_to_varying
-from flaxasync.ops.attention.layouts import Mask, Product
 from flaxasync.ops.dtypes import accumulator_dtype
 from flaxasync.ring import Index
-
-LOG2_E = 1.4426950408889634
-LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # below every score, and differences of two such values are finite
-
-type Carry = tuple[Array, Array]  # acc, stats
-type Gradients = tuple[Array, Array]  # dq as acc, dkv as kv; float32, before they are multiplied by the scale
-type Segments = tuple[Array, Array] | None  # of the rows of q, of the rows of kv
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """What turns the product of a query and a key into a score. Hashable: it is a static argument.
-
-    Attributes:
-      mask: Which rows attend to which, by position.
-      scale: The factor of the products.
-      precision: The precision of the matmuls, as in `lax.dot_general`. They accumulate in float32.
-    """
-
-    mask: Mask
-    scale: float
-    precision: lax.PrecisionLike = None
-
-
-@runtime_checkable
-class BlockKernel(Protocol):
-    """An implementation of the product and its gradient. Hashable. Carries and gradients keep their dtypes."""
-
-    @property
-    def name(self) -> str: ...
-
-    def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
-        """Adds the rows of kv that `product` names to the carry of the rows of q that `product` names."""
-        ...
-
-    def backward(
-        self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
-        do: Array,
-        rows: Array,
-        product: Product,
-        gradients: Gradients,
-    ) -> Gradients:
-        """Adds what the product contributes to the gradients of q and of kv; `do` has the shape of q."""
-        ...
 
 
 def initial_carry(q: Array) -> Carry:

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax import Array, lax
 
+from flaxasync.kernels.attention_block import Carry, Gradients, Product
 from flaxasync.mesh import cast_to_varying
-from flaxasync.ops.attention.blocks import Carry, Gradients, initial_carry
-from flaxasync.ops.attention.layouts import Product
+from flaxasync.ops.attention.blocks import initial_carry
 from flaxasync.ops.attention.shards import Block, Shards
 from flaxasync.ops.dtypes import accumulator_dtype
 from flaxasync.ring import Index

@@ -15,8 +15,6 @@ al., 2024, section 3.3.2) balances with pairs of chunks, as this module does.
 """
 
 import dataclasses
-import functools
-import operator
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -24,68 +22,11 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
+from flaxasync.kernels.attention_block import Mask, Product
 from flaxasync.ring import Index
 
 type AttentionLayout = Literal["contiguous", "zigzag"]
 LAYOUTS: tuple[str, ...] = get_args(AttentionLayout.__value__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """Which rows a row attends to, by position. Segments restrict it further.
-
-    Attributes:
-      causal: Whether a row attends only to itself and to earlier rows.
-      window: A row attends only to rows fewer than `window` positions away; None for any distance.
-    """
-
-    causal: bool
-    window: int | None
-
-    @property
-    def by_position(self) -> bool:
-        """Whether positions decide anything."""
-        return self.causal or self.window is not None
-
-    def allows(self, q: Any, k: Any) -> Any:
-        """Says whether row q attends to row k; arrays of positions broadcast."""
-        return self.reaches(q, 1, k, 1)
-
-    def reaches(self, q: Any, q_rows: int, k: Any, k_rows: int) -> Any:
-        """Says whether any of the `q_rows` rows from q on attends to any of the `k_rows` rows from k on."""
-        conditions = []
-        if self.causal:
-            conditions.append(k <= q + (q_rows - 1))
-        if self.window is not None:
-            conditions.append(q - (k + (k_rows - 1)) < self.window)
-        if self.window is not None and not self.causal:
-            conditions.append(k - (q + (q_rows - 1)) < self.window)
-        return functools.reduce(operator.and_, conditions, True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """One block of queries with one block of keys and values.
-
-    Attributes:
-      q_block: The index of the block of `q_rows` rows among this device's rows.
-      q_rows: The rows of the block of queries.
-      q_start: The position in the sequence of its first row.
-      k_block: The index of the block of `k_rows` rows among the rows of keys and values that this device holds now.
-      k_rows: The rows of the block of keys and values.
-      k_start: The position in the sequence of its first row.
-      masked: Whether the mask forbids some row of the one block to attend to some row of the other.
-      needed: Whether the mask lets any row attend to another; None where it always does.
-    """
-
-    q_block: Any
-    q_rows: int
-    q_start: Any
-    k_block: Any
-    k_rows: int
-    k_start: Any
-    masked: bool
-    needed: Any
 
 
 @dataclasses.dataclass(frozen=True)

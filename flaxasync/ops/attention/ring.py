@@ -19,7 +19,8 @@ import functools
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync.ops.attention.blocks import Carry, Gradients, initial_carry
+from flaxasync.kernels.attention_block import Carry, Gradients
+from flaxasync.ops.attention.blocks import initial_carry
 from flaxasync.ops.attention.shards import Block, Shards
 from flaxasync.ring import Index, gathered_owner, staggered_loop
 

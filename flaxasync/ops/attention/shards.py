@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from flaxasync.kernels.attention_block import BlockKernel, Carry, Gradients, Product, Scores
 from flaxasync.mesh import cast_to_varying
-from flaxasync.ops.attention.blocks import BlockKernel, Carry, Gradients, Scores, where_needed
-from flaxasync.ops.attention.layouts import Product, Sequence
+from flaxasync.ops.attention.blocks import where_needed
+from flaxasync.ops.attention.layouts import Sequence
 from flaxasync.ops.dtypes import accumulator_dtype
 from flaxasync.ring import Index, Ring, shifts, split_rows
 

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from flaxasync import transport
+from flaxasync.kernels.attention_block import Carry, Gradients
 from flaxasync.ops.attention import gathered, ring
-from flaxasync.ops.attention.blocks import Carry, Gradients, Reference, finish
+from flaxasync.ops.attention.blocks import Reference, finish
 from flaxasync.ops.attention.shards import Call, Shards
 
 

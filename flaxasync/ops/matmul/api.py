@@ -68,7 +68,8 @@ def all_gather_matmul(
         "stateful" (the same ring on Pallas DMAs, as values or on Refs; TPU), or "fused" (one Pallas kernel forward and
         one for each transfer backward; TPU, float32 and bfloat16). None stands for what `flaxasync.plan` predicts to be
         fastest on the chips of the mesh, and for "xla" on other devices.
-      directions: 1, or 2 to send one half-block each way around the ring; by default 2 on rings of three or more TPUs.
+      directions: 1, or 2 to send one half-block in each direction around the ring. By default 2 on rings of three or
+        more TPUs.
       unroll: Ring steps in one loop body. "fused" has no such loop, and only takes 2.
       precision: The precision of the matmuls, as in `lax.dot_general`; they accumulate in float32. "fused" only takes
         the default.

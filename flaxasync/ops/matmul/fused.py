@@ -28,7 +28,7 @@ class FusedExecutor:
 
     Attributes:
       axis_name: The mesh axis of the ring.
-      directions: 1, or 2 to send one half-block each way.
+      directions: 1, or 2 to send one half-block in each direction.
     """
 
     axis_name: str

@@ -66,8 +66,8 @@ class RingExecutor:
 
     def all_reduce(self, xs: Arrays, ws: Arrays) -> Array:
         if self.ring.transport is None:
-            total = products.sum_of_products(xs, ws, self.precision)
-            return lax.psum(total.astype(self._travel_dtype(xs[0])), self.axis_name).astype(xs[0].dtype)
+            partial_sum = products.sum_of_products(xs, ws, self.precision)
+            return lax.psum(partial_sum.astype(self._travel_dtype(xs[0])), self.axis_name).astype(xs[0].dtype)
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
 
     def weight_gradient(self, x: Array, dys: Arrays) -> Arrays:

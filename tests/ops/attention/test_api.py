@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.attention.flash_kernel import Flash
+from flaxasync.kernels.flash_attention import Flash
 from flaxasync.ops.attention.blocks import Reference
 from tests.grids import sparse
 
@@ -337,4 +337,4 @@ def test_a_kernel_without_a_second_derivative_says_so():
 
     jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Mine())), x)
     with pytest.raises(NotImplementedError, match=r"its gradient is a kernel, .* kernel='reference' has one"):
-        jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Flash(part=8, kv_tile=8, q_tile=8))), x)
+        jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Flash(sub_block=8, kv_tile=8, q_tile=8))), x)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.ops.attention.layouts import Mask, Sequence, positions, sequence_order
+from flaxasync.kernels.attention_block import Mask
+from flaxasync.ops.attention.layouts import Sequence, positions, sequence_order
 from flaxasync.ring import gathered_owner, shifts, split_rows
 
 

@@ -24,7 +24,6 @@ send of the hop before, and every step waits for its tiles before it begins the 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -32,76 +31,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
-from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, output, sublanes
-from flaxasync.kernels.engine.product import Contraction, accumulate, dot
-from flaxasync.kernels.engine.refs import HBM, DType, Ref, Scalar, beginning
+from flaxasync.kernels.engine.call import call
+from flaxasync.kernels.engine.grid import remainder, split
+from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, output
+from flaxasync.kernels.engine.product import accumulate, dot
+from flaxasync.kernels.engine.refs import Ref, Scalar, aligned, beginning
 from flaxasync.kernels.engine.ring import Ring, check_ring
-from flaxasync.kernels.engine.row_tiling import SUB_BLOCK, RowTiling
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
-from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.engine.vmem import check_vmem, vmem_limit
+from flaxasync.kernels.weight_gradient.schedule import CALLER, OUTGOING, Coordinates, Schedule, plan
 
-CALLER = "gather_weight_gradient"
-TILES = Tiles(1024, 1024, 2048)  # columns of x, rows, columns of dy
-ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most, where no tiles are asked for
 BUFFER_SETS = 2  # sets of receive buffers
-OUTGOING = 2  # slots for tiles of the result that leave
-
-
-@dataclasses.dataclass(frozen=True)
-class Coordinates:
-    """What one step of the kernel works on."""
-
-    chunk: Scalar  # of the columns of x
-    hop: Scalar
-    i: Scalar  # tile of the rows of a block
-    j: Scalar  # tile of the columns of all dy
-    direction: Scalar  # in which the rows of that tile travel
-    x_slot: Scalar
-    y_slot: Scalar
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """The steps: for each chunk all hops, for each hop all tiles of rows, for each of these all columns of dy.
-
-    Attributes:
-      size: devices of the ring.
-      chunks: tiles of the columns of x, in sub-blocks.
-      rows: tiles of the rows of a block. Those of direction 0 come first.
-      columns: tiles of the columns of all dy.
-      directions: 1, or 2 where half of the rows travel each way.
-    """
-
-    size: int
-    chunks: Tiling
-    rows: RowTiling
-    columns: Tiling
-    directions: int
-
-    @property
-    def grid(self) -> IterationGrid:
-        return IterationGrid((self.chunks.count, self.size, self.rows.count, self.columns.count))
-
-    @property
-    def half_blocks(self) -> tuple[pl.Slice, ...]:
-        """What travels in each direction, in rows of a block."""
-        sizes, first = self.rows.sizes, self._first_tiles
-        halves = (sum(sizes[:first]), sum(sizes[first:]))[: self.directions]
-        return tuple(pl.ds(sum(halves[:number]), half) for number, half in enumerate(halves))
-
-    def at(self, step: Scalar) -> Coordinates:
-        """Returns the coordinates of a step."""
-        chunk, hop, i, j = self.grid.coordinates(step)
-        direction = jnp.where(i >= self._first_tiles, 1, 0) if self.directions == 2 else jnp.int32(0)
-        x_slot = remainder((chunk * self.size + hop) * self.rows.count + i, 2)
-        return Coordinates(chunk, hop, i, j, direction, x_slot, remainder(step, 2))
-
-    @property
-    def _first_tiles(self) -> int:
-        """Tiles of rows that travel in direction 0."""
-        return pl.cdiv(self.rows.count, self.directions)
 
 
 @jax.tree_util.register_dataclass
@@ -115,18 +54,6 @@ class Scratch:
     accumulator: Ref  # [tiles of columns, chunk, n] VMEM, float32
     send_sem: Ref  # [directions] DMA semaphores
     recv_sem: Ref  # [BUFFER_SETS, directions, R - 1] DMA semaphores
-
-    @classmethod
-    def allocate(cls, schedule: Schedule, dtype: DType) -> "Scratch":
-        dma, chunk, n = pltpu.SemaphoreType.DMA, schedule.chunks.size, schedule.columns.size
-        return cls(
-            IncomingTiles.allocate(2, (chunk, schedule.rows.size), dtype),
-            IncomingTiles.allocate(2, (*schedule.rows.shape, n), dtype),
-            OutgoingTiles.allocate(OUTGOING, (chunk, n), dtype),
-            pltpu.VMEM((schedule.columns.count, chunk, n), jnp.float32),
-            dma((schedule.directions,)),
-            dma((BUFFER_SETS, schedule.directions, schedule.size - 1)),
-        )
 
 
 def gather_weight_gradient(
@@ -156,87 +83,52 @@ def gather_weight_gradient(
     """
     size = check_ring(CALLER, axis_name, directions)
     _check(x, dys, size)
-    (batch, m, k), dtype = x.shape, x.dtype
-    widths = [dy.shape[2] for dy in dys]
-    schedule, need = _plan(batch, m, k, widths, tiles, size, directions, dtype)
-    chunks, itemsize = schedule.chunks, dtype.itemsize
-    shapes = [(k, n) for n in widths]
+    (batch, m, k), itemsize, widths = x.shape, x.dtype.itemsize, [dy.shape[2] for dy in dys]
+    schedule, vmem_bytes = plan(batch, m, k, widths, tiles, size, directions, x.dtype)
+    ring, chunks = Ring(axis_name, size, schedule.directions), schedule.chunks
     receive_buffers = (min(BUFFER_SETS, chunks.count), size - 1, chunks.size, batch * m)
-    *dws, _ = pl.pallas_call(
-        functools.partial(_kernel, Ring(axis_name, size, schedule.directions), schedule, collective_id),
-        out_shape=[output(shape, x, *dys) for shape in (*shapes, receive_buffers)],
-        in_specs=[HBM] * (1 + len(dys)),
-        out_specs=[HBM] * (len(dys) + 1),
-        scratch_shapes=[Scratch.allocate(schedule, dtype)],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id, vmem_limit_bytes=vmem_limit(need)),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * size * x.size * sum(widths),
-            transcendentals=0,
-            bytes_accessed=itemsize * ((chunks.count * size * batch * m + k) * sum(widths) + (3 * size - 2) * x.size),
-            remote_bytes_transferred=(size - 1) * x.size * itemsize,
-        ),
+
+    def body(x_ref: Ref, *refs: Ref) -> None:
+        device = _Device(ring, schedule, x_ref, refs[: len(dys)], refs[len(dys) : -2], *refs[-2:])
+        ring.enter(f"{CALLER} {len(dys)}", collective_id)
+        device.run()
+
+    dma, n = pltpu.SemaphoreType.DMA, schedule.columns.size
+    scratch = Scratch(
+        x=IncomingTiles.allocate(2, (chunks.size, schedule.rows.size), x.dtype),
+        y=IncomingTiles.allocate(2, (*schedule.rows.shape, n), x.dtype),
+        outgoing=OutgoingTiles.allocate(OUTGOING, (chunks.size, n), x.dtype),
+        accumulator=pltpu.VMEM((schedule.columns.count, chunks.size, n), jnp.float32),
+        send_sem=dma((ring.directions,)),
+        recv_sem=dma((BUFFER_SETS, ring.directions, size - 1)),
+    )
+    *dws, _ = call(
+        body,
+        [x.reshape(batch * m, k).T, *(dy.reshape(batch, size, m, -1) for dy in dys)],
         name=CALLER,
-    )(x.reshape(batch * m, k).T, *(dy.reshape(batch, size, m, -1) for dy in dys))
+        results=[output(shape, x, *dys) for shape in (*((k, n) for n in widths), receive_buffers)],
+        scratch=[scratch],
+        collective_id=collective_id,
+        vmem_bytes=vmem_bytes,
+        flops=2 * size * x.size * sum(widths),
+        hbm_bytes=itemsize * ((chunks.count * size * batch * m + k) * sum(widths) + (3 * size - 2) * x.size),
+        sent=(size - 1) * x.size * itemsize,
+    )
     return tuple(dws)
 
 
 def _check(x: jax.Array, dys: Sequence[jax.Array], size: int) -> None:
-    """Raises if operands fit neither each other nor hardware tiles."""
     if x.ndim != 3 or not dys or any(dy.ndim != 3 or dy.shape[:2] != (x.shape[0], size * x.shape[1]) for dy in dys):
         raise ValueError(
             f"{CALLER} needs x [B, m, k] and dy [B, {size}*m, n]: got {list(x.shape)} and "
             f"{[list(dy.shape) for dy in dys]}"
         )
-    for name, operand in (("x", x), *(("dy", dy) for dy in dys)):
-        check_operand(CALLER, f"a batch of {name}", operand.shape[1:], operand.dtype)
-        if operand.dtype != x.dtype:
-            raise ValueError(f"{CALLER} needs operands of one dtype: got {x.dtype} and {operand.dtype}; cast them")
+    check_operands(CALLER, {"x": [x], "dy": dys})
     if x.shape[0] * x.shape[1] % LANES:
         raise ValueError(
             f"{CALLER} needs rows of x that are a multiple of {LANES} in all batches together: got "
             f"{x.shape[0]} * {x.shape[1]}; pad x"
         )
-
-
-def _plan(
-    batch: int, m: int, k: int, widths: list[int], tiles: Tiles | None, size: int, directions: int, dtype: DType
-) -> tuple[Schedule, int]:
-    """Returns the schedule, and the bytes of vector memory that it needs."""
-    asked, itemsize = tiles or TILES, jnp.dtype(dtype).itemsize
-    columns = Tiling.of(widths, asked.n)
-    chunk = asked.m if tiles else min(asked.m, max(LANES, ACCUMULATORS // (4 * sum(widths))))
-    chunks = Tiling.in_sub_blocks(k, chunk, SUB_BLOCK, LANES)
-    # The rows of a tile lie side by side in the transposed x, so they have to be whole lanes: those of one batch, or of
-    # several batches together. All of them are contracted at once.
-    unit, several = (LANES, 1) if m % LANES == 0 else (sublanes(dtype), LANES // math.gcd(m, LANES))
-    rows = RowTiling.of(batch, m, asked.k, unit, several, sub_block=asked.k)
-    if directions == 2 and rows.count == 1:
-        half = pl.cdiv(m, 2 * unit) * unit if batch == 1 else pl.cdiv(batch, 2 * several) * several * m
-        rows = RowTiling.of(batch, m, half, unit, several, sub_block=half)
-    schedule = Schedule(size, chunks, rows, columns, directions if rows.count > 1 else 1)
-
-    def need(t: Tiles) -> int:
-        across = sum(pl.cdiv(width, t.n) for width in widths)
-        in_slots = 2 * t.m * t.k + 2 * t.k * t.n + OUTGOING * t.m * t.n
-        return itemsize * in_slots + 4 * t.m * t.n * (across + 1)  # float32: the sums, and the product
-
-    return schedule, check_vmem(CALLER, Tiles(chunks.size, rows.size, columns.size), need)
-
-
-def _kernel(
-    ring: Ring,
-    schedule: Schedule,
-    collective_id: int | None,
-    *refs: Ref,  # x [k, B*m] HBM; dys [B, R, m, n_i] HBM; dws [k, n_i] HBM; receive buffers; scratch
-) -> None:
-    count = len(schedule.columns.lengths)
-    device = _Device(ring, schedule, refs[0], refs[1 : 1 + count], refs[1 + count : 1 + 2 * count], *refs[-2:])
-    ring.enter(f"{CALLER} {count}", collective_id)
-    device.begin_hop(schedule.at(0))
-    device.prefetch(schedule.at(0))
-    pl.loop(0, schedule.grid.steps)(device.step)
-    with jax.named_scope("finish"):
-        device.scratch.outgoing.finish(schedule.chunks.count * schedule.columns.count, device.wait_until_left)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,11 +137,20 @@ class _Device:
 
     ring: Ring
     schedule: Schedule
-    x: Ref
-    dys: Sequence[Ref]
-    dws: Sequence[Ref]
+    x: Ref  # [k, B*m] HBM
+    dys: Sequence[Ref]  # [B, R, m, n_i] HBM
+    dws: Sequence[Ref]  # [k, n_i] HBM
     receive_buffers: Ref  # [BUFFER_SETS, R - 1, chunk, B*m] HBM
     scratch: Scratch
+
+    def run(self) -> None:
+        """Does all steps, once the neighbours have entered."""
+        self.begin_hop(self.schedule.at(0))
+        self.prefetch(self.schedule.at(0))
+        pl.loop(0, self.schedule.grid.steps)(self.step)
+        with jax.named_scope("finish"):
+            results = self.schedule.chunks.count * self.schedule.columns.count
+            self.scratch.outgoing.finish(results, self.wait_until_left)
 
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and stores a tile that is finished."""
@@ -288,8 +189,8 @@ class _Device:
         owner = self.ring.behind(there.hop, there.direction)
 
         def fetch(batches: pl.Slice, rows: pl.Slice) -> None:
-            first = pl.multiple_of(self._first_row(there.i), LANES)
-            lanes = pl.ds(first, batches.size * rows.size)
+            (rows_of_batch,) = schedule.rows.rows.lengths
+            lanes = aligned(batches.start * rows_of_batch + rows.start, batches.size * rows.size, LANES)
 
             def fetch_x(_: int, chunk: pl.Slice) -> None:
                 def arrived() -> None:
@@ -316,11 +217,8 @@ class _Device:
             def wait_x(chunk: int) -> None:
                 scratch.x.wait(here.x_slot, chunk, batches.size * rows.size)
 
-            def wait_y(n: int) -> None:
-                scratch.y.wait(here.y_slot, batches.size, rows.size, n)
-
             pl.when(here.j == 0)(lambda: schedule.chunks.on_size(here.chunk, wait_x))
-            schedule.columns.on_size(here.j, wait_y)
+            schedule.columns.on_size(here.j, lambda n: scratch.y.wait(here.y_slot, batches.size, rows.size, n))
 
         schedule.rows.on_slice(here.i, on_rows)
 
@@ -343,8 +241,9 @@ class _Device:
 
         pl.when(last)(lambda: outgoing.free(number, self.wait_until_left))
         accumulate(
-            Contraction(schedule.rows.flattened(), repeats=schedule.size),
+            schedule.rows.flattened(),
             here.i,
+            repeats=schedule.size,
             first=first,
             last=last,
             accumulator=scratch.accumulator.at[here.j],
@@ -363,22 +262,10 @@ class _Device:
     def wait_until_left(self, number: Scalar) -> None:
         """Waits until a tile of the result, by its number, has left its slot."""
         chunk, j = split(number, self.schedule.columns.count)
-        outgoing = self.scratch.outgoing
+        outgoing, columns = self.scratch.outgoing, self.schedule.columns
         self.schedule.chunks.on_size(
-            chunk,
-            lambda rows: self.schedule.columns.on_size(j, lambda n: outgoing.wait(outgoing.slot(number), rows, n)),
+            chunk, lambda rows: columns.on_size(j, lambda n: outgoing.wait(outgoing.slot(number), rows, n))
         )
-
-    def _first_row(self, i: Scalar) -> Scalar:
-        """Returns the rows of a block before tile i."""
-        (batches,), (rows,), tiles = (
-            *(t.lengths for t in (self.schedule.rows.batches, self.schedule.rows.rows)),
-            self.schedule.rows,
-        )
-        if batches == 1 or rows == tiles.rows.count * tiles.rows.size:
-            return i * tiles.size
-        group, within = split(i, tiles.rows.count)
-        return group * tiles.batches.size * rows + within * tiles.rows.size
 
     def _set(self, there: Coordinates) -> Scalar:
         """Returns the set of receive buffers of a chunk."""

@@ -1,13 +1,13 @@
-"""The block product of `ops.attention.blocks` and its gradient as two Pallas TPU kernels: no scores leave VMEM.
+"""Attention between a block of queries and a block of keys as two Pallas TPU kernels: no scores leave vector memory.
 
-The forward kernel visits, for every tile of q, all tiles of kv. The backward kernel does the same and makes dq, dk and
-dv from one product of scores: five matmuls a tile. The sums of dk and dv of `KV_ROWS` rows stay in VMEM meanwhile;
-longer blocks take several calls.
+The forward kernel visits all tiles of keys and values for every tile of queries. The backward kernel does the same and
+computes dq, dk and dv from one product of scores, with five matmuls for each pair of tiles. The sums of dk and dv of up
+to `KV_ROWS` rows stay in vector memory throughout a call; a longer block takes several calls.
 
-Both add to what they are given, in place, and touch only the rows of their product: the carry of a ring is written
-once a product. Tiles that no row attends to are skipped.
+Both kernels add to their arguments in place and touch only the rows of their product, so the carry of a ring is written
+once for each product. Tiles of keys that no row attends to are skipped.
 
-Not done: no soft cap, no dropout, head sizes other than multiples of 64 up to 256.
+The kernels have no soft cap and no dropout, and head sizes are multiples of 64 up to 256.
 
 Source: Dao, "FlashAttention-2" (2023).
 """
@@ -22,12 +22,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.attention.flash_grid import LANES, Grid, largest_tile
-from flaxasync.ops.attention.blocks import LOG2_E, LOWEST, Carry, Gradients, Scores, Segments
-from flaxasync.ops.attention.layouts import Product
+from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
+from flaxasync.kernels.flash_attention_grid import LANES, Grid, largest_tile
 
-KV_ROWS = 4096  # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, four times that with its copies
-VMEM_LIMIT = 64 * 2**20  # bytes; what these kernels use is less than half of it
+KV_ROWS = 4096  # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, and 16 MiB with the copies
+VMEM_LIMIT = 64 * 2**20  # bytes; these kernels use less than half of them
 
 _NT = (((1,), (1,)), ((), ()))  # x @ y.T
 _TN = (((0,), (0,)), ((), ()))  # x.T @ y
@@ -36,21 +35,23 @@ _NN = (((1,), (0,)), ((), ()))
 
 @dataclasses.dataclass(frozen=True)
 class Flash:
-    """The kernels, with their tiles.
+    """The two kernels as a `BlockKernel`.
 
     Attributes:
-      q_tile: rows of q in a tile, at most.
-      kv_tile: rows of kv in a tile, at most.
-      part: rows of kv that are multiplied at once, at most: the softmax of one part runs beside the matmul of the next.
+      q_tile: the largest number of rows in a tile of q.
+      kv_tile: the largest number of rows in a tile of kv.
+      sub_block: the largest number of rows of kv that are multiplied at once. The softmax of one sub-block runs beside
+        the matmul of the next.
+      name: the name of the kernel.
     """
 
     q_tile: int = 1024
     kv_tile: int = 2048
-    part: int = 512
+    sub_block: int = 512
     name: str = "flash"
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
-        grid = Grid.of(q, kv, product, self.q_tile, self.kv_tile, self.part)
+        grid = Grid.of(q, kv, product, self.q_tile, self.kv_tile, self.sub_block)
         acc, stats = carry
         operands: list[Array] = [q, kv, kv]
         specs = [grid.queries(), grid.keys(0), grid.keys(1)]
@@ -88,21 +89,21 @@ class Flash:
         product: Product,
         gradients: Gradients,
     ) -> Gradients:
-        part = largest_tile(product.k_rows, KV_ROWS)
+        k_rows = largest_tile(product.k_rows, KV_ROWS)
+        count = product.k_rows // k_rows
 
-        def of_part(index: Any, gradients: Gradients) -> Gradients:
+        def one_call(index: Any, gradients: Gradients) -> Gradients:
             some = dataclasses.replace(
                 product,
-                k_block=product.k_block * (product.k_rows // part) + index,
-                k_rows=part,
-                k_start=product.k_start + index * part,
+                k_block=product.k_block * count + index,
+                k_rows=k_rows,
+                k_start=product.k_start + index * k_rows,
             )
-            return self._backward_of_part(scores, q, kv, segments, do, rows, some, gradients)
+            return self._backward_call(scores, q, kv, segments, do, rows, some, gradients)
 
-        count = product.k_rows // part
-        return of_part(0, gradients) if count == 1 else lax.fori_loop(0, count, of_part, gradients)
+        return one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
 
-    def _backward_of_part(
+    def _backward_call(
         self,
         scores: Scores,
         q: Array,
@@ -113,7 +114,7 @@ class Flash:
         product: Product,
         gradients: Gradients,
     ) -> Gradients:
-        grid = Grid.of(q, kv, product, self.q_tile, self.kv_tile, self.part)
+        grid = Grid.of(q, kv, product, self.q_tile, self.kv_tile, self.sub_block)
         dq, dkv = gradients
         operands: list[Array] = [q, kv, kv, do, rows]
         specs = [grid.queries(), grid.keys(0), grid.keys(1), grid.queries(), grid.statistics()]
@@ -141,7 +142,7 @@ class Flash:
 
 
 def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> str | None:
-    """What the kernels take, and not such blocks; None where they take these."""
+    """Returns what the kernels accept, for an error message, if they do not accept such blocks; None if they do."""
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"float32 and bfloat16: got {dtype}"
     if head_size not in (64, 128, 192, 256):
@@ -153,21 +154,23 @@ def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> s
 
 
 def _forward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, at: Any, *refs: Any) -> None:
-    """q and sums [q_tile, d], k and v [k_tile, d], ids [1, tile], statistics [2, q_tile], all in VMEM.
+    """Body of the forward kernel: one tile of queries with one tile of keys and values.
 
-    Meanwhile the maximum stands in every lane of [q_tile, LANES], and the sum as one over the lanes.
+    All refs are in VMEM: q and acc [q_tile, d], k and v [k_tile, d], segment ids [1, tile], stats [2, q_tile]. Between
+    the first and the last tile of keys the maximum is kept in every lane of [q_tile, LANES]; the sum of the weights is
+    kept as one partial sum in each lane.
     """
-    q_ref, k_ref, v_ref, *ids, acc_in, stats_in, acc, stats, highest_ref, total_ref = refs
+    q_ref, k_ref, v_ref, *ids, acc_in, stats_in, acc, stats, highest_ref, weights_ref = refs
     j = pl.program_id(4)
 
     @pl.when(j == 0)
     def begin() -> None:
         acc[...] = acc_in[...]
-        highest_ref[...], total_ref[...] = _column(stats_in[0:1]), _column(stats_in[1:2]) / LANES
+        highest_ref[...], weights_ref[...] = _column(stats_in[0:1]), _column(stats_in[1:2]) / LANES
 
     def add() -> None:
-        q, highest, total, sums = q_ref[...], highest_ref[...], total_ref[...], acc[...]
-        for rows in grid.parts():
+        q, highest, weights, sums = q_ref[...], highest_ref[...], weights_ref[...], acc[...]
+        for rows in grid.sub_blocks():
             with jax.named_scope("scores"):
                 s = _dot(q, k_ref[rows], _NT, scores) * (scores.scale * LOG2_E)
                 allowed = _allowed(scores, grid, masked, ids if by_segment else None, at, rows, by_rows=False)
@@ -179,24 +182,25 @@ def _forward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, at
                 if allowed is not None:  # where a whole row is masked, LOWEST is the maximum
                     p = jnp.where(allowed, p, 0.0)
                 shrink = jnp.exp2(before - highest)
-                total = shrink * total + sum(p[:, lane : lane + LANES] for lane in range(0, rows.size, LANES))
+                weights = shrink * weights + sum(p[:, lane : lane + LANES] for lane in range(0, rows.size, LANES))
             with jax.named_scope("values"):
                 v = v_ref[rows]
                 sums = _widened(shrink, grid.head_size) * sums + _dot(p.astype(v.dtype), v, _NN, scores)
-        highest_ref[...], total_ref[...], acc[...] = highest, total, sums
+        highest_ref[...], weights_ref[...], acc[...] = highest, weights, sums
 
     _where_reached(scores, grid, masked, at, add)
 
     @pl.when(j == grid.k_tiles - 1)
     def end() -> None:
         stats[0:1] = _row(highest_ref[...])
-        stats[1:2] = jnp.sum(jnp.swapaxes(total_ref[...], 0, 1), axis=0, keepdims=True)
+        stats[1:2] = jnp.sum(jnp.swapaxes(weights_ref[...], 0, 1), axis=0, keepdims=True)
 
 
 def _backward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, at: Any, *refs: Any) -> None:
-    """As the forward body; do and dq [q_tile, d], rows [2, q_tile], dkv [2, k_rows, d], all in VMEM.
+    """Body of the backward kernel: one tile of queries with one tile of keys and values.
 
-    Scores stand as [k_tile, q_tile]: three of the four products with them then take them as they are.
+    Beside the refs of the forward body: do and dq [q_tile, d], rows [2, q_tile] and dkv [2, k_rows, d], all in VMEM.
+    Scores have the layout [k_tile, q_tile], because three of the four products that use them take them as they are.
     """
     q_ref, k_ref, v_ref, do_ref, rows_ref, *ids, dq_in, dkv_in, dq, dkv = refs
     g, i, j = (pl.program_id(axis) for axis in (2, 3, 4))
@@ -212,7 +216,7 @@ def _backward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, a
     def add() -> None:
         q, do, sums = q_ref[...], do_ref[...], dq[...]
         first = pl.multiple_of(j * grid.k_tile, grid.k_tile)
-        for rows in grid.parts():
+        for rows in grid.sub_blocks():
             k, v, here = k_ref[rows], v_ref[rows], pl.ds(first + rows.start, rows.size)
             with jax.named_scope("scores"):
                 s = _dot(k, q, _NT, scores) * (scores.scale * LOG2_E)
@@ -242,14 +246,17 @@ def _where_reached(scores: Scores, grid: Grid, masked: bool, at: Any, add: Any) 
 
 
 def _starts(grid: Grid, at: Any) -> tuple[Any, Any]:
-    """Positions of the first rows of the tiles of this step."""
+    """Returns the positions in the sequence of the first rows of this step's tiles of queries and of keys."""
     return at[2] + pl.program_id(3) * grid.q_tile, at[3] + pl.program_id(4) * grid.k_tile
 
 
 def _allowed(
     scores: Scores, grid: Grid, masked: bool, ids: list[Any] | None, at: Any, rows: Any, *, by_rows: bool
 ) -> Any:
-    """Which rows attend to which of a part of the tile of kv: [rows, q_tile] or [q_tile, rows]; None where all do."""
+    """Returns which queries attend to which keys of a sub-block; None if all attend to all.
+
+    The result is [rows, q_tile] if `by_rows`, else [q_tile, rows].
+    """
     allowed, (q_axis, k_axis) = None, (1, 0) if by_rows else (0, 1)
     shape = (rows.size, grid.q_tile) if by_rows else (grid.q_tile, rows.size)
     if masked:
@@ -266,17 +273,17 @@ def _allowed(
 
 
 def _column(row: Any) -> Any:
-    """A vector along the lanes [1, n] as one along the sublanes, a copy in every lane: [n, LANES]."""
+    """Turns a vector along the lanes [1, n] into one along the sublanes with a copy in every lane, [n, LANES]."""
     return jnp.swapaxes(jnp.broadcast_to(row, (LANES, row.shape[1])), 0, 1)
 
 
 def _row(column: Any) -> Any:
-    """The reverse of `_column`."""
+    """Turns a vector along the sublanes [n, LANES] into one along the lanes, [1, n]."""
     return jnp.swapaxes(column, 0, 1)[0:1]
 
 
 def _widened(column: Any, width: int) -> Any:
-    """[n, LANES] with the same value in every lane, as [n, width]."""
+    """Widens [n, LANES], which has the same value in every lane, to [n, width]."""
     return jnp.tile(column, (1, width // LANES)) if width % LANES == 0 else column[:, :width]
 
 

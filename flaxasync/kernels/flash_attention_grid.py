@@ -1,4 +1,4 @@
-"""The grid of the flash kernels: what every step sees of each array."""
+"""The grid of the flash attention kernels: which block of each array every step has in vector memory."""
 
 import dataclasses
 from typing import Any
@@ -7,17 +7,25 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from flaxasync.ops.attention.layouts import Mask, Product
+from flaxasync.kernels.attention_block import Mask, Product
 
 LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The steps of a call: batch, group, head of the group, tile of q, tile of kv; and the blocks that each one sees.
+    """The steps of a call: batch, group, head of the group, tile of q, tile of kv.
 
-    The scalars are the indices of the run of q and of the run of kv in their arrays, and the positions of their first
-    rows.
+    Attributes:
+      batch: the number of sequences.
+      groups: the number of groups of heads that share keys and values.
+      heads: the heads of a group.
+      head_size: the elements of a head.
+      q_rows: the rows of the block of queries.
+      q_tile: the rows of a tile of queries.
+      k_rows: the rows of the block of keys and values.
+      k_tile: the rows of a tile of keys and values.
+      sub_block: the rows of a tile of keys and values that are multiplied at once.
     """
 
     batch: int
@@ -28,19 +36,19 @@ class Grid:
     q_tile: int
     k_rows: int
     k_tile: int
-    part: int
+    sub_block: int
 
     @classmethod
-    def of(cls, q: Array, kv: Array, product: Product, q_tile: int, kv_tile: int, part: int) -> "Grid":
+    def of(cls, q: Array, kv: Array, product: Product, q_tile: int, kv_tile: int, sub_block: int) -> "Grid":
         b, n, g, _, d = q.shape
         q_rows = product.q_rows
         k_tile = largest_tile(product.k_rows, kv_tile)
-        part = largest_tile(k_tile, part)
-        return cls(b, n, g, d, q_rows, largest_tile(q_rows, q_tile), product.k_rows, k_tile, part)
+        sub_block = largest_tile(k_tile, sub_block)
+        return cls(b, n, g, d, q_rows, largest_tile(q_rows, q_tile), product.k_rows, k_tile, sub_block)
 
-    def parts(self) -> list[Any]:
-        """The rows of a tile of kv that are multiplied at once."""
-        return [pl.ds(start, self.part) for start in range(0, self.k_tile, self.part)]
+    def sub_blocks(self) -> list[Any]:
+        """Returns the rows of each sub-block of a tile of keys and values."""
+        return [pl.ds(start, self.sub_block) for start in range(0, self.k_tile, self.sub_block)]
 
     @property
     def q_tiles(self) -> int:
@@ -55,42 +63,48 @@ class Grid:
         return self.batch, self.groups, self.heads, self.q_tiles, self.k_tiles
 
     def scalars(self, product: Product) -> Array:
+        """Returns the scalars [4] that every step can read.
+
+        These are the index of the block of queries in its array, the index of the block of keys, and the positions in
+        the sequence of their first rows.
+        """
         values = (product.q_block, product.k_block, product.q_start, product.k_start)
         return jnp.stack([jnp.asarray(value, jnp.int32) for value in values])
 
     def queries(self) -> pl.BlockSpec:
-        """[q_tile, d] of [b, n, g, s, d]."""
+        """Returns the block [q_tile, d] of queries [b, n, g, s, d]."""
         shape = (None, None, None, self.q_tile, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, n, g, s[0] * self.q_tiles + i, 0))
 
     def keys(self, which: int) -> pl.BlockSpec:
-        """[k_tile, d] of [2, b, n, t, d]: of keys (0) or of values (1)."""
+        """Returns the block [k_tile, d] of keys (which=0) or of values (which=1) [2, b, n, t, d]."""
         shape = (None, None, None, self.k_tile, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (which, b, n, s[1] * self.k_tiles + j, 0))
 
     def sums(self) -> pl.BlockSpec:
-        """[q_tile, d] of [b, n, g, s, d]."""
+        """Returns the block [q_tile, d] of sums [b, n, g, s, d]."""
         return self.queries()
 
     def statistics(self) -> pl.BlockSpec:
-        """[2, q_tile] of [b, n, g, 2, s]."""
+        """Returns the block [2, q_tile] of statistics [b, n, g, 2, s]."""
         shape = (None, None, None, 2, self.q_tile)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, n, g, 0, s[0] * self.q_tiles + i))
 
     def key_gradients(self) -> pl.BlockSpec:
-        """[2, k_rows, d] of [2, b, n, t, d]: in VMEM for all heads of a group."""
+        """Returns the block [2, k_rows, d] of dkv [2, b, n, t, d]; it stays in VMEM for all heads of a group."""
         shape = (2, None, None, self.k_rows, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (0, b, n, s[1], 0))
 
     def ids_of_queries(self) -> pl.BlockSpec:
-        """[1, q_tile] of [b, 1, s]."""
+        """Returns the block [1, q_tile] of the segment ids [b, 1, s] of queries."""
         return pl.BlockSpec((None, 1, self.q_tile), lambda b, n, g, i, j, s: (b, 0, s[0] * self.q_tiles + i))
 
     def ids_of_keys(self) -> pl.BlockSpec:
-        """[1, k_tile] of [b, 1, t]."""
+        """Returns the block [1, k_tile] of the segment ids [b, 1, t] of keys."""
         return pl.BlockSpec((None, 1, self.k_tile), lambda b, n, g, i, j, s: (b, 0, s[1] * self.k_tiles + j))
 
     def cost(self, mask: Mask, product: Product, *, matmuls: int, q: Array, bytes_per_row: int) -> pl.CostEstimate:
+        """Returns the cost of a call with this number of matmuls for each pair of tiles."""
         heads = self.batch * self.groups * self.heads
         scores = int(heads * self.q_rows * self.k_rows * self._reached(mask, product))
         kv_bytes = 2 * heads * self.q_tiles * self.k_rows * self.head_size * q.dtype.itemsize
@@ -100,7 +114,7 @@ class Grid:
         )
 
     def _reached(self, mask: Mask, product: Product) -> float:
-        """The share of the tiles that are computed; of all of them where positions are not known before the run."""
+        """Returns the share of the tiles that are computed; 1 if the positions are traced values."""
         if not product.masked or not all(isinstance(start, int) for start in (product.q_start, product.k_start)):
             return 1.0
         reached = [
@@ -112,5 +126,5 @@ class Grid:
 
 
 def largest_tile(rows: int, limit: int) -> int:
-    """The largest divisor of `rows` up to `limit` that is a multiple of the lanes; `rows` are one themselves."""
+    """Returns the largest divisor of `rows`, up to `limit`, that is a multiple of the lanes, as `rows` is."""
     return next(tile for tile in range(min(rows, limit), 0, -LANES) if rows % tile == 0)

@@ -9,10 +9,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import flaxasync as fa
-from flaxasync.attention import flash_kernel
-from flaxasync.attention.flash_kernel import Flash, unsupported
-from flaxasync.ops.attention.blocks import Reference, Scores, finish, initial_carry
-from flaxasync.ops.attention.layouts import Mask, Product
+from flaxasync.kernels import flash_attention
+from flaxasync.kernels.attention_block import Mask, Product, Scores
+from flaxasync.kernels.flash_attention import Flash, unsupported
+from flaxasync.ops.attention.blocks import Reference, finish, initial_carry
 from tests.simulator.callbacks import quick_callbacks
 
 ROWS, HEAD = 256, 64
@@ -20,7 +20,7 @@ ROWS, HEAD = 256, 64
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    monkeypatch.setattr(flash_kernel, "KV_ROWS", 128)  # two parts
+    monkeypatch.setattr(flash_attention, "KV_ROWS", 128)  # two calls
     with pltpu.force_tpu_interpret_mode(), quick_callbacks():
         yield
 
@@ -61,7 +61,7 @@ def blocks(form, *, kernel):
     ids=str,
 )
 def test_they_give_what_the_reference_gives(form):
-    kernel = Flash(q_tile=128, kv_tile=256, part=128)
+    kernel = Flash(q_tile=128, kv_tile=256, sub_block=128)
     for name, got, want in zip(
         ("acc", "stats", "dq", "dkv"), blocks(form, kernel=kernel), blocks(form, kernel=Reference()), strict=True
     ):
@@ -81,7 +81,7 @@ def test_whole_sequences_need_no_ring():
         out, vjp = jax.jit(lambda *qkv: jax.vjp(attention, *qkv))(q, k, v)
         return out, *jax.jit(vjp)(do)
 
-    kernel = Flash(q_tile=128, kv_tile=256, part=128)
+    kernel = Flash(q_tile=128, kv_tile=256, sub_block=128)
     for name, got, want in zip(("o", "dq", "dk", "dv"), both(kernel), both("reference"), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-4, err_msg=name)
 

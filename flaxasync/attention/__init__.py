@@ -1,1 +1,0 @@
-"""The Pallas kernels of attention."""

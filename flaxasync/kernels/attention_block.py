@@ -1,0 +1,131 @@
+"""What a kernel for attention between one block of queries and one block of keys computes: `BlockKernel`.
+
+The softmax is exact over any number of blocks, in any order. A carry holds, in float32, the sum of the values weighted
+by 2**(score - maximum), the maximum, and the sum of the weights. Scores are kept in units of log 2, because the
+hardware's exponential is exp2.
+
+```
+q        [b, n, g, s, d]     queries of n groups of g heads
+kv       [2, b, n, t, d]     keys and values; every head of a group shares them, and none is repeated
+acc      [b, n, g, s, d]     float32: sum of 2**(score - maximum) * v
+stats    [b, n, g, 2, s]     float32: maximum; sum of 2**(score - maximum)
+rows     [b, n, g, 2, s]     float32, for the gradient: log2 of the sum of 2**score; sum of o * do
+segments [b, s], [b, t]      int32; rows of different segments do not attend to each other
+```
+
+`flaxasync.kernels.flash_attention` computes this on TPUs, `flaxasync.ops.attention.blocks` on every device.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+LOG2_E = 1.4426950408889634
+LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # below every score, and differences of two such values are finite
+
+type Carry = tuple[Array, Array]  # acc, stats
+type Gradients = tuple[Array, Array]  # dq as acc, dkv as kv; float32, before they are multiplied by the scale
+type Segments = tuple[Array, Array] | None  # of the rows of q, of the rows of kv
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which rows a row attends to, by position. Segments restrict it further.
+
+    Attributes:
+      causal: Whether a row attends only to itself and to earlier rows.
+      window: A row attends only to rows fewer than `window` positions away; None for any distance.
+    """
+
+    causal: bool
+    window: int | None
+
+    @property
+    def by_position(self) -> bool:
+        """Whether positions decide anything."""
+        return self.causal or self.window is not None
+
+    def allows(self, q: Any, k: Any) -> Any:
+        """Says whether row q attends to row k; arrays of positions broadcast."""
+        return self.reaches(q, 1, k, 1)
+
+    def reaches(self, q: Any, q_rows: int, k: Any, k_rows: int) -> Any:
+        """Says whether any of the `q_rows` rows from q on attends to any of the `k_rows` rows from k on."""
+        conditions = []
+        if self.causal:
+            conditions.append(k <= q + (q_rows - 1))
+        if self.window is not None:
+            conditions.append(q - (k + (k_rows - 1)) < self.window)
+        if self.window is not None and not self.causal:
+            conditions.append(k - (q + (q_rows - 1)) < self.window)
+        return functools.reduce(operator.and_, conditions, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One block of queries with one block of keys and values.
+
+    Attributes:
+      q_block: The index of the block of `q_rows` rows among this device's rows.
+      q_rows: The rows of the block of queries.
+      q_start: The position in the sequence of its first row.
+      k_block: The index of the block of `k_rows` rows among the rows of keys and values that this device holds now.
+      k_rows: The rows of the block of keys and values.
+      k_start: The position in the sequence of its first row.
+      masked: Whether the mask forbids some row of the one block to attend to some row of the other.
+      needed: Whether the mask lets any row attend to another; None where it always does.
+    """
+
+    q_block: Any
+    q_rows: int
+    q_start: Any
+    k_block: Any
+    k_rows: int
+    k_start: Any
+    masked: bool
+    needed: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What turns the product of a query and a key into a score. Hashable: it is a static argument.
+
+    Attributes:
+      mask: Which rows attend to which, by position.
+      scale: The factor of the products.
+      precision: The precision of the matmuls, as in `lax.dot_general`. They accumulate in float32.
+    """
+
+    mask: Mask
+    scale: float
+    precision: lax.PrecisionLike = None
+
+
+@runtime_checkable
+class BlockKernel(Protocol):
+    """An implementation of the product and its gradient. Hashable. Carries and gradients keep their dtypes."""
+
+    @property
+    def name(self) -> str: ...
+
+    def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
+        """Adds the rows of kv that `product` names to the carry of the rows of q that `product` names."""
+        ...
+
+    def backward(
+        self,
+        scores: Scores,
+        q: Array,
+        kv: Array,
+        segments: Segments,
+        do: Array,
+        rows: Array,
+        product: Product,
+        gradients: Gradients,
+    ) -> Gradients:
+        """Adds what the product contributes to the gradients of q and of kv; `do` has the shape of q."""
+        ...
