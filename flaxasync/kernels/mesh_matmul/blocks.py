@@ -23,30 +23,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.grid import remainder, split
 from flaxasync.kernels.engine.operands import LANES
-from flaxasync.kernels.engine.refs import Condition, Ref, Scalar
+from flaxasync.kernels.engine.refs import Condition, Ref, Scalar, ScratchShapes, aligned
 from flaxasync.kernels.engine.ring import Device, Ring, enter
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightBlocks:
-    """The blocks of w; methods are called inside a kernel.
+    """The blocks of w; methods are called inside a kernel."""
 
-    Attributes:
-      ring: the devices of a mesh column, and the directions of the blocks.
-      axis_name: the mesh axis of the mesh columns.
-      rows: rows of w in a block.
-      needed: blocks that a device multiplies with.
-      held: blocks that a device holds.
-    """
-
-    ring: Ring
-    axis_name: str
-    rows: int
-    needed: int
-    held: int
+    ring: Ring  # the devices of a mesh column, and the directions of the blocks
+    axis_name: str  # the mesh axis of the mesh columns
+    rows: int  # rows of w in a block
+    needed: int  # blocks that a device multiplies with
+    held: int  # blocks that a device holds
 
     @property
     def most_alike(self) -> int:
@@ -76,15 +69,14 @@ class WeightBlocks:
 
     def needed_rows(self, t: Scalar) -> pl.Slice:
         """Returns where a block lies among all that this device multiplies with, which are as many columns of x."""
-        return pl.ds(pl.multiple_of(jnp.int32(t * self.rows), self.rows), self.rows)
+        return aligned(jnp.int32(t * self.rows), self.rows, self.rows)
+
+    def tables(self) -> list[ScratchShapes]:
+        """Returns the scratch memory of the two tables that `sort` fills."""
+        return [pltpu.SMEM((length,), jnp.int32) for length in (self.needed + 1, self.ring.size)]
 
     def sort(self, order: Ref, first: Ref) -> None:
-        """Fills tables in scalar memory.
-
-        Args:
-          order: [needed + 1]; the blocks in the order of their use.
-          first: [devices of a mesh column]; where in `order` the blocks of each number of hops begin.
-        """
+        """Fills `order` with the blocks in the order of use, and `first` with where those of each number of hops begin."""
 
         def put(hops: Scalar, count: Scalar) -> jax.Array:
             def one(t: Scalar, count: Scalar) -> jax.Array:
@@ -97,12 +89,9 @@ class WeightBlocks:
         lax.fori_loop(0, self.ring.size, put, jnp.int32(0))
 
     def enter(self, tag: str, collective_id: int | None, senders: Sequence[Device] = ()) -> None:
-        """Waits until the receivers have entered the kernel. In a mesh column only some devices send to the next one.
+        """Waits until the receivers have entered the kernel; `senders` are those outside of the mesh column.
 
-        Args:
-          tag: what tells this barrier from those of other kernels.
-          collective_id: the id of the barrier.
-          senders: other devices that send to this one; as many, in the same places, receive from it.
+        In a mesh column only some devices send to the next one. See `engine.ring.enter`.
         """
         ring = self.ring
 
@@ -123,11 +112,7 @@ class WeightBlocks:
 
 
 def largest_block(caller: str, axis_names: tuple[str, str], k: int, held: int) -> int:
-    """Returns the most rows of RHS that divide the shares of mesh rows and of mesh columns.
-
-    Raises:
-      ValueError: they are no whole hardware tiles.
-    """
+    """Returns the most rows that divide the shares of mesh rows and of mesh columns; raises unless they are tiles."""
     rows = math.gcd(k, held)
     if rows % LANES:
         size, columns = (lax.axis_size(name) for name in axis_names)
