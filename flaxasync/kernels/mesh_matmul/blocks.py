@@ -71,12 +71,12 @@ class WeightBlocks:
         """Returns where a block lies among all that this device multiplies with, which are as many columns of x."""
         return aligned(jnp.int32(t * self.rows), self.rows, self.rows)
 
-    def tables(self) -> list[ScratchShapes]:
+    def tables(self) -> tuple[ScratchShapes, ScratchShapes]:
         """Returns the scratch memory of the two tables that `sort` fills."""
-        return [pltpu.SMEM((length,), jnp.int32) for length in (self.needed + 1, self.ring.size)]
+        return pltpu.SMEM((self.needed + 1,), jnp.int32), pltpu.SMEM((self.ring.size,), jnp.int32)
 
     def sort(self, order: Ref, first: Ref) -> None:
-        """Fills `order` with the blocks in the order of use, and `first` with where those of each number of hops begin."""
+        """Fills the tables: blocks in the `order` of their use, and where the `first` of each number of hops stands."""
 
         def put(hops: Scalar, count: Scalar) -> jax.Array:
             def one(t: Scalar, count: Scalar) -> jax.Array:
@@ -112,7 +112,7 @@ class WeightBlocks:
 
 
 def largest_block(caller: str, axis_names: tuple[str, str], k: int, held: int) -> int:
-    """Returns the most rows that divide the shares of mesh rows and of mesh columns; raises unless they are tiles."""
+    """Returns the most rows of a block that divides K/X and K/Y; raises if they are no whole hardware tiles."""
     rows = math.gcd(k, held)
     if rows % LANES:
         size, columns = (lax.axis_size(name) for name in axis_names)

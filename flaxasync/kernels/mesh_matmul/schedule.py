@@ -57,21 +57,13 @@ class Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps of the kernel.
+    """The steps of the kernel."""
 
-    Attributes:
-      chunks: chunks of columns.
-      panels: panels of rows in a block.
-      rows: tiles of rows in a panel.
-      depth: tiles of the contraction.
-      phases: blocks of a device's rows, one for each mesh column.
-    """
-
-    chunks: int
-    panels: int
-    rows: int
-    depth: int
-    phases: int
+    chunks: int  # of columns
+    panels: int  # of rows in a block
+    rows: int  # tiles of rows in a panel
+    depth: int  # tiles of the contraction
+    phases: int  # blocks of a device's rows, one for each mesh column
 
     @property
     def rounds(self) -> int:
@@ -80,11 +72,6 @@ class Schedule:
     @property
     def phase_steps(self) -> int:
         return self.rows * self.depth
-
-    @property
-    def outgoing(self) -> int:
-        """Slots for finished tiles that leave. The partial sums of a panel are finished one right after the other."""
-        return 2 + (self.rows if self.phases > 1 else 0)
 
     @property
     def grid(self) -> IterationGrid:
@@ -104,32 +91,28 @@ class Schedule:
         i_outer, t_inner = split(position, self.depth)
         i, t = jnp.where(rows_outer, i_outer, i_inner), jnp.where(rows_outer, t_inner, t_outer)
         number = (round_ * self.phases + phase) * self.rows + i
-        accumulator = jnp.where(rows_outer, 0, i)
-        new_w = jnp.logical_or(rows_outer, i == 0)
+        accumulator, new_w = jnp.where(rows_outer, 0, i), jnp.logical_or(rows_outer, i == 0)
         in_round = self.depth if self.phases == 1 else (self.phases - 1) * self.depth + self.phase_steps  # tiles of w
         before = round_ * in_round + phase * self.depth + jnp.where(rows_outer, position, t_outer)
-        w_slot = remainder(before, 2)
-        return Coordinates(round_, chunk, panel, phase, position, i, t, number, accumulator, w_slot, new_w)
+        return Coordinates(
+            round_, chunk, panel, phase, position, i, t, number, accumulator, remainder(before, 2), new_w
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How a kernel divides its operands.
 
-    Attributes:
-      blocks: the blocks of w and the ring of a mesh column.
-      ring: the ring of a mesh row.
-      schedule: the order of work.
-      tiles: tiles of the rows, of the columns, and of the contraction. Each direction around the mesh row is a batch of
-        rows: a tile has rows of both half-blocks, and they are multiplied at once.
-      vmem_bytes: the vector memory of all buffers.
+    Each direction around the mesh row is a batch of rows: a tile has rows of both half-blocks, which are multiplied at
+    once.
     """
 
-    blocks: WeightBlocks
-    ring: Ring
+    blocks: WeightBlocks  # with the ring of a mesh column
+    ring: Ring  # of a mesh row
     schedule: Schedule
     tiles: MatmulTiles
-    vmem_bytes: int
+    outgoing: int  # slots for finished tiles that leave
+    vmem_bytes: int  # of all buffers
 
 
 def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles | None, directions: int | None) -> Plan:
@@ -149,8 +132,11 @@ def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles |
         return Tiles(rows, largest_divisor(most_k, most.k, LANES), columns.size)
 
     def need(rows: int, t: Tiles) -> int:
-        in_slots = 2 * t.m * t.k + 2 * t.k * t.n + (3 + rows if phases > 1 else 2) * t.m * t.n
+        in_slots = 2 * t.m * t.k + 2 * t.k * t.n + (outgoing(rows) + (phases > 1)) * t.m * t.n
         return in_slots * dtype.itemsize + 4 * rows * t.m * t.n
+
+    def outgoing(rows: int) -> int:  # the partial sums of a panel are finished one right after the other
+        return 2 + rows if phases > 1 else 2
 
     # Narrow chunks of columns have more arrivals. If there are too few semaphores for them, chunks are wide.
     for default in (dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS))), TILES):
@@ -173,4 +159,4 @@ def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles |
     row_tiling = RowTiling(Tiling((both,), both, 1), Tiling((side,), side, unit))
     vmem_bytes = check_vmem("overlapped", used, functools.partial(need, rows))
     matmul_tiles = MatmulTiles(row_tiling, columns, Tiling((k,), used.k), transposed=False)
-    return Plan(blocks, Ring(axis_names[1], phases, both), schedule, matmul_tiles, vmem_bytes)
+    return Plan(blocks, Ring(axis_names[1], phases, both), schedule, matmul_tiles, outgoing(rows), vmem_bytes)

@@ -18,7 +18,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.grid import split
 from flaxasync.kernels.engine.refs import Ref, Scalar
@@ -40,12 +39,6 @@ class WeightScratch:
     first: Ref  # [mesh rows] SMEM: where in `order` the blocks of each number of hops begin
     send_sem: Ref  # DMA semaphore
     recv_sem: Ref  # [chunks, needed] DMA semaphores, if blocks travel
-
-    @classmethod
-    def allocate(cls, blocks: WeightBlocks, tiles: IncomingTiles, chunks: int) -> "WeightScratch":
-        order, first = (pltpu.SMEM((size,), jnp.int32) for size in (blocks.needed + 1, blocks.ring.size))
-        dma, arrivals = pltpu.SemaphoreType.DMA, (chunks, blocks.needed) if blocks.ring.size > 1 else (1, 1)
-        return cls(tiles, order, first, dma, dma(arrivals))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +70,10 @@ class Weights:
 
     def prefetch(self, there: Coordinates) -> None:
         """Starts to fetch the tile of a step, if it is another one. Waits for its block at its first use."""
-        t, blocks = self.block(there), self.blocks
+        t, blocks, start = self.block(there), self.blocks, functools.partial(self.scratch.tiles.start, there.w_slot)
         own = blocks.hops(t) == 0
 
         def fetch(source: Ref, rows: pl.Slice) -> None:
-            start = functools.partial(self.scratch.tiles.start, there.w_slot)
             self.columns.on_slice(there.chunk, lambda _, columns: start(source.at[rows, columns]))
 
         pl.when(there.new_w & own)(lambda: fetch(self.w, blocks.held_rows(t)))
