@@ -61,10 +61,9 @@ def reduce_scatter(
         device.
       NotImplementedError: another dtype.
     """
-    reduction = _Reduction.of("reduce_scatter", x, axis_name, tiles, directions, collective_id, rounds=1)
+    reduction = _reduction(x, axis_name, tiles, directions, collective_id, rounds=1)
 
     def body(x_tile: Ref, o_tile: Ref, scratch: _Scratch) -> None:
-        reduction.enter()
         reduction.reduce(lambda block, columns: x_tile[block, :, columns], scratch, o_tile)
 
     x = x.reshape(reduction.ring.size, -1, x.shape[1])
@@ -84,14 +83,13 @@ def all_reduce(
     The result's type says that it does not vary over the axis. Arguments and errors are those of `reduce_scatter`; m is
     a multiple of R hardware tiles.
     """
-    reduction = _Reduction.of("all_reduce", x, axis_name, tiles, directions, collective_id, rounds=2)
+    reduction = _reduction(x, axis_name, tiles, directions, collective_id, rounds=2)
     ring, (m, n) = reduction.ring, reduction.block
 
     def body(x_tile: Ref, o_tile: Ref, scratch: _Scratch, finished: Ref, send_sem: Ref, recv_sem: Ref) -> None:
         def operand(block: Scalar, columns: pl.Slice) -> jax.Array:
             return x_tile[aligned(block * m, m, sublanes(x.dtype)), columns]
 
-        reduction.enter()
         reduction.reduce(operand, scratch, finished.at[ring.index])
         for hop in range(ring.size - 1):
             with jax.named_scope("gather"):
@@ -131,38 +129,6 @@ class _Reduction:
     vmem_bytes: int
     collective_id: int | None
 
-    @classmethod
-    def of(
-        cls,
-        caller: str,
-        x: jax.Array,
-        axis_name: str,
-        tiles: Tiles | None,
-        directions: int | None,
-        collective_id: int | None,
-        *,
-        rounds: int,
-    ) -> "_Reduction":
-        """Chooses the tiles of the result; raises if x is not in whole hardware tiles for each of the devices."""
-        size, (rows, n) = check_ring(caller, axis_name, directions or 1), x.shape
-        check_operand(caller, "x", x.shape, x.dtype)
-        check_rows(caller, axis_name, size, rows, x.dtype)
-        ring = Ring(axis_name, size, choose_directions(size, n, LANES, directions))
-        m, blocks = (rows // size, 1) if rounds == 1 else (rows, size)
-        lanes = LANES * ring.directions if n >= LANES * ring.directions else LANES  # a tile, too, is halved
-
-        def fit(most: Tiles) -> Tiles:
-            height = Tiling.overhanging(m, most.m, blocks * sublanes(x.dtype)).size
-            return Tiles(height, 1, Tiling.overhanging(n, most.n, lanes).size)
-
-        def need(t: Tiles) -> int:
-            # Two tiles each of the operand and the result, and the blocks that are sent, received and finished.
-            buffers = 2 * (rows // m) + 2 + (rounds - 1) + (2 * size - 1) / blocks
-            return int(t.m * t.n * (buffers * x.dtype.itemsize + 8))  # and two values of float32
-
-        tile = fitting(tiles, TILES, fit, need)
-        return cls(caller, ring, tile, rounds, check_vmem(caller, tile, need), collective_id)
-
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of what travels for a tile."""
@@ -173,13 +139,8 @@ class _Reduction:
         """The columns that travel in each direction."""
         return half_blocks(self.caller, "columns of a tile", self.tile.n, LANES, self.ring.directions)
 
-    def enter(self) -> None:
-        """Waits at the entry barrier, before the first tile."""
-        first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
-        pl.when(first)(lambda: self.ring.enter(self.caller, self.collective_id))
-
     def reduce(self, operand: Callable[[Scalar, pl.Slice], jax.Array], scratch: _Scratch, o_ref: Ref) -> None:
-        """Puts the sum over all devices of operand(this device's index, columns) into o_ref."""
+        """Puts the sum over all devices of operand(block, columns) into o_ref."""
         ring, buffers = self.ring, _buffer_set()
 
         def partial_sum(direction: int, hop: int) -> jax.Array:
@@ -212,25 +173,54 @@ class _Reduction:
         hops, itemsize = ring.size - 1, x.dtype.itemsize
         outgoing, received = pltpu.VMEM(self.block, x.dtype), pltpu.VMEM((2, hops, *self.block), x.dtype)
         scratch: ScratchShapes = _Scratch(outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops)))
-        accessed = (x.size + math.prod(result.shape)) * itemsize
+        limit, accessed = vmem_limit(self.vmem_bytes), (x.size + math.prod(result.shape)) * itemsize
         sent = self.rounds * hops * math.prod(grid) * math.prod(self.block) * itemsize
+
+        def kernel(*refs: Ref) -> None:
+            first_tile = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
+            pl.when(first_tile)(lambda: ring.enter(self.caller, self.collective_id))
+            body(*refs)
+
         return pl.pallas_call(
-            body,
+            kernel,
             out_shape=result,
             grid=grid,
             in_specs=[pl.BlockSpec((*leading, tile.m, tile.n), lambda i, j: (*(0 for _ in leading), i, j))],
             out_specs=pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j)),
             scratch_shapes=[scratch, *more_scratch],
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary", "arbitrary"),
-                collective_id=self.collective_id,
-                vmem_limit_bytes=vmem_limit(self.vmem_bytes),
+                dimension_semantics=("arbitrary",) * 2, collective_id=self.collective_id, vmem_limit_bytes=limit
             ),
             cost_estimate=pl.CostEstimate(
                 flops=x.size, transcendentals=0, bytes_accessed=accessed, remote_bytes_transferred=sent
             ),
             name=self.caller,
         )(x)
+
+
+def _reduction(
+    x: jax.Array, axis_name: str, tiles: Tiles | None, directions: int | None, collective_id: int | None, rounds: int
+) -> _Reduction:
+    """Chooses the tiles of the result; raises if x is not in whole hardware tiles for each of the devices."""
+    caller = "reduce_scatter" if rounds == 1 else "all_reduce"
+    size, (rows, n) = check_ring(caller, axis_name, directions or 1), x.shape
+    check_operand(caller, "x", x.shape, x.dtype)
+    check_rows(caller, axis_name, size, rows, x.dtype)
+    ring = Ring(axis_name, size, choose_directions(size, n, LANES, directions))
+    m, blocks = (rows // size, 1) if rounds == 1 else (rows, size)
+    lanes = LANES * ring.directions if n >= LANES * ring.directions else LANES  # a tile, too, is halved
+
+    def fit(most: Tiles) -> Tiles:
+        height = Tiling.overhanging(m, most.m, blocks * sublanes(x.dtype)).size
+        return Tiles(height, 1, Tiling.overhanging(n, most.n, lanes).size)
+
+    def need(t: Tiles) -> int:
+        # Two tiles each of the operand and the result, and the blocks that are sent, received and finished.
+        buffers = 2 * (rows // m) + 2 + (rounds - 1) + (2 * size - 1) / blocks
+        return int(t.m * t.n * (buffers * x.dtype.itemsize + 8))  # and two values of float32
+
+    tile = fitting(tiles, TILES, fit, need)
+    return _Reduction(caller, ring, tile, rounds, check_vmem(caller, tile, need), collective_id)
 
 
 def _buffer_set() -> jax.Array:

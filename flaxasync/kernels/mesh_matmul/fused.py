@@ -6,7 +6,7 @@ w  [k', n]  the part of the contraction that this mesh *row* holds
 o  [m, n]   sums over this mesh column's part: the column axis is still to be summed over
 ```
 
-The rows of RHS that a mesh column needs go around it in blocks (`blocks` says from whom they come, and in which order).
+The rows of RHS that a mesh column needs go around it in blocks; `weights` says from whom they come, in which order.
 A device multiplies with its own blocks while they travel, and with each other block once it has arrived, and adds the
 products in o. On 2 x 2 devices there is one block: the devices on the diagonal own it and multiply at once, and the
 others begin when it has arrived. `overlapped` has no such wait; this kernel is kept for comparison. From block to block
@@ -31,7 +31,8 @@ from flaxasync.kernels.engine.refs import Ref, Scalar
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.kernels.engine.vmem import check_vmem
-from flaxasync.kernels.mesh_matmul.blocks import WeightBlocks, largest_block
+from flaxasync.kernels.mesh_matmul.schedule import largest_block
+from flaxasync.kernels.mesh_matmul.weights import WeightBlocks
 
 SLICES = 8  # of a block that travels more than one hop, about
 

@@ -6,7 +6,7 @@ w  [k', n]  the part of the contraction that this mesh *row* holds              
 o  [m, n]   this mesh row's rows of the product, the same in all mesh columns
 ```
 
-A device multiplies its rows with the k rows of RHS of its mesh column, which arrive in blocks (`blocks`, `weights`).
+A device multiplies its rows with the k rows of RHS of its mesh column, which arrive in blocks (`weights`).
 Each of the Y devices of a mesh row owns one of Y blocks of its rows. `schedule` has the order of all steps. Around the
 mesh row travel partial sums as in a reduce-scatter, and then results as in an all-gather, tile by tile:
 
@@ -44,7 +44,7 @@ from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, start_send, wait
 from flaxasync.kernels.gemm import cost
 from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule, plan
-from flaxasync.kernels.mesh_matmul.weights import Weights, WeightScratch
+from flaxasync.kernels.mesh_matmul.weights import WeightBlocks, Weights, WeightScratch
 
 
 @jax.tree_util.register_dataclass
@@ -81,8 +81,9 @@ def overlapped(
       NotImplementedError: there are more tiles than semaphores.
     """
     used = plan(x, w, axis_names, tiles, directions)
-    schedule, blocks, ring, tiling, size = used.schedule, used.blocks, used.ring, used.tiles, x.dtype.itemsize
-    (m, k), n, phases, both = x.shape, w.shape[1], ring.size, ring.directions
+    schedule, ring, tiling, block_rows = used.schedule, used.row, used.tiles, used.tiles.contraction.size
+    blocks = WeightBlocks(used.column, axis_names[1], block_rows, schedule.depth, w.shape[0] // block_rows)
+    (m, k), n, phases, both, size = x.shape, w.shape[1], ring.size, ring.directions, x.dtype.itemsize
     half_block, unused = m // phases // both, (sublanes(x.dtype), LANES)  # no buffer can be empty
     travels, hops = blocks.ring.size > 1, 2 * (phases - 1) * schedule.rounds
     result, dma = (*tiling.rows.shape, tiling.columns.size), pltpu.SemaphoreType.DMA
@@ -103,7 +104,7 @@ def overlapped(
         _Device(schedule, ring, tiling, weights, x_ref, o_ref, sums_received, scratch).run(collective_id)
 
     received = (k, n) if travels else unused, (phases - 1, both, half_block, n) if phases > 1 else unused
-    matmul = cost(Tiles(tiling.rows.size, tiling.contraction.size, tiling.columns.size), m, k, n, size)
+    matmul = cost(Tiles(tiling.rows.size, block_rows, tiling.columns.size), m, k, n, size)
     sent = (k * n * travels + 2 * (m - m // phases) * n) * size
     o, *_ = call(
         body,
@@ -156,8 +157,10 @@ class _Device:
         last = here.t == schedule.depth - 1
         pl.when(step + 1 < schedule.grid.steps)(lambda: self.prefetch(schedule.at(step + 1), 1 - slot))
         self.weights.send(here)
-        if self.ring.size > 2:
-            self.send_on(here)
+        if self.ring.size > 2:  # what has arrived of the results of the round before is sent on
+            i, t = split(here.position, schedule.depth)
+            due = (here.round > 0) & (here.phase < self.ring.size - 2) & (t == schedule.depth - 1)
+            pl.when(due)(lambda: self._send_result_on(here.round - 1, here.phase + 1, i))
         if self.ring.size > 1:
             pl.when(last & (here.phase > 0))(lambda: self.fetch_received(here))
         with jax.named_scope("wait"):
@@ -214,16 +217,15 @@ class _Device:
         received, outgoing = self.scratch.received, self.scratch.outgoing
         slot, accumulator = outgoing.slot(here.number), self.scratch.accumulators.at[here.accumulator]
 
-        @pl.when(here.phase == 0)
-        def _() -> None:
-            outgoing.tiles[slot] = accumulator[...].astype(outgoing.tiles.dtype)
+        def store(value: jax.Array) -> None:
+            outgoing.tiles[slot] = value.astype(outgoing.tiles.dtype)
+
+        pl.when(here.phase == 0)(lambda: store(accumulator[...]))
 
         @pl.when(here.phase > 0)
         def _() -> None:
-            rows = self.tiles.rows.shape
-            self.tiles.columns.on_size(here.chunk, lambda n: received.wait(0, *rows, n))
-            value = accumulator[...] + received.tiles[0].astype(jnp.float32)
-            outgoing.tiles[slot] = value.astype(outgoing.tiles.dtype)
+            self.tiles.columns.on_size(here.chunk, lambda n: received.wait(0, *self.tiles.rows.shape, n))
+            store(accumulator[...] + received.tiles[0].astype(jnp.float32))
 
     def send(self, here: Coordinates) -> None:
         """Sends a finished tile to the next device. Stores it, too, if its rows are the own ones."""
@@ -258,12 +260,6 @@ class _Device:
                 pl.when(phase == self.ring.size - 1)(left)
 
         self.tiles.columns.on_size(chunk, wait_for)
-
-    def send_on(self, here: Coordinates) -> None:
-        """Sends on what has arrived of the results of the round before."""
-        i, t = split(here.position, self.schedule.depth)
-        due = (here.round > 0) & (here.phase < self.ring.size - 2) & (t == self.schedule.depth - 1)
-        pl.when(due)(lambda: self._send_result_on(here.round - 1, here.phase + 1, i))
 
     def finish(self) -> None:
         """Sends on the last results, and waits until everything has left and arrived."""

@@ -17,6 +17,7 @@ With one mesh column there is one phase, whose rows are the own ones, and the co
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,6 @@ from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.row_tiling import RowTiling
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import available, check_vmem, fitting
-from flaxasync.kernels.mesh_matmul.blocks import WeightBlocks, largest_block
 
 TILES = Tiles()  # the largest tiles, where none are asked for
 CHUNKS, NARROWEST = 8, 512  # chunks of columns, unless these had fewer columns: the first one's arrival is waited for
@@ -107,8 +107,8 @@ class Plan:
     once.
     """
 
-    blocks: WeightBlocks  # with the ring of a mesh column
-    ring: Ring  # of a mesh row
+    column: Ring  # the devices of a mesh column
+    row: Ring  # the devices of a mesh row
     schedule: Schedule
     tiles: MatmulTiles
     outgoing: int  # slots for finished tiles that leave
@@ -154,9 +154,20 @@ def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles |
             f"{SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of m={used.m}, k={used.k}, "
             f"n={used.n} are {arrivals} arrivals; use larger tiles, a loop over columns of w, or backend='serial'"
         )
-    ring = Ring(axis_names[0], size, 2 if size > 2 and directions != 1 else 1)
-    blocks = WeightBlocks(ring, axis_names[1], used.k, schedule.depth, held // used.k)
+    column = Ring(axis_names[0], size, 2 if size > 2 and directions != 1 else 1)
     row_tiling = RowTiling(Tiling((both,), both, 1), Tiling((side,), side, unit))
     vmem_bytes = check_vmem("overlapped", used, functools.partial(need, rows))
     matmul_tiles = MatmulTiles(row_tiling, columns, Tiling((k,), used.k), transposed=False)
-    return Plan(blocks, Ring(axis_names[1], phases, both), schedule, matmul_tiles, outgoing(rows), vmem_bytes)
+    return Plan(column, Ring(axis_names[1], phases, both), schedule, matmul_tiles, outgoing(rows), vmem_bytes)
+
+
+def largest_block(caller: str, axis_names: tuple[str, str], k: int, held: int) -> int:
+    """Returns the most rows of a block that divides K/X and K/Y; raises if they are no whole hardware tiles."""
+    rows = math.gcd(k, held)
+    if rows % LANES:
+        size, columns = (lax.axis_size(name) for name in axis_names)
+        raise ValueError(
+            f"{caller} divides the contraction into blocks for a mesh of {size} x {columns}, in whole hardware tiles: "
+            f"got K={k * columns} in blocks of {rows}, needed a multiple of {LANES}; pad K, or use backend='none'"
+        )
+    return rows
