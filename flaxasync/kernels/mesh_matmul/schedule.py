@@ -33,7 +33,8 @@ from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import available, check_vmem, fitting
 
 TILES = Tiles()  # the largest tiles, where none are asked for
-CHUNKS, NARROWEST = 8, 512  # chunks of columns, unless these had fewer columns: the first one's arrival is waited for
+CHUNKS = 8  # of columns, about, where there are few columns: no product hides the arrival of the first chunk of w
+NARROWEST = 512  # columns of a chunk, unless there are fewer columns in all
 PANEL = 4096  # rows whose sums stay in vector memory, at most
 SEMAPHORES = 400  # for what arrives: a kernel has 512, of which libtpu 0.0.52 leaves 436 to 440
 
@@ -94,9 +95,8 @@ class Schedule:
         accumulator, new_w = jnp.where(rows_outer, 0, i), jnp.logical_or(rows_outer, i == 0)
         in_round = self.depth if self.phases == 1 else (self.phases - 1) * self.depth + self.phase_steps  # tiles of w
         before = round_ * in_round + phase * self.depth + jnp.where(rows_outer, position, t_outer)
-        return Coordinates(
-            round_, chunk, panel, phase, position, i, t, number, accumulator, remainder(before, 2), new_w
-        )
+        w_slot = remainder(before, 2)
+        return Coordinates(round_, chunk, panel, phase, position, i, t, number, accumulator, w_slot, new_w)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +131,13 @@ def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles |
         rows, columns = largest_divisor(block, most.m, unit * both), Tiling.of((n,), most.n)
         return Tiles(rows, largest_divisor(most_k, most.k, LANES), columns.size)
 
-    def need(rows: int, t: Tiles) -> int:
-        in_slots = 2 * t.m * t.k + 2 * t.k * t.n + (outgoing(rows) + (phases > 1)) * t.m * t.n
-        return in_slots * dtype.itemsize + 4 * rows * t.m * t.n
-
     def outgoing(rows: int) -> int:  # the partial sums of a panel are finished one right after the other
         return 2 + rows if phases > 1 else 2
+
+    def need(rows: int, t: Tiles) -> int:
+        received = 1 if phases > 1 else 0  # slots for partial sums
+        in_slots = 2 * t.m * t.k + 2 * t.k * t.n + (outgoing(rows) + received) * t.m * t.n
+        return in_slots * dtype.itemsize + 4 * rows * t.m * t.n
 
     # Narrow chunks of columns have more arrivals. If there are too few semaphores for them, chunks are wide.
     for default in (dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS))), TILES):
