@@ -136,13 +136,8 @@ def grid(tiles: Tiles, m: int, k: int, n: int) -> tuple[int, int, int]:
     return pl.cdiv(m, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(k, tiles.k)
 
 
-def cost(tiles: Tiles, m: int, k: int, n: int, itemsize: int, *, sent: int = 0, moved: int = 0) -> pl.CostEstimate:
-    """Returns the cost of a matmul. It reads x once for every column of tiles, and w once for every row of tiles.
-
-    `sent` bytes leave for other devices, and `moved` bytes are read or written in HBM beside those of the matmul.
-    """
+def cost(tiles: Tiles, m: int, k: int, n: int, itemsize: int) -> pl.CostEstimate:
+    """Returns the cost of a matmul. It reads x once for every column of tiles, and w once for every row of tiles."""
     rows, columns, _ = grid(tiles, m, k, n)
     streamed = (m * k * columns + k * n * rows + m * n) * itemsize
-    return pl.CostEstimate(
-        flops=2 * m * k * n, transcendentals=0, bytes_accessed=streamed + moved, remote_bytes_transferred=sent
-    )
+    return pl.CostEstimate(flops=2 * m * k * n, transcendentals=0, bytes_accessed=streamed)

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.grid import remainder
 from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, check_rows, output, sublanes
-from flaxasync.kernels.engine.refs import DType, Ref, Scalar, ScratchShapes, aligned
+from flaxasync.kernels.engine.refs import Ref, Scalar, ScratchShapes, aligned
 from flaxasync.kernels.engine.ring import Ring, check_ring, choose_directions, half_blocks
 from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling
@@ -61,18 +61,13 @@ def reduce_scatter(
         device.
       NotImplementedError: another dtype.
     """
-    size, (rows, n), unit = _check("reduce_scatter", x, axis_name, directions), x.shape, sublanes(x.dtype)
-    m, ring = rows // size, Ring(axis_name, size, choose_directions(size, n, LANES, directions))
-    tile, need = _tile("reduce_scatter", ring, m, n, unit, x.dtype, tiles, 4 * size + 1)
-    reduction = _Reduction("reduce_scatter", ring, (tile.m, tile.n))
+    reduction = _reduction(x, axis_name, tiles, directions, collective_id, rounds=1)
 
     def body(x_tile: Ref, o_tile: Ref, scratch: _Scratch) -> None:
-        reduction.enter(collective_id)
         reduction.reduce(lambda block, columns: x_tile[block, :, columns], scratch, o_tile)
 
-    x_spec = pl.BlockSpec((size, tile.m, tile.n), lambda i, j: (0, i, j))
-    x, result = x.reshape(size, m, n), output((m, n), x)
-    return _call(body, x, result, reduction, x_spec, tile, [], rounds=1, collective_id=collective_id, need=need)
+    x = x.reshape(reduction.ring.size, -1, x.shape[1])
+    return reduction.call(body, x, output(x.shape[1:], x))
 
 
 def all_reduce(
@@ -88,19 +83,15 @@ def all_reduce(
     The result's type says that it does not vary over the axis. Arguments and errors are those of `reduce_scatter`; m is
     a multiple of R hardware tiles.
     """
-    size, (m, n) = _check("all_reduce", x, axis_name, directions), x.shape
-    ring = Ring(axis_name, size, choose_directions(size, n, LANES, directions))
-    tile, need = _tile("all_reduce", ring, m, n, size * sublanes(x.dtype), x.dtype, tiles, 5 + (2 * size - 1) / size)
-    rows = tile.m // size
-    reduction = _Reduction("all_reduce", ring, (rows, tile.n))
+    reduction = _reduction(x, axis_name, tiles, directions, collective_id, rounds=2)
+    ring, (m, n) = reduction.ring, reduction.block
 
     def body(x_tile: Ref, o_tile: Ref, scratch: _Scratch, finished: Ref, send_sem: Ref, recv_sem: Ref) -> None:
         def operand(block: Scalar, columns: pl.Slice) -> jax.Array:
-            return x_tile[aligned(block * rows, rows, sublanes(x.dtype)), columns]
+            return x_tile[aligned(block * m, m, sublanes(x.dtype)), columns]
 
-        reduction.enter(collective_id)
         reduction.reduce(operand, scratch, finished.at[ring.index])
-        for hop in range(size - 1):
+        for hop in range(ring.size - 1):
             with jax.named_scope("gather"):
                 blocks = [finished.at[ring.behind(hop, d), :, reduction.columns[d]] for d in ring.both]
                 for d, block in enumerate(blocks):
@@ -108,14 +99,12 @@ def all_reduce(
                 for d, block in enumerate(blocks):
                     wait(block, send_sem.at[d])
                     wait(block, recv_sem.at[d, hop])
-        for block in range(size):
-            o_tile[block * rows : (block + 1) * rows, :] = finished[block]
+        for block in range(ring.size):
+            o_tile[block * m : (block + 1) * m, :] = finished[block]
 
-    dma = pltpu.SemaphoreType.DMA
-    more = [pltpu.VMEM((size, rows, tile.n), x.dtype), dma((ring.directions,)), dma((ring.directions, size - 1))]
-    x_spec = pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j))
-    result = output((m, n), x, invarying=(axis_name,))
-    return _call(body, x, result, reduction, x_spec, tile, more, rounds=2, collective_id=collective_id, need=need)
+    finished, dma = pltpu.VMEM((ring.size, m, n), x.dtype), pltpu.SemaphoreType.DMA
+    semaphores = dma((ring.directions,)), dma((ring.directions, ring.size - 1))
+    return reduction.call(body, x, output(x.shape, x, invarying=(axis_name,)), finished, *semaphores)
 
 
 @jax.tree_util.register_dataclass
@@ -135,20 +124,23 @@ class _Reduction:
 
     caller: str  # the name of the kernel
     ring: Ring
-    block: tuple[int, int]  # m and n
+    tile: Tiles  # of the result: one block, or in an all-reduce R blocks
+    rounds: int  # how many times blocks go around the ring
+    vmem_bytes: int
+    collective_id: int | None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of what travels for a tile."""
+        return self.tile.m // (1 if self.rounds == 1 else self.ring.size), self.tile.n
 
     @property
     def columns(self) -> list[pl.Slice]:
         """The columns that travel in each direction."""
-        return half_blocks(self.caller, "columns of a tile", self.block[1], LANES, self.ring.directions)
-
-    def enter(self, collective_id: int | None) -> None:
-        """Waits at the entry barrier, before the first tile."""
-        first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
-        pl.when(first)(lambda: self.ring.enter(self.caller, collective_id))
+        return half_blocks(self.caller, "columns of a tile", self.tile.n, LANES, self.ring.directions)
 
     def reduce(self, operand: Callable[[Scalar, pl.Slice], jax.Array], scratch: _Scratch, o_ref: Ref) -> None:
-        """Puts the sum over all devices of operand(this device's index, columns) into o_ref."""
+        """Puts the sum over all devices of operand(block, columns) into o_ref."""
         ring, buffers = self.ring, _buffer_set()
 
         def partial_sum(direction: int, hop: int) -> jax.Array:
@@ -172,73 +164,63 @@ class _Reduction:
         for d in ring.both:
             o_ref[:, self.columns[d]] = partial_sum(d, ring.size - 1).astype(o_ref.dtype)
 
+    def call(
+        self, body: Callable[..., None], x: jax.Array, result: jax.ShapeDtypeStruct, *more_scratch: ScratchShapes
+    ) -> jax.Array:
+        """Calls a kernel on the tiles of the result. x is [m, n] as the result, or [R, m, n]."""
+        ring, tile, leading, dma = self.ring, self.tile, x.shape[:-2], pltpu.SemaphoreType.DMA
+        grid = (pl.cdiv(result.shape[0], tile.m), pl.cdiv(result.shape[1], tile.n))
+        hops, itemsize = ring.size - 1, x.dtype.itemsize
+        outgoing, received = pltpu.VMEM(self.block, x.dtype), pltpu.VMEM((2, hops, *self.block), x.dtype)
+        scratch: ScratchShapes = _Scratch(outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops)))
+        limit, accessed = vmem_limit(self.vmem_bytes), (x.size + math.prod(result.shape)) * itemsize
+        sent = self.rounds * hops * math.prod(grid) * math.prod(self.block) * itemsize
 
-def _check(caller: str, x: jax.Array, axis_name: str, directions: int | None) -> int:
-    """Returns the number of devices; raises if x is not in whole hardware tiles for each of them."""
-    size = check_ring(caller, axis_name, directions or 1)
+        def kernel(*refs: Ref) -> None:
+            first_tile = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
+            pl.when(first_tile)(lambda: ring.enter(self.caller, self.collective_id))
+            body(*refs)
+
+        return pl.pallas_call(
+            kernel,
+            out_shape=result,
+            grid=grid,
+            in_specs=[pl.BlockSpec((*leading, tile.m, tile.n), lambda i, j: (*(0 for _ in leading), i, j))],
+            out_specs=pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j)),
+            scratch_shapes=[scratch, *more_scratch],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("arbitrary",) * 2, collective_id=self.collective_id, vmem_limit_bytes=limit
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=x.size, transcendentals=0, bytes_accessed=accessed, remote_bytes_transferred=sent
+            ),
+            name=self.caller,
+        )(x)
+
+
+def _reduction(
+    x: jax.Array, axis_name: str, tiles: Tiles | None, directions: int | None, collective_id: int | None, rounds: int
+) -> _Reduction:
+    """Chooses the tiles of the result; raises if x is not in whole hardware tiles for each of the devices."""
+    caller = "reduce_scatter" if rounds == 1 else "all_reduce"
+    size, (rows, n) = check_ring(caller, axis_name, directions or 1), x.shape
     check_operand(caller, "x", x.shape, x.dtype)
-    check_rows(caller, axis_name, size, x.shape[0], x.dtype)
-    return size
-
-
-def _tile(
-    caller: str, ring: Ring, m: int, n: int, unit: int, dtype: DType, tiles: Tiles | None, buffers: float
-) -> tuple[Tiles, int]:
-    """Returns the tiles of the result, and the bytes of vector memory for `buffers` buffers of the size of a tile."""
+    check_rows(caller, axis_name, size, rows, x.dtype)
+    ring = Ring(axis_name, size, choose_directions(size, n, LANES, directions))
+    m, blocks = (rows // size, 1) if rounds == 1 else (rows, size)
     lanes = LANES * ring.directions if n >= LANES * ring.directions else LANES  # a tile, too, is halved
 
     def fit(most: Tiles) -> Tiles:
-        return Tiles(Tiling.overhanging(m, most.m, unit).size, 1, Tiling.overhanging(n, most.n, lanes).size)
+        height = Tiling.overhanging(m, most.m, blocks * sublanes(x.dtype)).size
+        return Tiles(height, 1, Tiling.overhanging(n, most.n, lanes).size)
 
     def need(t: Tiles) -> int:
-        return int(t.m * t.n * (buffers * jnp.dtype(dtype).itemsize + 8))  # and two values of float32
+        # Two tiles each of the operand and the result, and the blocks that are sent, received and finished.
+        buffers = 2 * (rows // m) + 2 + (rounds - 1) + (2 * size - 1) / blocks
+        return int(t.m * t.n * (buffers * x.dtype.itemsize + 8))  # and two values of float32
 
     tile = fitting(tiles, TILES, fit, need)
-    return tile, check_vmem(caller, tile, need)
-
-
-def _call(
-    body: Callable[..., None],
-    x: jax.Array,
-    result: jax.ShapeDtypeStruct,
-    reduction: _Reduction,
-    x_spec: pl.BlockSpec,
-    tile: Tiles,
-    more_scratch: list[ScratchShapes],
-    *,
-    rounds: int,  # how many times blocks go around the ring
-    collective_id: int | None,
-    need: int,
-) -> jax.Array:
-    """Calls a kernel on the tiles of the result."""
-    (m, n), ring = reduction.block, reduction.ring
-    grid, dma = (pl.cdiv(result.shape[0], tile.m), pl.cdiv(result.shape[1], tile.n)), pltpu.SemaphoreType.DMA
-    scratch: ScratchShapes = _Scratch(
-        outgoing=pltpu.VMEM((m, n), x.dtype),
-        received=pltpu.VMEM((2, ring.size - 1, m, n), x.dtype),
-        send_sem=dma((ring.directions,)),
-        recv_sem=dma((2, ring.directions, ring.size - 1)),
-    )
-    return pl.pallas_call(
-        body,
-        out_shape=result,
-        grid=grid,
-        in_specs=[x_spec],
-        out_specs=pl.BlockSpec((tile.m, tile.n), lambda i, j: (i, j)),
-        scratch_shapes=[scratch, *more_scratch],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"),
-            collective_id=collective_id,
-            vmem_limit_bytes=vmem_limit(need),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=x.size,
-            transcendentals=0,
-            bytes_accessed=(x.size + math.prod(result.shape)) * x.dtype.itemsize,
-            remote_bytes_transferred=rounds * (ring.size - 1) * math.prod(grid) * m * n * x.dtype.itemsize,
-        ),
-        name=reduction.caller,
-    )(x)
+    return _Reduction(caller, ring, tile, rounds, check_vmem(caller, tile, need), collective_id)
 
 
 def _buffer_set() -> jax.Array:

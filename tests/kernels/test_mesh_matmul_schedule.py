@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flaxasync.kernels.engine.ring import Ring
-from flaxasync.kernels.mesh_matmul.blocks import WeightBlocks
 from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule
+from flaxasync.kernels.mesh_matmul.weights import WeightBlocks
 
 COUNT = st.integers(1, 3)
 

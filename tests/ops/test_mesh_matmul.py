@@ -18,7 +18,7 @@ from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.slots import wait
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.mesh_matmul import overlapped, schedule, weights
-from flaxasync.kernels.mesh_matmul.blocks import WeightBlocks
+from flaxasync.kernels.mesh_matmul.weights import WeightBlocks
 from flaxasync.ops.backends import OPS
 from tests.kernels.conftest import simulated
 

@@ -6,7 +6,7 @@ w  [k', n]  the part of the contraction that this mesh *row* holds
 o  [m, n]   sums over this mesh column's part: the column axis is still to be summed over
 ```
 
-The rows of RHS that a mesh column needs go around it in blocks (`blocks` says from whom they come, and in which order).
+The rows of RHS that a mesh column needs go around it in blocks; `weights` says from whom they come, in which order.
 A device multiplies with its own blocks while they travel, and with each other block once it has arrived, and adds the
 products in o. On 2 x 2 devices there is one block: the devices on the diagonal own it and multiply at once, and the
 others begin when it has arrived. `overlapped` has no such wait; this kernel is kept for comparison. From block to block
@@ -24,13 +24,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels import gemm
+from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor, output, sublanes
-from flaxasync.kernels.engine.refs import HBM, Ref, Scalar
+from flaxasync.kernels.engine.refs import Ref, Scalar
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import start_send, wait
-from flaxasync.kernels.engine.vmem import check_vmem, vmem_limit
-from flaxasync.kernels.gemm import TILES, cost, stream, vmem_bytes
-from flaxasync.kernels.mesh_matmul.blocks import WeightBlocks, largest_block
+from flaxasync.kernels.engine.vmem import check_vmem
+from flaxasync.kernels.mesh_matmul.schedule import largest_block
+from flaxasync.kernels.mesh_matmul.weights import WeightBlocks
 
 SLICES = 8  # of a block that travels more than one hop, about
 
@@ -40,7 +42,7 @@ def gather_gemm(
     w: jax.Array,
     axis_names: tuple[str, str] = ("x", "y"),
     *,
-    tiles: Tiles = TILES,
+    tiles: Tiles = gemm.TILES,
     directions: int | None = None,
     collective_id: int | None = None,
 ) -> jax.Array:
@@ -60,25 +62,23 @@ def gather_gemm(
     blocks = WeightBlocks(Ring(axis_names[0], size, directions), axis_names[1], rows, k // rows, held // rows)
     tiles = tiles.within(m, rows, n)
     read = 0 if blocks.needed == 1 else 2  # tiles of o, for the sums of earlier blocks
-    need = check_vmem("gather_gemm", tiles, lambda t: vmem_bytes(t, x.dtype) + read * t.m * t.n * itemsize)
+    vmem_bytes = check_vmem("gather_gemm", tiles, lambda t: gemm.vmem_bytes(t, x.dtype) + read * t.m * t.n * itemsize)
     slice_rows = rows if size == 2 else largest_divisor(rows, max(rows // SLICES, unit), unit)
-    moved = k * n * itemsize
-    return pl.pallas_call(
+    cost, received_bytes = gemm.cost(tiles, m, k, n, itemsize), k * n * itemsize
+    dma, accumulator = pltpu.SemaphoreType.DMA, pltpu.VMEM((tiles.m, tiles.n), jnp.float32)
+    o, _ = call(
         functools.partial(_kernel, blocks, tiles, slice_rows, collective_id),
-        out_shape=[output((m, n), x), output((k, n), x)],
-        in_specs=[HBM, HBM],
-        out_specs=[HBM, HBM],
-        scratch_shapes=[
-            pltpu.SemaphoreType.DMA,
-            pltpu.SemaphoreType.DMA((blocks.needed, rows // slice_rows)),
-            pltpu.SMEM((blocks.needed + 1,), jnp.int32),
-            pltpu.SMEM((size,), jnp.int32),
-            pltpu.VMEM((tiles.m, tiles.n), jnp.float32),
-        ],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id, vmem_limit_bytes=vmem_limit(need)),
-        cost_estimate=cost(tiles, m, k, n, itemsize, sent=moved, moved=2 * moved),
+        [x, w],
         name="fused",
-    )(x, w)[0]
+        results=[output((m, n), x), output((k, n), x)],
+        scratch=[dma, dma((blocks.needed, rows // slice_rows)), *blocks.tables(), accumulator],
+        collective_id=collective_id,
+        vmem_bytes=vmem_bytes,
+        flops=cost.flops,
+        hbm_bytes=cost.bytes_accessed + 2 * received_bytes,
+        sent=received_bytes,
+    )
+    return o
 
 
 def _kernel(
@@ -108,10 +108,9 @@ def _kernel(
         start_send(block.at[rows, :], arrived(t).at[rows, :], send_sem, recv_sem.at[t, i], blocks.receiver(t))
 
     def multiply(q: Scalar, t: Scalar, block: Ref) -> None:
-        if blocks.needed == 1:
-            stream(x_ref, block, o_ref, accumulator, tiles=tiles)
-        else:
-            stream(x_ref.at[:, blocks.needed_rows(t)], block, o_ref, accumulator, tiles=tiles, add_if=q > 0)
+        one = blocks.needed == 1
+        columns, add_if = (x_ref, None) if one else (x_ref.at[:, blocks.needed_rows(t)], q > 0)
+        gemm.stream(columns, block, o_ref, accumulator, tiles=tiles, add_if=add_if)
 
     blocks.enter("gather_gemm", collective_id)
     blocks.sort(order, first)

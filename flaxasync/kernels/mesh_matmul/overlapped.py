@@ -6,7 +6,7 @@ w  [k', n]  the part of the contraction that this mesh *row* holds              
 o  [m, n]   this mesh row's rows of the product, the same in all mesh columns
 ```
 
-A device multiplies its rows with the k rows of RHS of its mesh column, which arrive in blocks (`blocks`, `weights`).
+A device multiplies its rows with the k rows of RHS of its mesh column, which arrive in blocks (`weights`).
 Each of the Y devices of a mesh row owns one of Y blocks of its rows. `schedule` has the order of all steps. Around the
 mesh row travel partial sums as in a reduce-scatter, and then results as in an all-gather, tile by tile:
 
@@ -35,16 +35,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.grid import remainder, split
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
-from flaxasync.kernels.engine.refs import HBM, DType, Index, Ref, Scalar, ScratchShapes, beginning
+from flaxasync.kernels.engine.refs import Index, Ref, Scalar, aligned, beginning
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, start_send, wait
-from flaxasync.kernels.engine.vmem import vmem_limit
 from flaxasync.kernels.gemm import cost
-from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Plan, Schedule, plan
-from flaxasync.kernels.mesh_matmul.weights import Weights, WeightScratch
+from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule, plan
+from flaxasync.kernels.mesh_matmul.weights import WeightBlocks, Weights, WeightScratch
 
 
 @jax.tree_util.register_dataclass
@@ -59,21 +59,6 @@ class Scratch:
     accumulators: Ref  # [tiles of rows, directions, rows, n] VMEM, float32
     recv_sem: Ref  # [hops of sums and results * rounds, tiles of rows] DMA semaphores
     onward_sem: Ref  # DMA semaphore of the results that are sent on
-
-    @classmethod
-    def allocate(cls, plan: Plan, dtype: DType) -> ScratchShapes:
-        tiles, schedule, dma = plan.tiles, plan.schedule, pltpu.SemaphoreType.DMA
-        result = (*tiles.rows.shape, tiles.columns.size)
-        hops = 2 * (schedule.phases - 1) * schedule.rounds
-        return cls(
-            tiles.x_slots(dtype),
-            WeightScratch.allocate(plan.blocks, tiles.w_slots(dtype), schedule.chunks),
-            IncomingTiles.allocate(1, result if hops else (1, sublanes(dtype), LANES), dtype),
-            OutgoingTiles.allocate(schedule.outgoing, result, dtype),
-            pltpu.VMEM((schedule.rows, *result), jnp.float32),
-            dma((hops, schedule.rows) if hops else (1, 1)),
-            dma,
-        )
 
 
 def overlapped(
@@ -96,51 +81,49 @@ def overlapped(
       NotImplementedError: there are more tiles than semaphores.
     """
     used = plan(x, w, axis_names, tiles, directions)
-    (m, k), n, both, phases = x.shape, w.shape[1], used.ring.directions, used.ring.size
-    half_block, unused = m // phases // both, (sublanes(x.dtype), LANES)  # an output cannot be empty
-    weights = (k, n) if used.blocks.ring.size > 1 else unused
-    sums = (phases - 1, both, half_block, n) if phases > 1 else unused
-    sent = (k * n * (used.blocks.ring.size > 1) + 2 * (m - m // phases) * n) * x.dtype.itemsize
-    sizes = Tiles(used.tiles.rows.size, used.tiles.contraction.size, used.tiles.columns.size)
-    shapes = (phases, both, half_block, n), weights, sums
-    return pl.pallas_call(
-        functools.partial(_kernel, used, collective_id),
-        out_shape=[output(shape, x, invarying=(axis_names[1],)) for shape in shapes],
-        in_specs=[HBM, HBM],
-        out_specs=[HBM, HBM, HBM],
-        scratch_shapes=[Scratch.allocate(used, x.dtype)],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id, vmem_limit_bytes=vmem_limit(used.vmem_bytes)),
-        cost_estimate=cost(sizes, m, k, n, x.dtype.itemsize, sent=sent, moved=sent),
+    schedule, ring, tiling, block_rows = used.schedule, used.row, used.tiles, used.tiles.contraction.size
+    blocks = WeightBlocks(used.column, axis_names[1], block_rows, schedule.depth, w.shape[0] // block_rows)
+    (m, k), n, phases, both, size = x.shape, w.shape[1], ring.size, ring.directions, x.dtype.itemsize
+    half_block, unused = m // phases // both, (sublanes(x.dtype), LANES)  # no buffer can be empty
+    travels, hops = blocks.ring.size > 1, 2 * (phases - 1) * schedule.rounds
+    result, dma = (*tiling.rows.shape, tiling.columns.size), pltpu.SemaphoreType.DMA
+    scratch = Scratch(
+        x=tiling.x_slots(x.dtype),
+        w=WeightScratch(
+            tiling.w_slots(x.dtype), *blocks.tables(), dma, dma((schedule.chunks, blocks.needed) if travels else (1, 1))
+        ),
+        received=IncomingTiles.allocate(1, result if hops else (1, *unused), x.dtype),
+        outgoing=OutgoingTiles.allocate(used.outgoing, result, x.dtype),
+        accumulators=pltpu.VMEM((schedule.rows, *result), jnp.float32),
+        recv_sem=dma((hops, schedule.rows) if hops else (1, 1)),
+        onward_sem=dma,
+    )
+
+    def body(x_ref: Ref, w_ref: Ref, o_ref: Ref, w_received: Ref, sums_received: Ref, scratch: Scratch) -> None:
+        weights = Weights(schedule, blocks, tiling.columns, w_ref, w_received, scratch.w)
+        _Device(schedule, ring, tiling, weights, x_ref, o_ref, sums_received, scratch).run(collective_id)
+
+    received = (k, n) if travels else unused, (phases - 1, both, half_block, n) if phases > 1 else unused
+    matmul = cost(Tiles(tiling.rows.size, block_rows, tiling.columns.size), m, k, n, size)
+    sent = (k * n * travels + 2 * (m - m // phases) * n) * size
+    o, *_ = call(
+        body,
+        [x.reshape(phases, both, half_block, k), w],
         name="overlapped_mesh_matmul",
-    )(x.reshape(phases, both, half_block, k), w)[0].reshape(m, n)
+        results=[output(shape, x, invarying=(axis_names[1],)) for shape in ((phases, both, half_block, n), *received)],
+        scratch=[scratch],
+        collective_id=collective_id,
+        vmem_bytes=used.vmem_bytes,
+        flops=matmul.flops,
+        hbm_bytes=matmul.bytes_accessed + sent,
+        sent=sent,
+    )
+    return o.reshape(m, n)
 
 
 def check_overlapped(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], *, directions: int | None = None) -> None:
     """Raises as `overlapped` would for these operands."""
     plan(x, w, axis_names, None, directions)
-
-
-def _kernel(
-    plan: Plan,
-    collective_id: int | None,
-    x_ref: Ref,  # [Y, directions, half-block, k] HBM
-    w_ref: Ref,  # [k', n] HBM
-    o_ref: Ref,  # [Y, directions, half-block, n] HBM
-    w_received: Ref,  # [k, n] HBM: the blocks of w of other devices
-    sums_received: Ref,  # [Y - 1, directions, half-block, n] HBM: partial sums of the neighbour, phase by phase
-    scratch: Scratch,
-) -> None:
-    schedule, ring = plan.schedule, plan.ring
-    weights = Weights(schedule, plan.blocks, plan.tiles.columns, w_ref, w_received, scratch.w)
-    device = _Device(schedule, ring, plan.tiles, weights, x_ref, o_ref, sums_received, scratch)
-    senders = [ring.sender(direction) for direction in ring.both] if ring.size > 1 else []
-    plan.blocks.enter(f"overlapped {ring.directions}", collective_id, senders)
-    weights.begin()
-    device.prefetch(schedule.at(0), 0)
-    pl.loop(0, schedule.grid.steps)(device.step)
-    with jax.named_scope("finish"):
-        device.finish()
-        weights.finish()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +134,21 @@ class _Device:
     ring: Ring  # the mesh row
     tiles: MatmulTiles
     weights: Weights
-    x: Ref
-    o: Ref
-    sums_received: Ref
+    x: Ref  # [Y, directions, half-block, k] HBM
+    o: Ref  # [Y, directions, half-block, n] HBM
+    sums_received: Ref  # [Y - 1, directions, half-block, n] HBM: partial sums of the neighbour, phase by phase
     scratch: Scratch
+
+    def run(self, collective_id: int | None) -> None:
+        """Does all steps."""
+        senders = [self.ring.sender(direction) for direction in self.ring.both] if self.ring.size > 1 else []
+        self.weights.blocks.enter(f"overlapped {self.ring.directions}", collective_id, senders)
+        self.weights.begin()
+        self.prefetch(self.schedule.at(0), 0)
+        pl.loop(0, self.schedule.grid.steps)(self.step)
+        with jax.named_scope("finish"):
+            self.finish()
+            self.weights.finish()
 
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and sends a tile that is finished."""
@@ -163,8 +157,10 @@ class _Device:
         last = here.t == schedule.depth - 1
         pl.when(step + 1 < schedule.grid.steps)(lambda: self.prefetch(schedule.at(step + 1), 1 - slot))
         self.weights.send(here)
-        if self.ring.size > 2:
-            self.send_on(here)
+        if self.ring.size > 2:  # what has arrived of the results of the round before is sent on
+            i, t = split(here.position, schedule.depth)
+            due = (here.round > 0) & (here.phase < self.ring.size - 2) & (t == schedule.depth - 1)
+            pl.when(due)(lambda: self._send_result_on(here.round - 1, here.phase + 1, i))
         if self.ring.size > 1:
             pl.when(last & (here.phase > 0))(lambda: self.fetch_received(here))
         with jax.named_scope("wait"):
@@ -221,16 +217,15 @@ class _Device:
         received, outgoing = self.scratch.received, self.scratch.outgoing
         slot, accumulator = outgoing.slot(here.number), self.scratch.accumulators.at[here.accumulator]
 
-        @pl.when(here.phase == 0)
-        def _() -> None:
-            outgoing.tiles[slot] = accumulator[...].astype(outgoing.tiles.dtype)
+        def store(value: jax.Array) -> None:
+            outgoing.tiles[slot] = value.astype(outgoing.tiles.dtype)
+
+        pl.when(here.phase == 0)(lambda: store(accumulator[...]))
 
         @pl.when(here.phase > 0)
         def _() -> None:
-            rows = self.tiles.rows.shape
-            self.tiles.columns.on_size(here.chunk, lambda n: received.wait(0, *rows, n))
-            value = accumulator[...] + received.tiles[0].astype(jnp.float32)
-            outgoing.tiles[slot] = value.astype(outgoing.tiles.dtype)
+            self.tiles.columns.on_size(here.chunk, lambda n: received.wait(0, *self.tiles.rows.shape, n))
+            store(accumulator[...] + received.tiles[0].astype(jnp.float32))
 
     def send(self, here: Coordinates) -> None:
         """Sends a finished tile to the next device. Stores it, too, if its rows are the own ones."""
@@ -265,12 +260,6 @@ class _Device:
                 pl.when(phase == self.ring.size - 1)(left)
 
         self.tiles.columns.on_size(chunk, wait_for)
-
-    def send_on(self, here: Coordinates) -> None:
-        """Sends on what has arrived of the results of the round before."""
-        i, t = split(here.position, self.schedule.depth)
-        due = (here.round > 0) & (here.phase < self.ring.size - 2) & (t == self.schedule.depth - 1)
-        pl.when(due)(lambda: self._send_result_on(here.round - 1, here.phase + 1, i))
 
     def finish(self) -> None:
         """Sends on the last results, and waits until everything has left and arrived."""
@@ -311,4 +300,4 @@ class _Device:
     def _rows(self, panel: Scalar, i: Scalar) -> pl.Slice:
         """Returns the rows of a tile in a half-block."""
         side = self.tiles.rows.rows.size
-        return pl.ds(pl.multiple_of(jnp.int32((panel * self.schedule.rows + i) * side), side), side)
+        return aligned(jnp.int32((panel * self.schedule.rows + i) * side), side, side)

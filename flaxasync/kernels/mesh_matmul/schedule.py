@@ -17,6 +17,7 @@ With one mesh column there is one phase, whose rows are the own ones, and the co
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,10 @@ from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.row_tiling import RowTiling
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import available, check_vmem, fitting
-from flaxasync.kernels.mesh_matmul.blocks import WeightBlocks, largest_block
 
 TILES = Tiles()  # the largest tiles, where none are asked for
-CHUNKS, NARROWEST = 8, 512  # chunks of columns, unless these had fewer columns: the first one's arrival is waited for
+CHUNKS = 8  # of columns, about, where there are few columns: no product hides the arrival of the first chunk of w
+NARROWEST = 512  # columns of a chunk, unless there are fewer columns in all
 PANEL = 4096  # rows whose sums stay in vector memory, at most
 SEMAPHORES = 400  # for what arrives: a kernel has 512, of which libtpu 0.0.52 leaves 436 to 440
 
@@ -57,21 +58,13 @@ class Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps of the kernel.
+    """The steps of the kernel."""
 
-    Attributes:
-      chunks: chunks of columns.
-      panels: panels of rows in a block.
-      rows: tiles of rows in a panel.
-      depth: tiles of the contraction.
-      phases: blocks of a device's rows, one for each mesh column.
-    """
-
-    chunks: int
-    panels: int
-    rows: int
-    depth: int
-    phases: int
+    chunks: int  # of columns
+    panels: int  # of rows in a block
+    rows: int  # tiles of rows in a panel
+    depth: int  # tiles of the contraction
+    phases: int  # blocks of a device's rows, one for each mesh column
 
     @property
     def rounds(self) -> int:
@@ -80,11 +73,6 @@ class Schedule:
     @property
     def phase_steps(self) -> int:
         return self.rows * self.depth
-
-    @property
-    def outgoing(self) -> int:
-        """Slots for finished tiles that leave. The partial sums of a panel are finished one right after the other."""
-        return 2 + (self.rows if self.phases > 1 else 0)
 
     @property
     def grid(self) -> IterationGrid:
@@ -104,8 +92,7 @@ class Schedule:
         i_outer, t_inner = split(position, self.depth)
         i, t = jnp.where(rows_outer, i_outer, i_inner), jnp.where(rows_outer, t_inner, t_outer)
         number = (round_ * self.phases + phase) * self.rows + i
-        accumulator = jnp.where(rows_outer, 0, i)
-        new_w = jnp.logical_or(rows_outer, i == 0)
+        accumulator, new_w = jnp.where(rows_outer, 0, i), jnp.logical_or(rows_outer, i == 0)
         in_round = self.depth if self.phases == 1 else (self.phases - 1) * self.depth + self.phase_steps  # tiles of w
         before = round_ * in_round + phase * self.depth + jnp.where(rows_outer, position, t_outer)
         w_slot = remainder(before, 2)
@@ -116,20 +103,16 @@ class Schedule:
 class Plan:
     """How a kernel divides its operands.
 
-    Attributes:
-      blocks: the blocks of w and the ring of a mesh column.
-      ring: the ring of a mesh row.
-      schedule: the order of work.
-      tiles: tiles of the rows, of the columns, and of the contraction. Each direction around the mesh row is a batch of
-        rows: a tile has rows of both half-blocks, and they are multiplied at once.
-      vmem_bytes: the vector memory of all buffers.
+    Each direction around the mesh row is a batch of rows: a tile has rows of both half-blocks, which are multiplied at
+    once.
     """
 
-    blocks: WeightBlocks
-    ring: Ring
+    column: Ring  # the devices of a mesh column
+    row: Ring  # the devices of a mesh row
     schedule: Schedule
     tiles: MatmulTiles
-    vmem_bytes: int
+    outgoing: int  # slots for finished tiles that leave
+    vmem_bytes: int  # of all buffers
 
 
 def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles | None, directions: int | None) -> Plan:
@@ -148,8 +131,12 @@ def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles |
         rows, columns = largest_divisor(block, most.m, unit * both), Tiling.of((n,), most.n)
         return Tiles(rows, largest_divisor(most_k, most.k, LANES), columns.size)
 
+    def outgoing(rows: int) -> int:  # the partial sums of a panel are finished one right after the other
+        return 2 + rows if phases > 1 else 2
+
     def need(rows: int, t: Tiles) -> int:
-        in_slots = 2 * t.m * t.k + 2 * t.k * t.n + (3 + rows if phases > 1 else 2) * t.m * t.n
+        received = 1 if phases > 1 else 0  # slots for partial sums
+        in_slots = 2 * t.m * t.k + 2 * t.k * t.n + (outgoing(rows) + received) * t.m * t.n
         return in_slots * dtype.itemsize + 4 * rows * t.m * t.n
 
     # Narrow chunks of columns have more arrivals. If there are too few semaphores for them, chunks are wide.
@@ -168,9 +155,20 @@ def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles |
             f"{SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of m={used.m}, k={used.k}, "
             f"n={used.n} are {arrivals} arrivals; use larger tiles, a loop over columns of w, or backend='serial'"
         )
-    ring = Ring(axis_names[0], size, 2 if size > 2 and directions != 1 else 1)
-    blocks = WeightBlocks(ring, axis_names[1], used.k, schedule.depth, held // used.k)
+    column = Ring(axis_names[0], size, 2 if size > 2 and directions != 1 else 1)
     row_tiling = RowTiling(Tiling((both,), both, 1), Tiling((side,), side, unit))
     vmem_bytes = check_vmem("overlapped", used, functools.partial(need, rows))
     matmul_tiles = MatmulTiles(row_tiling, columns, Tiling((k,), used.k), transposed=False)
-    return Plan(blocks, Ring(axis_names[1], phases, both), schedule, matmul_tiles, vmem_bytes)
+    return Plan(column, Ring(axis_names[1], phases, both), schedule, matmul_tiles, outgoing(rows), vmem_bytes)
+
+
+def largest_block(caller: str, axis_names: tuple[str, str], k: int, held: int) -> int:
+    """Returns the most rows of a block that divides K/X and K/Y; raises if they are no whole hardware tiles."""
+    rows = math.gcd(k, held)
+    if rows % LANES:
+        size, columns = (lax.axis_size(name) for name in axis_names)
+        raise ValueError(
+            f"{caller} divides the contraction into blocks for a mesh of {size} x {columns}, in whole hardware tiles: "
+            f"got K={k * columns} in blocks of {rows}, needed a multiple of {LANES}; pad K, or use backend='none'"
+        )
+    return rows
