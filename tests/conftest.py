@@ -29,11 +29,6 @@ hypothesis.settings.register_profile("flaxasync", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("flaxasync")
 
 
-def pytest_configure(config):
-    if os.environ.get("FLAXASYNC_BENCH") and config.option.markexpr == "not slow":  # the former way to run slow tests
-        config.option.markexpr = ""
-
-
 def pytest_collection_modifyitems(items):
     """Runs long files first, so that both workers end together."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
