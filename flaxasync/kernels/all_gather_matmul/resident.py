@@ -25,7 +25,7 @@ from flaxasync.kernels.engine.vmem import available, chip_in_use
 
 ROWS = 512  # rows of one product, at most
 COLUMNS = (512, 1024, 1280)  # columns of a tile of w to choose from
-CHUNKS = (1, 2, 4)  # chunks of a half-block to choose from
+CHUNKS = ((1, 2, 4), (8,), (16,))  # chunks of a half-block to choose from; more of them only where fewer do not fit
 CHUNK_ROWS = 128  # rows of an arrival, at least, where half-blocks travel in several chunks
 W_SLOTS = 3  # tiles of w in vector memory, at most
 OUT_SLOTS, OUT_ROWS = 24, 3072  # results that may be leaving at once: they wait in HBM's queue behind tiles of w
@@ -90,11 +90,15 @@ def plan(
     """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in vector memory."""
     rows, most = (tiles.m, tiles.n) if tiles else (ROWS, max(COLUMNS))
     sides = {max(LANES, min(n, most, max(widths)) // LANES * LANES) for n in COLUMNS}
-    plans = []
-    for one in filter(None, map(layout.in_chunks, CHUNKS)):
-        if one.arrival_rows <= rows and (one.chunks == 1 or one.arrival_rows >= CHUNK_ROWS):
-            plans += [_plan_of(one, size, k, Tiling(tuple(widths), n), transposed, rows, dtype) for n in sorted(sides)]
-    return min(filter(None, plans), key=lambda plan: plan.schedule.seconds, default=None)
+    for counts in CHUNKS:
+        plans = []
+        for one in filter(None, map(layout.in_chunks, counts)):
+            if one.arrival_rows <= rows and (one.chunks == 1 or one.arrival_rows >= CHUNK_ROWS):
+                tilings = [Tiling(tuple(widths), n) for n in sorted(sides)]
+                plans += [_plan_of(one, size, k, columns, transposed, rows, dtype) for columns in tilings]
+        if found := list(filter(None, plans)):
+            return min(found, key=lambda plan: plan.schedule.seconds)
+    return None
 
 
 def _plan_of(
