@@ -2,14 +2,18 @@
 
 import json
 import os
+import platform
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by one rename, so that a killed process leaves either the old or the new content."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Replaces a file by one rename, so that a killed process leaves either the old or the new content.
+
+    The name of the temporary file has the host and the process in it, because several processes may write one file.
+    """
+    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w") as file:
             file.write(text)
