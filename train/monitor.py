@@ -94,6 +94,7 @@ class _Monitor:
         self._peers: Peers | None = None
         self._failure: dict[str, Any] | None = None
         self._finished: int | None = None  # the exit code with which the child said that it would end
+        self._interrupted_early = False  # by Ctrl-C, before the other processes were known
         self._received = b""
         os.set_blocking(from_child.fileno(), False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -168,6 +169,9 @@ class _Monitor:
             others = RESTART if code == INTERRUPTED else code
             return Ending(self._rank, code, others, self._failure["text"], for_all=False)
         if status < 0:
+            if self._interrupted_early and not self._members:
+                text = "interrupted before the processes had joined; nothing was changed"
+                return Ending(0, INTERRUPTED, RESTART, text, for_all=False)
             name = signal.Signals(-status).name
             tail = "" if -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else self._native_tail()
             if self._members:
@@ -201,6 +205,10 @@ class _Monitor:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._child, number)
+            if number == signal.SIGINT and not self._members:
+                # A child that waits for the others in native code runs no handler of Python, but SIGTERM ends it.
+                self._interrupted_early = True
+                os.kill(self._child, signal.SIGTERM)
 
 
 def _become_child(monitor: int, native: IO[bytes]) -> None:

@@ -25,6 +25,7 @@ FAULTS = (  # the rows of the fault table that are tested here
     "several processes: SIGTERM to one of them",
     "several processes: Ctrl-C to one or to all of them",
     "several processes: a signal to one of them while they compile",
+    "several processes: Ctrl-C before they have joined",
     "several processes: kill -9 of a training process",
     "several processes: kill -9 of a monitor",
     "several processes: a machine that falls silent",
@@ -108,6 +109,16 @@ def test_a_signal_during_compilation_stops_all_after_the_same_step(number, code,
     assert codes == [75, code], printed
     assert [err for _, err in printed] == ["", ""]
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_to_a_process_that_waits_for_another(start):
+    process = start("--mesh.distributed", "True", "--mesh.cpu_devices", 4, *FOREVER, **environments(2)[0])
+    time.sleep(5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "")
+    assert re.fullmatch("error: interrupted .*\n", err), err
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Tests of train/monitor.py: how the end of one training process ends the others. Nothing is trained here."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -69,3 +68,13 @@ def test_a_watchdog_in_one_process_ends_all_with_75(victim, tmp_path):
     for error in errors:
         assert error.startswith(f"error: process {victim} (pid {both[victim].pid} on here) made no progress, so all")
         assert error.count("\n") == 1
+
+
+def test_ctrl_c_before_the_processes_have_joined(tmp_path):
+    """The child blocks SIGINT, as native code that waits for other processes in effect does."""
+    waits = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) and 0 or print('waiting', flush=True) or "
+    (process,) = start(tmp_path, waits + "time.sleep(60)")
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    message = "error: interrupted before the processes had joined; nothing was changed\n"
+    assert end([process]) == ([130], [message])
