@@ -83,6 +83,7 @@ class Run:
             checkpoints = stack.enter_context(Checkpoints(work.checkpoints, keep=keep, permanent_every=permanent))
             changes = work.changes(config)
             start = checkpoints.choose(self.command.resume_step)
+            require_same("the checkpoint to continue from (all processes must see the same workdir)", start)
             identity = self._identify()
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
