@@ -168,7 +168,7 @@ class Run:
         config, work, stop = self.config, self.work, self.stop
         train_step, eval_step = compile_steps(trainer, config, work, events)
         state = state or trainer.init()
-        # Other processes may not know of the signal and would wait in the first step, so they all stop together after it.
+        # Other processes may not know of the signal and would wait in step 1, so all stop together after a step.
         if stop.signal and jax.process_count() == 1:
             say(f"stopped by {stop.signal.name} before the first step; there was nothing new to save")
             return state, start
