@@ -3,10 +3,11 @@
     python benchmarks/soak.py [--minutes 60] [--every 120] [--write docs/operations.md]
 
 One run is disturbed every `--every` seconds, on average, by `kill -9`, SIGTERM, SIGHUP or a disk that is full for a
-while, and is started again whenever its exit code asks for that. After `--minutes` it is stopped. A second run then
-trains as many steps without a fault. The losses of both must be equal bit by bit, every step must have one line, and
-the memory of the process must not grow. The full disk is a small tmpfs, which only root can mount; without it that
-fault is left out.
+while, and is started again whenever its exit code asks for that. The kinds of faults are drawn from a bag, so that none
+is drawn again before all others were. After `--minutes` the run is stopped. A second run then trains as many steps
+without a fault. The exit code is 1 if a loss differs by a bit, or if the memory of the process grew by more than 2 % in
+the longest start after its first third, which is its warm-up; a step that does not have exactly one line fails an
+assertion. The full disk is a small tmpfs, which only root can mount; without it that fault is left out.
 """
 
 import argparse
@@ -31,6 +32,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train" / "run.py"
 START_AGAIN = (74, 75, -signal.SIGKILL)
 DISK = "64m"
 FULL_SECONDS = (3.0, 30.0)  # how long the disk stays full
+MOST_GROWTH = 0.02  # of the memory of one start after its warm-up
 STEPS = 1_000_000  # more than any soak reaches, so that the learning rate of a step does not depend on its length
 
 
@@ -39,10 +41,14 @@ class Soak:
 
     def __init__(self, disk: Path, can_fill: bool, seed: int, every: float):
         self.work, self._disk, self._dice, self._every = disk / "run", disk, random.Random(seed), every
-        self._faults: list[Callable[[subprocess.Popen], None]] = [self._kill, self._terminate, self._hang_up]
+        self._faults: dict[str, Callable[[subprocess.Popen], None]] = {
+            number.name: lambda process, number=number: process.send_signal(number)
+            for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+        }
         if can_fill:
-            self._faults.append(self._fill_disk)
-        self.injected, self.codes = Counter[str](), Counter[int]()
+            self._faults["full disk"] = self._fill_disk
+        self._bag: list[str] = []
+        self.injected, self.codes = Counter[str](dict.fromkeys(self._faults, 0)), Counter[int]()
         self.memory: list[list[tuple[float, int]]] = []  # of each start: seconds since it began and resident bytes
 
     def run(self, seconds: float) -> None:
@@ -55,7 +61,9 @@ class Soak:
                 self._note_end(process)
                 process = self._start()
             elif time.monotonic() >= fault_at:
-                self._dice.choice(self._faults)(process)
+                name = self.draw()
+                self.injected[name] += 1
+                self._faults[name](process)
                 fault_at = time.monotonic() + self._dice.uniform(0.5, 1.5) * self._every
             else:
                 with contextlib.suppress(OSError):
@@ -63,6 +71,13 @@ class Soak:
         process.send_signal(signal.SIGTERM)
         process.wait()
         self._note_end(process)
+
+    def draw(self) -> str:
+        """Draws the next fault from a bag that is filled with one of each kind whenever it is empty."""
+        if not self._bag:
+            self._bag = list(self._faults)
+            self._dice.shuffle(self._bag)
+        return self._bag.pop()
 
     def _start(self) -> subprocess.Popen:
         self._began = time.monotonic()
@@ -74,21 +89,7 @@ class Soak:
         if process.returncode not in START_AGAIN:
             sys.exit(f"the run ended with exit code {process.returncode}, after which nobody starts it again")
 
-    def _kill(self, process: subprocess.Popen) -> None:
-        self._send(process, signal.SIGKILL)
-
-    def _terminate(self, process: subprocess.Popen) -> None:
-        self._send(process, signal.SIGTERM)
-
-    def _hang_up(self, process: subprocess.Popen) -> None:
-        self._send(process, signal.SIGHUP)
-
-    def _send(self, process: subprocess.Popen, number: signal.Signals) -> None:
-        self.injected[number.name] += 1
-        process.send_signal(number)
-
     def _fill_disk(self, process: subprocess.Popen) -> None:
-        self.injected["full disk"] += 1
         filler = self._disk / "filler"
         with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -128,6 +129,19 @@ def losses(work: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+def settled_memory(samples: list[tuple[float, int]]) -> tuple[float, float]:
+    """Returns the median memory in MiB of the second and of the last third of a start.
+
+    Args:
+      samples: Seconds since the start and resident bytes.
+    """
+    settled = [size for at, size in samples if at > samples[-1][0] / 3]
+    half = len(settled) // 2
+    if not half:
+        sys.exit("no start lasted long enough to measure its memory: give a larger --every or --minutes")
+    return statistics.median(settled[:half]) / 2**20, statistics.median(settled[half:]) / 2**20
+
+
 @contextlib.contextmanager
 def small_disk() -> Iterator[tuple[Path, bool]]:
     """Makes a folder, if possible on a small disk of its own; yields it and whether it is one."""
@@ -160,9 +174,7 @@ def main() -> None:
                     shutil.copy(file, options.keep / name)
     equal = sum(a == b for a, b in zip(disturbed, expected, strict=True))
     longest = max(soak.memory, key=len)
-    settled = [size for at, size in longest if at > longest[-1][0] / 3]
-    half = len(settled) // 2
-    early, late = (statistics.median(part) / 2**20 for part in (settled[:half], settled[half:]))
+    early, late = settled_memory(longest)
     faults = ", ".join(f"{count} x {name}" for name, count in sorted(soak.injected.items()))
     codes = ", ".join(f"{count} x {code}" for code, count in sorted(soak.codes.items()))
     rows = [
@@ -179,7 +191,10 @@ def main() -> None:
     table = print_table(["", "measured"], rows)
     if options.write:
         write_between_markers(options.write, "soak", table)
-    sys.exit(0 if equal == len(disturbed) else 1)
+    if equal < len(disturbed):
+        sys.exit(f"{len(disturbed) - equal} losses differ from those of the undisturbed run")
+    if late > early * (1 + MOST_GROWTH):
+        sys.exit(f"the memory grew by {late / early - 1:.1%} in the longest start, more than {MOST_GROWTH:.0%}")
 
 
 if __name__ == "__main__":

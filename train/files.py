@@ -2,14 +2,20 @@
 
 import json
 import os
+import platform
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+BLOCK_BYTES = 1 << 16  # the last line break of a file is searched in blocks of this size, from its end
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by one rename, so that a killed process leaves either the old or the new content."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Replaces a file by one rename, so that a killed process leaves either the old or the new content.
+
+    The name of the temporary file has the host and the process in it, because several processes may write one file.
+    """
+    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w") as file:
             file.write(text)
@@ -44,15 +50,16 @@ class LineFile:
     """A file that JSON lines are appended to, and that keeps them in memory while the disk does not take them.
 
     A write that fails is reported once through `on_error`, and again after it has succeeded in between. The lines are
-    written at the next call, so none is lost while the process lives.
+    written at the next call, so none is lost while the process lives. Opening the file removes an incomplete last line,
+    which a killed process leaves.
     """
 
     def __init__(self, path: Path, on_error: Callable[[str], None]):
         self._path, self._on_error = path, on_error
         self._pending: list[str] = []
         self._is_failing = False
-        self._file = open(path, "ab")  # noqa: SIM115 (`close` closes it)
-        self._size = self._file.seek(0, os.SEEK_END)  # number of bytes of the complete lines
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (`close` closes it)
+        self._size = _remove_incomplete_line(self._file)  # number of bytes of the complete lines
 
     def append(self, lines: Iterable[dict[str, Any]]) -> None:
         """Appends lines, and does not raise if the disk does not take them."""
@@ -101,10 +108,25 @@ class LineFile:
         except FileNotFoundError:
             is_there = False
         if not is_there:
-            file = open(self._path, "ab")  # noqa: SIM115
+            file = open(self._path, "a+b", buffering=0)  # noqa: SIM115
             self._file.close()
-            self._file, self._size = file, file.seek(0, os.SEEK_END)
+            self._file, self._size = file, _remove_incomplete_line(file)
             self._on_error(f"{self._path} was removed or replaced while the run was writing it; it begins anew")
+
+
+def _remove_incomplete_line(file: IO[bytes]) -> int:
+    """Truncates a file to its last line break, and returns its size."""
+    size = end = file.seek(0, os.SEEK_END)
+    complete = 0
+    while end and not complete:
+        start = max(end - BLOCK_BYTES, 0)
+        file.seek(start)
+        block = file.read(end - start)
+        complete = start + block.rfind(b"\n") + 1 if b"\n" in block else 0
+        end = start
+    if complete < size:
+        os.truncate(file.fileno(), complete)
+    return complete
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

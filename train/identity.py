@@ -6,6 +6,7 @@ computed: `HashCache` keeps it in the workdir.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -58,7 +59,8 @@ class HashCache:
         entry = known.get(str(corpus.file), {})
         if not isinstance(entry, dict) or {name: entry.get(name) for name in version} != version:
             entry = version | {"whole": hash_all(corpus.tokens)}
-            write_atomically(self._path, json.dumps(known | {str(corpus.file): entry}, indent=2) + "\n")
+            with contextlib.suppress(OSError):  # without the cache, the file is hashed again at the next start
+                write_atomically(self._path, json.dumps(known | {str(corpus.file): entry}, indent=2) + "\n")
         return str(entry["whole"])
 
     def _read(self) -> dict[str, Any]:

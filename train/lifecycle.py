@@ -83,6 +83,7 @@ class Run:
             checkpoints = stack.enter_context(Checkpoints(work.checkpoints, keep=keep, permanent_every=permanent))
             changes = work.changes(config)
             start = checkpoints.choose(self.command.resume_step)
+            require_same("the checkpoint to continue from (all processes must see the same workdir)", start)
             identity = self._identify()
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
@@ -167,7 +168,8 @@ class Run:
         config, work, stop = self.config, self.work, self.stop
         train_step, eval_step = compile_steps(trainer, config, work, events)
         state = state or trainer.init()
-        if stop.signal:
+        # Other processes may not know of the signal and would wait in step 1, so all stop together after a step.
+        if stop.signal and jax.process_count() == 1:
             say(f"stopped by {stop.signal.name} before the first step; there was nothing new to save")
             return state, start
         if jax.process_index() == 0:

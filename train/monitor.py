@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import IO, Any, NoReturn
 
-from train.errors import COMPLETE, INTERRUPTED, RESTART, RunError
+from train.errors import INTERRUPTED, RESTART, RunError
 from train.peers import Ending, Member, Peers, death
 
 CRASHED = 1
@@ -45,6 +45,10 @@ class Link:
     def joined(self, members: list[Member], rank: int) -> None:
         """Tells the monitor which processes the run has, so that it watches them from now on."""
         self._send({"members": [vars(member) for member in members], "rank": rank})
+
+    def finished(self, code: int) -> None:
+        """Tells the monitor that the child ends as it should, with this exit code."""
+        self._send({"finished": code})
 
     def failed(self, code: int, text: str) -> None:
         """Tells the monitor why the child ends."""
@@ -89,6 +93,8 @@ class _Monitor:
         self._rank = 0
         self._peers: Peers | None = None
         self._failure: dict[str, Any] | None = None
+        self._finished: int | None = None  # the exit code with which the child said that it would end
+        self._interrupted_early = False  # by Ctrl-C, before the other processes were known
         self._received = b""
         os.set_blocking(from_child.fileno(), False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -107,7 +113,7 @@ class _Monitor:
         # A child can end so soon after it has joined that its monitor does not know the others yet.
         if unreachable := self._connect():
             return self._finish(unreachable)
-        if status in (COMPLETE, RESTART, INTERRUPTED) and not self._failure:
+        if status == self._finished:
             if self._peers:
                 self._peers.goodbye()
             return status
@@ -147,12 +153,14 @@ class _Monitor:
         for message in map(json.loads, lines):
             if "members" in message:
                 self._members, self._rank = [Member(**fields) for fields in message["members"]], message["rank"]
+            elif "finished" in message:
+                self._finished = message["finished"]
             else:
                 self._failure = message
 
     def _may_be_a_consequence(self, status: int) -> bool:
         """Returns whether the child may have failed because another process died: by an abort or an unknown error."""
-        return status != -signal.SIGKILL and (self._failure is None or self._failure["code"] == CRASHED)
+        return status not in (-signal.SIGKILL, RESTART) and (self._failure is None or self._failure["code"] == CRASHED)
 
     def _explain(self, status: int) -> Ending:
         """Makes an ending of the way in which the child ended."""
@@ -161,6 +169,9 @@ class _Monitor:
             others = RESTART if code == INTERRUPTED else code
             return Ending(self._rank, code, others, self._failure["text"], for_all=False)
         if status < 0:
+            if self._interrupted_early and not self._members:
+                text = "interrupted before the processes had joined; nothing was changed"
+                return Ending(0, INTERRUPTED, RESTART, text, for_all=False)
             name = signal.Signals(-status).name
             tail = "" if -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else self._native_tail()
             if self._members:
@@ -168,6 +179,8 @@ class _Monitor:
             return Ending(
                 0, RESTART, RESTART, f"the process was killed by {name} while it started{tail}", for_all=False
             )
+        if status == RESTART and self._members:  # its watchdog ended it, and has printed more about it
+            return death(self._members[self._rank], "made no progress")
         text = f"the training process ended with exit code {status}{self._native_tail()}"
         return Ending(self._rank, status, status, text, for_all=False)
 
@@ -192,6 +205,10 @@ class _Monitor:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._child, number)
+            if number == signal.SIGINT and not self._members:
+                # A child that waits for the others in native code runs no handler of Python, but SIGTERM ends it.
+                self._interrupted_early = True
+                os.kill(self._child, signal.SIGTERM)
 
 
 def _become_child(monitor: int, native: IO[bytes]) -> None:
@@ -222,4 +239,5 @@ def _run_child(train: Callable[[Link], int], link: Link) -> NoReturn:
     except BaseException:
         link.failed(CRASHED, traceback.format_exc().rstrip())
         os._exit(CRASHED)
+    link.finished(code)
     sys.exit(code)

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def render(runs: list[dict[str, Any]]) -> str:
     """Returns the page of some runs, as `read_run` describes them."""
-    data = json.dumps(runs, allow_nan=False).replace("</", "<\\/")  # must not end the script that it is in
+    data = json.dumps(runs, allow_nan=False).replace("<", "\\u003c")  # must not end the script that it is in
     return TEMPLATE.read_text().replace(MARK, data)
 
 
@@ -141,7 +141,7 @@ def _read_program(path: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(), parse_constant=str)  # the page shows "Infinity" as text
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -21,6 +21,7 @@ from train.metrics import Recorder
 from train.record import RunIdentity
 from train.step import TrainState
 from train.watchdog import Watchdog
+from train.workdir import FULL_DISK
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0  # seconds between attempts
 
@@ -139,7 +140,7 @@ class Saver:
         self._warn(f"{_cause(error)}; step {step} is saved instead")
         while True:
             self._before_save()
-            if getattr(error, "is_full", True) and (deleted := self._checkpoints.free_space()):
+            if _is_full(error) and (deleted := self._checkpoints.free_space()):
                 self._warn(f"deleted the checkpoints of steps {deleted} to make room; {self._newest()} is kept")
                 self._events.add("deleted", steps=deleted)
             try:
@@ -162,6 +163,11 @@ class Saver:
     def _newest(self) -> str:
         steps = self._checkpoints.steps()
         return f"the checkpoint of step {steps[-1]}" if steps else "its beginning, because there is no checkpoint yet"
+
+
+def _is_full(error: OSError) -> bool:
+    """Returns whether the disk has no room, so that deleting older checkpoints helps."""
+    return error.is_full if isinstance(error, WriteError) else error.errno in FULL_DISK
 
 
 def _cause(error: OSError) -> str:

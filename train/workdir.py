@@ -225,7 +225,12 @@ class Workdir:
         ]
 
     def begin(self, config: Config) -> None:
-        """Marks the run as unfinished: writes config.json, and removes the sample, which only a complete run has."""
+        """Marks the run as unfinished: writes config.json, and removes the sample, which only a complete run has.
+
+        Temporary files that killed processes left are removed, too; the other processes of this run write none by now.
+        """
+        for temporary in self.root.glob(".*.tmp"):
+            temporary.unlink(missing_ok=True)
         write_atomically(self.config, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
         self.sample.unlink(missing_ok=True)
 

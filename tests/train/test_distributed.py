@@ -24,6 +24,8 @@ FOREVER = (*LOSSES_ONLY, "--steps", 100_000, "--checkpoint.every", 100_000)
 FAULTS = (  # the rows of the fault table that are tested here
     "several processes: SIGTERM to one of them",
     "several processes: Ctrl-C to one or to all of them",
+    "several processes: a signal to one of them while they compile",
+    "several processes: Ctrl-C before they have joined",
     "several processes: kill -9 of a training process",
     "several processes: kill -9 of a monitor",
     "several processes: a machine that falls silent",
@@ -95,6 +97,28 @@ def test_ctrl_c_to_any_process_stops_and_saves_all(to, launch, tmp_path):
     assert [err for _, err in printed] == ["", ""]
     assert re.search(r"stopped by (SIGINT|SIGTERM) after step \d+, saved in", printed[0][0])
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 75)])
+def test_a_signal_during_compilation_stops_all_after_the_same_step(number, code, launch, tmp_path):
+    both = launch(*FOREVER)
+    both[0].stdout.readline()
+    both[1].send_signal(number)
+    codes, printed = end(both)
+    assert codes == [75, code], printed
+    assert [err for _, err in printed] == ["", ""]
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_to_a_process_that_waits_for_another(start):
+    process = start("--mesh.distributed", "True", "--mesh.cpu_devices", 4, *FOREVER, **environments(2)[0])
+    time.sleep(5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "")
+    assert re.fullmatch("error: interrupted .*\n", err), err
 
 
 @pytest.mark.slow

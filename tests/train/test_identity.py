@@ -53,6 +53,14 @@ def test_a_large_file_is_hashed_again_only_when_it_was_modified(cache, tmp_path,
     assert len(hashed) == 2
 
 
+def test_a_cache_that_cannot_be_written_does_not_end_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "CACHED_BYTES", 1)
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(b"abcd")
+    mapped = corpus(np.frombuffer(b"abcd", np.uint8), file=path)
+    assert HashCache(tmp_path / "missing" / "corpus.json").whole(mapped) == identity.hash_all(mapped.tokens)
+
+
 @pytest.fixture
 def record(config):
     return identify_run(config, {}).make_record(10, {"sequences": 80}, 1280, ["params"], {"params.a": 7})

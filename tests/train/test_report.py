@@ -1,5 +1,6 @@
 """Tests of train/report.py: the page has the figures of the run, needs no network, and works in a real browser."""
 
+import dataclasses
 import gzip
 import json
 import re
@@ -8,6 +9,7 @@ import pytest
 
 from tests.train import browser
 from train import report
+from train.command import parse
 
 
 @pytest.fixture
@@ -81,6 +83,19 @@ def test_the_page_is_one_file_that_loads_nothing(workdir, capsys):
     assert report.MARK not in page
     assert not re.search(r"""(src|href)\s*=|url\(|@import|fetch\(|import\(""", page)
     assert page.count("</script>") == 1, "the sample must not end the script"
+
+
+def test_the_page_takes_infinite_options_and_any_sample(workdir):
+    config = parse(["configs/tiny.py", "--optimizer.clip_norm", "inf"]).config
+    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    (workdir / "sample.txt").write_text("<!-- <script>")
+    page = report.render([report.read_run(workdir)])
+    before, after = report.TEMPLATE.read_text().split(report.MARK)
+    data = page.removeprefix(before).removesuffix(after)
+    assert "<" not in data
+    (run,) = json.loads(data)
+    assert run["config"]["optimizer"]["clip_norm"] == "Infinity"
+    assert run["sample"] == "<!-- <script>"
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from train.errors import InputError
 from train.run import main
 from train.workdir import Workdir
 
@@ -49,6 +50,17 @@ def lines_of(workdir: Path) -> list[dict]:
 
 def losses_of(workdir: Path) -> list[float]:
     return [line["loss"] for line in lines_of(workdir)]
+
+
+def test_processes_that_see_other_checkpoints_are_refused(run, finished, monkeypatch):
+    def require_same(what, value):
+        if what.startswith("the checkpoint to continue from"):
+            raise InputError(f"{what} must be the same: {value}")
+
+    monkeypatch.setattr("train.lifecycle.require_same", require_same)
+    code, out, err = run("--steps", 20, "--workdir", finished)
+    assert (code, out) == (2, "")
+    assert "(all processes must see the same workdir) must be the same: 12" in err
 
 
 def test_a_run_completes_and_continues_with_more_steps(run, finished):

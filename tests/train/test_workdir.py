@@ -58,6 +58,12 @@ def test_a_missing_field_is_named(work, config):
         work.changes(config)
 
 
+def test_temporary_files_of_killed_processes_are_removed(work, config):
+    (work.root / ".metrics.jsonl.elsewhere.7.tmp").write_text("")
+    work.begin(config)
+    assert sorted(path.name for path in work.root.iterdir()) == [".lock", "config.json"]
+
+
 @pytest.mark.parametrize("content", ["{", "[]", ""])
 def test_an_unreadable_configuration_is_refused(content, work, config):
     work.config.write_text(content)
