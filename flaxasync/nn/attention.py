@@ -145,7 +145,8 @@ class ParallelAttention(SelfAttention):
         Raises:
           ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its
             own, or rows that are not on the axes where they belong; a mask or a bias does not fit.
-          NotImplementedError: sow_weights or decode is True.
+          NotImplementedError: sow_weights or decode is True; inputs_k, a mask, a bias or dropout is given where
+            sequences are split.
         """
         for name, asked in (("sow_weights", sow_weights), ("decode", decode)):
             if asked:
@@ -172,6 +173,11 @@ class ParallelAttention(SelfAttention):
                 "axis with context_axis"
             )
         kv_placement = self._place_other(x, inputs, placement)
+        if context is not None and kv_placement is not None:
+            raise NotImplementedError(
+                f"{layer} over a split sequence lacks inputs_k: keys would need positions of their own; leave inputs_k "
+                "out, or use context=(None, 'contiguous', None)"
+            )
         rows = [z.shape[1] * (p.size if p.manual and p.rows_sharded else 1) for z, p in (
             (x, placement), (x if inputs.key is None else inputs.key, kv_placement or placement),
         )]  # fmt: skip

@@ -167,3 +167,13 @@ def test_options_that_need_all_scores(mesh_of):
         ring = drawn(lambda: fa.nn.ParallelSelfAttention(16, 4, context_axis="context", rngs=nnx.Rngs(0)))
         with pytest.raises(NotImplementedError, match="over a split sequence lacks masks and biases"):
             ring(jax.device_put(q, P(None, ("context", "model"), None)), mask=np.ones((1, 1, 8, 8), bool))
+
+
+def test_a_split_sequence_takes_no_other_keys():
+    with jax.set_mesh(jax.make_mesh((2, 4), ("context", "model"))):
+        layer = drawn(lambda: fa.nn.ParallelAttention(
+            16, 4, causal=True, context=("context", "contiguous", None), rngs=nnx.Rngs(0)
+        ))  # fmt: skip
+        x, keys = np.ones((2, 16, 16), np.float32), np.ones((2, 8, 16), np.float32)
+        with pytest.raises(NotImplementedError, match="over a split sequence lacks inputs_k: keys would need posit"):
+            layer(jax.device_put(x, P(None, ("context", "model"), None)), jax.device_put(keys, P(None, "model", None)))
