@@ -104,6 +104,7 @@ def parallelize(
             )
         except ValueError as error:
             raise ValueError(f"parallelize cannot replace {path} by the rule {rule!r}: {error}") from error
+    places = _places([model, *modules.values()], {id(modules[path]): path for path in new})
     done = []
     for path, layer in new.items():
         old = modules[path]
@@ -112,10 +113,8 @@ def parallelize(
             layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
         shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
         done.append(Replaced(path, chosen[path], type(old).__name__, type(layer).__name__, shapes))
-        for parent in [model, *modules.values()]:
-            for name, value in list(vars(parent).items()):
-                if value is old:
-                    setattr(parent, name, layer)
+        for parent, name in places[path]:
+            setattr(parent, name, layer)
     _place_rest(model)
     if verbose:
         print("\n".join(map(str, done)))
@@ -138,6 +137,36 @@ def _match(modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule]) -> dict
                 raise ValueError(f"parallelize: {path} matches both {chosen[path][0]!r} and {pattern!r}")
             chosen[path] = pattern, rule
     return {path: chosen[path][1] for path in modules if path in chosen}
+
+
+def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, list[tuple[nnx.Module, str]]]:
+    """Returns the attributes that hold each layer, as modules and names. `paths` has the paths of the layers by id().
+
+    Raises:
+      ValueError: A layer is held by something that is not a module, whose entries cannot be assigned in general.
+    """
+    places: dict[str, list[tuple[nnx.Module, str]]] = {path: [] for path in paths.values()}
+    nested = set()
+    for parent in {id(parent): parent for parent in parents}.values():
+        for name, value in vars(parent).items():
+            if id(value) in paths:
+                places[paths[id(value)]].append((parent, name))
+            else:
+                nested |= {paths[id(layer)] for layer in _layers_in(value) if id(layer) in paths}
+    for path, found in places.items():
+        if path in nested or not found:
+            raise ValueError(
+                f"parallelize cannot replace {path}: it is in a tuple, list or dict; use nnx.List or nnx.Dict"
+            )
+    return places
+
+
+def _layers_in(value: Any) -> list[nnx.Module]:
+    """Returns the modules in plain containers, which may be nested."""
+    if isinstance(value, nnx.Module):
+        return [value]
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [layer for entry in entries for layer in _layers_in(entry)]
 
 
 def _lacking(old: nnx.Module) -> str:

@@ -97,6 +97,23 @@ def test_layers_that_do_more_are_refused(mesh_of):
                 fa.nn.parallelize(model, rules)
 
 
+@pytest.mark.parametrize("container", [lambda x: (x,), lambda x: [[x]], lambda x: {"name": x}])
+def test_layers_in_plain_containers_are_refused(mesh_of, container):
+    """They would be reported as replaced, and would not be."""
+
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.first, self.second = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+            self.plain = nnx.data(container(self.second))
+            self.list, self.dict = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0))]), nnx.Dict({"first": self.first})
+
+    with jax.set_mesh(mesh_of(2, 4)):
+        model = nnx.eval_shape(Holder)
+        with pytest.raises(ValueError, match=r"replace (plain|second).*: it is in a tuple, list or dict; use nnx.List"):
+            fa.nn.parallelize(model, {"dict.first": "column", "plain.**": "column"})
+        assert type(model.first) is nnx.Linear
+
+
 @pytest.mark.parametrize("split", ["column", "row"])
 def test_a_dot_general_for_layers_that_stay(mesh_of, split):
     """The same product, and the same collectives, as those of the parallel layer."""
