@@ -74,7 +74,8 @@ class AttentionOptions(TypedDict, total=False):
       dropout_rate: The share of the weights that is dropped where a call is not deterministic; 0 by default.
       deterministic: Whether nothing is dropped, if a call does not say it; None, the default, for False.
       attention_fn: A function (query, key, value, *, bias, mask) of this device's heads, all [b, s, h, d], that
-        replaces the attention, such as `nnx.dot_product_attention`. Its mask has positions and segments too.
+        replaces the attention, such as `nnx.dot_product_attention`. Its mask has positions and segments too. A layer
+        with such a function takes no `dropout_rate` and no `logit_softcap`.
     """
 
     softmax_scale: float | None
@@ -145,8 +146,8 @@ class HeadAttention:
         """Returns the attention of a layer's heads.
 
         Raises:
-          ValueError: Heads do not divide, or cannot be rotated, or the window contains no row. The message begins with
-            `layer`.
+          ValueError: Heads do not divide, or cannot be rotated, the window contains no row, or an option does not go
+            with attention_fn. The message begins with `layer`.
         """
         for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             if count is not None and count < 1:
@@ -173,6 +174,9 @@ class HeadAttention:
             )
         if not 0 <= options.dropout_rate < 1:
             raise ValueError(f"{layer} needs dropout_rate to be 0 or more and less than 1: got {options.dropout_rate}")
+        for name, used in (("dropout_rate", options.dropout_rate), ("logit_softcap", options.logit_softcap is not None)):
+            if used and options.attention_fn is not None:
+                raise ValueError(f"{layer} with an attention_fn takes no {name}: apply it inside attention_fn")
         return cls(head_dim, causal, window, rope_theta, context, options)
 
     def attend(

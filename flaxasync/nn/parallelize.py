@@ -182,6 +182,11 @@ def _lacking(old: nnx.Module) -> str:
             return "it decodes with a cache"
         if old.dropout_rate and old.broadcast_dropout:
             return "its dropout is the same for the whole batch: give it broadcast_dropout=False"
+        if old.attention_fn is not nnx.dot_product_attention:
+            return (
+                "it has an attention_fn of its own, which would see only the heads of one device: build "
+                "ParallelAttention(attention_fn=...) yourself"
+            )
         functions = (old.qkv_dot_general, old.out_dot_general, old.qkv_dot_general_cls, old.out_dot_general_cls)
         if any(function is not None for function in functions):
             return "it has a dot_general of its own"
@@ -226,7 +231,6 @@ def _embed_replicated(old: nnx.Embed, options: dict[str, Any]) -> nnx.Module:
 
 
 def _attention(old: nnx.MultiHeadAttention, options: dict[str, Any]) -> nnx.Module:
-    plain = old.attention_fn is nnx.dot_product_attention
     return ParallelAttention(
         old.in_features,
         old.num_heads,
@@ -237,7 +241,6 @@ def _attention(old: nnx.MultiHeadAttention, options: dict[str, Any]) -> nnx.Modu
         normalize_qk=old.normalize_qk,
         dropout_rate=old.dropout_rate,
         deterministic=old.deterministic,
-        attention_fn=None if plain else old.attention_fn,
         **_linear_options(old, options),
     )
 

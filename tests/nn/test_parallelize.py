@@ -84,6 +84,9 @@ def test_layers_that_do_more_are_refused(mesh_of):
             self.custom = nnx.Linear(
                 16, 16, dot_general=lambda *args, **_: jax.lax.dot_general(*args), rngs=nnx.Rngs(0)
             )
+            self.function = nnx.MultiHeadAttention(
+                4, 16, decode=False, attention_fn=lambda q, *_, **__: q, rngs=nnx.Rngs(0)
+            )
             self.uneven = nnx.Linear(16, 18, rngs=nnx.Rngs(0))
 
     with jax.set_mesh(mesh_of(2, 4)):
@@ -91,6 +94,7 @@ def test_layers_that_do_more_are_refused(mesh_of):
         for rules, message in [
             ({"cached": "attention"}, "cannot replace cached, a MultiHeadAttention: it decodes with a cache"),
             ({"custom": "column"}, "cannot replace custom, a Linear: it has a dot_general of its own"),
+            ({"function": "attention"}, "cannot replace function, .*: it has an attention_fn of its own, which would see"),
             ({"uneven": "column"}, "cannot replace uneven by the rule 'column': .*out_features=18 on 4 devices"),
         ]:
             with pytest.raises(ValueError, match=message):

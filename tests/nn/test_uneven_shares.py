@@ -150,6 +150,11 @@ def test_options_that_need_all_scores(mesh_of):
         made = layer(dropout_rate=0.5)
         drops = [np.asarray(made(*inputs, rngs=nnx.Rngs(dropout=seed))) for seed in (0, 0, 1)]
         kept = made(*inputs, deterministic=True)
+        for option in ({"dropout_rate": 0.5}, {"logit_softcap": 2.0}):
+            with pytest.raises(ValueError, match=f"takes no {next(iter(option))}: apply it inside attention_fn"):
+                fa.nn.ParallelAttention(
+                    16, 4, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0, dropout=0), **option
+                )
         for option in ({"sow_weights": True}, {"decode": True}):
             with pytest.raises(NotImplementedError, match=f"ParallelAttention lacks {next(iter(option))} of nnx"):
                 made(*inputs, **option)
