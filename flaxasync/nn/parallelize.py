@@ -104,11 +104,13 @@ def parallelize(
             )
         except ValueError as error:
             raise ValueError(f"parallelize cannot replace {path} by the rule {rule!r}: {error}") from error
+        _keep_dtypes(new[path], old)
     places = _places([model, *modules.values()], {id(modules[path]): path for path in new})
     done = []
     for path, layer in new.items():
         old = modules[path]
         load(layer, old)
+        _keep_metadata(layer, old)
         if isinstance(layer, ParallelAttention) and isinstance(old, nnx.MultiHeadAttention):
             layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
         shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
@@ -190,7 +192,34 @@ def _lacking(old: nnx.Module) -> str:
         functions = (old.qkv_dot_general, old.out_dot_general, old.qkv_dot_general_cls, old.out_dot_general_cls)
         if any(function is not None for function in functions):
             return "it has a dot_general of its own"
+    for path, variable in _variables(old).items():
+        if type(variable) is not nnx.Param:
+            name = ".".join(map(str, path))
+            return f"its {name} is of type {type(variable).__name__}, and that of a parallel layer is an nnx.Param"
     return ""
+
+
+def _variables(layer: nnx.Module) -> dict[tuple, nnx.Variable]:
+    """Returns the variables of a layer that are no random streams, by their paths."""
+    found = {path: value for path, value in nnx.iter_graph(layer) if isinstance(value, nnx.Variable)}
+    return {path: variable for path, variable in found.items() if not isinstance(variable, nnx.RngState)}
+
+
+def _keep_dtypes(layer: nnx.Module, old: nnx.Module) -> None:
+    """Gives the parameters of an abstract layer the dtypes that they have, which may not be `param_dtype`."""
+    before = _variables(old)
+    for path, variable in _variables(layer).items():
+        value = variable.get_value()
+        if path in before:
+            variable.set_value(jax.ShapeDtypeStruct(value.shape, before[path].dtype, sharding=value.sharding))
+
+
+def _keep_metadata(layer: nnx.Module, old: nnx.Module) -> None:
+    """Copies the metadata of the parameters, but for how they are sharded."""
+    before = _variables(old)
+    for path, variable in _variables(layer).items():
+        metadata = before[path].get_metadata()
+        variable.set_metadata(**{key: metadata[key] for key in metadata if key not in ("out_sharding", "mesh")})
 
 
 def _linear_options(old: Any, options: dict[str, Any]) -> dict[str, Any]:

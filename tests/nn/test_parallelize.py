@@ -101,6 +101,26 @@ def test_layers_that_do_more_are_refused(mesh_of):
                 fa.nn.parallelize(model, rules)
 
 
+def test_parameters_keep_their_dtypes_and_metadata(mesh_of):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(4, 8, kernel_metadata={"decay": 0.1}, rngs=nnx.Rngs(0))
+            self.embed = nnx.Embed(8, 4, rngs=nnx.Rngs(0))
+            self.attention = nnx.MultiHeadAttention(4, 4, decode=False, normalize_qk=True, rngs=nnx.Rngs(0))
+            self.frozen = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+            self.frozen.bias = nnx.LoRAParam(self.frozen.bias[...])
+
+    model = drawn(Model)
+    nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
+    with jax.set_mesh(mesh_of(2, 4)):
+        with pytest.raises(ValueError, match="frozen, a Linear: its bias is of type LoRAParam, and that of a parallel"):
+            fa.nn.parallelize(model, {"frozen": "column"})
+        fa.nn.parallelize(model, {"linear": "column", "embed": "embed", "attention": "attention"}, verbose=False)
+    assert {value.dtype for value in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("bfloat16")}
+    metadata = model.linear.kernel.get_metadata()
+    assert (metadata["decay"], metadata["out_sharding"]) == (0.1, (None, "model"))
+
+
 @pytest.mark.parametrize("container", [lambda x: (x,), lambda x: [[x]], lambda x: {"name": x}])
 def test_layers_in_plain_containers_are_refused(mesh_of, container):
     """They would be reported as replaced, and would not be."""
