@@ -68,7 +68,8 @@ def parallelize(
     ```
 
     Args:
-      model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers.
+      model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers. The
+        parameters of an abstract model, of `nnx.eval_shape`, stay abstract, and `load` puts values into them.
       rules: A rule for each pattern of paths. `*` stands for one name, or for a part of it, and `**` for any number.
       axis_name: The mesh axis that splits the layers.
       backend: What executes the layers' collective ops; see `flaxasync.all_gather_matmul`.
@@ -106,15 +107,17 @@ def parallelize(
             raise ValueError(f"parallelize cannot replace {path} by the rule {rule!r}: {error}") from error
         _keep_dtypes(new[path], old)
     places = _places([model, *modules.values()], {id(modules[path]): path for path in new})
-    done = []
     for path, layer in new.items():
         old = modules[path]
-        load(layer, old)
+        if not _is_abstract(old):
+            load(layer, old)
         _keep_metadata(layer, old)
         if isinstance(layer, ParallelAttention) and isinstance(old, nnx.MultiHeadAttention):
             layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
+    done = []
+    for path, layer in new.items():
         shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
-        done.append(Replaced(path, chosen[path], type(old).__name__, type(layer).__name__, shapes))
+        done.append(Replaced(path, chosen[path], type(modules[path]).__name__, type(layer).__name__, shapes))
         for parent, name in places[path]:
             setattr(parent, name, layer)
     _place_rest(model)
@@ -203,6 +206,11 @@ def _variables(layer: nnx.Module) -> dict[tuple, nnx.Variable]:
     """Returns the variables of a layer that are no random streams, by their paths."""
     found = {path: value for path, value in nnx.iter_graph(layer) if isinstance(value, nnx.Variable)}
     return {path: variable for path, variable in found.items() if not isinstance(variable, nnx.RngState)}
+
+
+def _is_abstract(layer: nnx.Module) -> bool:
+    """Says whether a layer has shapes in the place of arrays, as `nnx.eval_shape` makes it."""
+    return any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for variable in _variables(layer).values())
 
 
 def _keep_dtypes(layer: nnx.Module, old: nnx.Module) -> None:
