@@ -174,7 +174,10 @@ class HeadAttention:
             )
         if not 0 <= options.dropout_rate < 1:
             raise ValueError(f"{layer} needs dropout_rate to be 0 or more and less than 1: got {options.dropout_rate}")
-        for name, used in (("dropout_rate", options.dropout_rate), ("logit_softcap", options.logit_softcap is not None)):
+        for name, used in (
+            ("dropout_rate", options.dropout_rate),
+            ("logit_softcap", options.logit_softcap is not None),
+        ):
             if used and options.attention_fn is not None:
                 raise ValueError(f"{layer} with an attention_fn takes no {name}: apply it inside attention_fn")
         return cls(head_dim, causal, window, rope_theta, context, options)

@@ -213,6 +213,18 @@ def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
     return kernel, bias
 
 
+def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
+    """Raises NotImplementedError for a projection of a layer that was wrapped, because the layer reads its parameters.
+
+    The message begins with `layer`.
+    """
+    for linear in linears:
+        if isinstance(linear, nnx.LoRA):
+            raise NotImplementedError(
+                f"{layer} does not call its layers, so it cannot take a {type(linear).__name__}; adapt separate layers"
+            )
+
+
 def parameter_specs(linear: _ParallelLinear | nnx.Linear) -> tuple[P, P | None]:
     """Returns how `parameters` are sharded. Those of an `nnx.Linear` are the same on all devices."""
     specs = {"kernel": P(None, None), "bias": P(None)} if isinstance(linear, nnx.Linear) else linear._specs

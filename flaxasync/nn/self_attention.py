@@ -14,7 +14,14 @@ from jaxtyping import Array
 
 from flaxasync.nn import shards
 from flaxasync.nn.heads import HeadAttention, check_segments
-from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, parameter_specs, parameters, with_dtype
+from flaxasync.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    check_no_adapter,
+    parameter_specs,
+    parameters,
+    with_dtype,
+)
 from flaxasync.nn.options import LinearSettings
 from flaxasync.nn.placement import Layout, Placement, check_input, place
 from flaxasync.nn.shares import Shares
@@ -109,6 +116,7 @@ class SelfAttention(nnx.Module):
     def _place(self, x: Array, segment_ids: Array | None, in_spec: P | None) -> Placement:
         """Reads how `x` is sharded, and checks both inputs."""
         layer = type(self).__name__
+        check_no_adapter(layer, self.query, self.key, self.value, self.out)
         placement = place(layer, x, self.settings.axis_name, in_spec, sharded="rows")
         check_input(layer, x, self.query.in_features, placement)
         check_segments(layer, x, segment_ids)

@@ -94,7 +94,10 @@ def test_layers_that_do_more_are_refused(mesh_of):
         for rules, message in [
             ({"cached": "attention"}, "cannot replace cached, a MultiHeadAttention: it decodes with a cache"),
             ({"custom": "column"}, "cannot replace custom, a Linear: it has a dot_general of its own"),
-            ({"function": "attention"}, "cannot replace function, .*: it has an attention_fn of its own, which would see"),
+            (
+                {"function": "attention"},
+                "cannot replace function, .*: it has an attention_fn of its own, which would see",
+            ),
             ({"uneven": "column"}, "cannot replace uneven by the rule 'column': .*out_features=18 on 4 devices"),
         ]:
             with pytest.raises(ValueError, match=message):
@@ -242,12 +245,28 @@ def test_low_rank_adaptation(mesh_of, cls):
         fa.nn.load(layer, plain)
         got = nnx.jit(nnx.grad(loss, argnums=only))(layer, jax.device_put(x, spec))
         y = layer(jax.device_put(x, spec))
-        with pytest.raises(
-            ValueError, match="adapts ColumnParallelLinear and RowParallelLinear without padding: got Lin"
-        ):
+        with pytest.raises(ValueError, match="adapts ColumnParallelLinear and RowParallelLinear: got Linear; for"):
             fa.nn.ParallelLoRA(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(y, plain(x), rtol=1e-5, atol=1e-5)
     got, want = (dict(nnx.to_flat_state(g)) for g in (got, want))
     assert set(got) == set(want) == {("lora_a",), ("lora_b",)}
     for path in want:
         np.testing.assert_allclose(got[path][...], want[path][...], rtol=1e-4, atol=1e-5)
+
+
+def test_what_low_rank_adaptation_lacks(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        x = jax.device_put(np.ones((2, 8, 16), np.float32), ROWS)
+        for layer, name in [
+            (drawn(lambda: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0))), "query"),
+            (drawn(lambda: fa.nn.ParallelMLP(16, 16, rngs=nnx.Rngs(0))), "up"),
+            (drawn(lambda: fa.nn.ColumnParallelProjections(16, {"query": 16}, rngs=nnx.Rngs(0))), "query"),
+        ]:
+            adapted = drawn(lambda base=getattr(layer, name): fa.nn.ParallelLoRA(base, 2, rngs=nnx.Rngs(0)))
+            setattr(layer, name, adapted)
+            kind = type(layer).__name__
+            with pytest.raises(NotImplementedError, match=f"{kind} does not call its layers, .* take a ParallelLoRA"):
+                layer(x)
+        padded = drawn(lambda: fa.nn.ColumnParallelLinear(8, 13, pad=True, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match="a ColumnParallelLinear that pads its output, which ParallelLoRA lacks"):
+            fa.nn.ParallelLoRA(padded, 2, rngs=nnx.Rngs(0))
