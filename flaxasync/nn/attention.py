@@ -100,7 +100,7 @@ class ParallelAttention(SelfAttention):
             split = make_context(layer, context_axis, context_layout, backend)
         attention = HeadAttention.of(
             layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
-            context=split, options=ScoreOptions(**scores),
+            context=split, options=ScoreOptions(**scores), precision=self.settings.precision,
         )  # fmt: skip
         self.deterministic = attention.options.deterministic
         self.rngs = rngs.dropout.fork() if attention.options.dropout_rate else nnx.data(None)

@@ -68,6 +68,7 @@ class RingSelfAttention(SelfAttention):
         attention = HeadAttention.of(
             layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
             context=make_context(layer, settings.axis_name, layout, settings.backend), options=ScoreOptions(),
+            precision=settings.precision,
         )  # fmt: skip
         linear = functools.partial(
             nnx.Linear, use_bias=settings.use_bias, param_dtype=settings.param_dtype,
