@@ -74,6 +74,13 @@ class Shares:
         expanded = cast_to_varying(per_entry._expand(x, dim), {axis_name})
         return lax.dynamic_slice_in_dim(expanded, lax.axis_index(axis_name) * self.local, self.local, dim)
 
+    def mask_padding(self, logits: Array, axis_name: str) -> Array:
+        """Returns this device's logits [..., local] with the least number in the padding, so that it wins no argmax."""
+        if self.whole:
+            return logits
+        entries = lax.axis_index(axis_name) * self.local + jnp.arange(self.local, dtype=jnp.int32)
+        return jnp.where(entries < self.size, logits, jnp.finfo(logits.dtype).min)
+
     def _expand(self, x: Array, dim: int) -> Array:
         """Returns the entries of all devices along `dim`."""
         if self.order is None:
