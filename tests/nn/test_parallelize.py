@@ -52,6 +52,9 @@ def test_a_model_computes_what_it_did(mesh_of, capsys, axis_type):
         x = jax.device_put(x, ROWS)
         y, got = nnx.jit(lambda model, x: model(x))(plain, x), nnx.jit(gradients)(plain, x)
         assert plain.shared is plain.blocks[0].up
+        for block in plain.blocks:
+            assert (type(block.up), type(block.down)) == (fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear)
+        assert type(plain.attention) is fa.nn.ParallelAttention
     assert_close(y, want_y, "float32", "y")
     assert_model_close(got, want)
     assert capsys.readouterr().out.splitlines() == list(map(str, done))
