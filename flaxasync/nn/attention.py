@@ -128,6 +128,10 @@ class ParallelAttention(SelfAttention):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+        input_positions: Array | None = None,
     ) -> Float[Array, "b s out"]:
         """Applies the layer.
 
@@ -141,25 +145,43 @@ class ParallelAttention(SelfAttention):
           rngs: What the dropout is drawn from; by default a stream of the layer's own.
           sow_weights: Must be False: no device has the weights of all heads.
           decode: Must not be True: there is no cache of keys and values.
+          is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
+            without `causal`.
+          out_sharding: Must be None: the output is sharded as inputs_q is.
+          qkv_sharding: Must be None: the heads are split over `axis_name`.
+          input_positions: Must be None: a row has the position that it has in the sequence.
 
         Raises:
           ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its
             own, or rows that are not on the axes where they belong; a mask or a bias does not fit.
-          NotImplementedError: sow_weights or decode is True; inputs_k, a mask, a bias or dropout is given where
+          NotImplementedError: An argument is given that must not be; inputs_k, a mask, a bias or dropout is given where
             sequences are split.
         """
-        for name, asked in (("sow_weights", sow_weights), ("decode", decode)):
-            if asked:
+        lacking = {
+            "sow_weights": sow_weights or None,
+            "decode": decode or None,
+            "out_sharding": out_sharding,
+            "qkv_sharding": qkv_sharding,
+            "input_positions": input_positions,
+        }
+        for name, given in lacking.items():
+            if given is not None:
                 raise NotImplementedError(
                     f"{type(self).__name__} lacks {name} of nnx.MultiHeadAttention; leave it out, or keep that layer"
                 )
         if inputs_v is not None and inputs_k is None:
             raise ValueError(f"{type(self).__name__} got inputs_v without inputs_k; give both, or inputs_k alone")
         inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)
-        return self._apply(inputs_q, inputs, deterministic=deterministic, rngs=rngs)
+        return self._apply(inputs_q, inputs, deterministic=deterministic, rngs=rngs, is_causal=is_causal)
 
     def _apply(
-        self, x: Array, inputs: Inputs, *, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+        self,
+        x: Array,
+        inputs: Inputs,
+        *,
+        deterministic: bool | None,
+        rngs: nnx.Rngs | nnx.RngStream | None,
+        is_causal: bool = False,
     ) -> Array:
         layer, context = type(self).__name__, self.attention.context
         in_spec = self.settings.in_spec if context is None else self._in_spec(x, context.axis_name)
@@ -198,6 +220,7 @@ class ParallelAttention(SelfAttention):
             rows_sharded=placement.rows_sharded,
             out_layout="sequence" if placement.rows_sharded else "replicated",
             kv_placement=kv_placement,
+            is_causal=is_causal,
         )
 
     def _place_other(self, x: Array, inputs: Inputs, placement: Placement) -> Placement | None:

@@ -160,7 +160,9 @@ def test_options_that_need_all_scores(mesh_of):
                 fa.nn.ParallelAttention(
                     16, 4, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0, dropout=0), **option
                 )
-        for option in ({"sow_weights": True}, {"decode": True}):
+        causal = layer()(*inputs, is_causal=True)
+        built_causal = layer(causal=True)(*inputs)
+        for option in ({"sow_weights": True}, {"decode": True}, {"out_sharding": ROWS}, {"input_positions": q}):
             with pytest.raises(NotImplementedError, match=f"ParallelAttention lacks {next(iter(option))} of nnx"):
                 made(*inputs, **option)
         with pytest.raises(ValueError, match=r"needs a mask that broadcasts to \[b, heads, s, t\] = \[2, 4, 8, 8\]"):
@@ -169,6 +171,8 @@ def test_options_that_need_all_scores(mesh_of):
     np.testing.assert_allclose(plain, formula(0.5, 1e6), atol=1e-4)
     np.testing.assert_allclose(function, plain, atol=1e-5)
     np.testing.assert_allclose(kept, plain, atol=1e-5)
+    np.testing.assert_array_equal(causal, built_causal)
+    assert not np.allclose(causal, plain)
     np.testing.assert_array_equal(drops[0], drops[1])
     assert not np.allclose(drops[0], drops[2])
     error, deviation = many.mean(0) - plain, many.std(0) / np.sqrt(len(many))  # the deviation of the mean
