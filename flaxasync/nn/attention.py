@@ -58,8 +58,8 @@ class ParallelAttention(SelfAttention):
       rope_theta: The base of the rotary position embedding; None for none.
       context: The mesh axis that splits sequences, their layout and backend; see `ParallelSelfAttention`.
       rngs: The random streams; the layer draws from `params`, and from `dropout` where it drops.
-      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `in_spec` has the rows over
-        `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. If you give
+        `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
 
     Raises:
       TypeError: A keyword is unknown.
@@ -322,8 +322,8 @@ class ParallelSelfAttention(ParallelAttention):
       context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default `backend`, where ring
         attention has it.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default;
-        `in_spec` has the rows over `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default.
+        If you give `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
 
     Raises:
       TypeError: A keyword is unknown.
@@ -367,12 +367,12 @@ class ParallelSelfAttention(ParallelAttention):
         """Applies the layer.
 
         Args:
-          x: The input.
-          segment_ids: The segment of each row; a row attends only to rows of the same segment.
-          mask: As in `ParallelAttention`, like all that follow.
-          bias: Added to the scores.
-          deterministic: Whether nothing is dropped.
-          rngs: What the dropout is drawn from.
+          x: The input of queries, keys and values, [b, s, features].
+          segment_ids: The segment of each row, [b, s]; a row attends only to rows of the same segment.
+          mask: True where a row attends to another; broadcasts to [b, heads, s, s].
+          bias: Added to the scores; broadcasts to [b, heads, s, s].
+          deterministic: Whether nothing is dropped; by default what the layer was built with.
+          rngs: What the dropout is drawn from; by default a stream of the layer's own.
 
         Raises:
           ValueError: No mesh is set, it lacks an axis, x has other features or dimensions, has rows that are not on the

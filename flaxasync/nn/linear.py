@@ -101,8 +101,8 @@ class ColumnParallelLinear(_ParallelLinear):
         `softmax_cross_entropy` leaves the padding out (`vocab_size`).
       shares: For layers that pad in other ways; see `flaxasync.nn.shares`.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default; `in_spec` has the rows over
-        `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default. If you give `in_spec`,
+        its rows dimension names `axis_name`, or no axis where every device has all rows.
 
     Raises:
       TypeError: A keyword is unknown.
@@ -163,8 +163,8 @@ class RowParallelLinear(_ParallelLinear):
       layout: How the rows of the output lie: "sequence" or "replicated".
       shares: For layers that pad their input; see `flaxasync.nn.shares`.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default, and all devices have the whole bias;
-        `in_spec` has the features over `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default, and all devices have the whole bias.
+        If you give `in_spec`, its features dimension must name `axis_name`.
 
     Raises:
       TypeError: A keyword is unknown.

@@ -49,8 +49,8 @@ class ParallelLoRA(nnx.LoRA):
             )
         if not base.shares.whole:
             raise ValueError(
-                f"ParallelLoRA got a {type(base).__name__} that pads its output, which ParallelLoRA lacks; use features "
-                "that the axis divides"
+                f"ParallelLoRA got a {type(base).__name__} that pads its output, which ParallelLoRA lacks; use "
+                "features that the axis divides"
             )
         settings = base.settings
         column = isinstance(base, ColumnParallelLinear)

@@ -39,8 +39,8 @@ class ParallelMLP(nnx.Module):
       gated: Whether there is a gate.
       activation: The activation of the gate, or of up where there is no gate. It is elementwise.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default; `in_spec` has the rows over
-        `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default. If you give `in_spec`,
+        its rows dimension names `axis_name`, or no axis where every device has all rows.
 
     Raises:
       TypeError: A keyword is unknown.

@@ -39,8 +39,8 @@ class RingSelfAttention(SelfAttention):
       rope_theta: The base of the rotary position embedding; None for none.
       rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. `axis_name`, which splits the sequence, is "context" by default;
-        `use_bias` is False by default; `backend` is that of `flaxasync.ring_attention`; `in_spec` has the rows over
-        `axis_name`.
+        `use_bias` is False by default; `backend` is that of `flaxasync.ring_attention`. If you give `in_spec`,
+        its rows dimension must name `axis_name`.
 
     Raises:
       TypeError: A keyword is unknown.
