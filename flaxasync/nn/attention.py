@@ -58,8 +58,8 @@ class ParallelAttention(SelfAttention):
       rope_theta: The base of the rotary position embedding; None for none.
       context: The mesh axis that splits sequences, their layout and backend; see `ParallelSelfAttention`.
       rngs: The random streams; the layer draws from `params`, and from `dropout` where it drops.
-      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `in_spec` has the rows over
-        `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. If you give
+        `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
 
     Raises:
       TypeError: A keyword is unknown.
@@ -100,7 +100,7 @@ class ParallelAttention(SelfAttention):
             split = make_context(layer, context_axis, context_layout, backend)
         attention = HeadAttention.of(
             layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
-            context=split, options=ScoreOptions(**scores),
+            context=split, options=ScoreOptions(**scores), precision=self.settings.precision,
         )  # fmt: skip
         self.deterministic = attention.options.deterministic
         self.rngs = rngs.dropout.fork() if attention.options.dropout_rate else nnx.data(None)
@@ -128,6 +128,10 @@ class ParallelAttention(SelfAttention):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+        input_positions: Array | None = None,
     ) -> Float[Array, "b s out"]:
         """Applies the layer.
 
@@ -141,24 +145,43 @@ class ParallelAttention(SelfAttention):
           rngs: What the dropout is drawn from; by default a stream of the layer's own.
           sow_weights: Must be False: no device has the weights of all heads.
           decode: Must not be True: there is no cache of keys and values.
+          is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
+            without `causal`.
+          out_sharding: Must be None: the output is sharded as inputs_q is.
+          qkv_sharding: Must be None: the heads are split over `axis_name`.
+          input_positions: Must be None: a row has the position that it has in the sequence.
 
         Raises:
           ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its
             own, or rows that are not on the axes where they belong; a mask or a bias does not fit.
-          NotImplementedError: sow_weights or decode is True.
+          NotImplementedError: An argument is given that must not be; inputs_k, a mask, a bias or dropout is given where
+            sequences are split.
         """
-        for name, asked in (("sow_weights", sow_weights), ("decode", decode)):
-            if asked:
+        lacking = {
+            "sow_weights": sow_weights or None,
+            "decode": decode or None,
+            "out_sharding": out_sharding,
+            "qkv_sharding": qkv_sharding,
+            "input_positions": input_positions,
+        }
+        for name, given in lacking.items():
+            if given is not None:
                 raise NotImplementedError(
                     f"{type(self).__name__} lacks {name} of nnx.MultiHeadAttention; leave it out, or keep that layer"
                 )
         if inputs_v is not None and inputs_k is None:
             raise ValueError(f"{type(self).__name__} got inputs_v without inputs_k; give both, or inputs_k alone")
         inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)
-        return self._apply(inputs_q, inputs, deterministic=deterministic, rngs=rngs)
+        return self._apply(inputs_q, inputs, deterministic=deterministic, rngs=rngs, is_causal=is_causal)
 
     def _apply(
-        self, x: Array, inputs: Inputs, *, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+        self,
+        x: Array,
+        inputs: Inputs,
+        *,
+        deterministic: bool | None,
+        rngs: nnx.Rngs | nnx.RngStream | None,
+        is_causal: bool = False,
     ) -> Array:
         layer, context = type(self).__name__, self.attention.context
         in_spec = self.settings.in_spec if context is None else self._in_spec(x, context.axis_name)
@@ -172,6 +195,11 @@ class ParallelAttention(SelfAttention):
                 "axis with context_axis"
             )
         kv_placement = self._place_other(x, inputs, placement)
+        if context is not None and kv_placement is not None:
+            raise NotImplementedError(
+                f"{layer} over a split sequence lacks inputs_k: keys would need positions of their own; leave inputs_k "
+                "out, or use context=(None, 'contiguous', None)"
+            )
         rows = [z.shape[1] * (p.size if p.manual and p.rows_sharded else 1) for z, p in (
             (x, placement), (x if inputs.key is None else inputs.key, kv_placement or placement),
         )]  # fmt: skip
@@ -192,6 +220,7 @@ class ParallelAttention(SelfAttention):
             rows_sharded=placement.rows_sharded,
             out_layout="sequence" if placement.rows_sharded else "replicated",
             kv_placement=kv_placement,
+            is_causal=is_causal,
         )
 
     def _place_other(self, x: Array, inputs: Inputs, placement: Placement) -> Placement | None:
@@ -293,8 +322,8 @@ class ParallelSelfAttention(ParallelAttention):
       context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default `backend`, where ring
         attention has it.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default;
-        `in_spec` has the rows over `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default.
+        If you give `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
 
     Raises:
       TypeError: A keyword is unknown.
@@ -338,12 +367,12 @@ class ParallelSelfAttention(ParallelAttention):
         """Applies the layer.
 
         Args:
-          x: The input.
-          segment_ids: The segment of each row; a row attends only to rows of the same segment.
-          mask: As in `ParallelAttention`, like all that follow.
-          bias: Added to the scores.
-          deterministic: Whether nothing is dropped.
-          rngs: What the dropout is drawn from.
+          x: The input of queries, keys and values, [b, s, features].
+          segment_ids: The segment of each row, [b, s]; a row attends only to rows of the same segment.
+          mask: True where a row attends to another; broadcasts to [b, heads, s, s].
+          bias: Added to the scores; broadcasts to [b, heads, s, s].
+          deterministic: Whether nothing is dropped; by default what the layer was built with.
+          rngs: What the dropout is drawn from; by default a stream of the layer's own.
 
         Raises:
           ValueError: No mesh is set, it lacks an axis, x has other features or dimensions, has rows that are not on the

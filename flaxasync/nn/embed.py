@@ -209,10 +209,7 @@ def _attend(static: tuple[LayerSettings, Shares, bool], x: Array, table: Array) 
     settings, shares, rows_sharded = static
     table = shares.take(table, settings.axis_name, 0)
     logits = shards.column(x, ((table.T, None),), settings, rows_sharded=rows_sharded)[0]
-    if shares.whole:
-        return logits
-    entries = lax.axis_index(settings.axis_name) * shares.local + jnp.arange(shares.local, dtype=jnp.int32)
-    return jnp.where(entries < shares.size, logits, jnp.finfo(logits.dtype).min)
+    return shares.mask_padding(logits, settings.axis_name)
 
 
 def _cross_entropy(static: tuple[str, vocabulary.LossOptions], logits: Array, targets: Array) -> Array:

@@ -10,6 +10,7 @@ from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
@@ -74,7 +75,8 @@ class AttentionOptions(TypedDict, total=False):
       dropout_rate: The share of the weights that is dropped where a call is not deterministic; 0 by default.
       deterministic: Whether nothing is dropped, if a call does not say it; None, the default, for False.
       attention_fn: A function (query, key, value, *, bias, mask) of this device's heads, all [b, s, h, d], that
-        replaces the attention, such as `nnx.dot_product_attention`. Its mask has positions and segments too.
+        replaces the attention, such as `nnx.dot_product_attention`. Its mask has positions and segments too. A layer
+        with such a function takes no `dropout_rate` and no `logit_softcap`.
     """
 
     softmax_scale: float | None
@@ -118,6 +120,7 @@ class HeadAttention:
       rope_theta: The base of the rotary position embedding; None for none.
       context: How the sequence is split; None where a device has all rows.
       options: How scores and weights differ from those of plain attention.
+      precision: The precision of the matmuls, as in `lax.dot_general`.
     """
 
     head_dim: int
@@ -126,6 +129,7 @@ class HeadAttention:
     rope_theta: float | None
     context: Context | None
     options: "ScoreOptions"
+    precision: lax.PrecisionLike = None
 
     @classmethod
     def of(
@@ -141,12 +145,13 @@ class HeadAttention:
         rope_theta: float | None,
         context: Context | None,
         options: "ScoreOptions",
+        precision: lax.PrecisionLike,
     ) -> "HeadAttention":
         """Returns the attention of a layer's heads.
 
         Raises:
-          ValueError: Heads do not divide, or cannot be rotated, or the window contains no row. The message begins with
-            `layer`.
+          ValueError: Heads do not divide, or cannot be rotated, the window contains no row, or an option does not go
+            with attention_fn. The message begins with `layer`.
         """
         for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             if count is not None and count < 1:
@@ -173,7 +178,13 @@ class HeadAttention:
             )
         if not 0 <= options.dropout_rate < 1:
             raise ValueError(f"{layer} needs dropout_rate to be 0 or more and less than 1: got {options.dropout_rate}")
-        return cls(head_dim, causal, window, rope_theta, context, options)
+        for name, used in (
+            ("dropout_rate", options.dropout_rate),
+            ("logit_softcap", options.logit_softcap is not None),
+        ):
+            if used and options.attention_fn is not None:
+                raise ValueError(f"{layer} with an attention_fn takes no {name}: apply it inside attention_fn")
+        return cls(head_dim, causal, window, rope_theta, context, options, precision)
 
     def attend(
         self,
@@ -204,11 +215,12 @@ class HeadAttention:
             return self._attend_dense(q, k, v, segment_ids, additions)
         if context is None:
             return attention(
-                q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=options.softmax_scale
-            )
+                q, k, v, causal=causal, window=window, segment_ids=segment_ids, scale=options.softmax_scale,
+                precision=self.precision,
+            )  # fmt: skip
         return ring_attention(
             q, k, v, context.axis_name, layout=context.layout, backend=context.backend, causal=causal, window=window,
-            segment_ids=segment_ids, scale=options.softmax_scale,
+            segment_ids=segment_ids, scale=options.softmax_scale, precision=self.precision,
         )  # fmt: skip
 
     def _attend_dense(self, q: Array, k: Array, v: Array, segment_ids: Array | None, additions: Additions) -> Array:
@@ -220,7 +232,7 @@ class HeadAttention:
         if options.attention_fn is None:
             return dense_attention(
                 q, k, v, dataclasses.replace(additions, mask=allowed), scale=scale, softcap=options.logit_softcap,
-                dropout_rate=options.dropout_rate,
+                dropout_rate=options.dropout_rate, precision=self.precision,
             )  # fmt: skip
         q = q * jnp.asarray(scale * math.sqrt(self.head_dim), q.dtype)  # the function divides by the root of head_dim
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -247,7 +259,7 @@ def _normalize(x: Array, scale: Array) -> Array:
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     scale = cast_to_varying(scale, jax.typeof(x).mat.varying).astype(x32.dtype)
-    return (centred * (jax.lax.rsqrt(variance + 1e-6) * scale)).astype(x.dtype)
+    return (centred * (lax.rsqrt(variance + 1e-6) * scale)).astype(x.dtype)
 
 
 def check_segments(layer: str, x: Array, segment_ids: Array | None) -> None:

@@ -96,12 +96,13 @@ class ColumnParallelLinear(_ParallelLinear):
       in_features: The features of the input.
       out_features: The features of the output; a multiple of the axis, unless `pad`.
       pad: Whether out_features need not be a multiple of the axis. The output then has the next multiple of features,
-        with zeros at the end; the kernel keeps its shape [in, out], and is fetched by an all-to-all in every call. For
-        an output over a vocabulary: `softmax_cross_entropy` leaves the padding out (`vocab_size`).
+        of which the last are as low as can be, so that none of them wins an argmax; the kernel keeps its shape
+        [in, out], and is fetched by an all-to-all in every call. For an output over a vocabulary:
+        `softmax_cross_entropy` leaves the padding out (`vocab_size`).
       shares: For layers that pad in other ways; see `flaxasync.nn.shares`.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default; `in_spec` has the rows over
-        `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default. If you give `in_spec`,
+        its rows dimension names `axis_name`, or no axis where every device has all rows.
 
     Raises:
       TypeError: A keyword is unknown.
@@ -120,7 +121,8 @@ class ColumnParallelLinear(_ParallelLinear):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        if pad and shares is None:
+        self.pad = pad and shares is None
+        if self.pad:
             axis_name = options.get("axis_name", LinearSettings.axis_name)
             shares = Shares.equal(out_features, mesh_axis_size("ColumnParallelLinear", axis_name))
         super().__init__(in_features, out_features, shares=shares, rngs=rngs, **options)
@@ -133,7 +135,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         placement = place("ColumnParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ColumnParallelLinear", x, self.in_features, placement)
-        static = compute_settings(self, x), self.shares, placement.rows_sharded
+        static = compute_settings(self, x), self.shares, placement.rows_sharded, self.pad
         specs = placement.in_spec, parameter_specs(self)
         return placement.run(_column, static, (x, parameters(self)), specs, placement.spec(features=True))
 
@@ -161,8 +163,8 @@ class RowParallelLinear(_ParallelLinear):
       layout: How the rows of the output lie: "sequence" or "replicated".
       shares: For layers that pad their input; see `flaxasync.nn.shares`.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default, and all devices have the whole bias;
-        `in_spec` has the features over `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default, and all devices have the whole bias.
+        If you give `in_spec`, its features dimension must name `axis_name`.
 
     Raises:
       TypeError: A keyword is unknown.
@@ -213,6 +215,18 @@ def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
     return kernel, bias
 
 
+def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
+    """Raises NotImplementedError for a projection of a layer that was wrapped, because the layer reads its parameters.
+
+    The message begins with `layer`.
+    """
+    for linear in linears:
+        if isinstance(linear, nnx.LoRA):
+            raise NotImplementedError(
+                f"{layer} does not call its layers, so it cannot take a {type(linear).__name__}; adapt separate layers"
+            )
+
+
 def parameter_specs(linear: _ParallelLinear | nnx.Linear) -> tuple[P, P | None]:
     """Returns how `parameters` are sharded. Those of an `nnx.Linear` are the same on all devices."""
     specs = {"kernel": P(None, None), "bias": P(None)} if isinstance(linear, nnx.Linear) else linear._specs
@@ -244,7 +258,7 @@ def multiply_columns(caller: str, x: Array, kernel: Array, settings: LinearSetti
     check_input(caller, x, kernel.shape[0], placement)
     check_divides(caller, axis_name, out_features=kernel.shape[1])
     check_sharded(caller, "kernel", kernel, P(None, axis_name))
-    static = settings, Shares.equal(kernel.shape[1], placement.size), placement.rows_sharded
+    static = settings, Shares.equal(kernel.shape[1], placement.size), placement.rows_sharded, False
     specs = placement.in_spec, (P(None, axis_name), None)
     return placement.run(_column, static, (x, (kernel, None)), specs, placement.spec(features=True))
 
@@ -265,10 +279,11 @@ def multiply_rows(caller: str, x: Array, kernel: Array, settings: LinearSettings
     return placement.run(_row, static, (x, (kernel, None)), specs, placement.spec(layout))
 
 
-def _column(static: tuple[LinearSettings, Shares, bool], x: Array, linear: shards.Linear) -> Array:
-    settings, shares, rows_sharded = static
+def _column(static: tuple[LinearSettings, Shares, bool, bool], x: Array, linear: shards.Linear) -> Array:
+    settings, shares, rows_sharded, pad = static
     linear = shards.take_columns(linear, shares, settings.axis_name)
-    return shards.column(x, (linear,), settings, rows_sharded=rows_sharded)[0]
+    y = shards.column(x, (linear,), settings, rows_sharded=rows_sharded)[0]
+    return shares.mask_padding(y, settings.axis_name) if pad else y
 
 
 def _row(static: tuple[LinearSettings, Shares, Layout], x: Array, linear: shards.Linear) -> Array:

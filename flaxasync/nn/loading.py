@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -52,7 +53,8 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
       Which names were loaded, missing, left over and reshaped; str() makes a list.
 
     Raises:
-      ValueError: A shape does not fit, or names do not (`strict`). Nothing was loaded then.
+      ValueError: A shape does not fit, names do not (`strict`), or a list is in the place of an array. Nothing was
+        loaded then.
     """
     graph_state = nnx.state(module)
     flat = nnx.to_flat_state(graph_state)
@@ -101,23 +103,31 @@ def _put(value: Any, target: Any, spec: P) -> jax.Array:
     else:
         value = np.asarray(value).reshape(target.shape)
     value = value.astype(target.dtype)
-    return value if mesh.empty else jax.device_put(value, jax.NamedSharding(mesh, spec))
+    return jnp.asarray(value) if mesh.empty else jax.device_put(value, jax.NamedSharding(mesh, spec))
 
 
-def _flatten(params: Any) -> dict[Path, Any]:
-    """Returns the arrays by their paths."""
-    if isinstance(params, nnx.Module):
-        params = nnx.state(params, nnx.Not(nnx.RngState))
-    if isinstance(params, nnx.State):
-        flat_state = nnx.to_flat_state(params)
-        return {_path(path): leaf.get_value() for path, leaf in flat_state if isinstance(leaf, nnx.Variable)}
+def _flatten(params: Any, prefix: Path = ()) -> dict[Path, Any]:
+    """Returns the arrays by their paths, but for the states of random streams.
+
+    Raises:
+      ValueError: A list or a tuple is in the place of an array.
+    """
+    if isinstance(params, nnx.Module):  # arrays of a module that are no variables stay as they are
+        variables = nnx.to_flat_state(nnx.state(params))
+        params = {path: variable for path, variable in variables if isinstance(variable, nnx.Variable)}
+    elif isinstance(params, nnx.State):
+        params = dict(nnx.to_flat_state(params))
     flat: dict[Path, Any] = {}
     for name, value in params.items():
-        path = _path(name if isinstance(name, tuple) else str(name).split("."))
+        path = (*prefix, *_path(name if isinstance(name, tuple) else str(name).split(".")))
+        if isinstance(value, nnx.RngState):
+            continue
         if isinstance(value, nnx.Variable):
             value = value.get_value()
         if isinstance(value, Mapping):
-            flat |= {(*path, *rest): leaf for rest, leaf in _flatten(value).items()}
+            flat |= _flatten(value, path)
+        elif isinstance(value, list | tuple):
+            raise ValueError(f"load: {_name(path)} is a {type(value).__name__}; give an array")
         else:
             flat[path] = value
     return flat

@@ -29,6 +29,9 @@ class ParallelLoRA(nnx.LoRA):
     alone, and checkpoints load. `nnx.LoRA` itself, around a parallel layer, adds arrays that are sharded in different
     ways, which Explicit axes refuse.
 
+    `ParallelMLP`, `ColumnParallelProjections` and the attention layers read the parameters of their projections and do
+    not call them, so they refuse a projection that was adapted.
+
     Args:
       base: The layer that is adapted. Its output is that of `nnx.Linear`, so `pad` is not supported.
       rank: The features between the two factors.
@@ -39,10 +42,15 @@ class ParallelLoRA(nnx.LoRA):
     """
 
     def __init__(self, base: ColumnParallelLinear | RowParallelLinear, rank: int, *, rngs: nnx.Rngs):
-        if not isinstance(base, ColumnParallelLinear | RowParallelLinear) or not base.shares.whole:
+        if not isinstance(base, ColumnParallelLinear | RowParallelLinear):
             raise ValueError(
-                f"ParallelLoRA adapts ColumnParallelLinear and RowParallelLinear without padding: got "
-                f"{type(base).__name__}; for others use nnx.LoRA"
+                f"ParallelLoRA adapts ColumnParallelLinear and RowParallelLinear: got {type(base).__name__}; for "
+                "others use nnx.LoRA"
+            )
+        if not base.shares.whole:
+            raise ValueError(
+                f"ParallelLoRA got a {type(base).__name__} that pads its output, which ParallelLoRA lacks; use "
+                "features that the axis divides"
             )
         settings = base.settings
         column = isinstance(base, ColumnParallelLinear)

@@ -11,6 +11,7 @@ from flaxasync.nn import shards
 from flaxasync.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
+    check_no_adapter,
     compute_settings,
     parameter_specs,
     parameters,
@@ -38,8 +39,8 @@ class ParallelMLP(nnx.Module):
       gated: Whether there is a gate.
       activation: The activation of the gate, or of up where there is no gate. It is elementwise.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default; `in_spec` has the rows over
-        `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default. If you give `in_spec`,
+        its rows dimension names `axis_name`, or no axis where every device has all rows.
 
     Raises:
       TypeError: A keyword is unknown.
@@ -68,7 +69,9 @@ class ParallelMLP(nnx.Module):
 
         Raises:
           ValueError: No mesh is set, it lacks the axis, or x has other features.
+          NotImplementedError: A projection was adapted.
         """
+        check_no_adapter("ParallelMLP", self.up, self.gate, self.down)
         placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ParallelMLP", x, self.up.in_features, placement)
         columns = (self.up,) if self.gate is None else (self.up, self.gate)

@@ -68,7 +68,8 @@ def parallelize(
     ```
 
     Args:
-      model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers.
+      model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers. The
+        parameters of an abstract model, of `nnx.eval_shape`, stay abstract, and `load` puts values into them.
       rules: A rule for each pattern of paths. `*` stands for one name, or for a part of it, and `**` for any number.
       axis_name: The mesh axis that splits the layers.
       backend: What executes the layers' collective ops; see `flaxasync.all_gather_matmul`.
@@ -104,18 +105,21 @@ def parallelize(
             )
         except ValueError as error:
             raise ValueError(f"parallelize cannot replace {path} by the rule {rule!r}: {error}") from error
-    done = []
+        _keep_dtypes(new[path], old)
+    places = _places([model, *modules.values()], {id(modules[path]): path for path in new})
     for path, layer in new.items():
         old = modules[path]
-        load(layer, old)
+        if not _is_abstract(old):
+            load(layer, old)
+        _keep_metadata(layer, old)
         if isinstance(layer, ParallelAttention) and isinstance(old, nnx.MultiHeadAttention):
             layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
+    done = []
+    for path, layer in new.items():
         shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
-        done.append(Replaced(path, chosen[path], type(old).__name__, type(layer).__name__, shapes))
-        for parent in [model, *modules.values()]:
-            for name, value in list(vars(parent).items()):
-                if value is old:
-                    setattr(parent, name, layer)
+        done.append(Replaced(path, chosen[path], type(modules[path]).__name__, type(layer).__name__, shapes))
+        for parent, name in places[path]:
+            setattr(parent, name, layer)
     _place_rest(model)
     if verbose:
         print("\n".join(map(str, done)))
@@ -140,6 +144,36 @@ def _match(modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule]) -> dict
     return {path: chosen[path][1] for path in modules if path in chosen}
 
 
+def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, list[tuple[nnx.Module, str]]]:
+    """Returns the attributes that hold each layer, as modules and names. `paths` has the paths of the layers by id().
+
+    Raises:
+      ValueError: A layer is held by something that is not a module, whose entries cannot be assigned in general.
+    """
+    places: dict[str, list[tuple[nnx.Module, str]]] = {path: [] for path in paths.values()}
+    nested = set()
+    for parent in {id(parent): parent for parent in parents}.values():
+        for name, value in vars(parent).items():
+            if id(value) in paths:
+                places[paths[id(value)]].append((parent, name))
+            else:
+                nested |= {paths[id(layer)] for layer in _layers_in(value) if id(layer) in paths}
+    for path, found in places.items():
+        if path in nested or not found:
+            raise ValueError(
+                f"parallelize cannot replace {path}: it is in a tuple, list or dict; use nnx.List or nnx.Dict"
+            )
+    return places
+
+
+def _layers_in(value: Any) -> list[nnx.Module]:
+    """Returns the modules in plain containers, which may be nested."""
+    if isinstance(value, nnx.Module):
+        return [value]
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [layer for entry in entries for layer in _layers_in(entry)]
+
+
 def _lacking(old: nnx.Module) -> str:
     """Returns what a layer does that its parallel form does not; "" for nothing."""
     if isinstance(old, nnx.Linear) and old.dot_general is not lax.dot_general:
@@ -153,10 +187,47 @@ def _lacking(old: nnx.Module) -> str:
             return "it decodes with a cache"
         if old.dropout_rate and old.broadcast_dropout:
             return "its dropout is the same for the whole batch: give it broadcast_dropout=False"
+        if old.attention_fn is not nnx.dot_product_attention:
+            return (
+                "it has an attention_fn of its own, which would see only the heads of one device: build "
+                "ParallelAttention(attention_fn=...) yourself"
+            )
         functions = (old.qkv_dot_general, old.out_dot_general, old.qkv_dot_general_cls, old.out_dot_general_cls)
         if any(function is not None for function in functions):
             return "it has a dot_general of its own"
+    for path, variable in _variables(old).items():
+        if type(variable) is not nnx.Param:
+            name = ".".join(map(str, path))
+            return f"its {name} is of type {type(variable).__name__}, and that of a parallel layer is an nnx.Param"
     return ""
+
+
+def _variables(layer: nnx.Module) -> dict[tuple, nnx.Variable]:
+    """Returns the variables of a layer that are no random streams, by their paths."""
+    found = {path: value for path, value in nnx.iter_graph(layer) if isinstance(value, nnx.Variable)}
+    return {path: variable for path, variable in found.items() if not isinstance(variable, nnx.RngState)}
+
+
+def _is_abstract(layer: nnx.Module) -> bool:
+    """Says whether a layer has shapes in the place of arrays, as `nnx.eval_shape` makes it."""
+    return any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for variable in _variables(layer).values())
+
+
+def _keep_dtypes(layer: nnx.Module, old: nnx.Module) -> None:
+    """Gives the parameters of an abstract layer the dtypes that they have, which may not be `param_dtype`."""
+    before = _variables(old)
+    for path, variable in _variables(layer).items():
+        value = variable.get_value()
+        if path in before:
+            variable.set_value(jax.ShapeDtypeStruct(value.shape, before[path].dtype, sharding=value.sharding))
+
+
+def _keep_metadata(layer: nnx.Module, old: nnx.Module) -> None:
+    """Copies the metadata of the parameters, but for how they are sharded."""
+    before = _variables(old)
+    for path, variable in _variables(layer).items():
+        metadata = before[path].get_metadata()
+        variable.set_metadata(**{key: metadata[key] for key in metadata if key not in ("out_sharding", "mesh")})
 
 
 def _linear_options(old: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +268,6 @@ def _embed_replicated(old: nnx.Embed, options: dict[str, Any]) -> nnx.Module:
 
 
 def _attention(old: nnx.MultiHeadAttention, options: dict[str, Any]) -> nnx.Module:
-    plain = old.attention_fn is nnx.dot_product_attention
     return ParallelAttention(
         old.in_features,
         old.num_heads,
@@ -208,7 +278,6 @@ def _attention(old: nnx.MultiHeadAttention, options: dict[str, Any]) -> nnx.Modu
         normalize_qk=old.normalize_qk,
         dropout_rate=old.dropout_rate,
         deterministic=old.deterministic,
-        attention_fn=None if plain else old.attention_fn,
         **_linear_options(old, options),
     )
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from flaxasync.nn import shards
 from flaxasync.nn.linear import (
     ColumnParallelLinear,
+    check_no_adapter,
     compute_settings,
     multiply_columns,
     multiply_rows,
@@ -61,6 +62,7 @@ class ColumnParallelProjections(nnx.Module):
           ValueError: No mesh is set, it lacks the axis, x has other features or is sharded by features.
         """
         linears = [getattr(self, name) for name in self.names]
+        check_no_adapter("ColumnParallelProjections", *linears)
         settings = compute_settings(linears[0], x)
         placement = place("ColumnParallelProjections", x, settings.axis_name, settings.in_spec, sharded="rows")
         check_input("ColumnParallelProjections", x, linears[0].in_features, placement)

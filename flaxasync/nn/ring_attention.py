@@ -39,8 +39,8 @@ class RingSelfAttention(SelfAttention):
       rope_theta: The base of the rotary position embedding; None for none.
       rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. `axis_name`, which splits the sequence, is "context" by default;
-        `use_bias` is False by default; `backend` is that of `flaxasync.ring_attention`; `in_spec` has the rows over
-        `axis_name`.
+        `use_bias` is False by default; `backend` is that of `flaxasync.ring_attention`. If you give `in_spec`,
+        its rows dimension must name `axis_name`.
 
     Raises:
       TypeError: A keyword is unknown.
@@ -68,6 +68,7 @@ class RingSelfAttention(SelfAttention):
         attention = HeadAttention.of(
             layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
             context=make_context(layer, settings.axis_name, layout, settings.backend), options=ScoreOptions(),
+            precision=settings.precision,
         )  # fmt: skip
         linear = functools.partial(
             nnx.Linear, use_bias=settings.use_bias, param_dtype=settings.param_dtype,

@@ -14,7 +14,14 @@ from jaxtyping import Array
 
 from flaxasync.nn import shards
 from flaxasync.nn.heads import HeadAttention, check_segments
-from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, parameter_specs, parameters, with_dtype
+from flaxasync.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    check_no_adapter,
+    parameter_specs,
+    parameters,
+    with_dtype,
+)
 from flaxasync.nn.options import LinearSettings
 from flaxasync.nn.placement import Layout, Placement, check_input, place
 from flaxasync.nn.shares import Shares
@@ -109,6 +116,7 @@ class SelfAttention(nnx.Module):
     def _place(self, x: Array, segment_ids: Array | None, in_spec: P | None) -> Placement:
         """Reads how `x` is sharded, and checks both inputs."""
         layer = type(self).__name__
+        check_no_adapter(layer, self.query, self.key, self.value, self.out)
         placement = place(layer, x, self.settings.axis_name, in_spec, sharded="rows")
         check_input(layer, x, self.query.in_features, placement)
         check_segments(layer, x, segment_ids)
@@ -126,6 +134,7 @@ class SelfAttention(nnx.Module):
         rows_sharded: bool,
         out_layout: Layout | None,
         kv_placement: Placement | None = None,
+        is_causal: bool = False,
     ) -> Array:
         """Runs the layer on its shards.
 
@@ -137,12 +146,14 @@ class SelfAttention(nnx.Module):
           rows_sharded: Whether the layer's axis shards the rows that the projections need.
           out_layout: The layout of a row-parallel output projection; None for one that every device has whole.
           kv_placement: How the inputs of keys and values are sharded, where there are any.
+          is_causal: Whether a row attends only to itself and to earlier rows, also where `attention` does not say it.
         """
         projections = self.query, self.key, self.value, self.out
         linears = tuple(map(parameters, projections))
         settings = with_dtype(self.settings, x, *(p for linear in linears for p in linear))
         kv_sharded = rows_sharded if kv_placement is None else kv_placement.rows_sharded
-        call = _Call(settings, self.attention, (rows_sharded, kv_sharded), out_layout, self.shares)
+        attention = dataclasses.replace(self.attention, causal=self.attention.causal or is_causal)
+        call = _Call(settings, attention, (rows_sharded, kv_sharded), out_layout, self.shares)
         norms = tuple(
             None if norm is None or norm.scale is None else norm.scale[...] for norm in (self.query_ln, self.key_ln)
         )

@@ -1,10 +1,12 @@
-"""Which heads or entries each device computes with, where the axis does not divide them or replicates them.
+"""Says which heads or vocabulary entries each device computes with, when the axis size does not divide their number, or
+when several devices need the same head.
 
 A parameter keeps the shape of the dense model, also where its split dimension cannot be shared out equally: 6 heads or
-50257 entries on 4 devices, or 2 key-value heads that 2 devices need each. It then lies on the devices by its other
-dimension, and one all-to-all turns that into the shares that they compute with, of which some are padding (zeros) or
-copies. The transpose of this drops the padding and sums the copies, so gradients and optimizer states have the dense
-shape too, and nothing of it is seen in a checkpoint.
+50257 entries on 4 devices, or 2 key-value heads that 2 devices need each. It is sharded along its other dimension;
+where the axis does not divide that either, every device holds all of it. One all-to-all turns a sharded one into the
+shares that the devices compute with, of which some are padding (zeros) or copies. The transpose of this drops the
+padding and sums the copies, so gradients and optimizer states have the dense shape too, and a checkpoint shows nothing
+of it.
 """
 
 import dataclasses
@@ -73,6 +75,13 @@ class Shares:
         per_entry = dataclasses.replace(self, block=1)
         expanded = cast_to_varying(per_entry._expand(x, dim), {axis_name})
         return lax.dynamic_slice_in_dim(expanded, lax.axis_index(axis_name) * self.local, self.local, dim)
+
+    def mask_padding(self, logits: Array, axis_name: str) -> Array:
+        """Returns this device's logits [..., local] with the least number in the padding, so that it wins no argmax."""
+        if self.whole:
+            return logits
+        entries = lax.axis_index(axis_name) * self.local + jnp.arange(self.local, dtype=jnp.int32)
+        return jnp.where(entries < self.size, logits, jnp.finfo(logits.dtype).min)
 
     def _expand(self, x: Array, dim: int) -> Array:
         """Returns the entries of all devices along `dim`."""

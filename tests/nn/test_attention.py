@@ -133,6 +133,21 @@ def test_no_pair_of_rows_is_saved(mesh_of):
     assert saved == 5 * rows * width + 4 * rows  # x, q, k, v, the output of the heads; log-sum-exps
 
 
+@pytest.mark.parametrize("form", ["tiles", "ring", "dense"])
+def test_precision_reaches_every_product(form):
+    """Those of the projections, and those of the scores and of the weights."""
+    with jax.set_mesh(jax.make_mesh((2, 2), ("context", "model"), devices=jax.devices()[:4])):
+        layer = drawn(lambda: fa.nn.ParallelSelfAttention(
+            8, 2, context_axis="context" if form == "ring" else None, precision="highest", rngs=nnx.Rngs(0)
+        ))  # fmt: skip
+        x = ones((2, 8, 8), P(None, ("context", "model") if form == "ring" else "model", None))
+        mask = jnp.ones((8, 8), bool) if form == "dense" else None
+        program = str(jax.make_jaxpr(lambda x: layer(x, mask=mask))(x))
+    products = program.count(" dot_general[")
+    assert products >= 6
+    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == products
+
+
 def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():
     rng = np.random.default_rng(0)
     turn = jax.jit(fa.nn.rotary_embedding)

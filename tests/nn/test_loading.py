@@ -105,3 +105,24 @@ def test_names_and_shapes_that_do_not_fit_are_told_and_nothing_is_loaded(mesh_of
         loaded = fa.nn.load(layer, {"kernel": np.ones((8, 12)), "scale.x": np.ones(1)}, strict=False)
         assert (loaded.names, loaded.missing, loaded.unexpected) == (("kernel",), ("bias",), ("scale.x",))
         assert str(loaded).splitlines()[1:] == ["  missing in the source: bias", "  left over in the source: scale.x"]
+
+
+def test_a_state_of_plain_arrays_and_of_random_streams_is_loaded():
+    """Without a mesh, too: what a layer then has are arrays of jax."""
+
+    def make():
+        return nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+
+    model, plain = make(), make()
+    fa.nn.load(model, nnx.state(plain))
+    assert isinstance(model.layers[0].kernel.get_value(), jax.Array)
+    arrays = nnx.State({"layers": {0: {name: np.ones((4, 4)[:dim]) for name, dim in (("kernel", 2), ("bias", 1))}}})
+    assert fa.nn.load(model, arrays).names == ("layers.0.bias", "layers.0.kernel")
+    np.testing.assert_array_equal(model.layers[0].kernel[...], np.ones((4, 4)))
+
+
+def test_a_list_is_no_array():
+    model = drawn(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    for source, name in [({"kernel": [[1.0]]}, "kernel is a list"), ({"a": {"b": (1.0,)}}, r"a\.b is a tuple")]:
+        with pytest.raises(ValueError, match=f"load: {name}; give an array"):
+            fa.nn.load(model, source)

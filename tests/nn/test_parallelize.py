@@ -52,6 +52,9 @@ def test_a_model_computes_what_it_did(mesh_of, capsys, axis_type):
         x = jax.device_put(x, ROWS)
         y, got = nnx.jit(lambda model, x: model(x))(plain, x), nnx.jit(gradients)(plain, x)
         assert plain.shared is plain.blocks[0].up
+        for block in plain.blocks:
+            assert (type(block.up), type(block.down)) == (fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear)
+        assert type(plain.attention) is fa.nn.ParallelAttention
     assert_close(y, want_y, "float32", "y")
     assert_model_close(got, want)
     assert capsys.readouterr().out.splitlines() == list(map(str, done))
@@ -84,6 +87,9 @@ def test_layers_that_do_more_are_refused(mesh_of):
             self.custom = nnx.Linear(
                 16, 16, dot_general=lambda *args, **_: jax.lax.dot_general(*args), rngs=nnx.Rngs(0)
             )
+            self.function = nnx.MultiHeadAttention(
+                4, 16, decode=False, attention_fn=lambda q, *_, **__: q, rngs=nnx.Rngs(0)
+            )
             self.uneven = nnx.Linear(16, 18, rngs=nnx.Rngs(0))
 
     with jax.set_mesh(mesh_of(2, 4)):
@@ -91,10 +97,83 @@ def test_layers_that_do_more_are_refused(mesh_of):
         for rules, message in [
             ({"cached": "attention"}, "cannot replace cached, a MultiHeadAttention: it decodes with a cache"),
             ({"custom": "column"}, "cannot replace custom, a Linear: it has a dot_general of its own"),
+            (
+                {"function": "attention"},
+                "cannot replace function, .*: it has an attention_fn of its own, which would see",
+            ),
             ({"uneven": "column"}, "cannot replace uneven by the rule 'column': .*out_features=18 on 4 devices"),
         ]:
             with pytest.raises(ValueError, match=message):
                 fa.nn.parallelize(model, rules)
+
+
+def test_parameters_keep_their_dtypes_and_metadata(mesh_of):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(4, 8, kernel_metadata={"decay": 0.1}, rngs=nnx.Rngs(0))
+            self.embed = nnx.Embed(8, 4, rngs=nnx.Rngs(0))
+            self.attention = nnx.MultiHeadAttention(4, 4, decode=False, normalize_qk=True, rngs=nnx.Rngs(0))
+            self.frozen = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+            self.frozen.bias = nnx.LoRAParam(self.frozen.bias[...])
+
+    model = drawn(Model)
+    nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
+    with jax.set_mesh(mesh_of(2, 4)):
+        with pytest.raises(ValueError, match="frozen, a Linear: its bias is of type LoRAParam, and that of a parallel"):
+            fa.nn.parallelize(model, {"frozen": "column"})
+        fa.nn.parallelize(model, {"linear": "column", "embed": "embed", "attention": "attention"}, verbose=False)
+    assert {value.dtype for value in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("bfloat16")}
+    metadata = model.linear.kernel.get_metadata()
+    assert (metadata["decay"], metadata["out_sharding"]) == (0.1, (None, "model"))
+
+
+def test_an_abstract_model_is_loaded_afterwards(mesh_of):
+    """Layers in nnx.List and nnx.Dict are replaced, too."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Linear(4, 8, rngs=nnx.Rngs(0))])
+            self.names = nnx.Dict({"attention": nnx.MultiHeadAttention(4, 4, decode=False, rngs=nnx.Rngs(0))})
+
+    plain = drawn(Model)
+    with jax.set_mesh(mesh_of(2, 4)):
+        model = nnx.eval_shape(Model)
+        fa.nn.parallelize(model, {"layers.*": "column", "names.attention": "attention"}, verbose=False)
+        assert isinstance(model.layers[0].kernel.get_value(), jax.ShapeDtypeStruct)
+        fa.nn.load(model, plain)
+    assert type(model.layers[0]) is fa.nn.ColumnParallelLinear
+    assert type(model.names["attention"]) is fa.nn.ParallelAttention
+    np.testing.assert_array_equal(model.layers[0].kernel[...], plain.layers[0].kernel[...])
+    assert model.layers[0].kernel[...].sharding.spec == P(None, "model")
+
+
+def test_nothing_is_replaced_where_one_layer_cannot_be_loaded(mesh_of):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.first, self.second = (nnx.Linear(4, 8, rngs=nnx.Rngs(0)) for _ in range(2))
+            self.second.scale = nnx.Param(jnp.ones(8))
+
+    model = drawn(Model)
+    with jax.set_mesh(mesh_of(2, 4)), pytest.raises(ValueError, match="left over in the source: scale"):
+        fa.nn.parallelize(model, {"*": "column"})
+    assert type(model.first) is nnx.Linear
+
+
+@pytest.mark.parametrize("container", [lambda x: (x,), lambda x: [[x]], lambda x: {"name": x}])
+def test_layers_in_plain_containers_are_refused(mesh_of, container):
+    """They would be reported as replaced, and would not be."""
+
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.first, self.second = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+            self.plain = nnx.data(container(self.second))
+            self.list, self.dict = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0))]), nnx.Dict({"first": self.first})
+
+    with jax.set_mesh(mesh_of(2, 4)):
+        model = nnx.eval_shape(Holder)
+        with pytest.raises(ValueError, match=r"replace (plain|second).*: it is in a tuple, list or dict; use nnx.List"):
+            fa.nn.parallelize(model, {"dict.first": "column", "plain.**": "column"})
+        assert type(model.first) is nnx.Linear
 
 
 @pytest.mark.parametrize("split", ["column", "row"])
@@ -169,12 +248,27 @@ def test_low_rank_adaptation(mesh_of, cls):
         fa.nn.load(layer, plain)
         got = nnx.jit(nnx.grad(loss, argnums=only))(layer, jax.device_put(x, spec))
         y = layer(jax.device_put(x, spec))
-        with pytest.raises(
-            ValueError, match="adapts ColumnParallelLinear and RowParallelLinear without padding: got Lin"
-        ):
+        with pytest.raises(ValueError, match="adapts ColumnParallelLinear and RowParallelLinear: got Linear; for"):
             fa.nn.ParallelLoRA(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(y, plain(x), rtol=1e-5, atol=1e-5)
     got, want = (dict(nnx.to_flat_state(g)) for g in (got, want))
     assert set(got) == set(want) == {("lora_a",), ("lora_b",)}
     for path in want:
         np.testing.assert_allclose(got[path][...], want[path][...], rtol=1e-4, atol=1e-5)
+
+
+def test_what_low_rank_adaptation_lacks(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        x = jax.device_put(np.ones((2, 8, 16), np.float32), ROWS)
+        for layer, name in [
+            (drawn(lambda: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0))), "query"),
+            (drawn(lambda: fa.nn.ParallelMLP(16, 16, rngs=nnx.Rngs(0))), "up"),
+            (drawn(lambda: fa.nn.ColumnParallelProjections(16, {"query": 16}, rngs=nnx.Rngs(0))), "query"),
+        ]:
+            setattr(layer, name, fa.nn.ParallelLoRA(getattr(layer, name), 2, rngs=nnx.Rngs(0)))
+            kind = type(layer).__name__
+            with pytest.raises(NotImplementedError, match=f"{kind} does not call its layers, .* take a ParallelLoRA"):
+                layer(x)
+        padded = drawn(lambda: fa.nn.ColumnParallelLinear(8, 13, pad=True, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match="a ColumnParallelLinear that pads its output, which ParallelLoRA lacks"):
+            fa.nn.ParallelLoRA(padded, 2, rngs=nnx.Rngs(0))

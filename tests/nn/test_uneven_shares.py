@@ -70,18 +70,21 @@ def test_attention_is_that_of_nnx(mesh_of, heads, kv_heads, form, axis_type):
         reference = lambda layer, x, other: (lambda y: (jnp.sum(jnp.sin(y)), y))(layer(x, other))  # noqa: E731
     else:
         reference = loss
-    (_, want_y), want = nnx.jit(nnx.value_and_grad(reference, has_aux=True))(plain, x, other)
+    step = {"argnums": (0, 1, 2), "has_aux": True}  # the gradients of parameters and of both inputs
+    (_, want_y), (want, *want_dx) = nnx.jit(nnx.value_and_grad(reference, **step))(plain, x, other)
     with jax.set_mesh(mesh_of(2, 4, axis_type)):
         layer = drawn(lambda: fa.nn.ParallelAttention(
             24, num_heads=heads, kv_heads=kv_heads, head_dim=4, normalize_qk=normalize, rngs=nnx.Rngs(0)
         ))  # fmt: skip
         fa.nn.load(layer, plain)
-        run = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
-        (_, y), got = run(layer, jax.device_put(x, ROWS), jax.device_put(other, ROWS))
+        run = nnx.jit(nnx.value_and_grad(loss, **step))
+        (_, y), (got, *dx) = run(layer, jax.device_put(x, ROWS), jax.device_put(other, ROWS))
         assert jax.tree.map(lambda g: g.sharding, got) == jax.tree.map(
             lambda p: p.sharding, nnx.state(layer, nnx.Param)
         )
     assert_close(y, want_y, "float32", "y")
+    for name, ours, theirs in zip(("dx of queries", "dx of keys and values"), dx, want_dx, strict=True):
+        assert_close(ours, theirs, "float32", name)
     assert_model_close(got, want)
 
 
@@ -124,7 +127,7 @@ def test_an_output_over_a_padded_vocabulary(mesh_of):
         assert layer.kernel.shape == (8, 13)
     assert y.shape == (2, 8, 16)
     np.testing.assert_allclose(np.asarray(y)[..., :13], plain(x), rtol=1e-5, atol=1e-6)
-    assert not np.any(np.asarray(y)[..., 13:])
+    np.testing.assert_array_equal(np.asarray(y)[..., 13:], np.finfo(np.float32).min)  # padding wins no argmax
 
 
 def test_options_that_need_all_scores(mesh_of):
@@ -150,7 +153,16 @@ def test_options_that_need_all_scores(mesh_of):
         made = layer(dropout_rate=0.5)
         drops = [np.asarray(made(*inputs, rngs=nnx.Rngs(dropout=seed))) for seed in (0, 0, 1)]
         kept = made(*inputs, deterministic=True)
-        for option in ({"sow_weights": True}, {"decode": True}):
+        run = jax.jit(lambda seed: made(*inputs, rngs=nnx.Rngs(dropout=jax.random.key(seed))))
+        many = np.stack([run(seed) for seed in range(256)])
+        for option in ({"dropout_rate": 0.5}, {"logit_softcap": 2.0}):
+            with pytest.raises(ValueError, match=f"takes no {next(iter(option))}: apply it inside attention_fn"):
+                fa.nn.ParallelAttention(
+                    16, 4, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0, dropout=0), **option
+                )
+        causal = layer()(*inputs, is_causal=True)
+        built_causal = layer(causal=True)(*inputs)
+        for option in ({"sow_weights": True}, {"decode": True}, {"out_sharding": ROWS}, {"input_positions": q}):
             with pytest.raises(NotImplementedError, match=f"ParallelAttention lacks {next(iter(option))} of nnx"):
                 made(*inputs, **option)
         with pytest.raises(ValueError, match=r"needs a mask that broadcasts to \[b, heads, s, t\] = \[2, 4, 8, 8\]"):
@@ -159,11 +171,25 @@ def test_options_that_need_all_scores(mesh_of):
     np.testing.assert_allclose(plain, formula(0.5, 1e6), atol=1e-4)
     np.testing.assert_allclose(function, plain, atol=1e-5)
     np.testing.assert_allclose(kept, plain, atol=1e-5)
+    np.testing.assert_array_equal(causal, built_causal)
+    assert not np.allclose(causal, plain)
     np.testing.assert_array_equal(drops[0], drops[1])
     assert not np.allclose(drops[0], drops[2])
+    error, deviation = many.mean(0) - plain, many.std(0) / np.sqrt(len(many))  # the deviation of the mean
+    assert (np.abs(error) <= 5 * deviation + 1e-5).all()
     with jax.set_mesh(jax.make_mesh((2, 4), ("context", "model"))):
         with pytest.raises(NotImplementedError, match="over a split sequence lacks logit_softcap"):
             fa.nn.ParallelSelfAttention(16, 4, context_axis="context", logit_softcap=30.0, rngs=nnx.Rngs(0))
         ring = drawn(lambda: fa.nn.ParallelSelfAttention(16, 4, context_axis="context", rngs=nnx.Rngs(0)))
         with pytest.raises(NotImplementedError, match="over a split sequence lacks masks and biases"):
             ring(jax.device_put(q, P(None, ("context", "model"), None)), mask=np.ones((1, 1, 8, 8), bool))
+
+
+def test_a_split_sequence_takes_no_other_keys():
+    with jax.set_mesh(jax.make_mesh((2, 4), ("context", "model"))):
+        layer = drawn(lambda: fa.nn.ParallelAttention(
+            16, 4, causal=True, context=("context", "contiguous", None), rngs=nnx.Rngs(0)
+        ))  # fmt: skip
+        x, keys = np.ones((2, 16, 16), np.float32), np.ones((2, 8, 16), np.float32)
+        with pytest.raises(NotImplementedError, match="over a split sequence lacks inputs_k: keys would need posit"):
+            layer(jax.device_put(x, P(None, ("context", "model"), None)), jax.device_put(keys, P(None, "model", None)))

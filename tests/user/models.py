@@ -83,7 +83,7 @@ class GemmaBlock(nnx.Module):
 
 
 class Gemma(nnx.Module):
-    def __init__(self, *, vocab=64, width=32, heads=8, kv_heads=4, hidden=32, layers=2, rngs):
+    def __init__(self, *, vocab=61, width=32, heads=8, kv_heads=4, hidden=32, layers=2, rngs):
         self.embedder = nnx.Embed(vocab, width, rngs=rngs)
         self.layers = nnx.List([GemmaBlock(width, heads, kv_heads, hidden, rngs=rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)
