@@ -124,7 +124,7 @@ def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
         machine = trust.Machine.here(chip)
         if machine.file.exists():
             stored = trust.read(machine)
-            names = [(f"{c.op}/{c.backend}", json.dumps(c.to_json(), sort_keys=True)) for c in kernels]
+            names = [(trust.key(c.op, c.backend, c.mesh), json.dumps(c.to_json(), sort_keys=True)) for c in kernels]
             if all(stored.get(name, {}).get(case) in enough for name, case in names):
                 return True
     return False

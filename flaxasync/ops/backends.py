@@ -157,5 +157,5 @@ def _planned(
     if trust.is_assumed() or found.trusted == found.backend:
         return found.backend
     faster = found.seconds[found.trusted] / found.seconds[found.backend]
-    trust.announce(op, found.backend, found.trusted, chip.name, faster=faster)
+    trust.announce(op, found.backend, found.trusted, chip.name, ring, faster=faster)
     return found.trusted

@@ -2,7 +2,9 @@
 
 A kernel that overlaps its transfers can hang a chip or be silently wrong, and this depends on the chip and on the
 compiler. The verdicts are therefore stored for each (chip, libtpu, jax, flaxasync), in one file of the user's cache
-folder. Backends that are plain XLA need no verdict. A call that names a backend never asks.
+folder. A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts count for rings
+of two only, and longer rings need a verdict of a longer ring. On one device nothing is sent: only attention, which
+sends nothing, has verdicts of one device. Backends that are plain XLA need no verdict. A call that names a backend never asks.
 
 | FLAXASYNC_VERIFIED | what is trusted |
 |---|---|
@@ -32,7 +34,7 @@ from typing import Any, Literal
 
 import jax
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 VARIABLE = "FLAXASYNC_VERIFIED"
 PASSED = "PASS"
 PLAIN = ("none", "xla", "reference")
@@ -90,24 +92,48 @@ def is_assumed() -> bool:
     return not os.environ.get(VARIABLE) and jax.default_backend() != "tpu"
 
 
-def verdict(op: str, backend: str, chip: str) -> str | None:
-    """Returns "PASS" if a backend may be trusted on a chip, the worst verdict if it failed, and None without any."""
+def key(op: str, backend: str, ring: int | tuple[int, ...]) -> str:
+    """Returns the name under which verdicts are stored: the op, the backend and the class of the ring.
+
+    Args:
+      op: The name of the op.
+      backend: The backend, or for attention the kernel.
+      ring: The number of devices on the axis, or on each axis. The class is "2" or "3+", by the longest axis; "1",
+        which is never stored; and nothing for attention, which has no ring.
+    """
+    if op == "attention":
+        return f"{op}/{backend}"
+    size = ring if isinstance(ring, int) else max(ring)
+    return f"{op}/{backend}/{size if size < 3 else '3+'}"
+
+
+def verdict(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> str | None:
+    """Returns "PASS" if a backend may be trusted, a verdict of the cases that failed, and None without any verdict.
+
+    Args:
+      op: The name of the op.
+      backend: The backend, or for attention the kernel.
+      chip: The name of the chip.
+      ring: The number of devices on the axis, or on each axis.
+    """
     if backend in PLAIN:
         return PASSED
     override = os.environ.get(VARIABLE, "")
     if override in ("all", "none"):
         return PASSED if override == "all" else None
-    found = read(Machine.here(chip)).get(f"{op}/{backend}", {})
+    found = read(Machine.here(chip)).get(key(op, backend, ring), {})
     failed = [text for text in found.values() if text != PASSED]
     return failed[0] if failed else PASSED if found else None
 
 
-def is_trusted(op: str, backend: str, chip: str) -> bool:
+def is_trusted(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> bool:
     """Says whether a call of `op` without a backend may take this one; the rules are those of the file's head."""
-    return is_assumed() or verdict(op, backend, chip) == PASSED
+    return is_assumed() or verdict(op, backend, chip, ring) == PASSED
 
 
-def announce(op: str, wanted: str, taken: str, chip: str, *, faster: float | None = None) -> None:
+def announce(
+    op: str, wanted: str, taken: str, chip: str, ring: int | tuple[int, ...], *, faster: float | None = None
+) -> None:
     """Logs, once for each op and backend, that a kernel is not taken because it was not verified.
 
     Args:
@@ -115,9 +141,10 @@ def announce(op: str, wanted: str, taken: str, chip: str, *, faster: float | Non
       wanted: The backend that is predicted to be fastest.
       taken: The one that is taken instead.
       chip: The name of the chip.
+      ring: The number of devices on the axis, or on each axis.
       faster: How many times as fast the wanted one is predicted to be.
     """
-    found = verdict(op, wanted, chip)
+    found = verdict(op, wanted, chip, ring)
     why = f"was {found}" if found is not None else "was not verified"
     gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
     say_once(
@@ -127,7 +154,7 @@ def announce(op: str, wanted: str, taken: str, chip: str, *, faster: float | Non
 
 
 def read(machine: Machine) -> dict[str, dict[str, str]]:
-    """Returns the stored verdicts, {"op/backend": {case: verdict}}. A file that cannot be read is named once."""
+    """Returns the stored verdicts, {key: {case: verdict}} with keys of `key`. A file that cannot be read is named once."""
     file = machine.file
     try:
         return _parse(str(file), file.stat().st_mtime_ns, machine)
@@ -146,7 +173,7 @@ def record(machine: Machine, verdicts: Mapping[str, Mapping[str, str]]) -> pathl
 
     Args:
       machine: Where they were found.
-      verdicts: For each "op/backend" the verdict of each case, under a text that identifies the case.
+      verdicts: For each key of `key` the verdict of each case, under a text that identifies the case.
 
     Returns:
       The file; None where it cannot be written, which is said.

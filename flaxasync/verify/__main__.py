@@ -93,15 +93,19 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
 
 
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
-    """Stores the verdicts of TPU kernels where calls without a backend find them; returns the file, or None."""
+    """Stores the verdicts of TPU kernels where calls without a backend find them; returns the file, or None.
+
+    A case of one device sends nothing, so it says nothing about a kernel that sends, and is not stored.
+    """
     if machine["platform"] != "tpu":
         return None
     verdicts: dict[str, dict[str, str]] = {}
     for result in results:
         case = result.case
-        if result.verdict is not Verdict.UNSUPPORTED and case.backend not in trust.PLAIN:
+        alone = case.devices == 1 and case.op != "attention"
+        if result.verdict is not Verdict.UNSUPPORTED and case.backend not in trust.PLAIN and not alone:
             name = json.dumps(case.to_json(), sort_keys=True)
-            verdicts.setdefault(f"{case.op}/{case.backend}", {})[name] = str(result.verdict)
+            verdicts.setdefault(trust.key(case.op, case.backend, case.mesh), {})[name] = str(result.verdict)
     return trust.record(trust.Machine.here(machine["chip"] or machine["kind"]), verdicts) if verdicts else None
 
 

@@ -40,7 +40,7 @@ def taken(backend=None):
     return backends.choose(OP, backend, shapes=SHAPES, ring=8)
 
 
-def store(machine, verdict="PASS", name=f"{OP}/fused", case="a case"):
+def store(machine, verdict="PASS", name=f"{OP}/fused/3+", case="a case"):
     assert trust.record(machine, {name: {case: verdict}}) == machine.file
 
 
@@ -87,14 +87,14 @@ def test_verdicts_of_another_machine_or_version_are_not_trusted(v5e, changed, ca
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("[]", "they are not in format 1 of this version"),
-        ('{"format": 2}', "they are not in format 1 of this version"),
+        ("[]", "they are not in format 2 of this version"),
+        ('{"format": 1}', "they are not in format 2 of this version"),
         (None, "the file is damaged"),
     ],
 )
 def test_a_damaged_file_is_not_trusted_and_said_once(v5e, text, message, caplog):
     v5e.file.parent.mkdir(parents=True)
-    whole = {"format": 1, "machine": vars(v5e), "verdicts": {f"{OP}/fused": "PASS"}}
+    whole = {"format": 2, "machine": vars(v5e), "verdicts": {f"{OP}/fused/3+": "PASS"}}
     v5e.file.write_text(json.dumps(whole) if text is None else text)
     assert [taken(), taken()] == ["none", "none"]
     assert caplog.text.count(message) == 1
@@ -126,7 +126,7 @@ def test_the_environment_overrides_the_stored_verdicts(v5e, monkeypatch, tmp_pat
 
 def test_a_folder_that_cannot_be_written_is_said(v5e, monkeypatch, caplog):
     monkeypatch.setenv(trust.VARIABLE, "/dev/null/verified.json")
-    assert trust.record(v5e, {f"{OP}/fused": {"a case": "PASS"}}) is None
+    assert trust.record(v5e, {f"{OP}/fused/3+": {"a case": "PASS"}}) is None
     assert "the verdicts cannot be stored, so these kernels stay untrusted" in caplog.text
     assert taken() == "none"
 
@@ -178,6 +178,24 @@ def test_verify_stores_its_verdicts_where_calls_find_them(v5e):
     assert taken() == "none"
     assert record_verdicts([Result(case, Verdict.PASS)], machine) == v5e.file
     assert taken() == "fused"
+
+
+@pytest.mark.parametrize(
+    ("op", "mesh", "trusted"),
+    [
+        (OP, (1,), {1: False, 2: False, 8: False}),  # a kernel that sent nothing
+        (OP, (2,), {1: False, 2: True, 8: False}),  # both neighbours are one device
+        (OP, (3,), {1: False, 2: False, 8: True}),
+        ("mesh_matmul", (1, 1), {(1, 1): False, (2, 2): False, (2, 4): False}),
+        ("mesh_matmul", (2, 2), {(1, 1): False, (2, 2): True, (2, 4): False}),
+        ("mesh_matmul", (2, 4), {(1, 1): False, (2, 2): False, (2, 4): True}),
+        ("attention", (1,), {1: True}),
+    ],
+)
+def test_a_verdict_counts_for_rings_that_are_like_the_one_it_was_found_on(v5e, op, mesh, trusted):
+    machine = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite"}
+    record_verdicts([Result(Case(op, "fused", mesh, tuple(SHAPES)), Verdict.PASS)], machine)
+    assert {ring: trust.is_trusted(op, "fused", "v5e", ring) for ring in trusted} == trusted
 
 
 @pytest.mark.parametrize(

@@ -210,8 +210,8 @@ def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: 
                 "kernel='reference'"
             )
     serves = lacking is None and mesh.platform() == "tpu" and mesh.all_axes_mapped()
-    if kernel is None and serves and not trust.is_trusted("attention", "flash", mesh.chip_name()):
-        trust.announce("attention", "flash", "reference", mesh.chip_name())
+    if kernel is None and serves and not trust.is_trusted("attention", "flash", mesh.chip_name(), 1):
+        trust.announce("attention", "flash", "reference", mesh.chip_name(), 1)
         serves = False
     return Flash() if kernel == "flash" or (kernel is None and serves) else Reference()
 
