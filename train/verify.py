@@ -38,7 +38,7 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
       setup: How child processes are started.
 
     Raises:
-      InputError: The devices could not be opened, or the named backend failed.
+      InputError: The devices could not be opened or opened again, or the named backend failed.
     """
     if mode == "off" or os.environ.get(trust.VARIABLE) in ("all", "none") or not may_have_tpus(config):
         return
@@ -64,6 +64,9 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     stored = record_verdicts(results, machine)
     if stored is not None:
         say(f"verify     the verdicts are in {stored}")
+    not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
+    if not_run:
+        raise InputError(f"{len(not_run)} of {len(cases)} cases could not be verified: {not_run[0]}")
     failed = sorted({f"{r.case.op} {r.verdict}" for r in results if r.case.backend == config.backend and r.verdict.bad})
     if failed:
         raise InputError(

@@ -3,7 +3,7 @@
     python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE]
 
 The exit status is 0 if everything that is supported is right, 1 if something is wrong, hangs or crashes, and 2 if
-nothing could be verified.
+nothing could be verified, or not everything because the devices could not be opened again.
 """
 
 import argparse
@@ -60,6 +60,8 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
         content = {"format": FORMAT, "machine": machine, "calibration": rates}
         content["results"] = [result.to_json() for result in results]
         pathlib.Path(chosen.json).write_text(json.dumps(content, indent=1) + "\n")
+    if any(result.verdict is Verdict.NOT_RUN for result in results):
+        return 2
     return 1 if any(result.verdict.bad for result in results) else 0
 
 
@@ -103,7 +105,8 @@ def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.P
     for result in results:
         case = result.case
         alone = case.devices == 1 and case.op != "attention"
-        if result.verdict is not Verdict.UNSUPPORTED and case.backend not in trust.PLAIN and not alone:
+        found = result.verdict not in (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
+        if found and case.backend not in trust.PLAIN and not alone:
             name = json.dumps(case.to_json(), sort_keys=True)
             verdicts.setdefault(trust.key(case.op, case.backend, case.mesh), {})[name] = str(result.verdict)
     return trust.record(trust.Machine.here(machine["chip"] or machine["kind"]), verdicts) if verdicts else None

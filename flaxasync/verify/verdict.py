@@ -20,6 +20,7 @@ class Verdict(enum.StrEnum):
     PASS = "PASS"
     SLOWER = "SLOWER"
     UNSUPPORTED = "NOT SUPPORTED"
+    NOT_RUN = "NOT RUN"
     WRONG = "WRONG"
     HUNG = "HUNG"
     CRASHED = "CRASHED"
@@ -84,6 +85,8 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
         return Result(case, Verdict.HUNG, outcome["hung"])
     if "crashed" in outcome:
         return Result(case, Verdict.CRASHED, outcome["crashed"])
+    if "not_run" in outcome:
+        return Result(case, Verdict.NOT_RUN, outcome["not_run"])
     if "error" in outcome:
         race = "RACE" in outcome["error"]
         return Result(case, Verdict.WRONG if race else Verdict.CRASHED, outcome["error"])
@@ -160,9 +163,12 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
         lines.append(
             f"Right, but slower than plain XLA where the opposite is predicted: {', '.join(slower)}. See docs/tpu.md."
         )
+    not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
+    if not_run:
+        lines.append(f"{len(not_run)} cases have no verdict: {not_run[0]}")
     if machine["platform"] != "tpu":
         lines.append(f"No TPU was measured: these are {machine['devices']} {machine['platform']} devices.")
-    elif not bad and not slower:
+    elif not bad and not slower and not not_run:
         lines.append("Calls without a backend may take every backend that passed.")
     return "\n".join(lines)
 

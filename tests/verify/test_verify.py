@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import flaxasync as fa
-from flaxasync.verify import cases, measure, programs
-from flaxasync.verify.__main__ import describe_in_words, main
+from flaxasync.verify import __main__ as verify_command
+from flaxasync.verify import cases, measure, programs, supervisor
+from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
 from flaxasync.verify.predict import predict, topology_of
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
@@ -101,6 +102,54 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     out = capsys.readouterr().out
     assert "2 PASS, 1 WRONG, 1 HUNG, 2 CRASHED" in out
     assert "Do not use here: all_gather_matmul/xla, matmul_all_reduce/xla" in out
+
+
+OPENS_ONCE = """
+import json, os, pathlib, sys, time
+from flaxasync.verify.child import say
+opened = pathlib.Path(sys.argv[1])
+json.loads(sys.stdin.readline())
+with opened.open("a") as file:
+    file.write("x")
+attempts = opened.stat().st_size
+if attempts > 1 and attempts < int(sys.argv[2]):
+    sys.exit("the chips are in use")
+say({"machine": {}})
+say({"begin": 0})
+if attempts == 1:
+    time.sleep(600)
+say({"done": 0, "unsupported": "is not of interest"})
+"""
+"""A child whose first case hangs, after which the chips cannot be opened before an attempt of some number."""
+
+
+@pytest.mark.parametrize(("works_at", "verdict"), [(3, Verdict.UNSUPPORTED), (9, Verdict.NOT_RUN)])
+def test_chips_that_cannot_be_opened_after_a_hang_are_tried_again_and_the_rest_has_no_verdict(
+    tmp_path, works_at, verdict
+):
+    opened = tmp_path / "opened"
+    command = (sys.executable, "-c", OPENS_ONCE, str(opened), str(works_at))
+    setup = supervisor.Setup(limit=2, command=command, pauses=(0.1, 0.1))
+    pair = every_case("cpu", 4)[:2]
+    first, second = map(judge, supervisor.run_cases(pair, setup), pair)
+    assert (first.verdict, second.verdict) == (Verdict.HUNG, verdict)
+    assert opened.stat().st_size == (3 if verdict is Verdict.UNSUPPORTED else 4)
+    if verdict is Verdict.NOT_RUN:
+        assert second.reason.startswith(
+            f"the chips could not be opened again after {pair[0].label}; end the process that holds them and run again "
+            "(ended with code 1; its last words: the chips are in use)"
+        )
+        assert "1 cases have no verdict: the chips could not be" in summarize([first, second], MACHINE)
+
+
+def test_a_run_with_cases_that_were_not_run_ends_with_status_2_and_stores_none_of_them(monkeypatch, tmp_path):
+    case = timed("fused", None).case
+    assert record_verdicts([Result(case, Verdict.NOT_RUN)], MACHINE) is None
+    monkeypatch.setattr(
+        verify_command, "describe", lambda setup: (MACHINE | {"platform": "cpu", "kind": "", "versions": {}}, {})
+    )
+    monkeypatch.setattr(verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)])
+    assert main([]) == 2
 
 
 @pytest.mark.slow
