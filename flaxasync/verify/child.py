@@ -1,6 +1,7 @@
 """The process that opens the devices and runs cases: `python -m flaxasync.verify.child`, started by supervisor.py.
 
-It reads one JSON request from stdin, and writes one line of JSON for each message to stdout, after a mark that tells
+It reads one JSON request from the first line of stdin, and ends when stdin ends, because then its parent has ended. A
+child that outlived its parent would keep the chips. It writes one line of JSON for each message to stdout, after a mark that tells
 messages from what kernels and libraries print:
 
   {"machine": {...}}                                what the devices are
@@ -14,7 +15,9 @@ The process may hang or crash at any point: the supervisor knows from the last m
 import dataclasses
 import importlib.metadata
 import json
+import os
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -23,7 +26,7 @@ MARK = "\x1eflaxasync "
 
 def main() -> None:
     """Serves one request."""
-    request = json.loads(sys.stdin.read())
+    request = read_request()
     import jax
 
     if request["platform"]:
@@ -46,6 +49,19 @@ def main() -> None:
             outcome["error"] = f"{type(error).__name__}: {error}"[:2000]
             traceback.print_exc()
         say(outcome)
+
+
+def read_request() -> dict[str, Any]:
+    """Returns the request, and from then on ends this process as soon as stdin ends."""
+    request = json.loads(sys.stdin.readline())
+
+    def end_with_the_parent() -> None:
+        while os.read(0, 1024):  # sys.stdin.read() would hold a lock that the interpreter needs in order to end
+            pass
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
+    return request
 
 
 def say(message: dict[str, Any]) -> None:

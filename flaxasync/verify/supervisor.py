@@ -152,8 +152,8 @@ class _Child:
         )  # fmt: skip
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request).encode())
-            self._process.stdin.close()
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()  # it stays open: its end tells the child that this process has ended
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -177,8 +177,10 @@ class _Child:
                 f"process {self._process.pid} was killed and did not end within {END_LIMIT} s: it still holds the chips"
             ) from None
         self._reader.join(timeout=5)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
         self._log.close()
 
     def finish(self) -> None:

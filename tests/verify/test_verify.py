@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import pathlib
+import subprocess
 import sys
 
 import jax
@@ -150,6 +152,30 @@ def test_a_run_with_cases_that_were_not_run_ends_with_status_2_and_stores_none_o
     )
     monkeypatch.setattr(verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)])
     assert main([]) == 2
+
+
+PARENT = """
+import sys, time
+from flaxasync.verify.supervisor import Setup, _Child
+child = _Child(Setup(command=(sys.executable, "-c", sys.argv[1], sys.argv[2])), [])
+time.sleep(600)
+"""
+CHILD = """
+import sys, time
+from flaxasync.verify.child import read_request
+read_request()
+with open(sys.argv[1], "w") as pipe:
+    time.sleep(60)
+    pipe.write("it lives on")
+"""
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(pipe)]) as parent, pipe.open() as child:
+        parent.kill()
+        assert child.read() == ""  # the pipe ends with the child
 
 
 @pytest.mark.slow
