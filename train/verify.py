@@ -43,7 +43,9 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     if mode == "off" or os.environ.get(trust.VARIABLE) in ("all", "none") or not may_have_tpus(config):
         return
     if config.mesh.distributed:
-        say("verify     skipped, because several processes share the chips; only what was verified before is trusted")
+        say(
+            "verify     skipped, because several processes share the chips; no kernel is trusted unless FLAXASYNC_VERIFIED is set"
+        )
         return
     sizes = config.mesh.data, config.mesh.model
     enough = tuple(Verdict) if config.backend == "auto" else (Verdict.PASS, Verdict.SLOWER)

@@ -13,6 +13,9 @@ sends nothing, has verdicts of one device. Backends that are plain XLA need no v
 | none | no kernel |
 | the path of a file | what passed by that file, if it is of this chip and these versions |
 
+While several processes share the chips, as on a pod, no kernel is trusted unless the variable is set: every process
+would read a file of its own machine, and processes that trace different programs wait for each other for ever.
+
 Where no TPU is attached, a mesh of TPUs is one of described devices: nothing runs there, and calls take what is
 predicted to be fastest, unless the variable is set. `trusting` says for a block of code which of the two holds.
 """
@@ -121,6 +124,8 @@ def verdict(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> st
     override = os.environ.get(VARIABLE, "")
     if override in ("all", "none"):
         return PASSED if override == "all" else None
+    if not override and _mode.get() is None and has_several_processes():
+        return None
     found = read(Machine.here(chip)).get(key(op, backend, ring), {})
     failed = [text for text in found.values() if text != PASSED]
     return failed[0] if failed else PASSED if found else None
@@ -147,10 +152,20 @@ def announce(
     found = verdict(op, wanted, chip, ring)
     why = f"was {found}" if found is not None else "was not verified"
     gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
-    say_once(
-        f"{op} takes {taken!r} and not {wanted!r}, which {why} on {Machine.here(chip)}{gain}. `{COMMAND}` verifies it; "
-        f"naming it, or {VARIABLE}=all, takes it unverified"
-    )
+    advice = f"`{COMMAND}` verifies it; naming it, or {VARIABLE}=all, takes it unverified"
+    if has_several_processes():
+        why = "is not trusted while several processes share the chips"
+        advice = f"Naming it, or the same {VARIABLE} in every process, takes it"
+    say_once(f"{op} takes {taken!r} and not {wanted!r}, which {why} on {Machine.here(chip)}{gain}. {advice}")
+
+
+def has_several_processes() -> bool:
+    """Says whether several processes share the devices, without opening the devices to find out."""
+    from jax._src import distributed, xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        return jax.process_count() > 1
+    return (distributed.global_state.num_processes or 1) > 1
 
 
 def read(machine: Machine) -> dict[str, dict[str, str]]:
