@@ -28,6 +28,9 @@ START_LIMIT = 300
 """Seconds for a child to open the devices, or to calibrate them."""
 END_LIMIT = 60
 """Seconds for a child that has sent everything, or was killed, to end and to release the devices."""
+ONE_MACHINE = (
+    "use a slice of one machine, or set TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"
+)
 LAST_WORDS = 1500  # characters of what a child printed that a message quotes
 
 
@@ -60,12 +63,16 @@ def describe(setup: Setup, *, calibrate: bool = True) -> tuple[dict[str, Any], d
     """Returns what the devices of this machine are, and the rates of their memory and links.
 
     Raises:
-      MachineError: The child that opened the devices failed or hung.
+      MachineError: The child that opened the devices failed or hung, or several processes share the devices.
     """
     with _Child(setup, [], calibrate=calibrate) as child:
         machine = child.receive(START_LIMIT)
         if machine is None:
-            raise MachineError(f"the devices could not be opened: {child.end()}")
+            hint = f"; on one of several machines that share a slice, {ONE_MACHINE}" if child.running else ""
+            raise MachineError(f"the devices could not be opened: {child.end()}{hint}")
+        processes = machine["machine"].get("processes", 1)
+        if processes > 1:
+            raise MachineError(f"verify needs the chips of one machine: got {processes} processes; {ONE_MACHINE}")
         rates = child.receive(START_LIMIT) if calibrate else {"calibration": {}}
         if rates is None:
             raise MachineError(f"the devices could not be calibrated: {child.end()}")
