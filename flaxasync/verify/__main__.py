@@ -97,7 +97,8 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
     """Stores the verdicts of TPU kernels where calls without a backend find them; returns the file, or None.
 
-    A case of one device sends nothing, so it says nothing about a kernel that sends, and is not stored.
+    A case of ring attention is stored for the kernel "flash", too, if it used that; only its results matter there,
+    because its time is that of its transfers. A case of one device sends nothing, so it says nothing about a kernel that sends, and is not stored.
     """
     if machine["platform"] != "tpu":
         return None
@@ -105,10 +106,14 @@ def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.P
     for result in results:
         case = result.case
         alone = case.devices == 1 and case.op != "attention"
-        found = result.verdict not in (Verdict.UNSUPPORTED, Verdict.NOT_RUN)
-        if found and case.backend not in trust.PLAIN and not alone:
-            name = json.dumps(case.to_json(), sort_keys=True)
+        if alone or result.verdict in (Verdict.UNSUPPORTED, Verdict.NOT_RUN):
+            continue
+        name = json.dumps(case.to_json(), sort_keys=True)
+        if case.backend not in trust.PLAIN:
             verdicts.setdefault(trust.key(case.op, case.backend, case.mesh), {})[name] = str(result.verdict)
+        if case.takes_flash:
+            right = Verdict.PASS if result.verdict is Verdict.SLOWER else result.verdict
+            verdicts.setdefault(trust.key("attention", "flash", 1), {})[name] = str(right)
     return trust.record(trust.Machine.here(machine["chip"] or machine["kind"]), verdicts) if verdicts else None
 
 

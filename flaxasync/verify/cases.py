@@ -5,6 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
+from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import backends
 from flaxasync.ops.costs.cost import Shape
 
@@ -54,6 +57,17 @@ class Case:
     def plain(self) -> bool:
         """Whether this is the backend that the others of the op are compared with."""
         return self.backend == PLAIN.get(self.op, "none")
+
+    @property
+    def takes_flash(self) -> bool:
+        """Whether this is ring attention that multiplies its blocks with the kernel "flash" on TPUs.
+
+        Without a direction, ring attention takes one that the kernel can serve.
+        """
+        if self.op != "ring_attention":
+            return False
+        _, rows, _, head = self.shapes[0]
+        return flash_lacks(jnp.dtype(self.dtype), head, rows, rows // (self.directions or 1)) is None
 
     @property
     def label(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flaxasync as fa
-from flaxasync.ops import backends
+from flaxasync.ops import backends, trust
 from flaxasync.verify.cases import Case
 
 MARGIN = 1.1
@@ -153,12 +153,17 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
     counts = {verdict: sum(r.verdict is verdict for r in results) for verdict in Verdict}
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "nothing was verified"]
     bad = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict.bad})
+    plain = [name for name in bad if name.partition("/")[2] in trust.PLAIN]
+    kernels = [name for name in bad if name not in plain]
     slower = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict is Verdict.SLOWER})
-    if bad:
+    if kernels:
+        lines.append(f"Do not use here: {', '.join(kernels)}. A call without a backend does not take them.")
+    if plain:
         lines.append(
-            f"Do not use here: {', '.join(bad)}. A call without a backend does not take them. Please open an issue and "
-            "attach the file that --json writes."
+            f"Do not use here: {', '.join(plain)}. This is plain XLA, which calls still take: name another backend."
         )
+    if bad:
+        lines.append("Please open an issue and attach the file that --json writes.")
     if slower:
         lines.append(
             f"Right, but slower than plain XLA where the opposite is predicted: {', '.join(slower)}. See docs/tpu.md."

@@ -223,6 +223,21 @@ def test_a_verdict_counts_for_rings_that_are_like_the_one_it_was_found_on(v5e, o
 
 
 @pytest.mark.parametrize(
+    ("verdict", "rows", "stored"),
+    [
+        (Verdict.WRONG, 512, "WRONG"),
+        (Verdict.SLOWER, 512, "PASS"),  # by its transfers
+        (Verdict.WRONG, 96, None),  # the kernel takes no such blocks
+    ],
+)
+def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(v5e, verdict, rows, stored):
+    machine = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite"}
+    shape = (2, rows, 8, 128)
+    record_verdicts([Result(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], machine)
+    assert trust.verdict("attention", "flash", "v5e", 1) == stored
+
+
+@pytest.mark.parametrize(
     ("platform", "variable", "folder"),
     [("linux", "XDG_CACHE_HOME", None), ("win32", "LOCALAPPDATA", None), ("darwin", "HOME", "Library/Caches")],
 )

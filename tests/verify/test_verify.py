@@ -104,6 +104,7 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     out = capsys.readouterr().out
     assert "2 PASS, 1 WRONG, 1 HUNG, 2 CRASHED" in out
     assert "Do not use here: all_gather_matmul/xla, matmul_all_reduce/xla" in out
+    assert "This is plain XLA, which calls still take: name another backend." in out
 
 
 OPENS_ONCE = """
@@ -238,6 +239,26 @@ def test_a_backend_is_slower_where_it_loses_to_the_plain_one_against_the_predict
     if verdict is Verdict.SLOWER:
         assert fused.reason == "takes 1.50 times as long as plain XLA"
         assert "slower than plain XLA where the opposite is predicted" in summarize([plain, fused], machine)
+
+
+def test_the_summary_tells_kernels_that_calls_avoid_from_plain_xla_that_they_still_take():
+    results = [dataclasses.replace(timed(name, None), verdict=Verdict.WRONG) for name in ("fused", "none")]
+    assert summarize(results, MACHINE).splitlines()[1:] == [
+        "Do not use here: all_gather_matmul/fused. A call without a backend does not take them.",
+        "Do not use here: all_gather_matmul/none. This is plain XLA, which calls still take: name another backend.",
+        "Please open an issue and attach the file that --json writes.",
+    ]
+
+
+def test_references_of_ring_attention_multiply_blocks_without_the_flash_kernel(monkeypatch):
+    monkeypatch.setenv("FLAXASYNC_VERIFIED", "all")
+    case = next(c for c in every_case("tpu", 8) if (c.op, c.backend) == ("ring_attention", "xla"))
+    assert case.takes_flash
+    mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x4"))
+    with jax.set_mesh(mesh):
+        arguments = programs.abstract_arguments(case, mesh)
+        texts = [str(jax.make_jaxpr(programs.make_program(case, reference=r))(*arguments)) for r in (False, True)]
+    assert ["pallas_call" in text for text in texts] == [True, False]
 
 
 def test_a_deviation_within_the_tolerance_passes_and_one_above_is_wrong():
