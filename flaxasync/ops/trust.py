@@ -1,8 +1,8 @@
 """Which TPU kernels a call without a backend may take: those that passed `python -m flaxasync.verify` on such a chip.
 
 A kernel that overlaps its transfers can hang a chip or be silently wrong, and this depends on the chip and on the
-compiler. The verdicts are therefore stored for each (chip, libtpu, jax, flaxasync), in one file of the user's cache
-folder. A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts count for rings
+compiler. The verdicts are therefore stored in the user's cache folder, in one file for each `Machine`: the chip, the
+versions of the software, the options of libtpu, and the sources of the kernels and ops. A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts count for rings
 of two only, and longer rings need a verdict of a longer ring. On one device nothing is sent: only attention, which
 sends nothing, has verdicts of one device. Backends that are plain XLA need no verdict. A call that names a backend never asks.
 
@@ -24,6 +24,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -42,6 +43,7 @@ VARIABLE = "FLAXASYNC_VERIFIED"
 PASSED = "PASS"
 PLAIN = ("none", "xla", "reference")
 """Backends that are made of XLA's own operations."""
+SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
 
 Mode = Literal["predicted", "verified"]
@@ -51,18 +53,31 @@ _log = logging.getLogger("flaxasync")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a verdict depends on: the name of the chip, and the versions of the software."""
+    """What a verdict depends on: the chip, the software and its options.
+
+    Attributes:
+      chip: The name of the chip.
+      libtpu: Its version, "none" where it is not installed as a package.
+      jax: Its version.
+      jaxlib: Its version.
+      flaxasync: Its version.
+      libtpu_options: The environment variable LIBTPU_INIT_ARGS.
+      sources: A digest of the sources of flaxasync on which kernels and ops depend, for checkouts that are edited.
+    """
 
     chip: str
     libtpu: str
     jax: str
+    jaxlib: str
     flaxasync: str
+    libtpu_options: str
+    sources: str
 
     @staticmethod
     def here(chip: str) -> "Machine":
         """Returns the machine with this chip and the versions that are installed here."""
-        versions = (_version(name) for name in ("libtpu", "jax", "flaxasync"))
-        return Machine(chip, *versions)
+        versions = (_version(name) for name in ("libtpu", "jax", "jaxlib", "flaxasync"))
+        return Machine(chip, *versions, os.environ.get("LIBTPU_INIT_ARGS", ""), digest_of_sources())
 
     @property
     def file(self) -> pathlib.Path:
@@ -70,7 +85,8 @@ class Machine:
         named = os.environ.get(VARIABLE, "")
         if named not in ("", "all", "none"):
             return pathlib.Path(named).expanduser()
-        text = f"verified-{self.chip}-libtpu-{self.libtpu}-jax-{self.jax}-flaxasync-{self.flaxasync}.json"
+        rest = hashlib.sha256(repr((self.jaxlib, self.libtpu_options, self.sources)).encode()).hexdigest()[:8]
+        text = f"verified-{self.chip}-libtpu-{self.libtpu}-jax-{self.jax}-flaxasync-{self.flaxasync}-{rest}.json"
         return cache_folder() / re.sub(r"[^\w.+-]", "_", text)
 
     def __str__(self) -> str:
@@ -126,7 +142,10 @@ def verdict(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> st
         return PASSED if override == "all" else None
     if not override and _mode.get() is None and has_several_processes():
         return None
-    found = read(Machine.here(chip)).get(key(op, backend, ring), {})
+    machine = Machine.here(chip)
+    if not override and machine.libtpu == "none":
+        return None  # the library of the chip has no version by which its verdicts could be told from those of another
+    found = read(machine).get(key(op, backend, ring), {})
     failed = [text for text in found.values() if text != PASSED]
     return failed[0] if failed else PASSED if found else None
 
@@ -222,6 +241,16 @@ def cache_folder() -> pathlib.Path:
 def say_once(message: str) -> None:
     """Logs a message unless it was logged before."""
     _log.warning("flaxasync: %s", message)
+
+
+@functools.cache
+def digest_of_sources() -> str:
+    """Returns a digest of the sources that decide what kernels and ops do: `SOURCES`."""
+    package = pathlib.Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(file for pattern in SOURCES for file in package.glob(pattern)):
+        digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=8)

@@ -74,7 +74,7 @@ def test_a_case_that_passes_later_replaces_the_one_that_failed(v5e):
     assert taken() == "fused"
 
 
-@pytest.mark.parametrize("changed", ["chip", "libtpu", "jax", "flaxasync"])
+@pytest.mark.parametrize("changed", ["chip", "libtpu", "jax", "jaxlib", "flaxasync", "libtpu_options", "sources"])
 def test_verdicts_of_another_machine_or_version_are_not_trusted(v5e, changed, caplog):
     store(v5e)
     content = json.loads(v5e.file.read_text())
@@ -83,6 +83,30 @@ def test_verdicts_of_another_machine_or_version_are_not_trusted(v5e, changed, ca
     trust._parse.cache_clear()
     assert [taken(), taken()] == ["none", "none"]
     assert caplog.text.count("they are of another machine or version, not of v5e with libtpu") == 1
+
+
+def test_other_options_of_libtpu_and_other_sources_have_a_file_of_their_own(v5e, monkeypatch):
+    store(v5e)
+    assert taken() == "fused"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--an_option=true")
+    assert taken() == "none"
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    monkeypatch.setattr(trust, "digest_of_sources", lambda: "another")
+    assert taken() == "none"
+
+
+def test_the_sources_of_kernels_ops_and_transports_are_in_the_digest():
+    package = pathlib.Path(fa.__file__).parent
+    found = {file.relative_to(package).parts[0] for pattern in trust.SOURCES for file in package.glob(pattern)}
+    assert found == {"kernels", "ops", "transport", "ring.py"}
+
+
+def test_without_a_version_of_libtpu_nothing_is_trusted(v5e, monkeypatch):
+    monkeypatch.setattr(trust, "_version", lambda package: "none" if package == "libtpu" else "1")
+    store(trust.Machine.here("v5e"))
+    assert taken() == "none"
+    monkeypatch.setenv(trust.VARIABLE, str(trust.Machine.here("v5e").file))
+    assert taken() == "fused"
 
 
 @pytest.mark.parametrize(
