@@ -90,7 +90,8 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
       platform: "tpu", "gpu" or "cpu".
       devices: The number of devices.
       quick: Whether to verify small shapes, and gradients together with results only.
-      only: The ops to verify, such as "all_gather_matmul" or "attention/flash" with a backend; all by default.
+      only: The ops to verify, such as "all_gather_matmul" or "attention/flash" with a backend; all by default. The
+        plain backend of each op is always among the cases, because a backend may be slower than it.
 
     Raises:
       ValueError: `only` names an op or a backend that does not exist.
@@ -103,7 +104,9 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
     cases = []
     for op, names in BACKENDS.items():
         for backend in names:
-            if only and op not in only and f"{op}/{backend}" not in only:
+            chosen = op in only or f"{op}/{backend}" in only
+            beside = backend == PLAIN.get(op, "none") and any(name.startswith(f"{op}/") for name in only)
+            if only and not chosen and not beside:
                 continue
             simulate = platform != "tpu" and _is_kernel(op, backend)
             ring = min(devices, 2) if simulate else devices

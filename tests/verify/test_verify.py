@@ -39,6 +39,15 @@ def test_a_tpu_runs_everything_and_a_gpu_what_is_no_tpu_kernel():
     assert runs == {"none", "xla", "reference"}
 
 
+def test_the_plain_backend_is_measured_beside_every_backend_that_is_chosen():
+    only = ["matmul_reduce_scatter/fused", "attention/flash", "ppermute/pallas"]
+    listed = {(case.op, case.backend) for case in cases.list_cases("tpu", 8, quick=True, only=only)}
+    assert listed == {
+        ("matmul_reduce_scatter", "none"), ("matmul_reduce_scatter", "fused"), ("attention", "reference"),
+        ("attention", "flash"), ("ppermute", "xla"), ("ppermute", "pallas"),
+    }  # fmt: skip
+
+
 def test_a_full_run_verifies_each_direction_with_and_without_gradients():
     found = [c for c in every_case("tpu", 8, quick=False) if (c.op, c.backend) == ("all_gather_matmul", "fused")]
     assert {(c.directions, c.gradient) for c in found} == {(1, True), (1, False), (2, True), (2, False)}
@@ -82,14 +91,15 @@ def test_a_result_that_is_not_finite_is_infinitely_wrong():
 
 def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_path):
     file = tmp_path / "verdicts.json"
-    ops = "all_gather_matmul/none,all_gather_matmul/xla,matmul_reduce_scatter/xla,matmul_all_reduce/xla"
+    ops = "all_gather_matmul/xla,matmul_reduce_scatter/xla,matmul_all_reduce/xla"
     ops += ",ring_attention/xla,ppermute/xla"
     options = ["--quick", "--cpu-devices", "2", "--ops", ops, "--limit", "10", "--json", str(file)]
     assert main(options, command=FAULTY) == 1
     found = {(r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]}
     verdicts = {name: result["verdict"] for name, result in found.items()}
+    assert [verdicts.pop((op, "none")) for op in ("all_gather_matmul", "ring_attention")] == ["PASS", "PASS"]
+    assert [verdicts.pop((op, "none")) for op in ("matmul_reduce_scatter", "matmul_all_reduce")] == ["PASS", "PASS"]
     assert verdicts == {
-        ("all_gather_matmul", "none"): "PASS",
         ("all_gather_matmul", "xla"): "WRONG",
         ("matmul_reduce_scatter", "xla"): "HUNG",
         ("matmul_all_reduce", "xla"): "CRASHED",
@@ -102,7 +112,7 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     assert "died of SIGABRT; its last words: the last words of a process" in reasons["matmul_all_reduce"]
     assert reasons["ring_attention"] == "AssertionError: a planted error"
     out = capsys.readouterr().out
-    assert "2 PASS, 1 WRONG, 1 HUNG, 2 CRASHED" in out
+    assert "5 PASS, 1 WRONG, 1 HUNG, 2 CRASHED" in out
     assert "Do not use here: all_gather_matmul/xla, matmul_all_reduce/xla" in out
     assert "This is plain XLA, which calls still take: name another backend." in out
 
