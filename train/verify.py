@@ -44,7 +44,8 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
         return
     if config.mesh.distributed:
         say(
-            "verify     skipped, because several processes share the chips; no kernel is trusted unless FLAXASYNC_VERIFIED is set"
+            "verify     skipped, because several processes share the chips; no kernel is trusted unless "
+            f"{trust.VARIABLE} is set"
         )
         return
     sizes = config.mesh.data, config.mesh.model

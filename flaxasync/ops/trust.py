@@ -2,9 +2,12 @@
 
 A kernel that overlaps its transfers can hang a chip or be silently wrong, and this depends on the chip and on the
 compiler. The verdicts are therefore stored in the user's cache folder, in one file for each `Machine`: the chip, the
-versions of the software, the options of libtpu, and the sources of the kernels and ops. A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts count for rings
-of two only, and longer rings need a verdict of a longer ring. On one device nothing is sent: only attention, which
-sends nothing, has verdicts of one device. Backends that are plain XLA need no verdict. A call that names a backend never asks.
+versions of the software, the options of libtpu, and the sources of the kernels and ops. A call that names a backend
+never asks, and backends that are plain XLA need no verdict.
+
+A ring of two devices does not show whether a kernel tells its directions apart. Its verdicts count for rings of two
+only, and longer rings need a verdict of a longer ring. On one device nothing is sent, so there only attention, which
+sends nothing, has verdicts.
 
 | FLAXASYNC_VERIFIED | what is trusted |
 |---|---|
@@ -76,8 +79,15 @@ class Machine:
     @staticmethod
     def here(chip: str) -> "Machine":
         """Returns the machine with this chip and the versions that are installed here."""
-        versions = (_version(name) for name in ("libtpu", "jax", "jaxlib", "flaxasync"))
-        return Machine(chip, *versions, os.environ.get("LIBTPU_INIT_ARGS", ""), digest_of_sources())
+        return Machine(
+            chip,
+            libtpu=_version("libtpu"),
+            jax=_version("jax"),
+            jaxlib=_version("jaxlib"),
+            flaxasync=_version("flaxasync"),
+            libtpu_options=os.environ.get("LIBTPU_INIT_ARGS", ""),
+            sources=digest_of_sources(),
+        )
 
     @property
     def file(self) -> pathlib.Path:
@@ -188,7 +198,10 @@ def has_several_processes() -> bool:
 
 
 def read(machine: Machine) -> dict[str, dict[str, str]]:
-    """Returns the stored verdicts, {key: {case: verdict}} with keys of `key`. A file that cannot be read is named once."""
+    """Returns the stored verdicts, {name: {case: verdict}} with the names of `key`.
+
+    A file that cannot be read is named once.
+    """
     file = machine.file
     try:
         return _parse(str(file), file.stat().st_mtime_ns, machine)
@@ -207,7 +220,7 @@ def record(machine: Machine, verdicts: Mapping[str, Mapping[str, str]]) -> pathl
 
     Args:
       machine: Where they were found.
-      verdicts: For each key of `key` the verdict of each case, under a text that identifies the case.
+      verdicts: For each name of `key` the verdict of each case, under a text that identifies the case.
 
     Returns:
       The file; None where it cannot be written, which is said.

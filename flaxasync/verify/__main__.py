@@ -97,8 +97,9 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
     """Stores the verdicts of TPU kernels where calls without a backend find them; returns the file, or None.
 
-    A case of ring attention is stored for the kernel "flash", too, if it used that; only its results matter there,
-    because its time is that of its transfers. A case of one device sends nothing, so it says nothing about a kernel that sends, and is not stored.
+    A case of ring attention is stored for the kernel "flash", too, if it used that. Only its results matter there,
+    because its time is that of its transfers. A case of one device sends nothing, so it says nothing about a kernel
+    that sends, and is not stored.
     """
     if machine["platform"] != "tpu":
         return None

@@ -1,8 +1,8 @@
 """The process that opens the devices and runs cases: `python -m flaxasync.verify.child`, started by supervisor.py.
 
-It reads one JSON request from the first line of stdin, and ends when stdin ends, because then its parent has ended. A
-child that outlived its parent would keep the chips. It writes one line of JSON for each message to stdout, after a mark that tells
-messages from what kernels and libraries print:
+It reads one JSON request from the first line of stdin, and writes one line of JSON for each message to stdout, after a
+mark that tells messages from what kernels and libraries print. It ends when stdin ends, because then its parent has
+ended, and a child that outlived it would keep the chips. The messages are:
 
   {"machine": {...}}                                what the devices are
   {"calibration": {...}}                            if the request asks for it
@@ -32,6 +32,7 @@ def main() -> None:
     if request["platform"]:
         jax.config.update("jax_platforms", request["platform"])
     jax.config.update("jax_num_cpu_devices", request["cpu_devices"])
+    from flaxasync.mesh import UnsupportedError
     from flaxasync.verify.cases import Case
     from flaxasync.verify.measure import calibrate, run_case
 
@@ -46,7 +47,7 @@ def main() -> None:
         outcome: dict[str, Any] = {"done": number}
         try:
             outcome["measurement"] = dataclasses.asdict(run_case(Case.from_json(data), repeats=request["repeats"]))
-        except NotImplementedError as error:
+        except UnsupportedError as error:  # other NotImplementedErrors are of the compiler of kernels, and errors
             outcome["unsupported"] = str(error)
         except Exception as error:
             outcome["error"] = f"{type(error).__name__}: {error}"[:2000]

@@ -60,7 +60,7 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
     """Runs a case on several random inputs, compares each result with the reference, and times it.
 
     Raises:
-      NotImplementedError: The op cannot serve the case here. The message says why.
+      UnsupportedError: The op cannot serve the case here. The message says why.
     """
     mesh = programs.make_mesh(case)
     reference = programs.make_program(case, reference=True)

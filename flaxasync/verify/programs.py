@@ -151,12 +151,9 @@ def _op(case: Case, kernel: str | None = None) -> Callable:
         return lambda x: fa.ppermute(x, AXIS, 1, case.backend)
     if case.op == "lookup_reduce_scatter":
         return lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=case.backend)
-    if case.op == "ring_attention":
-        return lambda q, k, v: fa.ring_attention(
-            q, k, v, AXIS, backend=case.backend, directions=case.directions, kernel=kernel
-        )
     fn = getattr(fa, case.op)
-    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions)
+    options = {"kernel": kernel} if case.op == "ring_attention" else {}
+    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions, **options)
 
 
 def _plain(case: Case) -> Callable:

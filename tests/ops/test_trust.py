@@ -223,6 +223,7 @@ def test_verify_stores_its_verdicts_where_calls_find_them(v5e):
     machine = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite"}
     case = Case(OP, "fused", (8,), tuple(SHAPES))
     assert record_verdicts([Result(case, Verdict.PASS)], machine | {"platform": "cpu"}) is None
+    assert record_verdicts([Result(case, Verdict.UNSUPPORTED)], machine) is None
     assert taken() == "none"
     assert record_verdicts([Result(case, Verdict.PASS)], machine) == v5e.file
     assert taken() == "fused"
