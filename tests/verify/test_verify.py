@@ -83,6 +83,29 @@ def test_inputs_are_random_and_differ_from_seed_to_seed():
     assert not jnp.array_equal(x, other)
 
 
+def test_a_program_runs_several_times_without_a_wait_and_each_result_is_compared(monkeypatch):
+    case = next(c for c in every_case("cpu", 4) if (c.op, c.backend) == ("ppermute", "xla"))
+    make_program, runs, results = programs.make_program, [], []
+
+    def make(case, *, reference=False):
+        program = make_program(case, reference=reference)
+
+        def counted(*arguments):
+            runs.append(len(results))
+            result = program(*arguments)
+            return result | {"y": result["y"] + 1.0} if len(runs) == 5 else result
+
+        return program if reference else counted
+
+    compare = measure.compare_results
+    monkeypatch.setattr(measure, "compare_results", lambda got, wanted: results.append(got) or compare(got, wanted))
+    monkeypatch.setattr(programs, "make_program", make)
+    monkeypatch.setattr(measure, "time_program", lambda run, name: None)
+    measurement = measure.run_case(case, repeats=2)
+    assert runs == [0] * measure.BACK_TO_BACK + [measure.BACK_TO_BACK]
+    assert measurement.errors["y"] > 0.1  # the fifth run is wrong
+
+
 def test_a_result_that_is_not_finite_is_infinitely_wrong():
     one = {"y": np.ones(4), "dx": np.ones(4)}
     found = measure.compare_results(one | {"y": np.array([1, np.nan, 1, 1])}, one)
