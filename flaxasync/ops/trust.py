@@ -204,7 +204,7 @@ def read(machine: Machine) -> dict[str, dict[str, str]]:
     """
     file = machine.file
     try:
-        return _parse(str(file), file.stat().st_mtime_ns, machine)
+        return _parse(str(file), _version_of(file), machine)
     except FileNotFoundError:
         if os.environ.get(VARIABLE):
             say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
@@ -223,16 +223,22 @@ def record(machine: Machine, verdicts: Mapping[str, Mapping[str, str]]) -> pathl
       verdicts: For each name of `key` the verdict of each case, under a text that identifies the case.
 
     Returns:
-      The file; None where it cannot be written, which is said.
+      The file; None where it cannot be written, or where `VARIABLE` names a file that is not of this machine. Both are
+      said.
     """
-    file, stored = machine.file, read(machine)
-    merged = {name: {**stored.get(name, {}), **verdicts.get(name, {})} for name in {*stored, *verdicts}}
-    content = {"format": FORMAT, "machine": dataclasses.asdict(machine), "verdicts": merged}
+    file = machine.file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-            json.dump(content, part, indent=1, sort_keys=True)
-        os.replace(part.name, file)
+        with _locked(file):
+            if os.environ.get(VARIABLE, "") not in ("", "all", "none") and not _may_replace(file, machine):
+                return None
+            stored = read(machine) if file.exists() else {}
+            merged = {name: {**stored.get(name, {}), **verdicts.get(name, {})} for name in {*stored, *verdicts}}
+            content = {"format": FORMAT, "machine": dataclasses.asdict(machine), "verdicts": merged}
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
+                json.dump(content, part, indent=1, sort_keys=True)
+            os.chmod(part.name, 0o644)  # other users may read a file that is named
+            os.replace(part.name, file)
     except OSError as error:
         say_once(f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} names a file")
         return None
@@ -266,8 +272,39 @@ def digest_of_sources() -> str:
     return digest.hexdigest()[:16]
 
 
+@contextlib.contextmanager
+def _locked(file: pathlib.Path) -> Iterator[None]:
+    """Keeps other processes from adding verdicts to a file in a block of code, where the platform has such locks."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with file.with_name(f"{file.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _may_replace(file: pathlib.Path, machine: Machine) -> bool:
+    """Says whether a file is missing, or has verdicts of this machine; otherwise the reason is logged once."""
+    try:
+        _parse(str(file), _version_of(file), machine)
+    except FileNotFoundError:
+        return True
+    except (ValueError, TypeError, AttributeError) as error:
+        say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored: {error}")
+        return False
+    return True
+
+
+def _version_of(file: pathlib.Path) -> tuple[int, ...]:
+    """Returns what differs after each change of a file: several changes can have one time."""
+    found = file.stat()
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
 @functools.lru_cache(maxsize=8)
-def _parse(file: str, modified: int, machine: Machine) -> dict[str, dict[str, str]]:
+def _parse(file: str, version: tuple[int, ...], machine: Machine) -> dict[str, dict[str, str]]:
     content: Any = json.loads(pathlib.Path(file).read_text())
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"they are not in format {FORMAT} of this version")

@@ -1,5 +1,6 @@
 """What a call without a backend takes: a kernel that was verified here, or else plain XLA, said once."""
 
+import concurrent.futures
 import json
 import pathlib
 import subprocess
@@ -148,6 +149,23 @@ def test_the_environment_overrides_the_stored_verdicts(v5e, monkeypatch, tmp_pat
     store(v5e)
     assert other.exists()
     assert taken() == "fused"
+
+
+def test_a_named_file_of_another_machine_is_not_replaced(v5e, monkeypatch, tmp_path, caplog):
+    named = tmp_path / "named.json"
+    monkeypatch.setenv(trust.VARIABLE, str(named))
+    store(v5e)
+    before = named.read_text()
+    assert trust.record(trust.Machine.here("v6e"), {f"{OP}/fused/3+": {"a case": "PASS"}}) is None
+    assert named.read_text() == before
+    assert f"{named}, which is not replaced, and no verdicts are stored: they are of another machine" in caplog.text
+
+
+def test_processes_that_store_verdicts_at_once_lose_none_and_others_may_read_them(v5e):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: store(v5e, case=f"case {n}"), range(40)))  # each opens a lock of its own
+    assert len(trust.read(v5e)[f"{OP}/fused/3+"]) == 40
+    assert v5e.file.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_folder_that_cannot_be_written_is_said(v5e, monkeypatch, caplog):
