@@ -42,6 +42,12 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
         command=command,
     )
     began = time.monotonic()
+    if chosen.json:
+        try:
+            pathlib.Path(chosen.json).open("a").close()  # not after an hour of measurements
+        except OSError as error:
+            print(f"error: --json cannot be written: {error}", file=sys.stderr)
+            return 2
     try:
         only = [name for name in chosen.ops.split(",") if name]
         list_cases("cpu", 1, quick=True, only=only)  # a wrong name is reported before the devices are opened
@@ -66,11 +72,20 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
 
 
 def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: bool) -> list[Result]:
-    """Runs cases, prints a line for each, and returns their results in the same order."""
+    """Runs cases, prints a line for each, and returns their results in the same order.
+
+    The verdict of each case is stored as soon as it is known, so that a run that is ended leaves what it found.
+    """
     reasons = {case: unsupported(case, machine["platform"], quick=quick) for case in cases}
     runnable = [case for case in cases if reasons[case] is None]
 
+    plain: list[Result] = []  # the plain backend of an op runs before the others
+
     def progress(case: Case, outcome: dict[str, Any]) -> None:
+        result = judge(outcome, case)
+        if case.plain:
+            plain.append(result)
+        record_verdicts(compare_times([*plain, result], machine)[-1:], machine)
         if sys.stderr.isatty():
             print(f"\r{runnable.index(case) + 1}/{len(runnable)}  {case.label:60}", end="\r", file=sys.stderr)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import flaxasync as fa
+from flaxasync.ops import trust
 from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
@@ -176,6 +177,30 @@ def test_chips_that_cannot_be_opened_after_a_hang_are_tried_again_and_the_rest_h
             "(ended with code 1; its last words: the chips are in use)"
         )
         assert "1 cases have no verdict: the chips could not be" in summarize([first, second], MACHINE)
+
+
+def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(trust.VARIABLE, raising=False)
+    plain, fused = timed("none", None).case, timed("fused", None).case
+    measured = {"errors": {"y": 0.0}, "tolerance": 1e-2}
+    found = []
+
+    def run_cases(cases, setup, *, report):
+        for case, seconds in ((plain, 2e-3), (fused, 3e-3)):
+            report(case, {"measurement": measured | {"timing": {"seconds": seconds}}})
+        found.append(trust.verdict(fused.op, "fused", "v5e", 8))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify_command, "run_cases", run_cases)
+    with trust.trusting("verified"), pytest.raises(KeyboardInterrupt):
+        verify_command.verify([plain, fused], MACHINE | {"kind": "TPU v5 lite"}, supervisor.Setup(), quick=True)
+    assert found == ["SLOWER"]
+
+
+def test_a_json_file_that_cannot_be_written_is_refused_before_anything_runs(capsys):
+    assert main(["--json", "/dev/null/verdicts.json"], command=("no such program",)) == 2
+    assert "error: --json cannot be written: " in capsys.readouterr().err
 
 
 def test_a_run_with_cases_that_were_not_run_ends_with_status_2_and_stores_none_of_them(monkeypatch, tmp_path):
