@@ -52,9 +52,12 @@ class DeviceGrid:
         if len(places) != len(devices) or math.prod(sizes) != len(devices):
             return None
         chip = chip_of_device(devices[0].device_kind)
-        if chip is None or any(first):  # a part of a larger slice does not wrap
+        whole = _slice_sizes(devices[0]) or sizes
+        if chip is None or any(first):  # a part of a larger slice that does not begin at its first chip
             return cls(sizes, (False,) * len(sizes), first)
-        return cls(sizes, (*map(chip.wraps, sizes[:-1]), False), first)
+        spans = [size == full for size, full in zip(sizes[:-1], whole[:-1], strict=True)]  # the whole slice
+        closed = [a and b for a, b in zip(spans, chip.wraps(whole[:-1]), strict=True)]
+        return cls(sizes, (*closed, False), first)
 
     def position(self, device: Any) -> tuple[int, ...]:
         """Returns the position of a device along each dimension of the grid."""
@@ -119,6 +122,16 @@ def ring_order(grid: DeviceGrid, shape: Sizes) -> np.ndarray:
 
 def _coordinates(device: Any) -> tuple[int, ...]:
     return (*device.coords, device.core_on_chip)
+
+
+def _slice_sizes(device: Any) -> Sizes | None:
+    """Returns the number of devices along each dimension of the whole slice of a device; None if it is not known."""
+    client = getattr(device, "client", None)
+    if client is None:
+        return None
+    number = getattr(device, "slice_index", None)
+    others = [other for other in client.devices() if getattr(other, "slice_index", None) == number]
+    return tuple(max(axis) - min(axis) + 1 for axis in zip(*map(_coordinates, others), strict=True))
 
 
 def _cost(grid: DeviceGrid, order: np.ndarray, limit: list[int] | None) -> list[int] | None:

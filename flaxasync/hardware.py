@@ -12,8 +12,10 @@ schedules, and HBM sizes are those that it leaves to programs. The sizes of vect
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 MIB, GIB = 2**20, 2**30
+CUBE = 4  # the side of the cubes of chips that optical switches join on v5p and tpu7x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Chip:
       hbm_bytes: The HBM that programs can use, in bytes.
       hbm_bandwidth: The peak bandwidth of HBM, in bytes per second.
       link_bandwidth: The bandwidth of one ICI link in one direction, in bytes per second.
-      wraps_at: A dimension of the chip network closes into a ring if its chips are a multiple of this number.
+      wraps_at: A dimension of the chip network closes into a ring if its chips are a multiple of this number; where it
+        is `CUBE`, only if those of every dimension are.
       vmem_bytes: The vector memory of one core, in bytes.
       hop_latency: The latency of one hop, in seconds, from the same table as the link bandwidth. It matters only to
         small transfers.
@@ -49,12 +52,17 @@ class Chip:
     hbm_efficiency: float = 0.81
     vmem_bytes_per_cycle: float = 2500
 
-    def wraps(self, chips: int) -> bool:
-        """Says whether a dimension of so many chips closes into a ring.
+    def wraps(self, sizes: Sequence[int]) -> tuple[bool, ...]:
+        """Says which dimensions of a whole slice close into rings.
 
-        On v5e and v6e only the dimension of a full pod does, on v5p and tpu7x every dimension of whole 4x4x4 cubes.
+        On v5e and v6e only the dimension of a full pod does. On v5p and tpu7x every dimension of a slice of whole
+        4x4x4 cubes does, and none of a smaller slice: the optical switches that close the rings join cubes.
+
+        Args:
+          sizes: The number of chips along each dimension of the slice.
         """
-        return chips % self.wraps_at == 0
+        by_dimension = tuple(size % self.wraps_at == 0 for size in sizes)
+        return by_dimension if self.wraps_at != CUBE else (all(by_dimension),) * len(by_dimension)
 
 
 CHIPS = {
@@ -62,8 +70,8 @@ CHIPS = {
     for chip in (
         Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 16, 128 * MIB),
         Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 16, 128 * MIB),
-        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, 4, 64 * MIB),
-        Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, 4, 64 * MIB),
+        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, CUBE, 64 * MIB),
+        Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, CUBE, 64 * MIB),
     )
 }
 

@@ -20,6 +20,13 @@ from flaxasync import hardware
 from flaxasync.device_order import DeviceGrid, order_devices
 
 
+class UnsupportedError(NotImplementedError):
+    """An op or a backend of this package refuses a call.
+
+    Other NotImplementedErrors come from JAX and its compilers, and are faults of a kernel.
+    """
+
+
 def make_mesh(
     axis_shapes: Sequence[int],
     axis_names: Sequence[str],
@@ -217,12 +224,10 @@ def chip_name() -> str:
 
 
 def check_tpu(caller: str, instead: str) -> None:
-    """Raises NotImplementedError where the mesh is known to be of devices other than TPUs."""
+    """Raises UnsupportedError where the mesh is known to be of devices other than TPUs."""
     found = platform()
     if found not in ("tpu", None):
-        raise NotImplementedError(
-            f"{caller} is made of TPU kernels, and this mesh is of {found} devices; use {instead}"
-        )
+        raise UnsupportedError(f"{caller} is made of TPU kernels, and this mesh is of {found} devices; use {instead}")
 
 
 def device_at(axis_name: str, shift: int) -> dict[str, Any]:

@@ -80,6 +80,29 @@ def test_no_mesh_is_worse_than_jax_makes_it_and_the_last_axis_is_closed_wherever
     assert refused < len(shapes(len(devices)))
 
 
+@pytest.mark.parametrize(
+    ("topology", "wraps"),
+    [
+        ("v5p:2x2x4", (False, False, False)),
+        ("v5p:2x4x4", (False, False, False)),
+        ("v5p:4x4x4", (True, True, True)),
+        ("v5p:4x4x8", (True, True, True)),
+        ("tpu7x:2x2x4", (False, False, False)),
+        ("v5e:4x4", (False, False, False)),
+        ("v5e:8x16", (False, True, False)),
+        ("v5e:16x16", (True, True, False)),
+    ],
+)
+def test_the_dimensions_that_wrap(topology, wraps):
+    assert DeviceGrid.of(fa.check.topology_devices(topology)).wraps == (*wraps, False)
+
+
+def test_a_part_of_a_slice_wraps_only_where_it_spans_the_slice():
+    devices = fa.check.topology_devices("v5p:4x4x8")
+    half = [device for device in devices if device.coords[2] < 4]
+    assert DeviceGrid.of(half).wraps == (True, True, False, False)
+
+
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
 def test_rings_visit_every_point_of_a_box_and_close_where_that_is_possible(box):
     closes = math.prod(box) <= 2 or (sum(side > 1 for side in box) > 1 and any(side % 2 == 0 for side in box))

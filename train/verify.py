@@ -38,12 +38,15 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
       setup: How child processes are started.
 
     Raises:
-      InputError: The devices could not be opened, or the named backend failed.
+      InputError: The devices could not be opened or opened again, or the named backend failed.
     """
     if mode == "off" or os.environ.get(trust.VARIABLE) in ("all", "none") or not may_have_tpus(config):
         return
     if config.mesh.distributed:
-        say("verify     skipped, because several processes share the chips; only what was verified before is trusted")
+        say(
+            "verify     skipped, because several processes share the chips; no kernel is trusted unless "
+            f"{trust.VARIABLE} is set"
+        )
         return
     sizes = config.mesh.data, config.mesh.model
     enough = tuple(Verdict) if config.backend == "auto" else (Verdict.PASS, Verdict.SLOWER)
@@ -64,6 +67,9 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     stored = record_verdicts(results, machine)
     if stored is not None:
         say(f"verify     the verdicts are in {stored}")
+    not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
+    if not_run:
+        raise InputError(f"{len(not_run)} of {len(cases)} cases could not be verified: {not_run[0]}")
     failed = sorted({f"{r.case.op} {r.verdict}" for r in results if r.case.backend == config.backend and r.verdict.bad})
     if failed:
         raise InputError(
@@ -124,7 +130,7 @@ def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
         machine = trust.Machine.here(chip)
         if machine.file.exists():
             stored = trust.read(machine)
-            names = [(f"{c.op}/{c.backend}", json.dumps(c.to_json(), sort_keys=True)) for c in kernels]
+            names = [(trust.key(c.op, c.backend, c.mesh), json.dumps(c.to_json(), sort_keys=True)) for c in kernels]
             if all(stored.get(name, {}).get(case) in enough for name, case in names):
                 return True
     return False

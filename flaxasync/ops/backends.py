@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from flaxasync import hardware, mesh
+from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.plan import plan
@@ -95,7 +96,7 @@ def choose(
             raise ValueError(
                 f"{op} got backend={requested!r}: it must be one of {', '.join(support.backends)}, or None to choose"
             )
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"{op} has no {requested!r} backend: it has {', '.join(support.backends)}; use "
             f"backend={support.default!r}, which runs on every device"
         )
@@ -114,7 +115,7 @@ def if_available(op: str, requested: str | None) -> str | None:
     return None if name in BACKENDS and name not in OPS[op].backends else requested
 
 
-def cannot_serve(op: str, backend: str, limit: str, instead: str) -> NotImplementedError:
+def cannot_serve(op: str, backend: str, limit: str, instead: str) -> UnsupportedError:
     """Returns the error for a backend that cannot serve a call.
 
     Args:
@@ -123,7 +124,7 @@ def cannot_serve(op: str, backend: str, limit: str, instead: str) -> NotImplemen
       limit: What the backend takes and what it got, beginning with a verb: "has kernels for float32: got float16".
       instead: What to do: "cast the operands, or use backend='xla'".
     """
-    return NotImplementedError(f"{op} with backend={backend!r} {limit}; {instead}")
+    return UnsupportedError(f"{op} with backend={backend!r} {limit}; {instead}")
 
 
 def make_ring(
@@ -157,5 +158,5 @@ def _planned(
     if trust.is_assumed() or found.trusted == found.backend:
         return found.backend
     faster = found.seconds[found.trusted] / found.seconds[found.backend]
-    trust.announce(op, found.backend, found.trusted, chip.name, faster=faster)
+    trust.announce(op, found.backend, found.trusted, chip.name, ring, faster=faster)
     return found.trusted

@@ -124,7 +124,7 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
             f"nothing fits: even {least} would hold {held:.1f} GiB beside its operands, more than a {spec.name} has; "
             f"{reason}"
         )
-    unverified = tuple(backend for backend in costs if trust.verdict(name, backend, spec.name) != trust.PASSED)
+    unverified = tuple(backend for backend in costs if trust.verdict(name, backend, spec.name, ring) != trust.PASSED)
     trusted = next(backend for backend in (first, *others, *trust.PLAIN) if backend not in unverified)
     return Plan(name, first, reason, costs, trusted, unverified)
 

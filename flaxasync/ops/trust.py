@@ -1,8 +1,13 @@
 """Which TPU kernels a call without a backend may take: those that passed `python -m flaxasync.verify` on such a chip.
 
 A kernel that overlaps its transfers can hang a chip or be silently wrong, and this depends on the chip and on the
-compiler. The verdicts are therefore stored for each (chip, libtpu, jax, flaxasync), in one file of the user's cache
-folder. Backends that are plain XLA need no verdict. A call that names a backend never asks.
+compiler. The verdicts are therefore stored in the user's cache folder, in one file for each `Machine`: the chip, the
+versions of the software, the options of libtpu, and the sources of the kernels and ops. A call that names a backend
+never asks, and backends that are plain XLA need no verdict.
+
+A ring of two devices does not show whether a kernel tells its directions apart. Its verdicts count for rings of two
+only, and longer rings need a verdict of a longer ring. On one device nothing is sent, so there only attention, which
+sends nothing, has verdicts.
 
 | FLAXASYNC_VERIFIED | what is trusted |
 |---|---|
@@ -10,6 +15,9 @@ folder. Backends that are plain XLA need no verdict. A call that names a backend
 | all | every kernel |
 | none | no kernel |
 | the path of a file | what passed by that file, if it is of this chip and these versions |
+
+While several processes share the chips, as on a pod, no kernel is trusted unless the variable is set: every process
+would read a file of its own machine, and processes that trace different programs wait for each other for ever.
 
 Where no TPU is attached, a mesh of TPUs is one of described devices: nothing runs there, and calls take what is
 predicted to be fastest, unless the variable is set. `trusting` says for a block of code which of the two holds.
@@ -19,6 +27,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -32,11 +41,12 @@ from typing import Any, Literal
 
 import jax
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 VARIABLE = "FLAXASYNC_VERIFIED"
 PASSED = "PASS"
 PLAIN = ("none", "xla", "reference")
 """Backends that are made of XLA's own operations."""
+SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
 
 Mode = Literal["predicted", "verified"]
@@ -46,18 +56,38 @@ _log = logging.getLogger("flaxasync")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a verdict depends on: the name of the chip, and the versions of the software."""
+    """What a verdict depends on: the chip, the software and its options.
+
+    Attributes:
+      chip: The name of the chip.
+      libtpu: Its version, "none" where it is not installed as a package.
+      jax: Its version.
+      jaxlib: Its version.
+      flaxasync: Its version.
+      libtpu_options: The environment variable LIBTPU_INIT_ARGS.
+      sources: A digest of the sources of flaxasync on which kernels and ops depend, for checkouts that are edited.
+    """
 
     chip: str
     libtpu: str
     jax: str
+    jaxlib: str
     flaxasync: str
+    libtpu_options: str
+    sources: str
 
     @staticmethod
     def here(chip: str) -> "Machine":
         """Returns the machine with this chip and the versions that are installed here."""
-        versions = (_version(name) for name in ("libtpu", "jax", "flaxasync"))
-        return Machine(chip, *versions)
+        return Machine(
+            chip,
+            libtpu=_version("libtpu"),
+            jax=_version("jax"),
+            jaxlib=_version("jaxlib"),
+            flaxasync=_version("flaxasync"),
+            libtpu_options=os.environ.get("LIBTPU_INIT_ARGS", ""),
+            sources=digest_of_sources(),
+        )
 
     @property
     def file(self) -> pathlib.Path:
@@ -65,7 +95,8 @@ class Machine:
         named = os.environ.get(VARIABLE, "")
         if named not in ("", "all", "none"):
             return pathlib.Path(named).expanduser()
-        text = f"verified-{self.chip}-libtpu-{self.libtpu}-jax-{self.jax}-flaxasync-{self.flaxasync}.json"
+        rest = hashlib.sha256(repr((self.jaxlib, self.libtpu_options, self.sources)).encode()).hexdigest()[:8]
+        text = f"verified-{self.chip}-libtpu-{self.libtpu}-jax-{self.jax}-flaxasync-{self.flaxasync}-{rest}.json"
         return cache_folder() / re.sub(r"[^\w.+-]", "_", text)
 
     def __str__(self) -> str:
@@ -90,24 +121,53 @@ def is_assumed() -> bool:
     return not os.environ.get(VARIABLE) and jax.default_backend() != "tpu"
 
 
-def verdict(op: str, backend: str, chip: str) -> str | None:
-    """Returns "PASS" if a backend may be trusted on a chip, the worst verdict if it failed, and None without any."""
+def key(op: str, backend: str, ring: int | tuple[int, ...]) -> str:
+    """Returns the name under which verdicts are stored: the op, the backend and the class of the ring.
+
+    Args:
+      op: The name of the op.
+      backend: The backend, or for attention the kernel.
+      ring: The number of devices on the axis, or on each axis. The class is "2" or "3+", by the longest axis; "1",
+        which is never stored; and nothing for attention, which has no ring.
+    """
+    if op == "attention":
+        return f"{op}/{backend}"
+    size = ring if isinstance(ring, int) else max(ring)
+    return f"{op}/{backend}/{size if size < 3 else '3+'}"
+
+
+def verdict(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> str | None:
+    """Returns "PASS" if a backend may be trusted, a verdict of the cases that failed, and None without any verdict.
+
+    Args:
+      op: The name of the op.
+      backend: The backend, or for attention the kernel.
+      chip: The name of the chip.
+      ring: The number of devices on the axis, or on each axis.
+    """
     if backend in PLAIN:
         return PASSED
     override = os.environ.get(VARIABLE, "")
     if override in ("all", "none"):
         return PASSED if override == "all" else None
-    found = read(Machine.here(chip)).get(f"{op}/{backend}", {})
+    if not override and _mode.get() is None and has_several_processes():
+        return None
+    machine = Machine.here(chip)
+    if not override and machine.libtpu == "none":
+        return None  # the library of the chip has no version by which its verdicts could be told from those of another
+    found = read(machine).get(key(op, backend, ring), {})
     failed = [text for text in found.values() if text != PASSED]
     return failed[0] if failed else PASSED if found else None
 
 
-def is_trusted(op: str, backend: str, chip: str) -> bool:
+def is_trusted(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> bool:
     """Says whether a call of `op` without a backend may take this one; the rules are those of the file's head."""
-    return is_assumed() or verdict(op, backend, chip) == PASSED
+    return is_assumed() or verdict(op, backend, chip, ring) == PASSED
 
 
-def announce(op: str, wanted: str, taken: str, chip: str, *, faster: float | None = None) -> None:
+def announce(
+    op: str, wanted: str, taken: str, chip: str, ring: int | tuple[int, ...], *, faster: float | None = None
+) -> None:
     """Logs, once for each op and backend, that a kernel is not taken because it was not verified.
 
     Args:
@@ -115,22 +175,36 @@ def announce(op: str, wanted: str, taken: str, chip: str, *, faster: float | Non
       wanted: The backend that is predicted to be fastest.
       taken: The one that is taken instead.
       chip: The name of the chip.
+      ring: The number of devices on the axis, or on each axis.
       faster: How many times as fast the wanted one is predicted to be.
     """
-    found = verdict(op, wanted, chip)
+    found = verdict(op, wanted, chip, ring)
     why = f"was {found}" if found is not None else "was not verified"
     gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
-    say_once(
-        f"{op} takes {taken!r} and not {wanted!r}, which {why} on {Machine.here(chip)}{gain}. `{COMMAND}` verifies it; "
-        f"naming it, or {VARIABLE}=all, takes it unverified"
-    )
+    advice = f"`{COMMAND}` verifies it; naming it, or {VARIABLE}=all, takes it unverified"
+    if has_several_processes():
+        why = "is not trusted while several processes share the chips"
+        advice = f"Naming it, or the same {VARIABLE} in every process, takes it"
+    say_once(f"{op} takes {taken!r} and not {wanted!r}, which {why} on {Machine.here(chip)}{gain}. {advice}")
+
+
+def has_several_processes() -> bool:
+    """Says whether several processes share the devices, without opening the devices to find out."""
+    from jax._src import distributed, xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        return jax.process_count() > 1
+    return (distributed.global_state.num_processes or 1) > 1
 
 
 def read(machine: Machine) -> dict[str, dict[str, str]]:
-    """Returns the stored verdicts, {"op/backend": {case: verdict}}. A file that cannot be read is named once."""
+    """Returns the stored verdicts, {name: {case: verdict}} with the names of `key`.
+
+    A file that cannot be read is named once.
+    """
     file = machine.file
     try:
-        return _parse(str(file), file.stat().st_mtime_ns, machine)
+        return _parse(str(file), _version_of(file), machine)
     except FileNotFoundError:
         if os.environ.get(VARIABLE):
             say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
@@ -146,19 +220,25 @@ def record(machine: Machine, verdicts: Mapping[str, Mapping[str, str]]) -> pathl
 
     Args:
       machine: Where they were found.
-      verdicts: For each "op/backend" the verdict of each case, under a text that identifies the case.
+      verdicts: For each name of `key` the verdict of each case, under a text that identifies the case.
 
     Returns:
-      The file; None where it cannot be written, which is said.
+      The file; None where it cannot be written, or where `VARIABLE` names a file that is not of this machine. Both are
+      said.
     """
-    file, stored = machine.file, read(machine)
-    merged = {name: {**stored.get(name, {}), **verdicts.get(name, {})} for name in {*stored, *verdicts}}
-    content = {"format": FORMAT, "machine": dataclasses.asdict(machine), "verdicts": merged}
+    file = machine.file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-            json.dump(content, part, indent=1, sort_keys=True)
-        os.replace(part.name, file)
+        with _locked(file):
+            if os.environ.get(VARIABLE, "") not in ("", "all", "none") and not _may_replace(file, machine):
+                return None
+            stored = read(machine) if file.exists() else {}
+            merged = {name: {**stored.get(name, {}), **verdicts.get(name, {})} for name in {*stored, *verdicts}}
+            content = {"format": FORMAT, "machine": dataclasses.asdict(machine), "verdicts": merged}
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
+                json.dump(content, part, indent=1, sort_keys=True)
+            os.chmod(part.name, 0o644)  # other users may read a file that is named
+            os.replace(part.name, file)
     except OSError as error:
         say_once(f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} names a file")
         return None
@@ -182,8 +262,49 @@ def say_once(message: str) -> None:
     _log.warning("flaxasync: %s", message)
 
 
+@functools.cache
+def digest_of_sources() -> str:
+    """Returns a digest of the sources that decide what kernels and ops do: `SOURCES`."""
+    package = pathlib.Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(file for pattern in SOURCES for file in package.glob(pattern)):
+        digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked(file: pathlib.Path) -> Iterator[None]:
+    """Keeps other processes from adding verdicts to a file in a block of code, where the platform has such locks."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with file.with_name(f"{file.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _may_replace(file: pathlib.Path, machine: Machine) -> bool:
+    """Says whether a file is missing, or has verdicts of this machine; otherwise the reason is logged once."""
+    try:
+        _parse(str(file), _version_of(file), machine)
+    except FileNotFoundError:
+        return True
+    except (ValueError, TypeError, AttributeError) as error:
+        say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored: {error}")
+        return False
+    return True
+
+
+def _version_of(file: pathlib.Path) -> tuple[int, ...]:
+    """Returns what differs after each change of a file: several changes can have one time."""
+    found = file.stat()
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
 @functools.lru_cache(maxsize=8)
-def _parse(file: str, modified: int, machine: Machine) -> dict[str, dict[str, str]]:
+def _parse(file: str, version: tuple[int, ...], machine: Machine) -> dict[str, dict[str, str]]:
     content: Any = json.loads(pathlib.Path(file).read_text())
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"they are not in format {FORMAT} of this version")

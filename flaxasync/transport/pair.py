@@ -27,6 +27,8 @@ from jax import custom_batching
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.mesh import UnsupportedError
+
 type Ref = Any  # a Ref of `jax.new_ref`, or one that a kernel is given
 type Semaphore = Any  # a DMA semaphore: outside kernels an int32 scalar
 type Scalar = Any  # an int or an int32 scalar
@@ -266,11 +268,11 @@ def check_movable(name: str, x: Any) -> None:
     dtype = jnp.dtype(x.dtype)
     kinds = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
     if not kinds or dtype.itemsize > 4 or dtype == jnp.float16:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"{name}: TPU DMAs move {_MOVED}: got {dtype}; cast or bitcast it before the call, or use backend='xla'"
         )
     if x.ndim == 0 or x.size == 0:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"{name}: TPU DMAs move arrays of one dimension or more that are not empty: got {dtype}{list(x.shape)}; "
             "reshape it, or use backend='xla'"
         )

@@ -5,7 +5,7 @@ import functools
 import jax
 
 from flaxasync import mesh
-from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
 from flaxasync.ring import Transport
 from flaxasync.transport import pair, xla
 from flaxasync.transport.pallas import PallasTransport
@@ -23,7 +23,7 @@ def get(backend: str, caller: str = "this") -> Transport:
       NotImplementedError: No transport has this name, or its kernels cannot run on the devices of the enclosing mesh.
     """
     if backend not in TRANSPORTS:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"no transport for backend={backend!r}: it must be one of {sorted(TRANSPORTS)}; 'xla' runs on every device"
         )
     if backend != "xla":
@@ -59,7 +59,7 @@ def ppermute_start(
     size = mapped_axis_size("ppermute_start", axis_name)
     transport = get(backend or "xla", "ppermute_start")
     if not isinstance(transport, ValueTransport):
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"ppermute_start with backend={backend!r} has no Refs to work on; use ppermute_start_stateful, or "
             "backend='pallas'"
         )

@@ -3,7 +3,7 @@
     python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE]
 
 The exit status is 0 if everything that is supported is right, 1 if something is wrong, hangs or crashes, and 2 if
-nothing could be verified.
+nothing could be verified, or not everything because the devices could not be opened again.
 """
 
 import argparse
@@ -42,6 +42,12 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
         command=command,
     )
     began = time.monotonic()
+    if chosen.json:
+        try:
+            pathlib.Path(chosen.json).open("a").close()  # not after an hour of measurements
+        except OSError as error:
+            print(f"error: --json cannot be written: {error}", file=sys.stderr)
+            return 2
     try:
         only = [name for name in chosen.ops.split(",") if name]
         list_cases("cpu", 1, quick=True, only=only)  # a wrong name is reported before the devices are opened
@@ -60,15 +66,26 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
         content = {"format": FORMAT, "machine": machine, "calibration": rates}
         content["results"] = [result.to_json() for result in results]
         pathlib.Path(chosen.json).write_text(json.dumps(content, indent=1) + "\n")
+    if any(result.verdict is Verdict.NOT_RUN for result in results):
+        return 2
     return 1 if any(result.verdict.bad for result in results) else 0
 
 
 def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: bool) -> list[Result]:
-    """Runs cases, prints a line for each, and returns their results in the same order."""
+    """Runs cases, prints a line for each, and returns their results in the same order.
+
+    The verdict of each case is stored as soon as it is known, so that a run that is ended leaves what it found.
+    """
     reasons = {case: unsupported(case, machine["platform"], quick=quick) for case in cases}
     runnable = [case for case in cases if reasons[case] is None]
 
+    plain: list[Result] = []  # the plain backend of an op runs before the others
+
     def progress(case: Case, outcome: dict[str, Any]) -> None:
+        result = judge(outcome, case)
+        if case.plain:
+            plain.append(result)
+        record_verdicts(compare_times([*plain, result], machine)[-1:], machine)
         if sys.stderr.isatty():
             print(f"\r{runnable.index(case) + 1}/{len(runnable)}  {case.label:60}", end="\r", file=sys.stderr)
 
@@ -93,15 +110,26 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
 
 
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
-    """Stores the verdicts of TPU kernels where calls without a backend find them; returns the file, or None."""
+    """Stores the verdicts of TPU kernels where calls without a backend find them; returns the file, or None.
+
+    A case of ring attention is stored for the kernel "flash", too, if it used that. Only its results matter there,
+    because its time is that of its transfers. A case of one device sends nothing, so it says nothing about a kernel
+    that sends, and is not stored.
+    """
     if machine["platform"] != "tpu":
         return None
     verdicts: dict[str, dict[str, str]] = {}
     for result in results:
         case = result.case
-        if result.verdict is not Verdict.UNSUPPORTED and case.backend not in trust.PLAIN:
-            name = json.dumps(case.to_json(), sort_keys=True)
-            verdicts.setdefault(f"{case.op}/{case.backend}", {})[name] = str(result.verdict)
+        alone = case.devices == 1 and case.op != "attention"
+        if alone or result.verdict in (Verdict.UNSUPPORTED, Verdict.NOT_RUN):
+            continue
+        name = json.dumps(case.to_json(), sort_keys=True)
+        if case.backend not in trust.PLAIN:
+            verdicts.setdefault(trust.key(case.op, case.backend, case.mesh), {})[name] = str(result.verdict)
+        if case.takes_flash:
+            right = Verdict.PASS if result.verdict is Verdict.SLOWER else result.verdict
+            verdicts.setdefault(trust.key("attention", "flash", 1), {})[name] = str(right)
     return trust.record(trust.Machine.here(machine["chip"] or machine["kind"]), verdicts) if verdicts else None
 
 

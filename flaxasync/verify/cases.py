@@ -5,6 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
+from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import backends
 from flaxasync.ops.costs.cost import Shape
 
@@ -56,6 +59,17 @@ class Case:
         return self.backend == PLAIN.get(self.op, "none")
 
     @property
+    def takes_flash(self) -> bool:
+        """Whether this is ring attention that multiplies its blocks with the kernel "flash" on TPUs.
+
+        Without a direction, ring attention takes one that the kernel can serve.
+        """
+        if self.op != "ring_attention":
+            return False
+        _, rows, _, head = self.shapes[0]
+        return flash_lacks(jnp.dtype(self.dtype), head, rows, rows // (self.directions or 1)) is None
+
+    @property
     def label(self) -> str:
         ways = {None: "", 1: "1 direction", 2: "2 directions"}[self.directions]
         return f"{self.op:22} {self.backend:10} {ways:13}{'' if self.gradient else 'forward'}".rstrip()
@@ -76,7 +90,8 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
       platform: "tpu", "gpu" or "cpu".
       devices: The number of devices.
       quick: Whether to verify small shapes, and gradients together with results only.
-      only: The ops to verify, such as "all_gather_matmul" or "attention/flash" with a backend; all by default.
+      only: The ops to verify, such as "all_gather_matmul" or "attention/flash" with a backend; all by default. The
+        plain backend of each op is always among the cases, because a backend may be slower than it.
 
     Raises:
       ValueError: `only` names an op or a backend that does not exist.
@@ -89,7 +104,9 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
     cases = []
     for op, names in BACKENDS.items():
         for backend in names:
-            if only and op not in only and f"{op}/{backend}" not in only:
+            chosen = op in only or f"{op}/{backend}" in only
+            beside = backend == PLAIN.get(op, "none") and any(name.startswith(f"{op}/") for name in only)
+            if only and not chosen and not beside:
                 continue
             simulate = platform != "tpu" and _is_kernel(op, backend)
             ring = min(devices, 2) if simulate else devices

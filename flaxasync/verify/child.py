@@ -1,7 +1,8 @@
 """The process that opens the devices and runs cases: `python -m flaxasync.verify.child`, started by supervisor.py.
 
-It reads one JSON request from stdin, and writes one line of JSON for each message to stdout, after a mark that tells
-messages from what kernels and libraries print:
+It reads one JSON request from the first line of stdin, and writes one line of JSON for each message to stdout, after a
+mark that tells messages from what kernels and libraries print. It ends when stdin ends, because then its parent has
+ended, and a child that outlived it would keep the chips. The messages are:
 
   {"machine": {...}}                                what the devices are
   {"calibration": {...}}                            if the request asks for it
@@ -14,7 +15,9 @@ The process may hang or crash at any point: the supervisor knows from the last m
 import dataclasses
 import importlib.metadata
 import json
+import os
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -23,16 +26,20 @@ MARK = "\x1eflaxasync "
 
 def main() -> None:
     """Serves one request."""
-    request = json.loads(sys.stdin.read())
+    request = read_request()
     import jax
 
     if request["platform"]:
         jax.config.update("jax_platforms", request["platform"])
     jax.config.update("jax_num_cpu_devices", request["cpu_devices"])
+    from flaxasync.mesh import UnsupportedError
     from flaxasync.verify.cases import Case
     from flaxasync.verify.measure import calibrate, run_case
 
-    say({"machine": describe_machine()})
+    machine = describe_machine()
+    say({"machine": machine})
+    if machine["processes"] > 1:
+        return  # the parent refuses to verify the chips of several machines
     if request["calibrate"]:
         say({"calibration": calibrate()})
     for number, data in enumerate(request["cases"]):
@@ -40,12 +47,25 @@ def main() -> None:
         outcome: dict[str, Any] = {"done": number}
         try:
             outcome["measurement"] = dataclasses.asdict(run_case(Case.from_json(data), repeats=request["repeats"]))
-        except NotImplementedError as error:
+        except UnsupportedError as error:  # other NotImplementedErrors are of the compiler of kernels, and errors
             outcome["unsupported"] = str(error)
         except Exception as error:
             outcome["error"] = f"{type(error).__name__}: {error}"[:2000]
             traceback.print_exc()
         say(outcome)
+
+
+def read_request() -> dict[str, Any]:
+    """Returns the request, and from then on ends this process as soon as stdin ends."""
+    request = json.loads(sys.stdin.readline())
+
+    def end_with_the_parent() -> None:
+        while os.read(0, 1024):  # sys.stdin.read() would hold a lock that the interpreter needs in order to end
+            pass
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
+    return request
 
 
 def say(message: dict[str, Any]) -> None:

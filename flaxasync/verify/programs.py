@@ -2,7 +2,8 @@
 
 The reference of a backend is the same op made of XLA's collectives alone: backend "none", or `lax.ppermute`. The
 reference of that plain backend is the formula of the op on global arrays, which XLA partitions. Attention on whole
-sequences is always compared with its formula, `jax.nn.dot_product_attention` in float32.
+sequences is always compared with its formula, `jax.nn.dot_product_attention` in float32. A reference of ring attention
+multiplies its blocks with the kernel "reference": with "flash" on both sides, a fault of that kernel would not show.
 """
 
 import dataclasses
@@ -140,7 +141,8 @@ def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array
     return tuple(draw(operand) for operand in operands), draw(dy)
 
 
-def _op(case: Case) -> Callable:
+def _op(case: Case, kernel: str | None = None) -> Callable:
+    """Returns the op of a case on the arrays of one device; `kernel` is that of ring attention, None lets it choose."""
     if case.op == "attention":
         return lambda q, k, v: fa.attention(q, k, v, kernel=case.backend)
     if case.op == "mesh_matmul":
@@ -150,13 +152,14 @@ def _op(case: Case) -> Callable:
     if case.op == "lookup_reduce_scatter":
         return lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=case.backend)
     fn = getattr(fa, case.op)
-    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions)
+    options = {"kernel": kernel} if case.op == "ring_attention" else {}
+    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions, **options)
 
 
 def _plain(case: Case) -> Callable:
     if case.op == "ppermute":
         return lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % case.devices) for i in range(case.devices)])
-    return _op(dataclasses.replace(case, backend="none", directions=None))
+    return _op(dataclasses.replace(case, backend="none", directions=None), kernel="reference")
 
 
 def _global(mesh: Mesh, shape: Shape, spec: P, dtype: str) -> jax.ShapeDtypeStruct:

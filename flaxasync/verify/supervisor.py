@@ -2,6 +2,8 @@
 
 A TPU belongs to one process at a time. This process therefore never opens one, and runs one child after the other. A
 child runs as many cases as it can; the case that hangs or crashes ends it, and the next child goes on with the rest.
+A hang can leave the chips occupied. Opening them is then tried again after pauses, and if it keeps failing, the cases
+that are left are reported as not run, which says nothing about them.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +26,16 @@ from flaxasync.verify.child import MARK
 COMMAND = (sys.executable, "-m", "flaxasync.verify.child")
 START_LIMIT = 300
 """Seconds for a child to open the devices, or to calibrate them."""
+END_LIMIT = 60
+"""Seconds for a child that has sent everything, or was killed, to end and to release the devices."""
+ONE_MACHINE = (
+    "use a slice of one machine, or set TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"
+)
 LAST_WORDS = 1500  # characters of what a child printed that a message quotes
 
 
 class MachineError(RuntimeError):
-    """The devices could not be opened or calibrated. The message has the last words of the process that tried."""
+    """The devices could not be opened, calibrated or released. The message says what the process did that tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Setup:
       repeats: On how many random inputs each case runs.
       limit: Seconds after which a case is ended.
       command: The command of a child.
+      pauses: The seconds to wait before each further attempt to open the devices.
     """
 
     platform: str | None = None
@@ -47,28 +56,37 @@ class Setup:
     repeats: int = 3
     limit: float = 300
     command: Sequence[str] = COMMAND
+    pauses: Sequence[float] = (5, 30, 60)
 
 
 def describe(setup: Setup, *, calibrate: bool = True) -> tuple[dict[str, Any], dict[str, float]]:
     """Returns what the devices of this machine are, and the rates of their memory and links.
 
     Raises:
-      MachineError: The child that opened the devices failed or hung.
+      MachineError: The child that opened the devices failed or hung, or several processes share the devices.
     """
     with _Child(setup, [], calibrate=calibrate) as child:
         machine = child.receive(START_LIMIT)
         if machine is None:
-            raise MachineError(f"the devices could not be opened: {child.end()}")
+            hint = f"; on one of several machines that share a slice, {ONE_MACHINE}" if child.running else ""
+            raise MachineError(f"the devices could not be opened: {child.end()}{hint}")
+        processes = machine["machine"].get("processes", 1)
+        if processes > 1:
+            raise MachineError(f"verify needs the chips of one machine: got {processes} processes; {ONE_MACHINE}")
         rates = child.receive(START_LIMIT) if calibrate else {"calibration": {}}
         if rates is None:
             raise MachineError(f"the devices could not be calibrated: {child.end()}")
+        child.finish()
     return machine["machine"], rates["calibration"]
 
 
 def run_cases(
     cases: Sequence[Case], setup: Setup, *, report: Callable[[Case, dict[str, Any]], None] = lambda case, outcome: None
 ) -> list[dict[str, Any]]:
-    """Runs cases, and returns the last message about each; "hung" and "crashed" are messages of this process.
+    """Runs cases, and returns the last message about each.
+
+    "hung", "crashed" and "not_run" are messages of this process. A case is "not_run" if the devices could not be opened
+    again after an earlier one.
 
     Args:
       cases: The cases, in order.
@@ -76,18 +94,38 @@ def run_cases(
       report: Is called with each case as soon as its message is there.
     """
     outcomes: list[dict[str, Any]] = []
-    while len(outcomes) < len(cases):
+
+    def run_until_one_fails() -> str | None:
+        """Runs the cases that are left until one ends the child; returns why the devices could not be opened."""
         rest = cases[len(outcomes) :]
         with _Child(setup, rest) as child:
             if child.receive(START_LIMIT) is None:  # the description of the machine
-                outcomes += [{"crashed": f"the devices could not be opened: {child.end()}"}] * len(rest)
-                break
+                return child.end()
             for case in rest:
                 outcome = _run_one(child, setup.limit)
                 outcomes.append(outcome)
                 report(case, outcome)
                 if "hung" in outcome or "crashed" in outcome:
-                    break
+                    return None
+            child.finish()
+        return None
+
+    pauses = list(setup.pauses)
+    while len(outcomes) < len(cases):
+        try:
+            why = run_until_one_fails()
+        except MachineError as error:  # a child that cannot be ended keeps the devices: there is no use in waiting
+            why, pauses = str(error), []
+        if why is None:
+            pauses = list(setup.pauses)
+        elif pauses:
+            time.sleep(pauses.pop(0))
+        else:
+            last = f"after {cases[len(outcomes) - 1].label}" if outcomes else "after they were described"
+            message = (
+                f"the chips could not be opened again {last}; end the process that holds them and run again ({why})"
+            )
+            outcomes += [{"not_run": message}] * (len(cases) - len(outcomes))
     return outcomes
 
 
@@ -121,8 +159,8 @@ class _Child:
         )  # fmt: skip
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request).encode())
-            self._process.stdin.close()
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()  # it stays open: its end tells the child that this process has ended
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -131,15 +169,31 @@ class _Child:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the child with all processes that it started."""
+        """Ends the child with all processes that it started.
+
+        Raises:
+          MachineError: The child did not end, so it still holds the devices.
+        """
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.wait(END_LIMIT)
+        except subprocess.TimeoutExpired:
+            raise MachineError(
+                f"process {self._process.pid} was killed and did not end within {END_LIMIT} s: it still holds the chips"
+            ) from None
         self._reader.join(timeout=5)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
         self._log.close()
+
+    def finish(self) -> None:
+        """Gives a child that has sent everything the time to release the devices and end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_LIMIT)
 
     @property
     def running(self) -> bool:
@@ -152,7 +206,7 @@ class _Child:
         except queue.Empty:
             return None
         if message is None:
-            self._process.wait()
+            self.finish()
         return message
 
     def end(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flaxasync as fa
-from flaxasync.ops import backends
+from flaxasync.ops import backends, trust
 from flaxasync.verify.cases import Case
 
 MARGIN = 1.1
@@ -20,6 +20,7 @@ class Verdict(enum.StrEnum):
     PASS = "PASS"
     SLOWER = "SLOWER"
     UNSUPPORTED = "NOT SUPPORTED"
+    NOT_RUN = "NOT RUN"
     WRONG = "WRONG"
     HUNG = "HUNG"
     CRASHED = "CRASHED"
@@ -84,6 +85,8 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
         return Result(case, Verdict.HUNG, outcome["hung"])
     if "crashed" in outcome:
         return Result(case, Verdict.CRASHED, outcome["crashed"])
+    if "not_run" in outcome:
+        return Result(case, Verdict.NOT_RUN, outcome["not_run"])
     if "error" in outcome:
         race = "RACE" in outcome["error"]
         return Result(case, Verdict.WRONG if race else Verdict.CRASHED, outcome["error"])
@@ -150,19 +153,27 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
     counts = {verdict: sum(r.verdict is verdict for r in results) for verdict in Verdict}
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "nothing was verified"]
     bad = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict.bad})
+    plain = [name for name in bad if name.partition("/")[2] in trust.PLAIN]
+    kernels = [name for name in bad if name not in plain]
     slower = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict is Verdict.SLOWER})
-    if bad:
+    if kernels:
+        lines.append(f"Do not use here: {', '.join(kernels)}. A call without a backend does not take them.")
+    if plain:
         lines.append(
-            f"Do not use here: {', '.join(bad)}. A call without a backend does not take them. Please open an issue and "
-            "attach the file that --json writes."
+            f"Do not use here: {', '.join(plain)}. This is plain XLA, which calls still take: name another backend."
         )
+    if bad:
+        lines.append("Please open an issue and attach the file that --json writes.")
     if slower:
         lines.append(
             f"Right, but slower than plain XLA where the opposite is predicted: {', '.join(slower)}. See docs/tpu.md."
         )
+    not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
+    if not_run:
+        lines.append(f"{len(not_run)} cases have no verdict: {not_run[0]}")
     if machine["platform"] != "tpu":
         lines.append(f"No TPU was measured: these are {machine['devices']} {machine['platform']} devices.")
-    elif not bad and not slower:
+    elif not bad and not slower and not not_run:
         lines.append("Calls without a backend may take every backend that passed.")
     return "\n".join(lines)
 

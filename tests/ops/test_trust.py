@@ -1,7 +1,10 @@
 """What a call without a backend takes: a kernel that was verified here, or else plain XLA, said once."""
 
+import concurrent.futures
 import json
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +43,7 @@ def taken(backend=None):
     return backends.choose(OP, backend, shapes=SHAPES, ring=8)
 
 
-def store(machine, verdict="PASS", name=f"{OP}/fused", case="a case"):
+def store(machine, verdict="PASS", name=f"{OP}/fused/3+", case="a case"):
     assert trust.record(machine, {name: {case: verdict}}) == machine.file
 
 
@@ -72,7 +75,7 @@ def test_a_case_that_passes_later_replaces_the_one_that_failed(v5e):
     assert taken() == "fused"
 
 
-@pytest.mark.parametrize("changed", ["chip", "libtpu", "jax", "flaxasync"])
+@pytest.mark.parametrize("changed", ["chip", "libtpu", "jax", "jaxlib", "flaxasync", "libtpu_options", "sources"])
 def test_verdicts_of_another_machine_or_version_are_not_trusted(v5e, changed, caplog):
     store(v5e)
     content = json.loads(v5e.file.read_text())
@@ -83,18 +86,42 @@ def test_verdicts_of_another_machine_or_version_are_not_trusted(v5e, changed, ca
     assert caplog.text.count("they are of another machine or version, not of v5e with libtpu") == 1
 
 
+def test_other_options_of_libtpu_and_other_sources_have_a_file_of_their_own(v5e, monkeypatch):
+    store(v5e)
+    assert taken() == "fused"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--an_option=true")
+    assert taken() == "none"
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    monkeypatch.setattr(trust, "digest_of_sources", lambda: "another")
+    assert taken() == "none"
+
+
+def test_the_sources_of_kernels_ops_and_transports_are_in_the_digest():
+    package = pathlib.Path(fa.__file__).parent
+    found = {file.relative_to(package).parts[0] for pattern in trust.SOURCES for file in package.glob(pattern)}
+    assert found == {"kernels", "ops", "transport", "ring.py"}
+
+
+def test_without_a_version_of_libtpu_nothing_is_trusted(v5e, monkeypatch):
+    monkeypatch.setattr(trust, "_version", lambda package: "none" if package == "libtpu" else "1")
+    store(trust.Machine.here("v5e"))
+    assert taken() == "none"
+    monkeypatch.setenv(trust.VARIABLE, str(trust.Machine.here("v5e").file))
+    assert taken() == "fused"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("[]", "they are not in format 1 of this version"),
-        ('{"format": 2}', "they are not in format 1 of this version"),
+        ("[]", "they are not in format 2 of this version"),
+        ('{"format": 1}', "they are not in format 2 of this version"),
         (None, "the file is damaged"),
     ],
 )
 def test_a_damaged_file_is_not_trusted_and_said_once(v5e, text, message, caplog):
     v5e.file.parent.mkdir(parents=True)
-    whole = {"format": 1, "machine": vars(v5e), "verdicts": {f"{OP}/fused": "PASS"}}
+    whole = {"format": 2, "machine": vars(v5e), "verdicts": {f"{OP}/fused/3+": "PASS"}}
     v5e.file.write_text(json.dumps(whole) if text is None else text)
     assert [taken(), taken()] == ["none", "none"]
     assert caplog.text.count(message) == 1
@@ -124,9 +151,26 @@ def test_the_environment_overrides_the_stored_verdicts(v5e, monkeypatch, tmp_pat
     assert taken() == "fused"
 
 
+def test_a_named_file_of_another_machine_is_not_replaced(v5e, monkeypatch, tmp_path, caplog):
+    named = tmp_path / "named.json"
+    monkeypatch.setenv(trust.VARIABLE, str(named))
+    store(v5e)
+    before = named.read_text()
+    assert trust.record(trust.Machine.here("v6e"), {f"{OP}/fused/3+": {"a case": "PASS"}}) is None
+    assert named.read_text() == before
+    assert f"{named}, which is not replaced, and no verdicts are stored: they are of another machine" in caplog.text
+
+
+def test_processes_that_store_verdicts_at_once_lose_none_and_others_may_read_them(v5e):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: store(v5e, case=f"case {n}"), range(40)))  # each opens a lock of its own
+    assert len(trust.read(v5e)[f"{OP}/fused/3+"]) == 40
+    assert v5e.file.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_folder_that_cannot_be_written_is_said(v5e, monkeypatch, caplog):
     monkeypatch.setenv(trust.VARIABLE, "/dev/null/verified.json")
-    assert trust.record(v5e, {f"{OP}/fused": {"a case": "PASS"}}) is None
+    assert trust.record(v5e, {f"{OP}/fused/3+": {"a case": "PASS"}}) is None
     assert "the verdicts cannot be stored, so these kernels stay untrusted" in caplog.text
     assert taken() == "none"
 
@@ -143,6 +187,28 @@ def test_where_no_tpu_is_attached_calls_take_what_is_predicted(v5e, monkeypatch)
     with trust.trusting("predicted"):
         assert taken() == "fused"
     trust._mode.reset(token)
+
+
+def test_several_processes_trust_nothing_unless_they_are_told_to(v5e, monkeypatch, caplog):
+    store(v5e)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert taken() == "fused"  # within `trusting`
+    token = trust._mode.set(None)
+    assert taken() == "none"
+    assert "which is not trusted while several processes share the chips on v5e" in caplog.text
+    monkeypatch.setenv(trust.VARIABLE, str(v5e.file))
+    assert taken() == "fused"
+    trust._mode.reset(token)
+
+
+def test_the_number_of_processes_is_found_without_opening_the_devices():
+    program = (
+        "from jax._src import distributed, xla_bridge; from flaxasync.ops import trust; "
+        "before = trust.has_several_processes(); distributed.global_state.num_processes = 2; "
+        "print(before, trust.has_several_processes(), xla_bridge.backends_are_initialized())"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["False", "True", "False"]
 
 
 def test_the_flash_kernel_needs_its_verdict_too(v5e, caplog):
@@ -175,9 +241,43 @@ def test_verify_stores_its_verdicts_where_calls_find_them(v5e):
     machine = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite"}
     case = Case(OP, "fused", (8,), tuple(SHAPES))
     assert record_verdicts([Result(case, Verdict.PASS)], machine | {"platform": "cpu"}) is None
+    assert record_verdicts([Result(case, Verdict.UNSUPPORTED)], machine) is None
     assert taken() == "none"
     assert record_verdicts([Result(case, Verdict.PASS)], machine) == v5e.file
     assert taken() == "fused"
+
+
+@pytest.mark.parametrize(
+    ("op", "mesh", "trusted"),
+    [
+        (OP, (1,), {1: False, 2: False, 8: False}),  # a kernel that sent nothing
+        (OP, (2,), {1: False, 2: True, 8: False}),  # both neighbours are one device
+        (OP, (3,), {1: False, 2: False, 8: True}),
+        ("mesh_matmul", (1, 1), {(1, 1): False, (2, 2): False, (2, 4): False}),
+        ("mesh_matmul", (2, 2), {(1, 1): False, (2, 2): True, (2, 4): False}),
+        ("mesh_matmul", (2, 4), {(1, 1): False, (2, 2): False, (2, 4): True}),
+        ("attention", (1,), {1: True}),
+    ],
+)
+def test_a_verdict_counts_for_rings_that_are_like_the_one_it_was_found_on(v5e, op, mesh, trusted):
+    machine = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite"}
+    record_verdicts([Result(Case(op, "fused", mesh, tuple(SHAPES)), Verdict.PASS)], machine)
+    assert {ring: trust.is_trusted(op, "fused", "v5e", ring) for ring in trusted} == trusted
+
+
+@pytest.mark.parametrize(
+    ("verdict", "rows", "stored"),
+    [
+        (Verdict.WRONG, 512, "WRONG"),
+        (Verdict.SLOWER, 512, "PASS"),  # by its transfers
+        (Verdict.WRONG, 96, None),  # the kernel takes no such blocks
+    ],
+)
+def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(v5e, verdict, rows, stored):
+    machine = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite"}
+    shape = (2, rows, 8, 128)
+    record_verdicts([Result(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], machine)
+    assert trust.verdict("attention", "flash", "v5e", 1) == stored
 
 
 @pytest.mark.parametrize(

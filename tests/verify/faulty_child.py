@@ -1,6 +1,10 @@
-"""A child of `flaxasync.verify` with faults: one op is wrong, one hangs, one kills the process and one raises."""
+"""A child of `flaxasync.verify` with faults: one op is wrong, one hangs, one kills the process and one raises.
+
+The backend "none" of each has no fault.
+"""
 
 import os
+import sys
 import time
 
 import jax.numpy as jnp
@@ -8,29 +12,37 @@ import jax.numpy as jnp
 from flaxasync.verify import child, programs
 
 
-def hang(*arguments, **options):
+def hang(y):
     time.sleep(600)
 
 
-def crash(*arguments, **options):
-    print("the last words of a process", file=__import__("sys").stderr, flush=True)
+def crash(y):
+    print("the last words of a process", file=sys.stderr, flush=True)
     os.abort()
 
 
-def swap_rows(x, w, axis_name, **options):
-    y = original(x, w, axis_name, **options)
-    return jnp.roll(y, 1, axis=-2) if options["backend"] == "xla" else y
+def swap_rows(y):
+    return jnp.roll(y, 1, axis=-2)
 
 
-def raise_an_error(*arguments, **options):
-    raise AssertionError("a planted error")
+def raise_an_error(y):
+    raise NotImplementedError("a planted error, such as the compiler of kernels raises")
 
 
-original = programs.fa.all_gather_matmul
-programs.fa.all_gather_matmul = swap_rows
-programs.fa.matmul_reduce_scatter = hang
-programs.fa.matmul_all_reduce = crash
-programs.fa.ring_attention = raise_an_error
+def plant(op, fault):
+    original = getattr(programs.fa, op)
+
+    def faulty(*arguments, **options):
+        y = original(*arguments, **options)
+        return y if options["backend"] == "none" else fault(y)
+
+    setattr(programs.fa, op, faulty)
+
+
+plant("all_gather_matmul", swap_rows)
+plant("matmul_reduce_scatter", hang)
+plant("matmul_all_reduce", crash)
+plant("ring_attention", raise_an_error)
 
 if __name__ == "__main__":
     child.main()

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import pathlib
+import subprocess
 import sys
 
 import jax
@@ -11,8 +13,10 @@ import numpy as np
 import pytest
 
 import flaxasync as fa
-from flaxasync.verify import cases, measure, programs
-from flaxasync.verify.__main__ import describe_in_words, main
+from flaxasync.ops import trust
+from flaxasync.verify import __main__ as verify_command
+from flaxasync.verify import cases, measure, programs, supervisor
+from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
 from flaxasync.verify.predict import predict, topology_of
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
@@ -34,6 +38,15 @@ def test_a_tpu_runs_everything_and_a_gpu_what_is_no_tpu_kernel():
     assert all(cases.unsupported(case, "tpu", quick=True) is None for case in every_case("tpu", 8))
     runs = {case.backend for case in every_case("gpu", 4) if cases.unsupported(case, "gpu", quick=True) is None}
     assert runs == {"none", "xla", "reference"}
+
+
+def test_the_plain_backend_is_measured_beside_every_backend_that_is_chosen():
+    only = ["matmul_reduce_scatter/fused", "attention/flash", "ppermute/pallas"]
+    listed = {(case.op, case.backend) for case in cases.list_cases("tpu", 8, quick=True, only=only)}
+    assert listed == {
+        ("matmul_reduce_scatter", "none"), ("matmul_reduce_scatter", "fused"), ("attention", "reference"),
+        ("attention", "flash"), ("ppermute", "xla"), ("ppermute", "pallas"),
+    }  # fmt: skip
 
 
 def test_a_full_run_verifies_each_direction_with_and_without_gradients():
@@ -71,6 +84,29 @@ def test_inputs_are_random_and_differ_from_seed_to_seed():
     assert not jnp.array_equal(x, other)
 
 
+def test_a_program_runs_several_times_without_a_wait_and_each_result_is_compared(monkeypatch):
+    case = next(c for c in every_case("cpu", 4) if (c.op, c.backend) == ("ppermute", "xla"))
+    make_program, runs, results = programs.make_program, [], []
+
+    def make(case, *, reference=False):
+        program = make_program(case, reference=reference)
+
+        def counted(*arguments):
+            runs.append(len(results))
+            result = program(*arguments)
+            return result | {"y": result["y"] + 1.0} if len(runs) == 5 else result
+
+        return program if reference else counted
+
+    compare = measure.compare_results
+    monkeypatch.setattr(measure, "compare_results", lambda got, wanted: results.append(got) or compare(got, wanted))
+    monkeypatch.setattr(programs, "make_program", make)
+    monkeypatch.setattr(measure, "time_program", lambda run, name: None)
+    measurement = measure.run_case(case, repeats=2)
+    assert runs == [0] * measure.BACK_TO_BACK + [measure.BACK_TO_BACK]
+    assert measurement.errors["y"] > 0.1  # the fifth run is wrong
+
+
 def test_a_result_that_is_not_finite_is_infinitely_wrong():
     one = {"y": np.ones(4), "dx": np.ones(4)}
     found = measure.compare_results(one | {"y": np.array([1, np.nan, 1, 1])}, one)
@@ -79,14 +115,15 @@ def test_a_result_that_is_not_finite_is_infinitely_wrong():
 
 def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_path):
     file = tmp_path / "verdicts.json"
-    ops = "all_gather_matmul/none,all_gather_matmul/xla,matmul_reduce_scatter/xla,matmul_all_reduce/xla"
+    ops = "all_gather_matmul/xla,matmul_reduce_scatter/xla,matmul_all_reduce/xla"
     ops += ",ring_attention/xla,ppermute/xla"
     options = ["--quick", "--cpu-devices", "2", "--ops", ops, "--limit", "10", "--json", str(file)]
     assert main(options, command=FAULTY) == 1
     found = {(r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]}
     verdicts = {name: result["verdict"] for name, result in found.items()}
+    assert [verdicts.pop((op, "none")) for op in ("all_gather_matmul", "ring_attention")] == ["PASS", "PASS"]
+    assert [verdicts.pop((op, "none")) for op in ("matmul_reduce_scatter", "matmul_all_reduce")] == ["PASS", "PASS"]
     assert verdicts == {
-        ("all_gather_matmul", "none"): "PASS",
         ("all_gather_matmul", "xla"): "WRONG",
         ("matmul_reduce_scatter", "xla"): "HUNG",
         ("matmul_all_reduce", "xla"): "CRASHED",
@@ -97,10 +134,125 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     assert reasons["all_gather_matmul"].startswith("differs from the reference: ")
     assert reasons["matmul_reduce_scatter"] == "did not end within 10 s and was ended"
     assert "died of SIGABRT; its last words: the last words of a process" in reasons["matmul_all_reduce"]
-    assert reasons["ring_attention"] == "AssertionError: a planted error"
+    assert reasons["ring_attention"] == "NotImplementedError: a planted error, such as the compiler of kernels raises"
     out = capsys.readouterr().out
-    assert "2 PASS, 1 WRONG, 1 HUNG, 2 CRASHED" in out
+    assert "5 PASS, 1 WRONG, 1 HUNG, 2 CRASHED" in out
     assert "Do not use here: all_gather_matmul/xla, matmul_all_reduce/xla" in out
+    assert "This is plain XLA, which calls still take: name another backend." in out
+
+
+OPENS_ONCE = """
+import json, os, pathlib, sys, time
+from flaxasync.verify.child import say
+opened = pathlib.Path(sys.argv[1])
+json.loads(sys.stdin.readline())
+with opened.open("a") as file:
+    file.write("x")
+attempts = opened.stat().st_size
+if attempts > 1 and attempts < int(sys.argv[2]):
+    sys.exit("the chips are in use")
+say({"machine": {}})
+say({"begin": 0})
+if attempts == 1:
+    time.sleep(600)
+say({"done": 0, "unsupported": "is not of interest"})
+"""
+"""A child whose first case hangs, after which the chips cannot be opened before an attempt of some number."""
+
+
+@pytest.mark.parametrize(("works_at", "verdict"), [(3, Verdict.UNSUPPORTED), (9, Verdict.NOT_RUN)])
+def test_chips_that_cannot_be_opened_after_a_hang_are_tried_again_and_the_rest_has_no_verdict(
+    tmp_path, works_at, verdict
+):
+    opened = tmp_path / "opened"
+    command = (sys.executable, "-c", OPENS_ONCE, str(opened), str(works_at))
+    setup = supervisor.Setup(limit=2, command=command, pauses=(0.1, 0.1))
+    pair = every_case("cpu", 4)[:2]
+    first, second = map(judge, supervisor.run_cases(pair, setup), pair)
+    assert (first.verdict, second.verdict) == (Verdict.HUNG, verdict)
+    assert opened.stat().st_size == (3 if verdict is Verdict.UNSUPPORTED else 4)
+    if verdict is Verdict.NOT_RUN:
+        assert second.reason.startswith(
+            f"the chips could not be opened again after {pair[0].label}; end the process that holds them and run again "
+            "(ended with code 1; its last words: the chips are in use)"
+        )
+        assert "1 cases have no verdict: the chips could not be" in summarize([first, second], MACHINE)
+
+
+def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(trust.VARIABLE, raising=False)
+    plain, fused = timed("none", None).case, timed("fused", None).case
+    measured = {"errors": {"y": 0.0}, "tolerance": 1e-2}
+    found = []
+
+    def run_cases(cases, setup, *, report):
+        for case, seconds in ((plain, 2e-3), (fused, 3e-3)):
+            report(case, {"measurement": measured | {"timing": {"seconds": seconds}}})
+        found.append(trust.verdict(fused.op, "fused", "v5e", 8))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify_command, "run_cases", run_cases)
+    with trust.trusting("verified"), pytest.raises(KeyboardInterrupt):
+        verify_command.verify([plain, fused], MACHINE | {"kind": "TPU v5 lite"}, supervisor.Setup(), quick=True)
+    assert found == ["SLOWER"]
+
+
+def test_a_json_file_that_cannot_be_written_is_refused_before_anything_runs(capsys):
+    assert main(["--json", "/dev/null/verdicts.json"], command=("no such program",)) == 2
+    assert "error: --json cannot be written: " in capsys.readouterr().err
+
+
+def test_a_run_with_cases_that_were_not_run_ends_with_status_2_and_stores_none_of_them(monkeypatch, tmp_path):
+    case = timed("fused", None).case
+    assert record_verdicts([Result(case, Verdict.NOT_RUN)], MACHINE) is None
+    monkeypatch.setattr(
+        verify_command, "describe", lambda setup: (MACHINE | {"platform": "cpu", "kind": "", "versions": {}}, {})
+    )
+    monkeypatch.setattr(verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)])
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (
+            "say({'machine': {'processes': 2}})",
+            "verify needs the chips of one machine: got 2 processes; use a slice of one machine, or set "
+            "TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips",
+        ),
+        ("time.sleep(60)", "it did not answer in time; on one of several machines that share a slice, use a slice of"),
+    ],
+)
+def test_the_chips_of_several_machines_are_refused(says, message, monkeypatch, capsys):
+    monkeypatch.setattr(supervisor, "START_LIMIT", 60 if "say(" in says else 0.1)
+    program = f"import time; from flaxasync.verify.child import say; {says}"
+    assert main([], command=(sys.executable, "-c", program)) == 2
+    assert message in capsys.readouterr().err
+
+
+PARENT = """
+import sys, time
+from flaxasync.verify.supervisor import Setup, _Child
+child = _Child(Setup(command=(sys.executable, "-c", sys.argv[1], sys.argv[2])), [])
+time.sleep(600)
+"""
+CHILD = """
+import sys, time
+from flaxasync.verify.child import read_request
+read_request()
+with open(sys.argv[1], "w") as pipe:
+    time.sleep(60)
+    pipe.write("it lives on")
+"""
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(pipe)]) as parent, pipe.open() as child:
+        parent.kill()
+        assert child.read() == ""  # the pipe ends with the child
 
 
 @pytest.mark.slow
@@ -145,6 +297,26 @@ def test_a_backend_is_slower_where_it_loses_to_the_plain_one_against_the_predict
     if verdict is Verdict.SLOWER:
         assert fused.reason == "takes 1.50 times as long as plain XLA"
         assert "slower than plain XLA where the opposite is predicted" in summarize([plain, fused], machine)
+
+
+def test_the_summary_tells_kernels_that_calls_avoid_from_plain_xla_that_they_still_take():
+    results = [dataclasses.replace(timed(name, None), verdict=Verdict.WRONG) for name in ("fused", "none")]
+    assert summarize(results, MACHINE).splitlines()[1:] == [
+        "Do not use here: all_gather_matmul/fused. A call without a backend does not take them.",
+        "Do not use here: all_gather_matmul/none. This is plain XLA, which calls still take: name another backend.",
+        "Please open an issue and attach the file that --json writes.",
+    ]
+
+
+def test_references_of_ring_attention_multiply_blocks_without_the_flash_kernel(monkeypatch):
+    monkeypatch.setenv("FLAXASYNC_VERIFIED", "all")
+    case = next(c for c in every_case("tpu", 8) if (c.op, c.backend) == ("ring_attention", "xla"))
+    assert case.takes_flash
+    mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x4"))
+    with jax.set_mesh(mesh):
+        arguments = programs.abstract_arguments(case, mesh)
+        texts = [str(jax.make_jaxpr(programs.make_program(case, reference=r))(*arguments)) for r in (False, True)]
+    assert ["pallas_call" in text for text in texts] == [True, False]
 
 
 def test_a_deviation_within_the_tolerance_passes_and_one_above_is_wrong():

@@ -68,7 +68,7 @@ def chip_grid(name: str) -> ChipGrid:
         raise PlayerError(f"topology must be a chip and its grid, like 'v5e:2x4' or 'v5p:2x2x2': got {name!r}")
     shape = tuple(int(n or 1) for n in match.groups()[1:])
     chip = CHIPS.get(match[1])
-    wraps = tuple(chip is not None and chip.wraps(size) for size in shape)
+    wraps = chip.wraps(shape) if chip is not None else (False,) * len(shape)
     return ChipGrid(name, shape, _DEVICES_PER_CHIP.get(match[1], 1), wraps)
 
 

@@ -85,7 +85,8 @@ def measure_exposed(
 
     Args:
       devices: What `read_profile` returned.
-      program: The name of the program in the profile, or its beginning; by default the one that took longest.
+      program: The name of the program in the profile, or its beginning where none has this name; by default the one
+        that took longest.
       module: The program, if it is known. It says which instructions communicate, and what layers they are from.
 
     Raises:
@@ -101,7 +102,7 @@ def measure_exposed(
         matches = [name for name in names if name.startswith(program)]
         if not matches:
             raise ValueError(f"the profile has no program {program!r}: it has {', '.join(sorted(names))}")
-        wanted = matches[0]
+        wanted = program if program in matches else matches[0]
     return [_times(device, wanted, module) for device in devices]
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxasync.kernels.engine.refs import DType
+from flaxasync.mesh import UnsupportedError
 
 LANES = 128  # columns of a hardware tile
 DTYPES = ("float32", "bfloat16")
@@ -47,7 +48,7 @@ def largest_divisor(size: int, most: int, unit: int) -> int:
 def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) -> None:
     """Raises if an array is not in whole hardware tiles (ValueError) or of another dtype (NotImplementedError)."""
     if jnp.dtype(dtype).name not in DTYPES:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"{caller} has kernels for {' and '.join(DTYPES)}: got {name} of {jnp.dtype(dtype).name}; cast it, or use "
             "backend='none'"
         )

@@ -16,6 +16,7 @@ from flaxasync.kernels.engine.refs import Condition, Scalar
 from flaxasync.kernels.engine.row_tiling import RowTiling
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import available, check_vmem
+from flaxasync.mesh import UnsupportedError
 
 CALLER = "matmul_reduce_scatter"
 TILES = Tiles(1024, 4096, 1024)  # the largest tiles, where none are asked for
@@ -110,7 +111,7 @@ def plan(
     directions = directions if rows.count * columns.count > 1 else 1
     schedule = Schedule(size, MatmulTiles(rows, columns, contraction, transposed), directions, outgoing)
     if 2 * schedule.block > SEMAPHORES:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has {SEMAPHORES} for them: "
             f"{batch * m} rows and n={n} in tiles of m={used.m}, n={used.n} are {schedule.block} tiles; use larger "
             "tiles, a loop over columns of w, or backend='xla'"

@@ -31,6 +31,7 @@ from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.row_tiling import RowTiling
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import available, check_vmem, fitting
+from flaxasync.mesh import UnsupportedError
 
 TILES = Tiles()  # the largest tiles, where none are asked for
 CHUNKS = 8  # of columns, about, where there are few columns: no product hides the arrival of the first chunk of w
@@ -150,7 +151,7 @@ def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles |
         if arrivals <= SEMAPHORES:
             break
     else:
-        raise NotImplementedError(
+        raise UnsupportedError(
             "overlapped has a semaphore for each block of w and each tile of rows that arrives, and a TPU has "
             f"{SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of m={used.m}, k={used.k}, "
             f"n={used.n} are {arrivals} arrivals; use larger tiles, a loop over columns of w, or backend='serial'"

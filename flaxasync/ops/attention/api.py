@@ -17,7 +17,7 @@ from flaxasync import mesh
 from flaxasync.kernels.attention_block import BlockKernel, Mask, Scores
 from flaxasync.kernels.flash_attention import Flash, unsupported
 from flaxasync.kernels.flash_attention_grid import LANES
-from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
 from flaxasync.ops import backends, trust
 from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
@@ -202,16 +202,16 @@ def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: 
     if kernel == "flash":
         mesh.check_tpu(f"{op} with kernel='flash'", "kernel='reference'")
         if lacking is not None:
-            raise NotImplementedError(f"{op} with kernel='flash' takes {lacking}; use kernel='reference'")
+            raise UnsupportedError(f"{op} with kernel='flash' takes {lacking}; use kernel='reference'")
         if not mesh.all_axes_mapped():
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"{op} with kernel='flash' needs every mesh axis of more than one device to be mapped by "
                 "shard_map: XLA cannot partition a Pallas kernel; leave axis_names out of jax.shard_map, or use "
                 "kernel='reference'"
             )
     serves = lacking is None and mesh.platform() == "tpu" and mesh.all_axes_mapped()
-    if kernel is None and serves and not trust.is_trusted("attention", "flash", mesh.chip_name()):
-        trust.announce("attention", "flash", "reference", mesh.chip_name())
+    if kernel is None and serves and not trust.is_trusted("attention", "flash", mesh.chip_name(), 1):
+        trust.announce("attention", "flash", "reference", mesh.chip_name(), 1)
         serves = False
     return Flash() if kernel == "flash" or (kernel is None and serves) else Reference()
 

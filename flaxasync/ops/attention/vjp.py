@@ -24,6 +24,7 @@ from jax import Array
 
 from flaxasync import transport
 from flaxasync.kernels.attention_block import Carry, Gradients
+from flaxasync.mesh import UnsupportedError
 from flaxasync.ops.attention import gathered, ring
 from flaxasync.ops.attention.blocks import Reference, finish
 from flaxasync.ops.attention.shards import Call, Shards
@@ -102,7 +103,7 @@ def _refusing(op: str, why: str) -> Callable[..., tuple[Array, ...]]:
 
     @identity.defjvp
     def refuse(primals: tuple, tangents: tuple) -> Any:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"{op} has a first derivative only: {why}. For a Hessian or a gradient penalty use "
             "jax.nn.dot_product_attention"
         )

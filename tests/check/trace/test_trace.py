@@ -75,6 +75,13 @@ def test_a_moment_counts_once_however_many_transfers_share_it(profile):
     assert summed == 1690, "negative test: the sum of the times of the instructions is longer than the run"
 
 
+def test_the_exact_name_of_a_program_goes_before_a_longer_one(profile):
+    longer = {"XLA Modules": [("jit_step_long(16)", 3000, 50), *EVENTS["XLA Modules"]]}
+    next(profile.rglob("*.xplane.pb")).write_bytes(xplane(EVENTS | longer))
+    assert [t.program for t in measure_exposed(read_profile(profile), "jit_step")] == ["jit_step"]
+    assert [t.program for t in measure_exposed(read_profile(profile), "jit_step_")] == ["jit_step_long"]
+
+
 def test_the_shares_of_the_instructions_add_up_to_the_whole(profile):
     (times,) = measure_exposed(read_profile(profile))
     assert sum(op.seconds for op in times.ops) == pytest.approx(times.exposed)
