@@ -59,10 +59,8 @@ def mesh_matmul(
         devices.
       tiles: The tiles of the kernels' matmul, at most.
       directions: The directions of the transfers of "serial", "fused" and "overlapped": 1, or 2 to send half of the
-        rows in each direction around an axis of more than two devices. None stands for 2 where one axis has all
-        devices, whose order can be a closed ring of chips, and where the shapes can be halved. It stands for 1 where
-        both axes have more than one device: chips in a line are no ring, and two directions delay each other
-        (docs/kernels.md).
+        rows in each direction around an axis of more than two devices. None stands for 2 where the shapes can be
+        halved, but for 1 on X x 2 meshes of several mesh rows, where two directions delay each other (docs/kernels.md).
 
     Returns:
       o, in the dtype of lhs. Its type says that it does not vary over y.
@@ -88,7 +86,7 @@ def mesh_matmul(
             f"{list(rhs.shape)}, so K={lhs.shape[1] * y} on the left and K={rhs.shape[0] * x} on the right"
         )
 
-    if directions is None and min(x, y) > 1:
+    if directions is None and x > 1 and y == 2:
         directions = 1
 
     def check(backend: str) -> None:
