@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
-from flaxasync.kernels.flash_attention_grid import LANES, Grid, largest_tile
+from flaxasync.kernels.engine.operands import LANES
+from flaxasync.kernels.flash_attention_grid import Grid, largest_tile
 
 KV_ROWS = 4096  # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, and 16 MiB with the copies
 VMEM_LIMIT = 64 * 2**20  # bytes; these kernels use less than half of them

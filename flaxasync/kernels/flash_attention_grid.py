@@ -8,8 +8,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.attention_block import Mask, Product
-
-LANES = 128
+from flaxasync.kernels.engine.operands import LANES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from flaxasync import mesh
 from flaxasync.kernels.attention_block import BlockKernel, Mask, Scores
+from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.flash_attention import Flash, unsupported
-from flaxasync.kernels.flash_attention_grid import LANES
 from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
 from flaxasync.ops import backends, trust
 from flaxasync.ops.attention import vjp
