@@ -243,7 +243,7 @@ class Checkpoints:
 
     def _failure(self, error: Exception) -> WriteError:
         """Makes a WriteError of what orbax raised, and removes what it left; anything but an I/O error is raised."""
-        if not isinstance(error, OSError) and not _STATUS.search(str(error)):
+        if not _is_io_error(error):
             raise error
         failed, self._saving = self._saving or 0, None
         self._remove_half_written()
@@ -297,3 +297,12 @@ def _as_dict(state: TrainState) -> dict[str, Any]:
 def _one_line(error: object, length: int = 200) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= length else text[:length] + "..."
+
+
+def _is_io_error(error: BaseException | None) -> bool:
+    """Returns whether an error, or one that led to it, is of a file system or an object store."""
+    while error is not None:
+        if isinstance(error, OSError) or _STATUS.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
