@@ -14,6 +14,7 @@ Source: Dao, "FlashAttention-2" (2023).
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -53,30 +54,17 @@ class Flash:
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
         grid = Grid.of(q, kv, product, self.q_tile, self.kv_tile, self.sub_block)
-        acc, stats = carry
-        operands: list[Array] = [q, kv, kv]
-        specs = [grid.queries(), grid.keys(0), grid.keys(1)]
-        if segments is not None:
-            operands += [segments[0][:, None], segments[1][:, None]]
-            specs += [grid.ids_of_queries(), grid.ids_of_keys()]
-        first = 1 + len(operands)
-        body = functools.partial(_forward_body, scores, grid, product.masked, segments is not None)
-        return tuple(
-            pl.pallas_call(
-                body,
-                grid_spec=pltpu.PrefetchScalarGridSpec(
-                    num_scalar_prefetch=1,
-                    grid=grid.shape,
-                    in_specs=[*specs, grid.sums(), grid.statistics()],
-                    out_specs=[grid.sums(), grid.statistics()],
-                    scratch_shapes=[pltpu.VMEM((grid.q_tile, LANES), jnp.float32)] * 2,
-                ),
-                out_shape=[jax.ShapeDtypeStruct.like(acc), jax.ShapeDtypeStruct.like(stats)],
-                input_output_aliases={first: 0, first + 1: 1},
-                compiler_params=_compiler_params("parallel"),
-                cost_estimate=grid.cost(scores.mask, product, matmuls=2, q=q, bytes_per_row=8),
-                name="flash_attention",
-            )(grid.scalars(product), *operands, acc, stats)
+        return _call(
+            functools.partial(_forward_body, scores, grid, product.masked, segments is not None),
+            grid,
+            product,
+            [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))],
+            segments,
+            zip(carry, (grid.sums(), grid.statistics()), strict=True),
+            scratch_shapes=[pltpu.VMEM((grid.q_tile, LANES), jnp.float32)] * 2,
+            compiler_params=_compiler_params("parallel"),
+            cost_estimate=grid.cost(scores.mask, product, matmuls=2, q=q, bytes_per_row=8),
+            name="flash_attention",
         )
 
     def backward(
@@ -116,29 +104,17 @@ class Flash:
         gradients: Gradients,
     ) -> Gradients:
         grid = Grid.of(q, kv, product, self.q_tile, self.kv_tile, self.sub_block)
-        dq, dkv = gradients
-        operands: list[Array] = [q, kv, kv, do, rows]
-        specs = [grid.queries(), grid.keys(0), grid.keys(1), grid.queries(), grid.statistics()]
-        if segments is not None:
-            operands += [segments[0][:, None], segments[1][:, None]]
-            specs += [grid.ids_of_queries(), grid.ids_of_keys()]
-        first = 1 + len(operands)
-        body = functools.partial(_backward_body, scores, grid, product.masked, segments is not None)
-        return tuple(
-            pl.pallas_call(
-                body,
-                grid_spec=pltpu.PrefetchScalarGridSpec(
-                    num_scalar_prefetch=1,
-                    grid=grid.shape,
-                    in_specs=[*specs, grid.sums(), grid.key_gradients()],
-                    out_specs=[grid.sums(), grid.key_gradients()],
-                ),
-                out_shape=[jax.ShapeDtypeStruct.like(dq), jax.ShapeDtypeStruct.like(dkv)],
-                input_output_aliases={first: 0, first + 1: 1},
-                compiler_params=_compiler_params("arbitrary"),
-                cost_estimate=grid.cost(scores.mask, product, matmuls=5, q=q, bytes_per_row=8),
-                name="flash_attention_backward",
-            )(grid.scalars(product), *operands, dq, dkv)
+        queries, statistics = grid.queries(), grid.statistics()
+        return _call(
+            functools.partial(_backward_body, scores, grid, product.masked, segments is not None),
+            grid,
+            product,
+            [(q, queries), (kv, grid.keys(0)), (kv, grid.keys(1)), (do, queries), (rows, statistics)],
+            segments,
+            zip(gradients, (grid.sums(), grid.key_gradients()), strict=True),
+            compiler_params=_compiler_params("arbitrary"),
+            cost_estimate=grid.cost(scores.mask, product, matmuls=5, q=q, bytes_per_row=8),
+            name="flash_attention_backward",
         )
 
 
@@ -152,6 +128,43 @@ def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> s
         if rows % LANES:
             return f"chunks of a multiple of {LANES} rows: got {rows}"
     return None
+
+
+def _call(
+    body: Callable[..., None],
+    grid: Grid,
+    product: Product,
+    operands: list[tuple[Array, pl.BlockSpec]],
+    segments: Segments,
+    updated: Iterable[tuple[Array, pl.BlockSpec]],
+    *,
+    scratch_shapes: Sequence[Any] = (),
+    **options: Any,
+) -> tuple[Array, Array]:
+    """Calls a kernel that updates two arrays in place. The ids of the segments, if there are any, come before these."""
+    if segments is not None:
+        operands = [
+            *operands,
+            (segments[0][:, None], grid.ids_of_queries()),
+            (segments[1][:, None], grid.ids_of_keys()),
+        ]
+    arrays, specs = zip(*operands, strict=True)
+    values, value_specs = zip(*updated, strict=True)
+    first = 1 + len(arrays)  # operand 0 has the scalars
+    first_value, second_value = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid.shape,
+            in_specs=[*specs, *value_specs],
+            out_specs=list(value_specs),
+            scratch_shapes=scratch_shapes,
+        ),
+        out_shape=[jax.ShapeDtypeStruct.like(value) for value in values],
+        input_output_aliases={first: 0, first + 1: 1},
+        **options,
+    )(grid.scalars(product), *arrays, *values)
+    return first_value, second_value
 
 
 def _forward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, at: Any, *refs: Any) -> None:
