@@ -3,7 +3,7 @@
 | module | kernel |
 |---|---|
 | `gemm` | x @ w on one device |
-| `all_gather`, `reduce_scatter` (with `all_reduce`) | the collectives alone |
+| `collectives` | all-gather, reduce-scatter and all-reduce alone |
 | `all_gather_matmul` | all_gather(x) @ w |
 | `matmul_reduce_scatter` | reduce_scatter(x @ w) |
 | `weight_gradient` | all_gather(x).T @ dy, the weight gradient of `all_gather_matmul` |

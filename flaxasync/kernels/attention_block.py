@@ -53,6 +53,17 @@ class Mask:
         """Says whether row q attends to row k; arrays of positions broadcast."""
         return self.reaches(q, 1, k, 1)
 
+    def covers(self, q: Any, q_rows: int, k: Any, k_rows: int) -> Any:
+        """Says whether all of the `q_rows` rows from q on attend to all of the `k_rows` rows from k on."""
+        last_q, last_k, conditions = q + (q_rows - 1), k + (k_rows - 1), []
+        if self.causal:
+            conditions.append(last_k <= q)
+        if self.window is not None:
+            conditions.append(last_q - k < self.window)
+        if self.window is not None and not self.causal:
+            conditions.append(last_k - q < self.window)
+        return functools.reduce(operator.and_, conditions, True)
+
     def reaches(self, q: Any, q_rows: int, k: Any, k_rows: int) -> Any:
         """Says whether any of the `q_rows` rows from q on attends to any of the `k_rows` rows from k on."""
         conditions = []

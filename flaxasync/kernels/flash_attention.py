@@ -5,7 +5,9 @@ computes dq, dk and dv from one product of scores, with five matmuls for each pa
 to `KV_ROWS` rows stay in vector memory throughout a call; a longer block takes several calls.
 
 Both kernels add to their arguments in place and touch only the rows of their product, so the carry of a ring is written
-once for each product. Tiles of keys that no row attends to are skipped.
+once for each product. Tiles of keys that no row attends to are skipped, and tiles to which all rows attend need no
+mask. In a causal product with square tiles the others lie on the diagonal: there each sub-block of keys is multiplied
+only with the rows of queries from its own first row on.
 
 The kernels have no soft cap and no dropout, and head sizes are multiples of 64 up to 256.
 
@@ -13,6 +15,7 @@ Source: Dao, "FlashAttention-2" (2023).
 """
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -45,17 +48,20 @@ class Flash:
       sub_block: the largest number of rows of kv that are multiplied at once. The softmax of one sub-block runs beside
         the matmul of the next.
       name: the name of the kernel.
+      triangle_tiles: the largest numbers of rows in the square tiles of a product whose mask is a triangle, of the
+        forward and of the backward kernel.
     """
 
     q_tile: int = 1024
     kv_tile: int = 2048
     sub_block: int = 512
     name: str = "flash"
+    triangle_tiles: tuple[int, int] = (2048, 1024)
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
-        grid = Grid.of(q, kv, product, self.q_tile, self.kv_tile, self.sub_block)
+        grid = self._grid(scores, q, kv, product, self.triangle_tiles[0])
         return _call(
-            functools.partial(_forward_body, scores, grid, product.masked, segments is not None),
+            functools.partial(_forward_body, scores, grid, product, segments is not None),
             grid,
             product,
             [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))],
@@ -92,6 +98,10 @@ class Flash:
 
         return one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
 
+    def _grid(self, scores: Scores, q: Array, kv: Array, product: Product, square: int) -> Grid:
+        tiles = (square, square) if _is_triangle(scores, product) else (self.q_tile, self.kv_tile)
+        return Grid.of(q, kv, product, *tiles, self.sub_block)
+
     def _backward_call(
         self,
         scores: Scores,
@@ -103,10 +113,10 @@ class Flash:
         product: Product,
         gradients: Gradients,
     ) -> Gradients:
-        grid = Grid.of(q, kv, product, self.q_tile, self.kv_tile, self.sub_block)
+        grid = self._grid(scores, q, kv, product, self.triangle_tiles[1])
         queries, statistics = grid.queries(), grid.statistics()
         return _call(
-            functools.partial(_backward_body, scores, grid, product.masked, segments is not None),
+            functools.partial(_backward_body, scores, grid, product, segments is not None),
             grid,
             product,
             [(q, queries), (kv, grid.keys(0)), (kv, grid.keys(1)), (do, queries), (rows, statistics)],
@@ -116,6 +126,14 @@ class Flash:
             cost_estimate=grid.cost(scores.mask, product, matmuls=5, q=q, bytes_per_row=8),
             name="flash_attention_backward",
         )
+
+
+class Part(enum.Enum):
+    """What the mask leaves of a tile of scores."""
+
+    WHOLE = "all rows attend to all"
+    LOWER = "the lower triangle: a row attends to those up to itself"
+    SOME = "what the positions say"
 
 
 def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> str | None:
@@ -167,7 +185,7 @@ def _call(
     return first_value, second_value
 
 
-def _forward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, at: Any, *refs: Any) -> None:
+def _forward_body(scores: Scores, grid: Grid, product: Product, by_segment: bool, at: Any, *refs: Any) -> None:
     """Body of the forward kernel: one tile of queries with one tile of keys and values.
 
     All refs are in VMEM: q and acc [q_tile, d], k and v [k_tile, d], segment ids [1, tile], stats [2, q_tile]. Between
@@ -182,27 +200,30 @@ def _forward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, at
         acc[...] = acc_in[...]
         highest_ref[...], weights_ref[...] = _column(stats_in[0:1]), _column(stats_in[1:2]) / LANES
 
-    def add() -> None:
-        q, highest, weights, sums = q_ref[...], highest_ref[...], weights_ref[...], acc[...]
+    def add(part: Part) -> None:
         for rows in grid.sub_blocks():
+            queries = _queries(grid, part, rows)
             with jax.named_scope("scores"):
-                s = _dot(q, k_ref[rows], _NT, scores) * (scores.scale * LOG2_E)
-                allowed = _allowed(scores, grid, masked, ids if by_segment else None, at, rows, by_rows=False)
+                s = _dot(q_ref[queries], k_ref[rows], _NT, scores) * (scores.scale * LOG2_E)
+                allowed = _allowed(scores, grid, part, ids if by_segment else None, at, rows, by_rows=False)
                 if allowed is not None:
                     s = jnp.where(allowed, s, LOWEST)
             with jax.named_scope("softmax"):
-                before, highest = highest, jnp.maximum(highest, jnp.max(s, axis=1, keepdims=True))
+                before = highest_ref[queries]
+                highest = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
                 p = jnp.exp2(s - _widened(highest, rows.size))
-                if allowed is not None:  # where a whole row is masked, LOWEST is the maximum
-                    p = jnp.where(allowed, p, 0.0)
+                if allowed is not None and (by_segment or part is Part.SOME):
+                    p = jnp.where(allowed, p, 0.0)  # where a whole row is masked, LOWEST is the maximum
                 shrink = jnp.exp2(before - highest)
-                weights = shrink * weights + sum(p[:, lane : lane + LANES] for lane in range(0, rows.size, LANES))
+                new = sum(p[:, lane : lane + LANES] for lane in range(0, rows.size, LANES))
+                weights_ref[queries] = shrink * weights_ref[queries] + new
+                highest_ref[queries] = highest
             with jax.named_scope("values"):
                 v = v_ref[rows]
-                sums = _widened(shrink, grid.head_size) * sums + _dot(p.astype(v.dtype), v, _NN, scores)
-        highest_ref[...], weights_ref[...], acc[...] = highest, weights, sums
+                sums = _widened(shrink, grid.head_size) * acc[queries]
+                acc[queries] = sums + _dot(p.astype(v.dtype), v, _NN, scores)
 
-    _where_reached(scores, grid, masked, at, add)
+    _where_reached(scores, grid, product, at, add)
 
     @pl.when(j == grid.k_tiles - 1)
     def end() -> None:
@@ -210,7 +231,7 @@ def _forward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, at
         stats[1:2] = jnp.sum(jnp.swapaxes(weights_ref[...], 0, 1), axis=0, keepdims=True)
 
 
-def _backward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, at: Any, *refs: Any) -> None:
+def _backward_body(scores: Scores, grid: Grid, product: Product, by_segment: bool, at: Any, *refs: Any) -> None:
     """Body of the backward kernel: one tile of queries with one tile of keys and values.
 
     Beside the refs of the forward body: do and dq [q_tile, d], rows [2, q_tile] and dkv [2, k_rows, d], all in VMEM.
@@ -227,36 +248,55 @@ def _backward_body(scores: Scores, grid: Grid, masked: bool, by_segment: bool, a
     def begin_keys() -> None:
         dkv[...] = dkv_in[...]
 
-    def add() -> None:
-        q, do, sums = q_ref[...], do_ref[...], dq[...]
+    def add(part: Part) -> None:
         first = pl.multiple_of(j * grid.k_tile, grid.k_tile)
         for rows in grid.sub_blocks():
+            queries = _queries(grid, part, rows)
+            q, do = q_ref[queries], do_ref[queries]
             k, v, here = k_ref[rows], v_ref[rows], pl.ds(first + rows.start, rows.size)
             with jax.named_scope("scores"):
                 s = _dot(k, q, _NT, scores) * (scores.scale * LOG2_E)
-                p = jnp.exp2(s - rows_ref[0:1])
-                allowed = _allowed(scores, grid, masked, ids if by_segment else None, at, rows, by_rows=True)
+                p = jnp.exp2(s - rows_ref[0:1, queries])
+                allowed = _allowed(scores, grid, part, ids if by_segment else None, at, rows, by_rows=True)
                 if allowed is not None:
                     p = jnp.where(allowed, p, 0.0)
             with jax.named_scope("dv"):
                 dkv[1, here] += _dot(p.astype(do.dtype), do, _NN, scores)
             with jax.named_scope("ds"):
-                ds = (p * (_dot(v, do, _NT, scores) - rows_ref[1:2])).astype(q.dtype)
+                ds = (p * (_dot(v, do, _NT, scores) - rows_ref[1:2, queries])).astype(q.dtype)
             with jax.named_scope("dk"):
                 dkv[0, here] += _dot(ds, q, _NN, scores)
             with jax.named_scope("dq"):
-                sums += _dot(ds, k, _TN, scores)
-        dq[...] = sums
+                dq[queries] += _dot(ds, k, _TN, scores)
 
-    _where_reached(scores, grid, masked, at, add)
+    _where_reached(scores, grid, product, at, add)
 
 
-def _where_reached(scores: Scores, grid: Grid, masked: bool, at: Any, add: Any) -> None:
-    if not masked:
-        add()
+def _where_reached(scores: Scores, grid: Grid, product: Product, at: Any, add: Callable[[Part], None]) -> None:
+    """Adds the part of this step's tile that the mask leaves, if it leaves any."""
+    if not product.masked:
+        add(Part.WHOLE)
         return
     q, k = _starts(grid, at)
-    pl.when(scores.mask.reaches(q, grid.q_tile, k, grid.k_tile))(add)
+    tile, mask = (q, grid.q_tile, k, grid.k_tile), scores.mask
+    # Blocks begin at multiples of their rows, so square tiles are above the diagonal, on it, or below.
+    if _is_triangle(scores, product) and grid.q_tile == grid.k_tile:
+        pl.when(k < q)(lambda: add(Part.WHOLE))
+        pl.when(k == q)(lambda: add(Part.LOWER))
+        return
+    covers = mask.covers(*tile)
+    pl.when(covers)(lambda: add(Part.WHOLE))
+    pl.when(mask.reaches(*tile) & jnp.logical_not(covers))(lambda: add(Part.SOME))
+
+
+def _is_triangle(scores: Scores, product: Product) -> bool:
+    return product.masked and scores.mask.causal and scores.mask.window is None
+
+
+def _queries(grid: Grid, part: Part, rows: Any) -> Any:
+    """Returns the rows of a tile of queries of which some attend to a sub-block of keys."""
+    start = rows.start if part is Part.LOWER else 0
+    return slice(start, grid.q_tile)
 
 
 def _starts(grid: Grid, at: Any) -> tuple[Any, Any]:
@@ -265,21 +305,22 @@ def _starts(grid: Grid, at: Any) -> tuple[Any, Any]:
 
 
 def _allowed(
-    scores: Scores, grid: Grid, masked: bool, ids: list[Any] | None, at: Any, rows: Any, *, by_rows: bool
+    scores: Scores, grid: Grid, part: Part, ids: list[Any] | None, at: Any, rows: Any, *, by_rows: bool
 ) -> Any:
     """Returns which queries attend to which keys of a sub-block; None if all attend to all.
 
-    The result is [rows, q_tile] if `by_rows`, else [q_tile, rows].
+    The result is [rows, queries] if `by_rows`, else [queries, rows], for those queries that `_queries` returns.
     """
-    allowed, (q_axis, k_axis) = None, (1, 0) if by_rows else (0, 1)
-    shape = (rows.size, grid.q_tile) if by_rows else (grid.q_tile, rows.size)
-    if masked:
-        q, k = _starts(grid, at)
-        q_rows = q + lax.broadcasted_iota(jnp.int32, shape, q_axis)
+    allowed, (q_axis, k_axis), queries = None, (1, 0) if by_rows else (0, 1), _queries(grid, part, rows)
+    count = queries.stop - queries.start
+    shape = (rows.size, count) if by_rows else (count, rows.size)
+    if part is not Part.WHOLE:
+        q, k = (0, 0) if part is Part.LOWER else _starts(grid, at)
+        q_rows = q + queries.start + lax.broadcasted_iota(jnp.int32, shape, q_axis)
         k_rows = k + rows.start + lax.broadcasted_iota(jnp.int32, shape, k_axis)
         allowed = scores.mask.allows(q_rows, k_rows)
     if ids is not None:
-        q_ids, k_ids = ids[0][...], ids[1][:, rows]
+        q_ids, k_ids = ids[0][:, queries], ids[1][:, rows]
         column, row = (k_ids, q_ids) if by_rows else (q_ids, k_ids)
         same = _widened(_column(column), shape[1]) == jnp.broadcast_to(row, shape)
         allowed = same if allowed is None else allowed & same

@@ -1,11 +1,8 @@
 """x [m, k] @ w [k, n] as a Pallas TPU kernel: tiles stream from HBM, float32 sums stay in vector memory.
 
-There are two forms of one step. `gemm` is a kernel with a grid. `stream` runs inside another kernel, on refs in HBM,
-while that kernel's transfers travel. Tiles need not divide the operands: the last tile of k is multiplied with its own
-size, and Pallas neither reads nor writes beyond m and n.
+Tiles need not divide the operands: the last tile of k is multiplied with its own size, and Pallas neither reads nor
+writes beyond m and n.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.operands import Tiles, check_operands, output
 from flaxasync.kernels.engine.product import accumulate, dot
-from flaxasync.kernels.engine.refs import Condition, DType, Ref
-from flaxasync.kernels.engine.row_tiling import SUB_BLOCK
-from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.engine.vmem import check_vmem, vmem_limit
+from flaxasync.kernels.engine.refs import Ref
+from flaxasync.kernels.engine.tiling import SUB_BLOCK, Tiling
+from flaxasync.kernels.engine.vmem import check_vmem, matmul_bytes, vmem_limit
 
 TILES = Tiles(512, 1024, 1024)
 
@@ -39,7 +35,7 @@ def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
         raise ValueError(f"gemm needs x [m, k] and w [k, n] of one dtype: got {jax.typeof(x)} and {jax.typeof(w)}")
     (m, k), n = x.shape, w.shape[1]
     tiles = tiles.within(m, k, n)
-    need = check_vmem("gemm", tiles, lambda tiles: vmem_bytes(tiles, x.dtype))
+    need = check_vmem("gemm", tiles, lambda tiles: matmul_bytes(tiles, x.dtype, results=2, sums=1))
     x_spec, w_spec, o_spec = specs(tiles)
     return pl.pallas_call(
         lambda *refs: step(*refs, depth=k),
@@ -56,34 +52,6 @@ def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
     )(x, w)
 
 
-def stream(
-    x_ref: Ref, w_ref: Ref, o_ref: Ref, accumulator: Ref, *, tiles: Tiles, add_if: Condition | None = None
-) -> None:
-    """Computes o = x @ w, or o += x @ w, inside a kernel, with tiles that stream from and to HBM.
-
-    Args:
-      x_ref, w_ref, o_ref: [m, k], [k, n] and [m, n] in HBM.
-      accumulator: [tiles.m, tiles.n] or larger in VMEM, float32.
-      tiles: the tiles of one step, no larger than the operands.
-      add_if: whether to add to what is in o. None never adds, and does not read o.
-    """
-    (m, k), n = x_ref.shape, w_ref.shape[1]
-    x_spec, w_spec, o_spec = specs(tiles)
-    before = [] if add_if is None else [o_ref]
-
-    def body(x_tile: Ref, w_tile: Ref, *o_tiles: Ref) -> None:
-        def add(value: jax.Array, rows: pl.Slice) -> jax.Array:
-            return value if add_if is None else value + jnp.where(add_if, o_tiles[0][rows, :].astype(jnp.float32), 0.0)
-
-        step(x_tile, w_tile, o_tiles[-1], accumulator, depth=k, add=add)
-
-    in_specs = [x_spec, w_spec, *[o_spec for _ in before]]
-    with jax.named_scope("multiply"):
-        pltpu.emit_pipeline(body, grid=grid(tiles, m, k, n), in_specs=in_specs, out_specs=[o_spec])(
-            x_ref, w_ref, *before, o_ref
-        )
-
-
 def step(
     x_tile: Ref,  # [m, k] VMEM
     w_tile: Ref,  # [k, n] VMEM
@@ -91,9 +59,8 @@ def step(
     accumulator: Ref,  # [m, n] VMEM, float32
     *,
     depth: int,  # k of the whole operands
-    add: Callable[[jax.Array, pl.Slice], jax.Array] = lambda value, rows: value,
 ) -> None:
-    """Does one step of the grid, a tile of x times a tile of w. It stores `add(sum, its rows in the tile)`."""
+    """Does one step of the grid, a tile of x times a tile of w."""
     t, last = pl.program_id(2), pl.num_programs(2) - 1
     (m, k), n = x_tile.shape, w_tile.shape[1]
     rows = Tiling.in_sub_blocks(m, m, SUB_BLOCK, 8 * 4 // x_tile.dtype.itemsize)
@@ -102,7 +69,7 @@ def step(
         return dot(x_tile[index[0], :depth], w_tile[:depth, :])
 
     def finish(value: jax.Array, index: tuple[pl.Slice, slice]) -> None:
-        o_tile[index] = add(value, index[0]).astype(o_tile.dtype)
+        o_tile[index] = value.astype(o_tile.dtype)
 
     accumulate(
         Tiling((depth,), k),
@@ -114,12 +81,6 @@ def step(
         product=product,
         finish=finish,
     )
-
-
-def vmem_bytes(tiles: Tiles, dtype: DType) -> int:
-    """Returns the bytes of vector memory: two tiles each of x, w and the result, and the float32 accumulator."""
-    streamed = tiles.m * tiles.k + tiles.k * tiles.n + tiles.m * tiles.n
-    return 2 * streamed * jnp.dtype(dtype).itemsize + 4 * tiles.m * tiles.n
 
 
 def specs(tiles: Tiles) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:

@@ -10,11 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.kernels.all_gather import all_gather
+from flaxasync.kernels.collectives import all_gather, all_reduce, reduce_scatter
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.gemm import gemm
-from flaxasync.kernels.reduce_scatter import all_reduce, reduce_scatter
 from tests.kernels.conftest import simulated
 
 KERNELS = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
@@ -71,7 +70,7 @@ def test_sides_of_tiles(side, most, unit, tile):
 
 def test_receive_buffers_that_are_used_again_at_once_are_seen(monkeypatch):
     """A negative test: with one set of receive buffers a device overwrites what its neighbour has not read."""
-    monkeypatch.setattr("flaxasync.kernels.reduce_scatter._buffer_set", lambda: 0)
+    monkeypatch.setattr("flaxasync.kernels.collectives._buffer_set", lambda: 0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         np.testing.assert_allclose(*run("reduce_scatter", 3, mode="eager"), rtol=1e-5, atol=1e-5)
 

@@ -57,11 +57,21 @@ def blocks(form, *, kernel):
     [
         pytest.param({"causal": True, "window": None, "segments": False, "q_rows": 256}, marks=pytest.mark.slow),
         {"causal": True, "window": 100, "segments": True, "q_rows": 128},
+        {"causal": True, "window": None, "segments": False, "q_rows": 256, "square": 256},
+        pytest.param({"causal": True, "window": None, "segments": True, "q_rows": 256, "square": 256},
+                     marks=pytest.mark.slow),
+        pytest.param({"causal": True, "window": None, "segments": False, "q_rows": 256, "square": 128},
+                     marks=pytest.mark.slow),
+        pytest.param({"causal": True, "window": 200, "segments": False, "q_rows": 256, "square": 128},
+                     marks=pytest.mark.slow),
     ],
     ids=str,
-)
-def test_they_give_what_the_reference_gives(form):
-    kernel = Flash(q_tile=128, kv_tile=256, sub_block=128)
+)  # fmt: skip
+def test_they_give_what_the_reference_gives(form, monkeypatch):
+    """With square tiles, those on the diagonal are multiplied as triangles; tiles of 256 rows have two sub-blocks."""
+    square = form.get("square")
+    monkeypatch.setattr(flash_attention, "KV_ROWS", square or 128)  # otherwise two calls
+    kernel = Flash(q_tile=128, kv_tile=256, triangle_tiles=(square or 128, square or 128), sub_block=128)
     for name, got, want in zip(
         ("acc", "stats", "dq", "dkv"), blocks(form, kernel=kernel), blocks(form, kernel=Reference()), strict=True
     ):

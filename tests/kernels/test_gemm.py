@@ -1,4 +1,4 @@
-"""The matmul kernel and the one that streams within another: values with partial tiles; what is refused."""
+"""The matmul kernel: values with partial tiles; what is refused."""
 
 import functools
 
@@ -6,14 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels import gemm as module
 from flaxasync.kernels.engine.operands import Tiles
-from flaxasync.kernels.engine.refs import HBM
-from flaxasync.kernels.gemm import gemm, stream
-from tests.grids import sparse
+from flaxasync.kernels.gemm import gemm
 from tests.kernels.conftest import simulated
 
 TILES = Tiles(32, 128, 128)
@@ -22,19 +18,6 @@ TILES = Tiles(32, 128, 128)
 def operands(m, k, n, dtype):
     x, w = (np.random.default_rng(i).standard_normal(shape) for i, shape in enumerate([(m, k), (k, n)]))
     return x.astype(jnp.dtype(dtype)), w.astype(jnp.dtype(dtype))
-
-
-def streamed(x, w, tiles):
-    def body(x_ref, w_ref, o_ref, accumulator):
-        stream(x_ref, w_ref, o_ref, accumulator, tiles=tiles)
-
-    return pl.pallas_call(
-        body,
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype),
-        in_specs=[HBM, HBM],
-        out_specs=HBM,
-        scratch_shapes=[pltpu.VMEM((tiles.m, tiles.n), jnp.float32)],
-    )(x, w)
 
 
 def parity(form, shape, dtype):
@@ -53,13 +36,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("form", "case"), sparse(
-    ["grid", "stream"], CASES, keep=lambda form, case: case != 2 * form  # of each all but one that its users run, too
-))  # fmt: skip
-def test_values(form, case):
-    shape, tiles, dtype = case
-    run = streamed if form == "stream" else gemm
-    parity(functools.partial(run, tiles=tiles), shape, dtype)
+@pytest.mark.parametrize(("shape", "tiles", "dtype"), CASES)
+def test_values(shape, tiles, dtype):
+    parity(functools.partial(gemm, tiles=tiles), shape, dtype)
 
 
 def test_a_missing_mask_is_seen(monkeypatch):

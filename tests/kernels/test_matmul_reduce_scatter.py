@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.kernels.engine import row_tiling
+from flaxasync.kernels.engine import tiling
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Acknowledgements
@@ -66,7 +66,7 @@ RAGGED = {"ks": (640,), "n": 640, "tiles": Tiles(32, 384, 384)}  # 384 + 256
 ])  # fmt: skip
 def test_partial_tiles(monkeypatch, size, part, options):
     """The last tile of every side is partial; what lies beyond it in vector memory is not a number at first."""
-    monkeypatch.setattr(row_tiling, "SUB_BLOCK", part)
+    monkeypatch.setattr(tiling, "SUB_BLOCK", part)
     close(*run(size, **RAGGED | options), 2e-2 if options.get("dtype") == "bfloat16" else 1e-5)
 
 

@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.kernels import weight_gradient
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.weight_gradient import gather_weight_gradient, kernel
+from flaxasync.kernels.weight_gradient import gather_weight_gradient
 from tests.kernels.conftest import simulated
 
 TILES = Tiles(128, 128, 128)
@@ -69,14 +70,14 @@ def test_partial_tiles(size, options):
 
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
     """Negative test: a partial tile of rows is multiplied as if it were whole, with what lies beyond it."""
-    multiply = kernel._Device.multiply
+    multiply = weight_gradient._Device.multiply
 
     def whole(self, here, n):
         rows = self.schedule.rows
         full = dataclasses.replace(rows, rows=Tiling((rows.count * rows.size,), rows.size))
         multiply(dataclasses.replace(self, schedule=dataclasses.replace(self.schedule, rows=full)), here, n)
 
-    monkeypatch.setattr(kernel._Device, "multiply", whole)
+    monkeypatch.setattr(weight_gradient._Device, "multiply", whole)
     got, want = run(2, **RAGGED | {"directions": 1, "k": 128, "ns": (128,)})
     assert np.isnan(got).any()
     assert not np.isnan(want).any()
@@ -84,7 +85,7 @@ def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
 
 def test_one_set_of_receive_buffers_is_seen(monkeypatch):
     """Negative test: a chunk that arrives where the one before lies overwrites what was not read."""
-    monkeypatch.setattr(kernel, "BUFFER_SETS", 1)
+    monkeypatch.setattr(weight_gradient, "BUFFER_SETS", 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         run(3, directions=1, mode="eager")
 

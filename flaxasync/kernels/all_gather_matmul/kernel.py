@@ -11,7 +11,6 @@ Every block goes once around the ring, forwarded from where it arrived, with two
 else `stream`.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -65,13 +64,11 @@ def all_gather_matmul(
 
     def body(x_ref: Ref, *refs: Ref) -> None:
         w_refs, y_refs, (*gathered, scratch, semaphores) = refs[:count], refs[count : 2 * count], refs[2 * count :]
-        gather = Gather(ring, plan.layout, x_ref, gathered[0] if gathered else None, semaphores)
+        in_hbm, in_vmem = gathered[0] if gathered else None, None if streams else scratch.x
+        gather = Gather(ring, plan.layout, x_ref, in_hbm, semaphores, in_vmem)
+        parts = gather, w_refs, y_refs, keep_gathered, scratch
         device: stream.Stream | resident.Resident
-        if isinstance(plan, stream.Schedule):
-            device = stream.Stream(plan, gather, w_refs, y_refs, keep_gathered, scratch)
-        else:
-            gather = dataclasses.replace(gather, arrivals=scratch.x)
-            device = resident.Resident(plan, gather, w_refs, y_refs, keep_gathered, scratch)
+        device = stream.Stream(plan, *parts) if isinstance(plan, stream.Schedule) else resident.Resident(plan, *parts)
         device.begin()
         ring.enter(f"{CALLER} {transposed} {keep_gathered} {count} {streams}", collective_id)
         device.run()

@@ -14,23 +14,21 @@ are gone through in several passes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
-from flaxasync.kernels.engine.matmul import MatmulTiles
+from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles, largest_divisor
-from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, ScratchShapes
-from flaxasync.kernels.engine.row_tiling import RowTiling
-from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
-from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.engine.vmem import check_vmem
+from flaxasync.kernels.engine.refs import DType, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.tiling import RowTiling, Tiling
+from flaxasync.kernels.engine.vmem import check_vmem, matmul_bytes
 
 CALLER = "all_gather_matmul"
 TILES = Tiles(1024, 1024, 2048)
@@ -47,17 +45,6 @@ class Coordinates(NamedTuple):
     i: Scalar  # tile of rows in its pass
     number: Scalar  # of the tile of the result
     w_slot: Scalar
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scratch:
-    """Scratch memory of the kernel."""
-
-    x: IncomingTiles  # [2, batches, rows, k]
-    w: IncomingTiles  # [2, k, n], or [2, n, k] if transposed
-    outgoing: OutgoingTiles  # [2, batches, rows, n] tiles of the result
-    accumulators: Ref  # [accumulators, batches, rows, n] VMEM, float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +81,7 @@ class Schedule:
 
     def scratch(self, dtype: DType) -> ScratchShapes:
         """Returns the scratch memory to allocate."""
-        result = (*self.tiles.rows.shape, self.tiles.columns.size)
-        return Scratch(
-            x=self.tiles.x_slots(dtype),
-            w=self.tiles.w_slots(dtype),
-            outgoing=OutgoingTiles.allocate(2, result, dtype),
-            accumulators=pltpu.VMEM((self.accumulators, *result), jnp.float32),
-        )
+        return self.tiles.scratch(dtype, outgoing=2, accumulators=self.accumulators)
 
 
 def plan(
@@ -113,12 +94,9 @@ def plan(
     room = max(1, ACCUMULATORS // (4 * rows.size * used.columns.size))
     accumulators = largest_divisor(layout.directions * rows.count, room, 1)
 
-    def need(t: Tiles) -> int:
-        in_slots = 2 * (t.m * t.k + t.k * t.n + t.m * t.n)
-        return in_slots * jnp.dtype(dtype).itemsize + 4 * accumulators * t.m * t.n
-
     sizes = Tiles(rows.size, used.contraction.size, used.columns.size)
-    return Schedule(size, layout, used, accumulators, check_vmem(CALLER, sizes, need))
+    vmem_bytes = check_vmem(CALLER, sizes, lambda t: matmul_bytes(t, dtype, results=2, sums=accumulators))
+    return Schedule(size, layout, used, accumulators, vmem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +108,7 @@ class Stream:
     ws: Sequence[Ref]
     ys: Sequence[Ref]
     keep_gathered: bool
-    scratch: Scratch
+    scratch: MatmulScratch
 
     def begin(self) -> None:
         """Does what needs no neighbour: fetches the first tiles."""
@@ -161,11 +139,9 @@ class Stream:
             pl.when(here.i == 0)(lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.column))
             pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
 
-        def finish(value: jax.Array, index: tuple[Index, ...]) -> None:
-            scratch.outgoing.tiles[slot, *index] = value.astype(scratch.outgoing.tiles.dtype)
-
         x_tile, w_tile = scratch.x.tiles.at[x_slot], scratch.w.tiles.at[here.w_slot]
-        tiles.multiply(i, here.t, here.column, x_tile, w_tile, scratch.accumulators.at[here.i], finish)
+        accumulator, finish = scratch.accumulators.at[here.i], functools.partial(scratch.outgoing.put, slot)
+        tiles.multiply(i, here.t, here.column, x_tile, w_tile, accumulator, finish)
         pl.when(last)(lambda: self.store(here, slot))
 
     def prefetch(self, step: Scalar) -> None:
@@ -223,8 +199,5 @@ class Stream:
         schedule, outgoing, tiles = self.schedule, self.scratch.outgoing, self.schedule.tiles
         round_, i = split(number, schedule.accumulators)
         _, pass_, column = IterationGrid(schedule.grid.sizes[:3]).coordinates(round_)
-
-        def wait(_: int, *tile: pl.Slice) -> None:
-            outgoing.wait(outgoing.slot(number), *(side.size for side in tile))
-
-        tiles.on_result(remainder(pass_ * schedule.accumulators + i, tiles.rows.count), column, wait)
+        row = remainder(pass_ * schedule.accumulators + i, tiles.rows.count)
+        tiles.wait_result(outgoing, outgoing.slot(number), row, column)

@@ -6,7 +6,7 @@
 | `operands` | hardware tiles, the sizes of matmul tiles, the checks of operands |
 | `vmem` | how much vector memory a kernel needs, and the error where it needs too much |
 | `grid` | the order in which tiles are visited |
-| `tiling`, `row_tiling` | tiles of one dimension, tiles of rows in batches; the last ones may be partial |
+| `tiling` | tiles of one dimension, tiles of rows in batches; the last ones may be partial |
 | `slots` | tiles on their way into vector memory or out of it; the start of and the wait for every transfer |
 | `call` | the call of a kernel whose operands and results stay in HBM |
 | `product` | the product of two tiles and its accumulation over the contraction |

@@ -9,13 +9,26 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.engine.product import accumulate, dot
-from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar
-from flaxasync.kernels.engine.row_tiling import RowTiling
+from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, ScratchShapes
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
-from flaxasync.kernels.engine.tiling import Tiling
+from flaxasync.kernels.engine.tiling import RowTiling, Tiling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MatmulScratch:
+    """Scratch memory for the tiles of a matmul."""
+
+    x: IncomingTiles  # [2, batches, rows, k]
+    w: IncomingTiles  # [2, k, n], or [2, n, k] if transposed
+    outgoing: OutgoingTiles  # [outgoing, batches, rows, n] finished tiles of the result, rounded
+    accumulators: Ref  # [accumulators, batches, rows, n] VMEM, float32; as small as can be if there are none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +40,20 @@ class MatmulTiles:
     contraction: Tiling
     transposed: bool
 
-    def x_slots(self, dtype: DType) -> IncomingTiles:
-        """Returns two slots for tiles of x, as scratch memory."""
-        return IncomingTiles.allocate(2, (*self.rows.shape, self.contraction.size), dtype)
+    @property
+    def result(self) -> tuple[int, int, int]:
+        """Batches, rows and columns of a tile of the result that is not partial."""
+        return (*self.rows.shape, self.columns.size)
 
-    def w_slots(self, dtype: DType) -> IncomingTiles:
-        """Returns two slots for tiles of w, as scratch memory."""
-        return IncomingTiles.allocate(2, self._w_shape(self.contraction.size, self.columns.size), dtype)
+    def scratch(self, dtype: DType, *, outgoing: int, accumulators: int) -> ScratchShapes:
+        """Returns the scratch memory to allocate."""
+        k, n = self.contraction.size, self.columns.size
+        return MatmulScratch(
+            IncomingTiles.allocate(2, (*self.rows.shape, k), dtype),
+            IncomingTiles.allocate(2, self._w_shape(k, n), dtype),
+            OutgoingTiles.allocate(outgoing, self.result, dtype),
+            pltpu.VMEM((accumulators, *self.result) if accumulators else (1, 1, 8, LANES), jnp.float32),
+        )
 
     def start_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar, source: Callable[..., Ref]) -> None:
         """Starts to fetch tile (i, t) of x; source(pair, batches, rows, depth) is that part of x in HBM."""

@@ -26,7 +26,7 @@ class Ring:
     """The devices of a mesh axis, inside a kernel."""
 
     axis_name: str
-    size: int  # devices on the axis
+    size: int  # devices on the axis; 1 for this device by itself, whatever the axis has
     directions: int  # 1, or 2 where blocks travel both ways
 
     @property
@@ -36,8 +36,8 @@ class Ring:
 
     @property
     def index(self) -> jax.Array:
-        """This device's index on the axis."""
-        return lax.axis_index(self.axis_name)
+        """This device's index on the ring."""
+        return lax.axis_index(self.axis_name) if self.size > 1 else jnp.int32(0)
 
     def receiver(self, direction: Scalar) -> Device:
         """Returns the neighbour that this device sends to."""

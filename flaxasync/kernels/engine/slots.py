@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.grid import remainder
-from flaxasync.kernels.engine.refs import DType, Ref, Scalar, beginning
+from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, beginning
 from flaxasync.kernels.engine.ring import Device
 
 
@@ -88,6 +88,10 @@ class OutgoingTiles(_Slots):
         """Waits until the last tiles have left, of `count` tiles in all."""
         for number in range(max(0, count - self.count), count):
             wait_for(jnp.int32(number))
+
+    def put(self, slot: Scalar, value: jax.Array, index: tuple[Index, ...]) -> None:
+        """Rounds a sub-block of a tile, at an index in the tile, into a slot."""
+        self.tiles[slot, *index] = value.astype(self.tiles.dtype)
 
     def store(self, slot: Scalar, target: Ref) -> None:
         """Starts to copy the tile in a slot to HBM."""

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
+
 from flaxasync import hardware, mesh
 from flaxasync.kernels.engine.operands import Tiles
+from flaxasync.kernels.engine.refs import DType
 
 MIB = 2**20
 RESERVED = 8 * MIB  # bytes left to the compiler, for semaphores, spilled registers and its own scratch memory
@@ -18,6 +21,12 @@ def chip_in_use() -> hardware.Chip:
 def available() -> int:
     """Returns the bytes of vector memory that a kernel may use for its buffers."""
     return chip_in_use().vmem_bytes - RESERVED
+
+
+def matmul_bytes(tiles: Tiles, dtype: DType, results: int, sums: int) -> int:
+    """Returns the bytes of two tiles of x, two of w, some of the result, and some of float32 sums."""
+    streamed = 2 * tiles.m * tiles.k + 2 * tiles.k * tiles.n + results * tiles.m * tiles.n
+    return jnp.dtype(dtype).itemsize * streamed + 4 * sums * tiles.m * tiles.n
 
 
 def fitting(tiles: Tiles | None, default: Tiles, fit: Callable[[Tiles], Tiles], need: Callable[[Tiles], int]) -> Tiles:

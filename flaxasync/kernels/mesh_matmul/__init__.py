@@ -1,5 +1,5 @@
-"""The kernels of `flaxasync.mesh_matmul` on X x Y devices.
+"""The kernel of `flaxasync.mesh_matmul` on X x Y devices.
 
-In `fused` w travels while it is multiplied. In `overlapped` partial sums and results travel, too: `schedule` has its
-order of work. `weights` says for both kernels which block of w goes where, and has the transfers of `overlapped`.
+In `overlapped` w, partial sums and results travel while tiles are multiplied. `schedule` has its order of work, and
+`weights` says which block of w goes where, and has its transfers.
 """

@@ -6,6 +6,8 @@ w  [k', n]  the part of the contraction that this mesh *row* holds              
 o  [m, n]   this mesh row's rows of the product, the same in all mesh columns
 ```
 
+Without `reduce` nothing travels around the mesh row: o is then the part of the product that this mesh column has.
+
 A device multiplies its rows with the k rows of RHS of its mesh column, which arrive in blocks (`weights`).
 Each of the Y devices of a mesh row owns one of Y blocks of its rows. `schedule` has the order of all steps. Around the
 mesh row travel partial sums as in a reduce-scatter, and then results as in an all-gather, tile by tile:
@@ -37,11 +39,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.grid import remainder, split
-from flaxasync.kernels.engine.matmul import MatmulTiles
+from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
 from flaxasync.kernels.engine.refs import Index, Ref, Scalar, aligned, beginning
 from flaxasync.kernels.engine.ring import Ring
-from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, start_send, wait
+from flaxasync.kernels.engine.slots import IncomingTiles, start_copy, start_send, wait
 from flaxasync.kernels.gemm import cost
 from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule, plan
 from flaxasync.kernels.mesh_matmul.weights import WeightBlocks, Weights, WeightScratch
@@ -52,11 +54,9 @@ from flaxasync.kernels.mesh_matmul.weights import WeightBlocks, Weights, WeightS
 class Scratch:
     """Scratch memory of the kernel. A tile of rows is [directions, rows]."""
 
-    x: IncomingTiles  # [2, directions, rows, k]
-    w: WeightScratch
+    matmul: MatmulScratch  # with an accumulator for each tile of rows; what leaves are partial sums and results
+    weights: WeightScratch
     received: IncomingTiles  # [1, directions, rows, n] partial sums of the neighbour
-    outgoing: OutgoingTiles  # [outgoing, directions, rows, n] rounded partial sums and results
-    accumulators: Ref  # [tiles of rows, directions, rows, n] VMEM, float32
     recv_sem: Ref  # [hops of sums and results * rounds, tiles of rows] DMA semaphores
     onward_sem: Ref  # DMA semaphore of the results that are sent on
 
@@ -66,51 +66,51 @@ def overlapped(
     w: jax.Array,
     axis_names: tuple[str, str] = ("x", "y"),
     *,
+    reduce: bool = True,
     tiles: Tiles | None = None,
     directions: int | None = None,
     collective_id: int | None = None,
 ) -> jax.Array:
-    """Returns o; see the head of this file. One axis at least has two devices or more; shapes are whole hardware tiles.
+    """Returns o; see the head of this file. Something has to travel; shapes are whole hardware tiles.
 
-    The arguments are those of `flaxasync.mesh_matmul`, and `collective_id`, the id of the entry barrier: by default one
-    that no other kernel of the program has. `tiles` are the largest to use: those of rows and of the contraction
-    divide their blocks, and the last tile of the columns may be partial.
+    The arguments are those of `flaxasync.mesh_matmul`; `reduce`, whether to sum over the mesh columns; and
+    `collective_id`, the id of the entry barrier: by default one that no other kernel of the program has. `tiles` are
+    the largest to use: those of rows and of the contraction divide their blocks, and the last tile of the columns may
+    be partial.
 
     Raises:
       ValueError: tiles exceed vector memory, or the rows or the contraction cannot be divided into blocks.
       NotImplementedError: there are more tiles than semaphores.
     """
-    used = plan(x, w, axis_names, tiles, directions)
+    used = plan(x, w, axis_names, reduce, tiles, directions)
     schedule, ring, tiling, block_rows = used.schedule, used.row, used.tiles, used.tiles.contraction.size
     blocks = WeightBlocks(used.column, axis_names[1], block_rows, schedule.depth, w.shape[0] // block_rows)
     (m, k), n, phases, both, size = x.shape, w.shape[1], ring.size, ring.directions, x.dtype.itemsize
     half_block, unused = m // phases // both, (sublanes(x.dtype), LANES)  # no buffer can be empty
     travels, hops = blocks.ring.size > 1, 2 * (phases - 1) * schedule.rounds
-    result, dma = (*tiling.rows.shape, tiling.columns.size), pltpu.SemaphoreType.DMA
+    dma = pltpu.SemaphoreType.DMA
     scratch = Scratch(
-        x=tiling.x_slots(x.dtype),
-        w=WeightScratch(
-            tiling.w_slots(x.dtype), *blocks.tables(), dma, dma((schedule.chunks, blocks.needed) if travels else (1, 1))
-        ),
-        received=IncomingTiles.allocate(1, result if hops else (1, *unused), x.dtype),
-        outgoing=OutgoingTiles.allocate(used.outgoing, result, x.dtype),
-        accumulators=pltpu.VMEM((schedule.rows, *result), jnp.float32),
+        matmul=tiling.scratch(x.dtype, outgoing=used.outgoing, accumulators=schedule.rows),
+        weights=WeightScratch(*blocks.tables(), dma, dma((schedule.chunks, blocks.needed) if travels else (1, 1))),
+        received=IncomingTiles.allocate(1, tiling.result if hops else (1, *unused), x.dtype),
         recv_sem=dma((hops, schedule.rows) if hops else (1, 1)),
         onward_sem=dma,
     )
 
     def body(x_ref: Ref, w_ref: Ref, o_ref: Ref, w_received: Ref, sums_received: Ref, scratch: Scratch) -> None:
-        weights = Weights(schedule, blocks, tiling.columns, w_ref, w_received, scratch.w)
-        _Device(schedule, ring, tiling, weights, x_ref, o_ref, sums_received, scratch).run(collective_id)
+        weights = Weights(schedule, blocks, tiling.columns, w_ref, w_received, scratch.matmul.w, scratch.weights)
+        device = _Device(schedule, ring, tiling, weights, x_ref, o_ref, sums_received, scratch)
+        device.run(f"{used.caller} {both}", collective_id)
 
     received = (k, n) if travels else unused, (phases - 1, both, half_block, n) if phases > 1 else unused
+    shapes, invarying = ((phases, both, half_block, n), *received), axis_names[1:] if reduce else ()
     matmul = cost(Tiles(tiling.rows.size, block_rows, tiling.columns.size), m, k, n, size)
     sent = (k * n * travels + 2 * (m - m // phases) * n) * size
     o, *_ = call(
         body,
         [x.reshape(phases, both, half_block, k), w],
-        name="overlapped_mesh_matmul",
-        results=[output(shape, x, invarying=(axis_names[1],)) for shape in ((phases, both, half_block, n), *received)],
+        name=f"{used.caller}_mesh_matmul",
+        results=[output(shape, x, invarying=invarying) for shape in shapes],
         scratch=[scratch],
         collective_id=collective_id,
         vmem_bytes=used.vmem_bytes,
@@ -119,11 +119,6 @@ def overlapped(
         sent=sent,
     )
     return o.reshape(m, n)
-
-
-def check_overlapped(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], *, directions: int | None = None) -> None:
-    """Raises as `overlapped` would for these operands."""
-    plan(x, w, axis_names, None, directions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +134,10 @@ class _Device:
     sums_received: Ref  # [Y - 1, directions, half-block, n] HBM: partial sums of the neighbour, phase by phase
     scratch: Scratch
 
-    def run(self, collective_id: int | None) -> None:
-        """Does all steps."""
+    def run(self, tag: str, collective_id: int | None) -> None:
+        """Does all steps; `tag` is that of the entry barrier."""
         senders = [self.ring.sender(direction) for direction in self.ring.both] if self.ring.size > 1 else []
-        self.weights.blocks.enter(f"overlapped {self.ring.directions}", collective_id, senders)
+        self.weights.blocks.enter(tag, collective_id, senders)
         self.weights.begin()
         self.prefetch(self.schedule.at(0), 0)
         pl.loop(0, self.schedule.grid.steps)(self.step)
@@ -152,7 +147,7 @@ class _Device:
 
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and sends a tile that is finished."""
-        schedule, scratch = self.schedule, self.scratch
+        schedule, scratch = self.schedule, self.scratch.matmul
         here, slot = schedule.at(step), remainder(step, 2)
         last = here.t == schedule.depth - 1
         pl.when(step + 1 < schedule.grid.steps)(lambda: self.prefetch(schedule.at(step + 1), 1 - slot))
@@ -177,7 +172,7 @@ class _Device:
 
     def prefetch(self, there: Coordinates, slot: Scalar) -> None:
         """Starts to fetch the tiles of x and w of a step."""
-        x, columns = self.scratch.x, self.weights.blocks.needed_rows(self.weights.block(there))
+        x, columns = self.scratch.matmul.x, self.weights.blocks.needed_rows(self.weights.block(there))
         with jax.named_scope("prefetch"):
             for direction in self.ring.both:
                 half_block = self.x.at[self.ring.behind(there.phase + 1, direction), direction]
@@ -201,21 +196,21 @@ class _Device:
 
     def multiply(self, here: Coordinates, slot: Scalar) -> None:
         """Adds the product of two tiles to its sum. With one mesh column, a finished sum is rounded at once."""
-        outgoing, accumulator = self.scratch.outgoing, self.scratch.accumulators.at[here.accumulator]
+        scratch, accumulator = self.scratch.matmul, self.scratch.matmul.accumulators.at[here.accumulator]
 
         def finish(value: jax.Array, index: tuple[Index, ...]) -> None:
             if self.ring.size > 1:
                 accumulator[index] = value
             else:
-                outgoing.tiles[outgoing.slot(here.number), *index] = value.astype(outgoing.tiles.dtype)
+                scratch.outgoing.put(scratch.outgoing.slot(here.number), value, index)
 
-        x_tile, w_tile = self.scratch.x.tiles.at[slot], self.scratch.w.tiles.tiles.at[here.w_slot]
+        x_tile, w_tile = scratch.x.tiles.at[slot], scratch.w.tiles.at[here.w_slot]
         self.tiles.multiply(0, here.t, here.chunk, x_tile, w_tile, accumulator, finish)
 
     def round(self, here: Coordinates) -> None:
         """Rounds a finished sum, with the neighbour's partial sums, into the slot that it leaves from."""
-        received, outgoing = self.scratch.received, self.scratch.outgoing
-        slot, accumulator = outgoing.slot(here.number), self.scratch.accumulators.at[here.accumulator]
+        received, outgoing = self.scratch.received, self.scratch.matmul.outgoing
+        slot, accumulator = outgoing.slot(here.number), self.scratch.matmul.accumulators.at[here.accumulator]
 
         def store(value: jax.Array) -> None:
             outgoing.tiles[slot] = value.astype(outgoing.tiles.dtype)
@@ -229,7 +224,7 @@ class _Device:
 
     def send(self, here: Coordinates) -> None:
         """Sends a finished tile to the next device. Stores it, too, if its rows are the own ones."""
-        outgoing, ring = self.scratch.outgoing, self.ring
+        outgoing, ring = self.scratch.matmul.outgoing, self.ring
         slot, recv_sem = outgoing.slot(here.number), self._recv_sem(here.phase, here.round, here.i)
 
         def send(own: bool, _: int, columns: pl.Slice) -> None:
@@ -251,7 +246,7 @@ class _Device:
     def wait_until_left(self, number: Scalar) -> None:
         """Waits until a finished tile has left its slot."""
         chunk, _, phase, _ = self.schedule.results.coordinates(number)
-        outgoing = self.scratch.outgoing
+        outgoing = self.scratch.matmul.outgoing
 
         def wait_for(n: int) -> None:
             left = functools.partial(outgoing.wait, outgoing.slot(number), *self.tiles.rows.shape, n)
@@ -264,7 +259,7 @@ class _Device:
     def finish(self) -> None:
         """Sends on the last results, and waits until everything has left and arrived."""
         schedule, size = self.schedule, self.ring.size
-        self.scratch.outgoing.finish(schedule.results.steps, self.wait_until_left)
+        self.scratch.matmul.outgoing.finish(schedule.results.steps, self.wait_until_left)
         for hops in range(1, size - 1):
             pl.loop(0, schedule.rows)(functools.partial(self._send_result_on, schedule.rounds - 1, hops))
         if size > 1:

@@ -12,7 +12,8 @@ into `depth` tiles. A round is one chunk of one panel. It has Y phases, one for 
     phase < Y-1  t=0     t=1               of all rows
     phase Y-1    i=0     i=1               of all of the contraction
 
-With one mesh column there is one phase, whose rows are the own ones, and the contraction is the outer loop there, too.
+With one mesh column, or if there is no sum over mesh columns, there is one phase, whose rows are the own ones, and the
+contraction is the outer loop there, too.
 """
 
 import dataclasses
@@ -28,9 +29,8 @@ from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor, sublanes
 from flaxasync.kernels.engine.refs import Condition, Scalar
 from flaxasync.kernels.engine.ring import Ring
-from flaxasync.kernels.engine.row_tiling import RowTiling
-from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.engine.vmem import available, check_vmem, fitting
+from flaxasync.kernels.engine.tiling import RowTiling, Tiling
+from flaxasync.kernels.engine.vmem import available, check_vmem, fitting, matmul_bytes
 from flaxasync.mesh import UnsupportedError
 
 TILES = Tiles()  # the largest tiles, where none are asked for
@@ -65,7 +65,7 @@ class Schedule:
     panels: int  # of rows in a block
     rows: int  # tiles of rows in a panel
     depth: int  # tiles of the contraction
-    phases: int  # blocks of a device's rows, one for each mesh column
+    phases: int  # blocks of a device's rows, one for each mesh column that is summed over
 
     @property
     def rounds(self) -> int:
@@ -108,23 +108,38 @@ class Plan:
     once.
     """
 
+    caller: str  # the name of the kernel
     column: Ring  # the devices of a mesh column
-    row: Ring  # the devices of a mesh row
+    row: Ring  # the devices of a mesh row; this device alone if there is no sum over them
     schedule: Schedule
     tiles: MatmulTiles
     outgoing: int  # slots for finished tiles that leave
     vmem_bytes: int  # of all buffers
 
 
-def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles | None, directions: int | None) -> Plan:
+def plan(
+    x: jax.Array,
+    w: jax.Array,
+    axis_names: tuple[str, str],
+    reduce: bool,
+    tiles: Tiles | None,
+    directions: int | None,
+) -> Plan:
     """Divides the operands, or raises as `overlapped` says."""
-    (m, k), (held, n), dtype = x.shape, w.shape, x.dtype
-    size, phases = (lax.axis_size(name) for name in axis_names)
-    most_k, unit, block = largest_block("overlapped", axis_names, k, held), sublanes(dtype), m // phases
+    (m, k), (held, n), dtype, caller = x.shape, w.shape, x.dtype, "overlapped" if reduce else "fused"
+    size, columns_of_mesh = (lax.axis_size(name) for name in axis_names)
+    phases, most_k, unit = columns_of_mesh if reduce else 1, math.gcd(k, held), sublanes(dtype)
+    block = m // phases
+    if most_k % LANES:
+        raise ValueError(
+            f"{caller} divides the contraction into blocks for a mesh of {size} x {columns_of_mesh}, in whole hardware "
+            f"tiles: got K={k * columns_of_mesh} in blocks of {most_k}, needed a multiple of {LANES}; pad K, or use "
+            "backend='none'"
+        )
     both = 2 if phases > 2 and directions != 1 and block % (2 * unit) == 0 else 1
     if directions == 2 and phases > 2 and both == 1:
         raise ValueError(
-            f"overlapped sends half of the rows each way around {axis_names[1]!r}: got {m} rows of {dtype}, needed a "
+            f"{caller} sends half of the rows each way around {axis_names[1]!r}: got {m} rows of {dtype}, needed a "
             f"multiple of {phases * 2 * unit}; use directions=1"
         )
 
@@ -137,8 +152,7 @@ def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles |
 
     def need(rows: int, t: Tiles) -> int:
         received = 1 if phases > 1 else 0  # slots for partial sums
-        in_slots = 2 * t.m * t.k + 2 * t.k * t.n + (outgoing(rows) + received) * t.m * t.n
-        return in_slots * dtype.itemsize + 4 * rows * t.m * t.n
+        return matmul_bytes(t, dtype, outgoing(rows) + received, rows)
 
     # Narrow chunks of columns have more arrivals. If there are too few semaphores for them, chunks are wide.
     for default in (dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS))), TILES):
@@ -152,24 +166,12 @@ def plan(x: jax.Array, w: jax.Array, axis_names: tuple[str, str], tiles: Tiles |
             break
     else:
         raise UnsupportedError(
-            "overlapped has a semaphore for each block of w and each tile of rows that arrives, and a TPU has "
+            f"{caller} has a semaphore for each block of w and each tile of rows that arrives, and a TPU has "
             f"{SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of m={used.m}, k={used.k}, "
             f"n={used.n} are {arrivals} arrivals; use larger tiles, a loop over columns of w, or backend='serial'"
         )
     column = Ring(axis_names[0], size, 2 if size > 2 and directions != 1 else 1)
     row_tiling = RowTiling(Tiling((both,), both, 1), Tiling((side,), side, unit))
-    vmem_bytes = check_vmem("overlapped", used, functools.partial(need, rows))
+    vmem_bytes = check_vmem(caller, used, functools.partial(need, rows))
     matmul_tiles = MatmulTiles(row_tiling, columns, Tiling((k,), used.k), transposed=False)
-    return Plan(column, Ring(axis_names[1], phases, both), schedule, matmul_tiles, outgoing(rows), vmem_bytes)
-
-
-def largest_block(caller: str, axis_names: tuple[str, str], k: int, held: int) -> int:
-    """Returns the most rows of a block that divides K/X and K/Y; raises if they are no whole hardware tiles."""
-    rows = math.gcd(k, held)
-    if rows % LANES:
-        size, columns = (lax.axis_size(name) for name in axis_names)
-        raise ValueError(
-            f"{caller} divides the contraction into blocks for a mesh of {size} x {columns}, in whole hardware tiles: "
-            f"got K={k * columns} in blocks of {rows}, needed a multiple of {LANES}; pad K, or use backend='none'"
-        )
-    return rows
+    return Plan(caller, column, Ring(axis_names[1], phases, both), schedule, matmul_tiles, outgoing(rows), vmem_bytes)

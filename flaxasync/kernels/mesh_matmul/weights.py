@@ -14,11 +14,10 @@ With two directions, blocks with an even t go onward and the others backward. A 
 their hops, its own first, and may send each one on when it uses it. So a device that waits for a block of h hops waits
 for one that has waited for blocks of fewer hops only, and no device waits for itself.
 
-In the overlapped kernel (`Weights`) an owner sends its blocks of a chunk of columns `AHEAD` chunks before they are
-used. The other devices send a block on
+An owner sends its blocks of a chunk of columns `AHEAD` chunks before they are used. The other devices send a block on
 
-    in chunk 0, or in every chunk if there is one mesh column   when they use it, since they did not have it before
-    in the later chunks                                         one chunk before they use it, in the phases after 0
+    in chunk 0, or in every chunk if there is one phase   when they use it, since they did not have it before
+    in the later chunks                                   one chunk before they use it, in the phases after 0
 
 because a device that sends on what it is about to use makes the next device late by a hop in every chunk. In those
 phases blocks of fewer hops are sent on first, at steps that are the same on all devices. So what a device waits for
@@ -67,15 +66,11 @@ class WeightBlocks:
     def hops_to(self, row: Scalar, column: Scalar, t: Scalar) -> jax.Array:
         """Returns how many hops block t of a mesh column takes to a mesh row."""
         onward = row - split(column * self.needed + t, self.held)[0]
-        return remainder(self.ring.size + jnp.where(self._direction(t) == 0, onward, -onward), self.ring.size)
+        return remainder(self.ring.size + jnp.where(self.direction(t) == 0, onward, -onward), self.ring.size)
 
     def goes_on(self, t: Scalar) -> jax.Array:
         """Returns whether this device sends a block to the next one."""
         return self.hops(t) < self.ring.size - 1
-
-    def receiver(self, t: Scalar) -> Device:
-        """Returns the device that a block goes to from here."""
-        return self.ring.receiver(self._direction(t))
 
     def held_rows(self, t: Scalar) -> pl.Slice:
         """Returns where a block lies in this device's w, if the device owns it."""
@@ -111,7 +106,7 @@ class WeightBlocks:
 
         def any_block(direction: int, moves: Callable[[Scalar], Condition]) -> jax.Array:
             def found(t: Scalar, before: jax.Array) -> jax.Array:
-                return before | ((self._direction(t) == direction) & moves(t)).astype(jnp.int32)
+                return before | ((self.direction(t) == direction) & moves(t)).astype(jnp.int32)
 
             return lax.fori_loop(0, self.needed, found, jnp.int32(0)) > 0
 
@@ -121,7 +116,8 @@ class WeightBlocks:
         ]
         enter(f"{tag} {ring.axis_name} {self.axis_name} {ring.directions}", senders, collective_id, conditional=columns)
 
-    def _direction(self, t: Scalar) -> jax.Array:
+    def direction(self, t: Scalar) -> jax.Array:
+        """Returns the direction in which a block travels."""
         return remainder(t, self.ring.directions)
 
 
@@ -130,7 +126,6 @@ class WeightBlocks:
 class WeightScratch:
     """Scratch memory for the blocks of w."""
 
-    tiles: IncomingTiles  # [2, k, n]
     order: Ref  # [needed + 1] SMEM: blocks in the order of their use
     first: Ref  # [mesh rows] SMEM: where in `order` the blocks of each number of hops begin
     send_sem: Ref  # DMA semaphore
@@ -146,6 +141,7 @@ class Weights:
     columns: Tiling  # in chunks
     w: Ref  # [k', n] HBM
     received: Ref  # [k, n] HBM: the blocks of other devices
+    tiles: IncomingTiles  # [2, k, n] the tiles that are multiplied
     scratch: WeightScratch
 
     @property
@@ -166,7 +162,7 @@ class Weights:
 
     def prefetch(self, there: Coordinates) -> None:
         """Starts to fetch the tile of a step, if it is another one. Waits for its block at its first use."""
-        t, blocks, start = self.block(there), self.blocks, functools.partial(self.scratch.tiles.start, there.w_slot)
+        t, blocks, start = self.block(there), self.blocks, functools.partial(self.tiles.start, there.w_slot)
         own = blocks.hops(t) == 0
 
         def fetch(source: Ref, rows: pl.Slice) -> None:
@@ -185,7 +181,7 @@ class Weights:
 
     def wait(self, here: Coordinates) -> None:
         """Waits for the tile of a step."""
-        wait = functools.partial(self.scratch.tiles.wait, here.w_slot, self.blocks.rows)
+        wait = functools.partial(self.tiles.wait, here.w_slot, self.blocks.rows)
         pl.when(here.new_w)(lambda: self.columns.on_size(here.chunk, wait))
 
     def send(self, here: Coordinates) -> None:
@@ -244,4 +240,5 @@ class Weights:
         """Starts to send a block to the next device."""
         target, recv_sem = self.received.at[self.blocks.needed_rows(t), columns], self.scratch.recv_sem.at[chunk, t]
         with jax.named_scope("send_weights"):
-            start_send(block, target, self.scratch.send_sem, recv_sem, self.blocks.receiver(t))
+            receiver = self.blocks.ring.receiver(self.blocks.direction(t))
+            start_send(block, target, self.scratch.send_sem, recv_sem, receiver)

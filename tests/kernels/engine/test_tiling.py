@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from flaxasync.kernels.engine.operands import LANES, largest_divisor
-from flaxasync.kernels.engine.row_tiling import RowTiling
-from flaxasync.kernels.engine.tiling import NEAR, Tiling, cost
+from flaxasync.kernels.engine.tiling import NEAR, RowTiling, Tiling, cost
 
 LENGTH = st.integers(1, 200).map(lambda units: units * LANES)
 

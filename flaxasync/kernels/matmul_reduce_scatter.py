@@ -24,6 +24,7 @@ circle.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,25 +32,86 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call
-from flaxasync.kernels.engine.grid import remainder, split
-from flaxasync.kernels.engine.matmul import MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, check_rows, output
-from flaxasync.kernels.engine.refs import Index, Ref, Scalar
+from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
+from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
+from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, check_rows, output, sublanes
+from flaxasync.kernels.engine.refs import Condition, Index, Ref, Scalar
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring, check_ring
-from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, wait
-from flaxasync.kernels.matmul_reduce_scatter.schedule import CALLER, Coordinates, Schedule, plan
+from flaxasync.kernels.engine.slots import IncomingTiles, wait
+from flaxasync.kernels.engine.tiling import RowTiling, Tiling
+from flaxasync.kernels.engine.vmem import available, check_vmem, matmul_bytes
+from flaxasync.mesh import UnsupportedError
+
+CALLER = "matmul_reduce_scatter"
+TILES = Tiles(1024, 4096, 1024)  # the largest tiles, where none are asked for
+FEWEST_TILES = 8  # of a block: with one tile for each direction, the two directions would take turns on the links
+SMALLEST = 256 * 256  # elements of a tile of the result below which a block has fewer tiles instead
+OUTGOING = (8, 3)  # slots for tiles that leave: at most, and at least where vector memory is short
+SEMAPHORES = 400  # for what arrives: a kernel has 512, of which libtpu 0.0.52 leaves 436 to 440
+
+
+class Coordinates(NamedTuple):
+    """What one step of the kernel works on."""
+
+    hop: Scalar  # of the ring
+    i: Scalar  # tile of the rows of a block
+    j: Scalar  # tile of the columns
+    t: Scalar  # tile of the contraction
+    tile: Scalar  # number of the tile of the result in its block
+    number: Scalar  # the same, counted over all blocks
+    direction: Scalar  # in which that tile travels
+    new_x: Condition  # whether the tile of x is another one than in the step before
+    x_slot: Scalar
+    w_slot: Scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The steps of the kernel: for each hop all tiles of a block, row by row, and for each all of the contraction."""
+
+    size: int  # devices of the ring
+    tiles: MatmulTiles  # tiles of the rows of a block, of the columns, and of the contraction of all pairs of x and w
+    directions: int  # 1, or 2 where tiles travel both ways: in a row of tiles those of direction 0 come first
+    outgoing: int  # finished tiles that may be leaving at once
+
+    @property
+    def depth(self) -> int:
+        """Steps of a tile of the result."""
+        return self.tiles.contraction.count
+
+    @property
+    def block(self) -> int:
+        """Tiles of the result in a block."""
+        return self.tiles.rows.count * self.tiles.columns.count
+
+    @property
+    def grid(self) -> IterationGrid:
+        return IterationGrid((self.size, self.tiles.rows.count, self.tiles.columns.count, self.depth))
+
+    def at(self, step: Scalar) -> Coordinates:
+        """Returns the coordinates of a step."""
+        hop, i, j, t = self.grid.coordinates(step)
+        rows, columns = self.tiles.rows.count, self.tiles.columns.count
+        # The columns are divided between the directions, or the rows if there is one tile of columns only.
+        first = pl.cdiv(columns, self.directions) if columns > 1 else pl.cdiv(rows, self.directions)
+        direction = jnp.where((j if columns > 1 else i) >= first, 1, 0) if self.directions == 2 else jnp.int32(0)
+        x_slot = w_slot = remainder(step, 2)
+        new_x: Condition = True
+        if self.depth == 1:  # a tile of x has all of the contraction: it serves all columns that go in one direction
+            runs = 2 if self.directions == 2 and columns > 1 else 1
+            new_x = (j == 0) | (j == first) if runs == 2 else j == 0
+            x_slot = remainder((hop * rows + i) * runs + (direction if runs == 2 else 0), 2)
+        tile = i * columns + j
+        return Coordinates(hop, i, j, t, tile, hop * self.block + tile, direction, new_x, x_slot, w_slot)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Scratch memory of the kernel. A tile of rows is [batches, rows]."""
+    """Scratch memory of the kernel."""
 
-    x: IncomingTiles  # [2, batches, rows, k]
-    w: IncomingTiles  # [2, k, n], or [2, n, k] if transposed
+    matmul: MatmulScratch  # with one accumulator, if a tile of the result takes several steps
     received: IncomingTiles  # [2, batches, rows, n] partial sums of the neighbour, for this tile and the next one
-    outgoing: OutgoingTiles  # [outgoing, batches, rows, n] rounded sums
-    accumulator: Ref  # [batches, rows, n] VMEM, float32, if a tile of the result takes several steps
     recv_sem: Ref  # [2, tiles of a block] DMA semaphores, one for each place in the receive buffers
     read: Acknowledgements
 
@@ -84,24 +146,21 @@ def matmul_reduce_scatter(
     _check(xs, ws, transposed, axis_name, size)
     (batch, all_rows, _), dtype, pairs = xs[0].shape, xs[0].dtype, len(xs)
     m, n, ks = all_rows // size, ws[0].shape[0 if transposed else 1], [x.shape[2] for x in xs]
-    schedule, vmem_bytes = plan(xs, ws, transposed, tiles, size, directions)
+    schedule, vmem_bytes = _plan(xs, ws, transposed, tiles, size, directions)
     ring, used = Ring(axis_name, size, schedule.directions), schedule.tiles
 
     def body(*refs: Ref) -> None:
-        device = _Device(ring, schedule, refs[:pairs], refs[pairs : 2 * pairs], *refs[2 * pairs :])
+        device = _Device(ring, schedule, used, refs[:pairs], refs[pairs : 2 * pairs], *refs[2 * pairs :])
         ring.enter(f"{CALLER} {transposed} {pairs}", collective_id)
         device.run()
 
-    result, block_bytes = (*used.rows.shape, used.columns.size), batch * m * n * dtype.itemsize
     scratch = Scratch(
-        x=used.x_slots(dtype),
-        w=used.w_slots(dtype),
-        received=IncomingTiles.allocate(2, result, dtype),
-        outgoing=OutgoingTiles.allocate(schedule.outgoing, result, dtype),
-        accumulator=pltpu.VMEM(result if schedule.depth > 1 else (1, 8, LANES), jnp.float32),
+        matmul=used.scratch(dtype, outgoing=schedule.outgoing, accumulators=int(schedule.depth > 1)),
+        received=IncomingTiles.allocate(2, used.result, dtype),
         recv_sem=pltpu.SemaphoreType.DMA((2, schedule.block)),
         read=Acknowledgements(pltpu.SemaphoreType.REGULAR((ring.directions,))),
     )
+    block_bytes = batch * m * n * dtype.itemsize
     streamed = size * sum(ks) * (used.columns.count * batch * m + used.rows.count * n) * dtype.itemsize
     y, _ = call(
         body,
@@ -116,6 +175,52 @@ def matmul_reduce_scatter(
         sent=(size - 1) * block_bytes,
     )
     return y
+
+
+def _plan(
+    xs: Sequence[jax.Array], ws: Sequence[jax.Array], transposed: bool, tiles: Tiles | None, size: int, directions: int
+) -> tuple[Schedule, int]:
+    """Returns the schedule, with two tiles of a block or more if possible, and the bytes of vector memory."""
+    (batch, all_rows, _), dtype, unit = xs[0].shape, xs[0].dtype, sublanes(xs[0].dtype)
+    m, n, ks = all_rows // size, ws[0].shape[0 if transposed else 1], [x.shape[2] for x in xs]
+    asked = tiles or _default_tiles(batch * m, n)
+    rows = RowTiling.of(batch, m, asked.m, unit)
+    contraction, columns = Tiling.of(ks, asked.k), Tiling.of((n,), asked.n)
+    if rows.count == columns.count == 1 and n > LANES:
+        columns = Tiling.of((n,), pl.cdiv(n, 2 * LANES) * LANES)
+    if rows.count == columns.count == 1:
+        rows = RowTiling.of(batch, m, max(unit, batch * m // 2), unit)
+    if tiles is None and 2 * rows.count * columns.count > SEMAPHORES:  # take the fewest, though others were faster
+        columns = Tiling((n,), min(TILES.n, n))
+
+    def need(outgoing: int, t: Tiles) -> int:
+        sums = 1 if sum(pl.cdiv(k, t.k) for k in ks) == 1 else 2  # the product, and the accumulator
+        return matmul_bytes(t, dtype, 2 + outgoing, sums)
+
+    used, (outgoing, fewest) = Tiles(rows.size, contraction.size, columns.size), OUTGOING
+    while outgoing > fewest and need(outgoing, used) > available():
+        outgoing -= 1
+    while tiles is None and need(outgoing, used) > available() and used.k > LANES:
+        contraction = Tiling.of(ks, used.k // 2)
+        used = dataclasses.replace(used, k=contraction.size)
+    directions = directions if rows.count * columns.count > 1 else 1
+    schedule = Schedule(size, MatmulTiles(rows, columns, contraction, transposed), directions, outgoing)
+    if 2 * schedule.block > SEMAPHORES:
+        raise UnsupportedError(
+            f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has {SEMAPHORES} for them: "
+            f"{batch * m} rows and n={n} in tiles of m={used.m}, n={used.n} are {schedule.block} tiles; use larger "
+            "tiles, a loop over columns of w, or backend='xla'"
+        )
+    return schedule, check_vmem(CALLER, used, functools.partial(need, outgoing))
+
+
+def _default_tiles(m: int, n: int) -> Tiles:
+    """Returns `TILES`, or smaller tiles if a block [m, n] of sums would have fewer than `FEWEST_TILES` of them."""
+    used = TILES.within(m, TILES.k, n)
+    while m * n < FEWEST_TILES * used.m * used.n and used.m * used.n > SMALLEST:
+        longer = "n" if used.n >= used.m else "m"
+        used = dataclasses.replace(used, **{longer: getattr(used, longer) // 2})
+    return used
 
 
 def _check(xs: Sequence[jax.Array], ws: Sequence[jax.Array], transposed: bool, axis_name: str, size: int) -> None:
@@ -144,15 +249,12 @@ class _Device:
 
     ring: Ring
     schedule: Schedule
+    tiles: MatmulTiles
     xs: Sequence[Ref]  # [B, R, m, k_i] HBM
     ws: Sequence[Ref]  # [k_i, n] or [n, k_i] HBM
     y: Ref  # [B, m, n] HBM
     receive_buffers: Ref  # [2, B, m, n] HBM
     scratch: Scratch
-
-    @property
-    def tiles(self) -> MatmulTiles:
-        return self.schedule.tiles
 
     def run(self) -> None:
         """Does all steps, once the neighbours have entered."""
@@ -160,11 +262,11 @@ class _Device:
         self.clear_received()
         pl.loop(0, self.schedule.grid.steps)(self.step)
         with jax.named_scope("finish"):
-            self.scratch.outgoing.finish(self.schedule.size * self.schedule.block, self.wait_until_left)
+            self.scratch.matmul.outgoing.finish(self.schedule.size * self.schedule.block, self.wait_until_left)
 
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and sends or stores a tile that is finished."""
-        schedule, scratch, tiles = self.schedule, self.scratch, self.tiles
+        schedule, scratch, tiles = self.schedule, self.scratch.matmul, self.tiles
         here, following = schedule.at(step), schedule.at(step + 1)
         more, last = step + 1 < schedule.grid.steps, here.t == schedule.depth - 1
         ahead = schedule.block > 1  # or else the neighbour sends the next sum only after it has this step's
@@ -187,7 +289,7 @@ class _Device:
 
     def prefetch(self, there: Coordinates) -> None:
         """Starts to fetch the tiles of x and w of a step."""
-        scratch, owner = self.scratch, self.ring.behind(there.hop + 1, there.direction)
+        scratch, owner = self.scratch.matmul, self.ring.behind(there.hop + 1, there.direction)
 
         def source(pair: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
             return self.xs[pair].at[batches, owner, rows, depth]
@@ -198,15 +300,14 @@ class _Device:
 
     def multiply(self, here: Coordinates) -> None:
         """Adds the product of two tiles to its sum. A finished sum is rounded into the slot that it leaves from."""
-        received, outgoing = self.scratch.received, self.scratch.outgoing
-        slot, out_slot = received.slot(here.number), outgoing.slot(here.number)
+        received, scratch = self.scratch.received, self.scratch.matmul
+        slot, out_slot = received.slot(here.number), scratch.outgoing.slot(here.number)
 
         def finish(value: jax.Array, index: tuple[Index, ...]) -> None:
-            value += received.tiles[slot, *index].astype(jnp.float32)
-            outgoing.tiles[out_slot, *index] = value.astype(self.y.dtype)
+            scratch.outgoing.put(out_slot, value + received.tiles[slot, *index].astype(jnp.float32), index)
 
-        x_tile, w_tile = self.scratch.x.tiles.at[here.x_slot], self.scratch.w.tiles.at[here.w_slot]
-        self.tiles.multiply(here.i, here.t, here.j, x_tile, w_tile, self.scratch.accumulator, finish)
+        x_tile, w_tile = scratch.x.tiles.at[here.x_slot], scratch.w.tiles.at[here.w_slot]
+        self.tiles.multiply(here.i, here.t, here.j, x_tile, w_tile, scratch.accumulators.at[0], finish)
 
     def clear_received(self) -> None:
         """Clears the slots of received sums: adding zeros in the first hop saves a second form of the product."""
@@ -245,7 +346,7 @@ class _Device:
 
     def send(self, here: Coordinates) -> None:
         """Sends a finished tile to the neighbour; stores it if its rows are this device's own."""
-        outgoing, buffer = self.scratch.outgoing, remainder(here.hop, 2)
+        outgoing, buffer = self.scratch.matmul.outgoing, remainder(here.hop, 2)
         slot, recv_sem = outgoing.slot(here.number), self.scratch.recv_sem.at[buffer, here.tile]
 
         def send(direction: int) -> None:
@@ -266,7 +367,8 @@ class _Device:
     def wait_until_left(self, number: Scalar) -> None:
         """Waits until a tile of the result, by its number over all blocks, has left its slot."""
         i, j = split(remainder(number, self.schedule.block), self.tiles.columns.count)
-        self.tiles.wait_result(self.scratch.outgoing, self.scratch.outgoing.slot(number), i, j)
+        outgoing = self.scratch.matmul.outgoing
+        self.tiles.wait_result(outgoing, outgoing.slot(number), i, j)
 
     def _in_direction(self, here: Coordinates, use: Callable[[int], None]) -> None:
         """Calls `use(direction)` for the direction, a static number, in which a tile travels."""

@@ -24,7 +24,9 @@ send of the hop before, and every step waits for its tiles before it begins the 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +34,67 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call
-from flaxasync.kernels.engine.grid import remainder, split
-from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, output
+from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
+from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, output, sublanes
 from flaxasync.kernels.engine.product import accumulate, dot
 from flaxasync.kernels.engine.refs import Ref, Scalar, aligned, beginning
 from flaxasync.kernels.engine.ring import Ring, check_ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
-from flaxasync.kernels.weight_gradient.schedule import CALLER, OUTGOING, Coordinates, Schedule, plan
+from flaxasync.kernels.engine.tiling import SUB_BLOCK, RowTiling, Tiling
+from flaxasync.kernels.engine.vmem import check_vmem, matmul_bytes
 
+CALLER = "gather_weight_gradient"
+TILES = Tiles(1024, 1024, 2048)  # columns of x, rows, columns of dy
+ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most, where no tiles are asked for
+OUTGOING = 2  # slots for tiles of the result that leave
 BUFFER_SETS = 2  # sets of receive buffers
+
+
+class Coordinates(NamedTuple):
+    """What one step of the kernel works on."""
+
+    chunk: Scalar  # of the columns of x
+    hop: Scalar
+    i: Scalar  # tile of the rows of a block
+    j: Scalar  # tile of the columns of all dy
+    direction: Scalar  # in which the rows of that tile travel
+    x_slot: Scalar
+    y_slot: Scalar
+    buffers: Scalar  # the set of receive buffers of the chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The steps: for each chunk all hops, for each hop all tiles of rows, for each of these all columns of dy."""
+
+    size: int  # devices of the ring
+    chunks: Tiling  # tiles of the columns of x, in sub-blocks
+    rows: RowTiling  # tiles of the rows of a block; those of direction 0 come first
+    columns: Tiling  # tiles of the columns of all dy
+    directions: int  # 1, or 2 where half of the rows travel each way
+
+    @property
+    def grid(self) -> IterationGrid:
+        return IterationGrid((self.chunks.count, self.size, self.rows.count, self.columns.count))
+
+    @property
+    def half_blocks(self) -> tuple[pl.Slice, ...]:
+        """What travels in each direction, in rows of a block."""
+        sizes, first = self.rows.sizes, self._first_tiles
+        halves = (sum(sizes[:first]), sum(sizes[first:]))[: self.directions]
+        return tuple(pl.ds(sum(halves[:number]), half) for number, half in enumerate(halves))
+
+    def at(self, step: Scalar) -> Coordinates:
+        """Returns the coordinates of a step."""
+        chunk, hop, i, j = self.grid.coordinates(step)
+        direction = jnp.where(i >= self._first_tiles, 1, 0) if self.directions == 2 else jnp.int32(0)
+        x_slot = remainder((chunk * self.size + hop) * self.rows.count + i, 2)
+        return Coordinates(chunk, hop, i, j, direction, x_slot, remainder(step, 2), remainder(chunk, BUFFER_SETS))
+
+    @property
+    def _first_tiles(self) -> int:
+        """Tiles of rows that travel in direction 0."""
+        return pl.cdiv(self.rows.count, self.directions)
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +138,7 @@ def gather_weight_gradient(
     size = check_ring(CALLER, axis_name, directions)
     _check(x, dys, size)
     (batch, m, k), itemsize, widths = x.shape, x.dtype.itemsize, [dy.shape[2] for dy in dys]
-    schedule, vmem_bytes = plan(x, widths, tiles, size, directions)
+    schedule, vmem_bytes = _plan(x, widths, tiles, size, directions)
     ring, chunks = Ring(axis_name, size, schedule.directions), schedule.chunks
     receive_buffers = (min(BUFFER_SETS, chunks.count), size - 1, chunks.size, batch * m)
 
@@ -115,6 +169,28 @@ def gather_weight_gradient(
         sent=(size - 1) * x.size * itemsize,
     )
     return tuple(dws)
+
+
+def _plan(x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, directions: int) -> tuple[Schedule, int]:
+    """Returns the schedule, and the bytes of vector memory that it needs."""
+    (batch, m, k), dtype, asked = x.shape, x.dtype, tiles or TILES
+    columns = Tiling.of(widths, asked.n)
+    chunk = asked.m if tiles else min(asked.m, max(LANES, ACCUMULATORS // (4 * sum(widths))))
+    chunks = Tiling.in_sub_blocks(k, chunk, SUB_BLOCK, LANES)
+    # The rows of a tile lie side by side in the transposed x, so they have to be whole lanes: those of one batch, or of
+    # several batches together. All of them are contracted at once.
+    unit, several = (LANES, 1) if m % LANES == 0 else (sublanes(dtype), LANES // math.gcd(m, LANES))
+    rows = RowTiling.of(batch, m, asked.k, unit, several, sub_block=asked.k)
+    if directions == 2 and rows.count == 1:
+        half = pl.cdiv(m, 2 * unit) * unit if batch == 1 else pl.cdiv(batch, 2 * several) * several * m
+        rows = RowTiling.of(batch, m, half, unit, several, sub_block=half)
+    schedule = Schedule(size, chunks, rows, columns, directions if rows.count > 1 else 1)
+
+    def need(t: Tiles) -> int:
+        across = sum(pl.cdiv(width, t.n) for width in widths)
+        return matmul_bytes(t, dtype, OUTGOING, across + 1)  # the sums, and the product
+
+    return schedule, check_vmem(CALLER, Tiles(chunks.size, rows.size, columns.size), need)
 
 
 def _check(x: jax.Array, dys: Sequence[jax.Array], size: int) -> None:
@@ -193,12 +269,9 @@ class _Device:
             lanes = aligned(batches.start * rows_of_batch + rows.start, batches.size * rows.size, LANES)
 
             def fetch_x(_: int, chunk: pl.Slice) -> None:
-                def arrived() -> None:
-                    buffer = self.receive_buffers.at[self._set(there), there.hop - 1]
-                    scratch.x.start(there.x_slot, buffer.at[*beginning(chunk.size), lanes])
-
+                arrived = self.receive_buffers.at[there.buffers, there.hop - 1, *beginning(chunk.size), lanes]
                 pl.when(there.hop == 0)(lambda: scratch.x.start(there.x_slot, self.x.at[chunk, lanes]))
-                pl.when(there.hop > 0)(arrived)
+                pl.when(there.hop > 0)(lambda: scratch.x.start(there.x_slot, arrived))
 
             def fetch_y(number: int, columns: pl.Slice) -> None:
                 scratch.y.start(there.y_slot, self.dys[number].at[batches, owner, rows, columns])
@@ -214,10 +287,9 @@ class _Device:
         schedule, scratch = self.schedule, self.scratch
 
         def on_rows(batches: pl.Slice, rows: pl.Slice) -> None:
-            def wait_x(chunk: int) -> None:
-                scratch.x.wait(here.x_slot, chunk, batches.size * rows.size)
-
-            pl.when(here.j == 0)(lambda: schedule.chunks.on_size(here.chunk, wait_x))
+            wait_x = functools.partial(scratch.x.wait, here.x_slot)
+            size = batches.size * rows.size
+            pl.when(here.j == 0)(lambda: schedule.chunks.on_size(here.chunk, lambda chunk: wait_x(chunk, size)))
             schedule.columns.on_size(here.j, lambda n: scratch.y.wait(here.y_slot, batches.size, rows.size, n))
 
         schedule.rows.on_slice(here.i, on_rows)
@@ -236,9 +308,6 @@ class _Device:
             x = scratch.x.tiles[here.x_slot, index[0], :depth]
             return dot(x, scratch.y.tiles[here.y_slot, :batches, :rows, :n].reshape(depth, n))
 
-        def finish(value: jax.Array, index: tuple[pl.Slice, slice]) -> None:
-            outgoing.tiles[slot, *index] = value.astype(outgoing.tiles.dtype)
-
         pl.when(last)(lambda: outgoing.free(number, self.wait_until_left))
         accumulate(
             schedule.rows.flattened(),
@@ -251,7 +320,7 @@ class _Device:
                 here.chunk, lambda columns: use((columns, slice(0, n)))
             ),
             product=product,
-            finish=finish,
+            finish=functools.partial(outgoing.put, slot),
         )
 
         def store(dw: int, columns: pl.Slice) -> None:
@@ -267,23 +336,19 @@ class _Device:
             chunk, lambda rows: columns.on_size(j, lambda n: outgoing.wait(outgoing.slot(number), rows, n))
         )
 
-    def _set(self, there: Coordinates) -> Scalar:
-        """Returns the set of receive buffers of a chunk."""
-        return remainder(there.chunk, BUFFER_SETS)
-
     def _buffer(self, there: Coordinates, hop: Scalar, chunk: pl.Slice, direction: int) -> Ref:
         """Returns where the half-block that is sent in a hop arrives."""
         lanes = self.schedule.half_blocks[direction]
-        return self.receive_buffers.at[self._set(there), hop, *beginning(chunk.size), lanes]
+        return self.receive_buffers.at[there.buffers, hop, *beginning(chunk.size), lanes]
 
     def _send(self, there: Coordinates, source: Ref, chunk: pl.Slice, direction: int) -> None:
         """Starts to send a half-block to the next device."""
         target, scratch = self._buffer(there, there.hop, chunk, direction), self.scratch
-        recv_sem = scratch.recv_sem.at[self._set(there), direction, there.hop]
+        recv_sem = scratch.recv_sem.at[there.buffers, direction, there.hop]
         start_send(source, target, scratch.send_sem.at[direction], recv_sem, self.ring.receiver(direction))
 
     def _wait_for_hop(self, there: Coordinates, hop: Scalar, chunk: pl.Slice, direction: int) -> None:
         """Waits until what was sent in a hop has left, and what is sent to this device has arrived."""
         moved, scratch = self._buffer(there, hop, chunk, direction), self.scratch
         wait(moved, scratch.send_sem.at[direction])
-        wait(moved, scratch.recv_sem.at[self._set(there), direction, hop])
+        wait(moved, scratch.recv_sem.at[there.buffers, direction, hop])

@@ -1,7 +1,11 @@
-"""Reduce-scatter and all-reduce along one mesh axis as Pallas TPU kernels: a grid over tiles, hops in vector memory.
+"""All-gather, reduce-scatter and all-reduce along one mesh axis, as Pallas TPU kernels.
 
-Every tile of the result has a ring reduction of its own, while the next tile's operand comes from HBM and the last
-tile's result goes there. What travels never lies in HBM. Partial sums travel in x's dtype and are added in float32.
+`all_gather` moves blocks from HBM to HBM. Each block goes once around the ring, forwarded from where it arrived, with
+two directions half of its rows each way (`engine.gather`). The own block is copied while the first hop is on its way.
+
+`reduce_scatter` and `all_reduce` are a grid over tiles, with hops in vector memory. Every tile of the result has a ring
+reduction of its own, while the next tile's operand comes from HBM and the last tile's result goes there. What travels
+never lies in HBM. Partial sums travel in x's dtype and are added in float32.
 
 ```
 hop s       device i sends its partial sum of block i - s - 1, and receives its neighbour's of block i - s - 2
@@ -27,6 +31,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.call import call
+from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.grid import remainder
 from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, check_rows, output, sublanes
 from flaxasync.kernels.engine.refs import Ref, Scalar, ScratchShapes, aligned
@@ -35,7 +41,50 @@ from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vmem import check_vmem, fitting, vmem_limit
 
-TILES = Tiles(1024, 1, 1024)  # of the result; there is no k
+TILES = Tiles(1024, 1, 1024)  # of the result of a reduction; there is no k
+
+
+def all_gather(
+    x: jax.Array, axis_name: str, *, directions: int | None = 1, collective_id: int | None = None
+) -> jax.Array:
+    """Returns the rows of all R devices on an axis, for each of them: [m, n] -> [R*m, n]. Inside `jax.shard_map`.
+
+    Arguments and errors are those of `reduce_scatter`; with two directions, half of the rows of x goes each way.
+    """
+    caller = "all_gather"
+    check_operand(caller, "x", x.shape, x.dtype)
+    size = check_ring(caller, axis_name, directions or 1)
+    (m, n), unit = x.shape, sublanes(x.dtype)
+    directions = choose_directions(size, m, unit, directions)
+    half_blocks(caller, "rows of x", m, unit, directions)  # raises if there are none
+    ring, layout = Ring(axis_name, size, directions), BlockLayout.of(caller, 1, m, unit, directions)
+
+    def body(x_ref: Ref, o_ref: Ref, semaphores: GatherSemaphores) -> None:
+        gather = Gather(ring, layout, x_ref, o_ref, semaphores)
+        ring.enter(caller, collective_id)
+        gather.start_copy_own()
+        gather.send_own()
+        for hop in range(1, size):
+            gather.receive(hop)
+            gather.send(hop)
+        with jax.named_scope("finish"):
+            gather.wait_for_own()
+            gather.finish()
+
+    moved = x.size * x.dtype.itemsize
+    (gathered,) = call(
+        body,
+        [x.reshape(1, m, n)],
+        name=caller,
+        results=[output((1, size, m, n), x)],
+        scratch=[GatherSemaphores.allocate(layout, size)],
+        collective_id=collective_id,
+        vmem_bytes=None,
+        flops=0,
+        hbm_bytes=2 * size * moved,
+        sent=(size - 1) * moved,
+    )
+    return gathered.reshape(size * m, n)
 
 
 def reduce_scatter(

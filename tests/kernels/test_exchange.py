@@ -1,0 +1,140 @@
+"""The exchange of few rows between all devices: the kernel and backend "exchange" in the simulator; what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.kernels import exchange as module
+from flaxasync.kernels.exchange import exchange
+from tests.kernels.conftest import simulated
+from tests.ops.matmul.test_fused import parity
+
+repeats = pytest.mark.slow
+
+
+def run(size, steps, *, rows=8, columns=512, dtype="float32", mode="on_wait", data=1):
+    """Returns the sum on each device, [data * size, rows, columns], and what it should be."""
+    x = np.random.default_rng(0).standard_normal((data, size, rows, columns)).astype(jnp.dtype(dtype))
+    with simulated((data, size), ("data", "ring"), mode) as mesh:
+        local = functools.partial(exchange, axis_name="ring", steps=steps)
+        fn = jax.jit(jax.shard_map(
+            lambda x: jax.lax.pcast(local(x), "ring", to="varying"), in_specs=P(("data", "ring")),
+            out_specs=P(("data", "ring")),
+        ))  # fmt: skip
+        placed = jax.device_put(x.reshape(-1, columns), NamedSharding(mesh, P(("data", "ring"))))
+        got = np.asarray(fn(placed), np.float32).reshape(data * size, rows, columns)
+    return got, np.repeat(x.astype(np.float32).sum(1), size, axis=0)
+
+
+@pytest.mark.parametrize(("size", "steps", "mode"), [
+    (4, 1, "eager"), (4, 2, "on_wait"), pytest.param(4, 2, "eager", marks=repeats),
+    pytest.param(3, 1, "on_wait", marks=repeats), pytest.param(2, 2, "eager", marks=repeats),
+])  # fmt: skip
+def test_all_devices_have_the_same_sum(size, steps, mode):
+    got, want = run(size, steps, mode=mode)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert all(np.array_equal(got[0], other) for other in got[1:]), "to the last bit"
+
+
+@repeats
+@pytest.mark.parametrize("steps", [1, 2])
+def test_bfloat16_on_one_of_two_axes(steps):
+    got, want = run(2, steps, rows=16, dtype="bfloat16", mode="eager", data=2)
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)  # one sum, rounded
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=repeats)])
+def test_a_sum_that_is_read_before_it_arrived_is_seen(monkeypatch, steps):
+    """Negative test: a kernel that waits for nothing."""
+    monkeypatch.setattr(module, "wait", lambda moved, sem: None)
+    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError), match=r"RACE DETECTED|non-zero count"):
+        run(2, steps, mode="eager")
+
+
+@pytest.mark.parametrize(("dtype", "batch", "rows", "n"), [
+    ("bfloat16", 1, 1, 256),  # one step; the rows of a hardware tile
+    pytest.param("float32", 3, 1, 320, marks=repeats),  # padded to whole hardware tiles
+    pytest.param("bfloat16", 2, 40, 384, marks=repeats),  # two steps; columns are padded
+])  # fmt: skip
+def test_parity_and_gradients(monkeypatch, dtype, batch, rows, n):
+    monkeypatch.setattr("flaxasync.ops.costs.few_rows.ONE_STEP_BYTES", 2**17)
+    parity("matmul_all_reduce", 4, batch=batch, m=rows, k=64, n=n, dtype=dtype, mode="eager", backend="exchange")
+
+
+@pytest.mark.parametrize(("size", "dtype", "rows", "message"), [
+    (1, "bfloat16", 1, "sends to other devices: got an axis 'model' of size 1; use backend='none'"),
+    (8, "bfloat16", 2**17, "has all sums in vector memory, 120 MiB: got 256 MiB; give it fewer rows"),  # two steps, too
+    (2, "float16", 1, "has kernels for float32 and bfloat16: got float16"),
+    (2, "bfloat16", 2**16, "has all sums in vector memory, 120 MiB: got 128 MiB; give it fewer rows"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused(size, dtype, rows, message):
+    with simulated((size,), ("model",)), pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(
+            jax.shard_map(
+                lambda x, w: fa.matmul_all_reduce(x, w, "model", backend="exchange"),
+                in_specs=(P(None, "model"), P("model")), out_specs=P(),
+            ),
+            jax.ShapeDtypeStruct((rows, 64), dtype), jax.ShapeDtypeStruct((64, 256), dtype),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_other_numbers_of_steps_are_refused(steps):
+    with pytest.raises(ValueError, match=f"exchange has 1 or 2 steps: got steps={steps}"):
+        run(2, steps)
+
+
+@pytest.mark.parametrize(("steps", "arrays"), [(1, 7), (2, 4)])
+def test_the_bytes_of_vector_memory_are_those_of_the_kernels_buffers(steps, arrays):
+    mesh = fa.check.topology_mesh("v5e:2x2", (4,), ("ring",))
+    local = jax.shard_map(
+        functools.partial(exchange, axis_name="ring", steps=steps), mesh=mesh, in_specs=P("ring"), out_specs=P()
+    )
+    (mapped,) = jax.make_jaxpr(local)(jax.ShapeDtypeStruct((32, 512), jnp.float32)).jaxpr.eqns
+    (call,) = (eqn for eqn in mapped.params["jaxpr"].eqns if eqn.primitive.name == "pallas_call")
+    refs = [var.aval for var in call.params["jaxpr"].invars]
+    buffers = sum(ref.size * 4 for ref in refs if ref.dtype == jnp.float32)
+    assert buffers == module.vmem_bytes(4, 8 * 512 * 4, steps) == arrays * 8 * 512 * 4
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 256), (3, 0)])
+def test_a_sum_without_elements_is_one_without_a_kernel(rows, columns):
+    with simulated((2,), ("model",)):
+        fn = jax.shard_map(
+            lambda x, w: fa.matmul_all_reduce(x, w, "model", backend="exchange"),
+            in_specs=(P(None, "model"), P("model")), out_specs=P(),
+        )  # fmt: skip
+        arguments = jax.ShapeDtypeStruct((rows, 64), "bfloat16"), jax.ShapeDtypeStruct((64, columns), "bfloat16")
+        assert jax.eval_shape(fn, *arguments).shape == (rows, columns)
+        assert "pallas_call" not in str(jax.make_jaxpr(fn)(*arguments))
+
+
+def test_columns_that_cannot_be_shared_out_are_refused():
+    with pytest.raises(ValueError, match="two steps needs columns in a multiple of 256: got 384; pad x"):
+        run(2, 2, columns=384)
+
+
+@repeats
+def test_eight_devices_play_without_a_finding():
+    """One row and sixteen of an 8B layer on a v5e:2x4: one step and two. The player raises for a broken rule."""
+    mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("model",))
+    specs = P(None, "model"), P("model", None)
+
+    def local(x, y, w):
+        x, y = (fa.matmul_all_reduce(z, w, "model", backend="exchange") for z in (x, y))
+        return x, y
+
+    fn = jax.shard_map(local, mesh=mesh, in_specs=(specs[0], *specs), out_specs=P())
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((1, 1024), specs[0]), ((16, 1024), specs[0]), ((1024, 4096), specs[1]))
+    ]
+    result = fa.check.play(jax.jit(fn), *arguments, topology="v5e:2x4")
+    assert not result.notes
+    assert [phase.name.partition(".")[0] for phase in result.slowest.phases].count("exchange") == 2
