@@ -7,6 +7,8 @@ xla        a ring of `lax.ppermute` steps; one block is multiplied while the    
 pallas     the same ring on Pallas DMAs, as start/done pairs on values             TPU
 stateful   the same ring on Pallas DMAs, as start/done pairs on Refs               TPU
 fused      one Pallas kernel that sends and multiplies                             TPU
+exchange   the product, then a Pallas kernel in which all devices send to all      TPU
+           others; for few rows
 ```
 
 A call that names a backend gets that backend or an error; it is never given another one silently. A call that names
@@ -29,8 +31,9 @@ from flaxasync.ops.plan import plan
 from flaxasync.ring import Ring
 from flaxasync.transport import TRANSPORTS
 
-BACKENDS = ("none", "xla", "pallas", "stateful", "fused")
+BACKENDS = ("none", "xla", "pallas", "stateful", "fused", "exchange")
 ON_EVERY_DEVICE = ("none", "xla")
+MATMULS = ("none", "xla", "pallas", "stateful", "fused")
 RINGS = ("none", "xla", "pallas", "stateful")  # what an op has that stands on `ring_gather` and `ring_reduce` alone
 
 
@@ -53,8 +56,8 @@ class Support:
 
 
 OPS: dict[str, Support] = {
-    "all_gather_matmul": Support(BACKENDS, kernel="fused"),
-    "matmul_reduce_scatter": Support(BACKENDS, kernel="fused"),
+    "all_gather_matmul": Support(MATMULS, kernel="fused"),
+    "matmul_reduce_scatter": Support(MATMULS, kernel="fused"),
     "matmul_all_reduce": Support(BACKENDS, kernel="fused"),
     # The variants of the published study that this op follows: its "fused" hides the gather alone.
     "mesh_matmul": Support(("none", "xla_gemm", "serial", "fused", "overlapped"), default="none", kernel="overlapped"),
@@ -130,7 +133,7 @@ def cannot_serve(op: str, backend: str, limit: str, instead: str) -> Unsupported
 def make_ring(
     backend: str, axis_name: str, size: int, *, directions: Literal[1, 2] | None = None, unroll: int = 2
 ) -> Ring:
-    """Returns the ring of `size` devices on which a backend other than "fused" moves its blocks.
+    """Returns the ring of `size` devices on which a backend other than "fused" and "exchange" moves its blocks.
 
     By default blocks go in both directions on rings of three or more TPUs, whose links carry both at once.
     """
@@ -148,12 +151,15 @@ def _planned(
         trust.say_once(hardware.describe_unknown(mesh.chip_name()))
     if chip is None or not shapes or any(0 in shape for shape in shapes):
         return support.default
-    if support.kernel is not None:
+    considered = {"kernels": support.kernel} if support.kernel is not None else {}
+    if "exchange" in support.backends:
+        considered["exchange"] = "exchange"
+    for option, backend in considered.items():
         try:
-            check(support.kernel)
-            options["kernels"] = True
+            check(backend)
+            options[option] = True
         except (NotImplementedError, ValueError):
-            options["kernels"] = False
+            options[option] = False
     found = plan(op, *shapes, chip=chip, ring=ring, **options)
     if trust.is_assumed() or found.trusted == found.backend:
         return found.backend

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flaxasync.kernels.all_gather import all_gather
+from flaxasync.kernels.collectives import all_gather, all_reduce
 from flaxasync.kernels.engine.operands import Tiles, check_operand, sublanes
 from flaxasync.kernels.gemm import TILES, gemm
-from flaxasync.kernels.mesh_matmul.fused import gather_gemm
-from flaxasync.kernels.mesh_matmul.overlapped import check_overlapped, overlapped
-from flaxasync.kernels.reduce_scatter import all_reduce
+from flaxasync.kernels.mesh_matmul.overlapped import overlapped
+from flaxasync.kernels.mesh_matmul.schedule import plan
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.ops import backends
 
@@ -92,8 +91,9 @@ def mesh_matmul(
     def check(backend: str) -> None:
         if backend != "none":
             _check_kernels(f"{op} with backend={backend!r}", backend, lhs, rhs, y)
-        if backend == "overlapped" and (x, y) != (1, 1) and tiles is None:
-            check_overlapped(lhs, rhs, axis_names, directions=directions)
+        reduce = backend == "overlapped"
+        if tiles is None and backend in ("fused", "overlapped") and (x > 1 or (reduce and y > 1)):
+            plan(lhs, rhs, axis_names, reduce, tiles, directions)  # raises if there is none
 
     backend = backends.choose(
         op, backend, shapes=(lhs.shape, rhs.shape), ring=(x, y), check=check, itemsize=lhs.dtype.itemsize
@@ -176,8 +176,8 @@ def _serial(call: _Call, lhs: Array, rhs: Array) -> Array:
 def _fused(call: _Call, lhs: Array, rhs: Array) -> Array:
     if call.sizes[0] == 1:
         return _sum_over_columns(call, _gemm(call, lhs, rhs))
-    tiles, directions = call.tiles or TILES, call.directions
-    return _sum_over_columns(call, gather_gemm(lhs, rhs, call.axis_names, tiles=tiles, directions=directions))
+    product = overlapped(lhs, rhs, call.axis_names, reduce=False, tiles=call.tiles, directions=call.directions)
+    return _sum_over_columns(call, product)
 
 
 def _overlapped(call: _Call, lhs: Array, rhs: Array) -> Array:

@@ -62,7 +62,8 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend}, because {self.reason}"]
         for name, cost in sorted(self.costs.items(), key=lambda item: item[1].seconds):
-            mark = "; not verified here" if name in self.unverified else ""
+            mark = f"; keeps {cost.kept / 2**20:.0f} MiB of gathered x" if cost.kept else ""
+            mark += "; not verified here" if name in self.unverified else ""
             lines.append(
                 f"  {name:8} {cost.seconds * 1e3:9.3f} ms predicted: compute {cost.compute * 1e3:.3f}, exposed "
                 f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} MiB{mark}"
@@ -87,8 +88,10 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
       ring: The number of devices on the axis; for mesh_matmul the numbers on both axes, (x, y).
       **options: Those options of the op that matter for its time, under its names; `itemsize`, the bytes of an element
         (2 by default); `backward`, whether to count the gradient too (True by default; the gradient of mesh_matmul is
-        the same for all backends and is never counted); `kernels`, whether the Pallas kernels of the matmuls can serve
-        (True by default).
+        the same for all backends and is never counted); `kernels`, whether the Pallas kernels of the matmuls can serve,
+        and `exchange`, whether that for few rows can (True by default; it is in the plan only where it was played and
+        is predicted to gain clearly); `gathered_bytes`, the most bytes that all_gather_matmul may keep for its gradient
+        (0 by default; `.settings` has "keep_gathered" where it does).
 
     Returns:
       The plan, with `.backend`, `.reason`, `.settings`, and `.seconds` and `.costs` by backend. str() makes a table.
@@ -124,6 +127,8 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
             f"nothing fits: even {least} would hold {held:.1f} GiB beside its operands, more than a {spec.name} has; "
             f"{reason}"
         )
+    if costs[first].kept:
+        reason += f"; it keeps the gathered x, {costs[first].kept / 2**20:.0f} MiB, which spares its second trip"
     unverified = tuple(backend for backend in costs if trust.verdict(name, backend, spec.name, ring) != trust.PASSED)
     trusted = next(backend for backend in (first, *others, *trust.PLAIN) if backend not in unverified)
     return Plan(name, first, reason, costs, trusted, unverified)

@@ -180,6 +180,8 @@ def test_operands_that_do_not_fit_are_refused_with_their_numbers():
             rhs=(128, 512), backend="fused")  # fmt: skip
     refused(NotImplementedError, r"has 400 for them.* are 1[0-9]{3} arrivals; use larger tiles", lhs=(16384, 65536),
             rhs=(65536, 32768), backend="overlapped", tiles=None)  # fmt: skip
+    refused(NotImplementedError, r"fused has a semaphore for each block of w.* are 1024 arrivals", lhs=(16384, 65536),
+            rhs=(65536, 32768), backend="fused", tiles=None)  # fmt: skip
     refused(ValueError, "got 24 rows of float32, needed a multiple of 16", lhs=(48, 512), backend="overlapped")
     refused(ValueError, r"take \d{3}\.\d MiB with all buffers, and a v5e has 120 MiB to give; the largest",
             lhs=(16384, 16384), rhs=(16384, 8192), backend="overlapped", tiles=Tiles(4096, 1024, 2048))  # fmt: skip
@@ -203,6 +205,7 @@ def test_kernels_need_tpus():
         jax.jit(sharded(backend="overlapped")).trace(*on_mesh(mesh, *operands()[:2]))
 
 
+@pytest.mark.slow
 def test_the_study_compiles_at_full_size():
     """The program is the kernel alone, and the copy that XLA adds where a kernel that communicates ends a program."""
     fn, *arguments = program("overlapped", fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y")), STUDY)

@@ -7,26 +7,72 @@ them.
 
 import dataclasses
 import math
+import numbers
+from typing import Any
 
 from flaxasync.hardware import Chip
-from flaxasync.ops.costs import fused
+from flaxasync.ops.costs import few_rows, fused
 from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
 from flaxasync.ops.costs.rings import ring_of_blocks
 from flaxasync.ops.costs.serial import serial
 from flaxasync.ops.costs.trips import Trip, directions
 
+KEEPING_GAINS = 0.05
+"""The share of its time that an op has to gain for keeping what it gathers: predictions are no better than that."""
+
 
 def all_gather_matmul(
-    chip: Chip, ring: int, x: Shape, *ws: Shape, itemsize: int = 2, backward: bool = True, kernels: bool = True
+    chip: Chip,
+    ring: int,
+    x: Shape,
+    *ws: Shape,
+    itemsize: int = 2,
+    backward: bool = True,
+    kernels: bool = True,
+    gathered_bytes: int = 0,
 ) -> dict[str, Cost]:
-    """Returns the cost of each backend for x [..., m, k] and each w [k, n] of one device."""
+    """Returns the cost of each backend for x [..., m, k] and each w [k, n] of one device.
+
+    Where `gathered_bytes` suffice for all_gather(x), a backend keeps it for dw if the chip has as much memory and that
+    is predicted to gain. Then x makes one trip less. Keeping it takes memory from the forward to the backward pass, and
+    little time.
+
+    Raises:
+      ValueError: `gathered_bytes` is no integer of 0 or more.
+    """
+    check_gathered_bytes("all_gather_matmul", gathered_bytes)
     rows, k, n = math.prod(x[:-1]), x[-1], sum(w[1] for w in ws)
     sent = rows * k * itemsize
-    trips = [Trip("gather", sent, rows, k, n)]
-    if backward:  # the order of the kernels is dw, reduce, gather
-        trips.append(Trip("reduce", sent, rows, n, k, behind=2 * ring * rows * k * n / chip.flops))
-        trips.append(Trip("dw", sent, k, rows, n))
-    return _costs(chip, ring, trips, itemsize, kernels)
+    gather = Trip("gather", sent, rows, k, n)
+    if not backward:
+        return _costs(chip, ring, [gather], itemsize, kernels)
+    # The order of the kernels is dw, reduce, gather.
+    reduce = Trip("reduce", sent, rows, n, k, behind=2 * ring * rows * k * n / chip.flops)
+    costs = _costs(chip, ring, [gather, reduce, Trip("dw", sent, k, rows, n)], itemsize, kernels)
+    if ring == 1 or ring * sent > gathered_bytes:
+        return costs
+    kept = _costs(chip, ring, [gather, reduce, Trip("gathered", 0, k, ring * rows, n)], itemsize, kernels)
+    return {name: _faster(chip, cost, kept[name], ring * sent) for name, cost in costs.items()}
+
+
+def check_gathered_bytes(caller: str, gathered_bytes: Any) -> None:
+    """Raises ValueError, which begins with the caller's name, for a limit of memory that is no integer of 0 or more."""
+    if not isinstance(gathered_bytes, numbers.Integral) or gathered_bytes < 0:
+        raise ValueError(
+            f"{caller} needs gathered_bytes to be an integer of 0 or more: got {gathered_bytes!r}; use 2**27 for "
+            "128 MiB, or 0 to keep nothing"
+        )
+
+
+def _faster(chip: Chip, cost: Cost, kept: Cost, kept_bytes: int) -> Cost:
+    """Returns the cost of keeping `kept_bytes` of gathered rows, or that of not keeping them.
+
+    They are kept if they fit into the memory of the chip, and save more than predictions are wrong.
+    """
+    held = max(kept.held, kept_bytes)
+    if held >= chip.hbm_bytes or kept.seconds > (1 - KEEPING_GAINS) * cost.seconds:
+        return cost
+    return dataclasses.replace(kept, held=held, kept=kept_bytes, settings={**kept.settings, "keep_gathered": True})
 
 
 def matmul_reduce_scatter(
@@ -46,20 +92,33 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    chip: Chip, ring: int, x: Shape, w: Shape, *, itemsize: int = 2, backward: bool = True, kernels: bool = True
+    chip: Chip,
+    ring: int,
+    x: Shape,
+    w: Shape,
+    *,
+    itemsize: int = 2,
+    backward: bool = True,
+    kernels: bool = True,
+    exchange: bool = True,
 ) -> dict[str, Cost]:
     """Returns the cost of each backend for x [..., m, k] and w [k, n] of one device.
 
-    The sums are scattered, then gathered; the gradients are local products.
+    A ring scatters the sums, and one collective operation gathers them. The gradients are local products. "exchange" is
+    there only where it was played and is predicted to gain; see `few_rows.gains`.
     """
     rows, (k, n) = math.prod(x[:-1]), w
     share = -(-rows // ring)
-    trips = [Trip("reduce", share * n * itemsize, share, k, n)]
-    if backward:
-        trips += [Trip("local", 0, rows, n, k), Trip("local", 0, k, rows, n)]
+    local = [Trip("local", 0, rows, n, k), Trip("local", 0, k, rows, n)] if backward else []
     gather = (ring - 1) * hop_seconds(chip, share * n * itemsize, directions(ring))
-    costs = _costs(chip, ring, trips, itemsize, kernels)
-    return {name: dataclasses.replace(cost, exposed=cost.exposed + gather) for name, cost in costs.items()}
+    rings = _costs(chip, ring, [Trip("reduce", share * n * itemsize, share, k, n), *local], itemsize, kernels)
+    costs = {name: dataclasses.replace(cost, exposed=cost.exposed + gather) for name, cost in rings.items()}
+    one_product = few_rows.exchange(chip, ring, rows, k, n, itemsize, local)
+    exposed = few_rows.all_reduce_seconds(chip, ring, rows * n * itemsize)
+    costs["none"] = dataclasses.replace(one_product, exposed=exposed, held=rows * n * itemsize)
+    if exchange and few_rows.gains(chip, ring, rows, n * itemsize) and one_product.held < chip.vmem_bytes:
+        costs["exchange"] = one_product
+    return costs
 
 
 def _costs(chip: Chip, ring: int, trips: list[Trip], itemsize: int, kernels: bool) -> dict[str, Cost]:

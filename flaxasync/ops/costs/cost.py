@@ -24,6 +24,7 @@ class Cost:
       step_seconds: The overhead of a step, in seconds.
       settings: What the op would use: directions of the ring, for example.
       fixed: The seconds that are taken once: barriers, first fetches, last stores.
+      kept: The bytes that stay in memory from the forward to the backward pass beside the operands.
     """
 
     compute: float
@@ -33,6 +34,7 @@ class Cost:
     step_seconds: float = STEP_SECONDS
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: float = 0.0
+    kept: int = 0
 
     @property
     def seconds(self) -> float:

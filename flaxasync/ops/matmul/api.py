@@ -4,8 +4,9 @@ They are for use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,19 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from flaxasync import mesh
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.ops import backends
+from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.matmul import vjp
+from flaxasync.ops.matmul.exchange import ExchangeExecutor, check_exchange
 from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
 from flaxasync.ops.matmul.products import Arrays
 from flaxasync.ops.matmul.ring import RingExecutor
 from flaxasync.ops.matmul.vjp import Executor
+from flaxasync.ops.plan import plan
+from flaxasync.ring import Ring
 
 type OneOrMore = Float[Array, "..."] | tuple[Float[Array, "..."], ...]
 type Directions = Literal[1, 2] | None
@@ -47,6 +53,7 @@ def all_gather_matmul(
     unroll: int = 2,
     precision: lax.PrecisionLike = None,
     reduce_dtype: DTypeLike | None = None,
+    gathered_bytes: int = 0,
 ) -> OneOrMore:
     """Multiplies the rows of all devices by this device's columns, each block as it arrives.
 
@@ -57,7 +64,7 @@ def all_gather_matmul(
 
     forward  y  = all_gather(x) @ w
     dx          = reduce_scatter(dy @ w.T)             the dual ring
-    dw          = all_gather(x).T @ dy                 x travels again; nothing gathered is saved
+    dw          = all_gather(x).T @ dy                 x travels again, unless `gathered_bytes` lets it be kept
     ```
 
     Args:
@@ -75,21 +82,33 @@ def all_gather_matmul(
         the default.
       reduce_dtype: The dtype of partial sums while they travel, which in this op are those of dx. By default it is the
         dtype of x, the only one that "fused" takes.
+      gathered_bytes: The most bytes of memory for all_gather(x), R times those of x, from the forward pass to the
+        backward pass. Where they suffice, it is kept if `flaxasync.plan` predicts that this is faster, and on devices
+        that `plan` does not know it is kept in any case. 0, the default, keeps x alone, which travels again for dw.
+        With "none", and with "xla" on rings of two to four, XLA merges trips of the same x where no scan over layers
+        separates them, so that all_gather(x) is kept in any case. To a policy of `jax.checkpoint` the op is one
+        operation, and no matmul. Where it is computed again, x travels again for y, and only what that trip gathers is
+        kept, from there to dw.
 
     Returns:
       y, in the dtype of x; a tuple if w is one.
 
     Raises:
-      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown.
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown;
+        `gathered_bytes` is no integer of 0 or more.
       NotImplementedError: The backend cannot serve this call.
     """
     op, ws, options = "all_gather_matmul", _as_tuple(w), _Options(backend, directions, unroll, precision, reduce_dtype)
     size = _check_call(op, (x,), ws, axis_name, options)
     for position, w_shard in enumerate(ws):
         _check_contraction(op, x, w_shard, position)
-    executor = _choose_executor(op, [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options)
+    check_gathered_bytes(op, gathered_bytes)
+    shapes = [x.shape, *(w.shape for w in ws)]
+    backend = _choose_backend(op, shapes, x.dtype, axis_name, size, options, gathered_bytes=gathered_bytes)
+    executor = _make_executor(backend, axis_name, size, options)
+    keep = _keeps_gathered(backend, shapes, size, x.dtype.itemsize, gathered_bytes)
     (x,), ws = _cast_to_vary_alike((x,), ws, axis_name)
-    ys = vjp.all_gather_matmul(executor, x, ws)
+    ys = vjp.all_gather_matmul(executor, keep, x, ws)
     return ys if isinstance(w, tuple | list) else ys[0]
 
 
@@ -178,10 +197,11 @@ def matmul_all_reduce(
       x: This device's columns; or a tuple of such arrays, whose products with the arrays of w are summed.
       w: This device's rows; a tuple if x is one.
       axis_name: The mesh axis along which k is split.
-      backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then all-reduces. The others
-        reduce-scatter, and then gather with one collective operation.
-      directions: As in `all_gather_matmul`.
-      unroll: As in `all_gather_matmul`.
+      backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then all-reduces. "exchange" does the
+        same with a Pallas kernel in which all devices send to all others, for few rows (TPU, float32 and bfloat16). The
+        others reduce-scatter, and then gather with one collective operation.
+      directions: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore it.
+      unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore it.
       precision: As in `all_gather_matmul`.
       reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
 
@@ -208,14 +228,39 @@ def _choose_executor(
     op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: _Options
 ) -> Executor:
     """Returns what executes a call on a ring of `size` devices. `shapes` are those that `flaxasync.plan` takes."""
+    return _make_executor(_choose_backend(op, shapes, dtype, axis_name, size, options), axis_name, size, options)
 
+
+def _choose_backend(
+    op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: _Options, **more: Any
+) -> str:
     def check(backend: str) -> None:
         if backend == "fused":
             check_kernels(op, axis_name, size, dtype, options.unroll, options.precision, options.reduce_dtype)
+        if backend == "exchange":
+            check_exchange(op, axis_name, size, shapes, dtype, options.reduce_dtype)
 
-    backend = backends.choose(op, options.backend, shapes=shapes, ring=size, check=check, itemsize=dtype.itemsize)
+    return backends.choose(op, options.backend, shapes=shapes, ring=size, check=check, itemsize=dtype.itemsize, **more)
+
+
+def _keeps_gathered(backend: str, shapes: Sequence[Shape], size: int, itemsize: int, gathered_bytes: int) -> bool:
+    """Says whether all_gather_matmul keeps what it gathers for the weight gradient."""
+    kept, chip = size * math.prod(shapes[0]) * itemsize, mesh.chip()
+    if size == 1 or not 0 < kept <= gathered_bytes:
+        return False
+    if chip is None or 0 in [length for shape in shapes for length in shape]:
+        return True
+    options: dict[str, Any] = {"itemsize": itemsize, "gathered_bytes": gathered_bytes}
+    costs = plan("all_gather_matmul", *shapes, chip=chip, ring=size, **options).costs
+    cost = costs.get("pallas" if backend == "stateful" else backend)
+    return cost is not None and cost.kept > 0  # None: the kernels cannot serve the gradient, which may not be wanted
+
+
+def _make_executor(backend: str, axis_name: str, size: int, options: _Options) -> Executor:
     if backend == "fused":
         return FusedExecutor(axis_name, options.directions or (2 if size > 2 else 1))
+    if backend == "exchange":
+        return ExchangeExecutor(Ring(axis_name, None), options.precision, options.reduce_dtype)
     ring = backends.make_ring(backend, axis_name, size, directions=options.directions, unroll=options.unroll)
     return RingExecutor(ring, options.precision, options.reduce_dtype)
 

@@ -33,9 +33,28 @@ def weight_gradient(x: Array, dy: Array, precision: lax.PrecisionLike = None) ->
     )
 
 
+def weight_gradients(x: Array, dys: Arrays, precision: lax.PrecisionLike = None) -> Arrays:
+    """Returns x.T @ dy for each dy, in x's dtype, over all rows of all batches.
+
+    Narrow dys are joined, so that one product reads x once. Joining them moves them twice, so wide ones are not.
+    """
+    widths = [dy.shape[-1] for dy in dys]
+    if (len(dys) - 1) * x.shape[-1] <= 2 * sum(widths):
+        return tuple(weight_gradient(x, dy, precision).astype(x.dtype) for dy in dys)
+    dw = weight_gradient(x, lax.concatenate(dys, x.ndim - 1), precision).astype(x.dtype)
+    return tuple(lax.split(dw, widths, axis=1))
+
+
 def scatter_then_gather(reduce: Callable[[Arrays], Array], xs: Arrays, axis_name: str) -> Array:
-    """Returns the all-reduce of what `reduce` reduce-scatters; rows are padded to a multiple of the ring."""
-    size, rows = lax.axis_size(axis_name), xs[0].shape[-2]
+    """Returns the all-reduce of what `reduce` reduce-scatters; rows are padded to a multiple of the ring.
+
+    Where the ring does not divide the rows of a batch, the batches are merged first, so that one of them is padded.
+    Operands without elements have nothing to merge.
+    """
+    size, (*batch, rows, _) = lax.axis_size(axis_name), xs[0].shape
+    if batch and rows % size and xs[0].size:
+        merged = scatter_then_gather(reduce, tuple(x.reshape(-1, x.shape[-1]) for x in xs), axis_name)
+        return merged.reshape(*batch, rows, merged.shape[-1])
     padding = [(0, 0, 0)] * (xs[0].ndim - 2) + [(0, -rows % size, 0), (0, 0, 0)]
     padded = tuple(lax.pad(x, jnp.zeros((), x.dtype), padding) for x in xs) if rows % size else xs
     y_shard = reduce(padded)

@@ -7,7 +7,7 @@ columns.
 all_gather_matmul        x [..., m, k]     w [k, n]   y [..., R*m, n]
     forward   y  = all_gather(x) @ w
               dx = reduce_scatter(dy @ w.T)             the dual ring
-              dw = all_gather(x).T @ dy                 x travels again
+              dw = all_gather(x).T @ dy                 x travels again, or was kept
 matmul_reduce_scatter    x [..., R*m, k]   w [k, n]   y [..., m, n]
     forward   y  = reduce_scatter(x @ w)
               dx = all_gather(dy) @ w.T                 the dual ring
@@ -19,8 +19,9 @@ matmul_all_reduce        x [..., m, k]     w [k, n]   y [..., m, n]
 ```
 
 The rules assume valid input in which all operands vary over the same mesh axes. Saved for the backward pass are x and w
-as they were given, both of them shards; nothing gathered is saved. Several w share one trip of x, and several products
-are summed before they travel.
+as they were given, both of them shards. Only where `all_gather_matmul` is told to keep what it gathers, it saves
+all_gather(x) instead of x, which spares the second trip. Several w share one trip of x, and several products are summed
+before they travel.
 
 The weight gradient is summed over the blocks in one of two ways. `all_gather_matmul` has nothing but these products to
 hide the second trip of x behind, so it multiplies each block while the next one travels. `matmul_reduce_scatter` has
@@ -32,12 +33,13 @@ Learning Models" (ASPLOS 2023).
 """
 
 import functools
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 from jax import Array, lax
 
-from flaxasync.ops.matmul.products import Arrays, dot, weight_gradient
+from flaxasync.ops.matmul.products import Arrays, dot, weight_gradient, weight_gradients
 
 
 class Executor(Protocol):
@@ -84,25 +86,59 @@ class Executor(Protocol):
         ...
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def all_gather_matmul(executor: Executor, x: Array, ws: Arrays) -> Arrays:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def all_gather_matmul(executor: Executor, keep: bool, x: Array, ws: Arrays) -> Arrays:
     with jax.named_scope("all_gather_matmul"):
         return executor.gather(x, ws)[0]
 
 
-def _all_gather_matmul_fwd(executor: Executor, x: Array, ws: Arrays) -> tuple[Arrays, tuple[Array, Arrays]]:
-    return all_gather_matmul(executor, x, ws), (x, ws)
+def _all_gather_matmul_fwd(executor: Executor, keep: bool, x: Array, ws: Arrays) -> tuple[Arrays, tuple[Array, Arrays]]:
+    """Saves all_gather(x) if `keep`, and x if not."""
+    if not keep:
+        return all_gather_matmul(executor, keep, x, ws), (x, ws)
+    ys, gathered = _gather_and_keep(executor, x, ws)
+    return ys, (gathered, ws)
 
 
-def _all_gather_matmul_bwd(executor: Executor, saved: tuple[Array, Arrays], dys: Arrays) -> tuple[Array, Arrays]:
+def _all_gather_matmul_bwd(
+    executor: Executor, keep: bool, saved: tuple[Array, Arrays], dys: Arrays
+) -> tuple[Array, Arrays]:
     x, ws = saved
     with jax.named_scope("all_gather_matmul_dx"):
         dx = executor.reduce(dys, ws, transposed=True)
     with jax.named_scope("all_gather_matmul_dw"):
-        return dx, executor.weight_gradient(x, dys)
+        if not keep:
+            return dx, executor.weight_gradient(x, dys)
+        alike = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)
+        return dx, weight_gradients(x, alike, executor.precision)
 
 
 all_gather_matmul.defvjp(_all_gather_matmul_fwd, _all_gather_matmul_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_and_keep(executor: Executor, x: Array, ws: Arrays) -> tuple[Arrays, Array]:
+    """Returns the products and all_gather(x).
+
+    It has a rule of its own, which is that of automatic differentiation, so that a policy of `jax.checkpoint` sees one
+    operation, as it does where nothing is kept. Otherwise a policy that saves products would save each block's product
+    and drop the gathered rows, which would then travel again.
+    """
+    with jax.named_scope("all_gather_matmul"):
+        ys, gathered = executor.gather(x, ws, keep=True)
+    assert gathered is not None
+    return ys, gathered
+
+
+def _gather_and_keep_fwd(executor: Executor, x: Array, ws: Arrays) -> tuple[Any, Callable[[Any], Any]]:
+    return jax.vjp(lambda x, ws: executor.gather(x, ws, keep=True), x, ws)
+
+
+def _gather_and_keep_bwd(executor: Executor, pull: Callable[[Any], Any], gradients: Any) -> Any:
+    return pull(gradients)
+
+
+_gather_and_keep.defvjp(_gather_and_keep_fwd, _gather_and_keep_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -95,6 +95,18 @@ def test_without_vma_checks(op):
     parity(op, 4, rows=2, data=2, check_vma=False, backend="xla")
 
 
+@pytest.mark.parametrize(("batch", "k"), [(0, 8), (2, 0)])
+def test_a_ring_sums_what_has_no_elements(batch, k):
+    """No batch, and nothing to contract; four devices cannot share out the three rows, so the batches are merged."""
+    mesh = jax.make_mesh((4,), ("model",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    fn = functools.partial(fa.matmul_all_reduce, axis_name="model", backend="xla")
+    with jax.set_mesh(mesh):
+        # The operands are cut inside: XLA cannot compile a shard_map without elements in any argument.
+        local = jax.shard_map(lambda x, w: fn(x[..., :k], w[:k]), in_specs=(P(), P()), out_specs=P())
+        y = jax.jit(local)(jnp.ones((batch, 3, 8)), jnp.ones((8, 4)))
+    np.testing.assert_array_equal(y, np.zeros((batch, 3, 4)))
+
+
 @settings(max_examples=12)
 @given(
     op=st.sampled_from(OPS),

@@ -42,15 +42,16 @@ def wanted(xs, ws, dys):
     )
 
 
-def parity(op, size, *, pairs=1, batch=2, m=None, k=256, n=256, dtype="float32", mode="on_wait", check_vma=True):
+def parity(op, size, *, pairs=1, batch=2, m=None, k=256, n=256, dtype="float32", mode="on_wait", check_vma=True,
+           backend="fused"):  # fmt: skip
     m = m or 16 * size
     xs, ws, dys = operands(op, size, pairs, batch, m, k, n, dtype)
     x_spec, w_spec, y_spec = SPECS[op]
 
     def local(xs, ws):
         if op == "all_gather_matmul":
-            return fa.all_gather_matmul(xs[0], ws, "model", backend="fused")
-        return (getattr(fa, op)(xs, ws, "model", backend="fused"),)
+            return fa.all_gather_matmul(xs[0], ws, "model", backend=backend)
+        return (getattr(fa, op)(xs, ws, "model", backend=backend),)
 
     def run(xs, ws, dys):
         fn = jax.shard_map(local, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=check_vma)
