@@ -11,9 +11,11 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.VocabParallelEmbed      Embedding with a split vocabulary.
   nn.softmax_cross_entropy   Loss of logits that stay split over the vocabulary.
   nn.rotary_embedding        Rotary position embedding of queries or keys.
+  nn.RopeScaling             Scaling of its frequencies for longer sequences.
   nn.ColumnParallelProjections  Several column-parallel layers that share one gather of their input.
   nn.ParallelLoRA            Low-rank adaptation of a parallel Dense layer: the parallel nnx.LoRA.
   nn.parallel_dot_general    A dot_general for nnx.Linear that does the product of a parallel layer.
+  nn.scan_with_prefetch      Scan over fully sharded layers that gathers the next layer's weights while one computes.
   nn.parallelize             Replaces the layers of a model by parallel ones, by the paths of its modules.
   nn.Replaced                A layer that parallelize replaced.
   nn.load                    Puts plain arrays into a parallel model, by names, under its shardings.
@@ -55,6 +57,7 @@ Meshes, choosing and checking:
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -114,3 +117,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+if os.environ.get("FLAXASYNC_CAPTURE"):  # a folder, to which every program that this process compiles is written
+    importlib.import_module("flaxasync.check.capturing.recorder").capture_from_environment()

@@ -2,11 +2,9 @@
 
 from flaxasync.nn.attention import ParallelAttention as ParallelAttention
 from flaxasync.nn.attention import ParallelAttentionOptions as ParallelAttentionOptions
-from flaxasync.nn.attention import ParallelSelfAttention as ParallelSelfAttention
 from flaxasync.nn.embed import VocabParallelEmbed as VocabParallelEmbed
 from flaxasync.nn.embed import softmax_cross_entropy as softmax_cross_entropy
 from flaxasync.nn.heads import AttentionOptions as AttentionOptions
-from flaxasync.nn.heads import rotary_embedding as rotary_embedding
 from flaxasync.nn.linear import ColumnParallelLinear as ColumnParallelLinear
 from flaxasync.nn.linear import RowParallelLinear as RowParallelLinear
 from flaxasync.nn.loading import Loaded as Loaded
@@ -15,8 +13,12 @@ from flaxasync.nn.lora import ParallelLoRA as ParallelLoRA
 from flaxasync.nn.mlp import ParallelMLP as ParallelMLP
 from flaxasync.nn.options import LayerOptions as LayerOptions
 from flaxasync.nn.options import LinearOptions as LinearOptions
+from flaxasync.nn.parallel_self_attention import ParallelSelfAttention as ParallelSelfAttention
 from flaxasync.nn.parallelize import Replaced as Replaced
 from flaxasync.nn.parallelize import parallelize as parallelize
+from flaxasync.nn.prefetch import scan_with_prefetch as scan_with_prefetch
 from flaxasync.nn.projections import ColumnParallelProjections as ColumnParallelProjections
 from flaxasync.nn.projections import parallel_dot_general as parallel_dot_general
 from flaxasync.nn.ring_attention import RingSelfAttention as RingSelfAttention
+from flaxasync.nn.rotary import RopeScaling as RopeScaling
+from flaxasync.nn.rotary import rotary_embedding as rotary_embedding

@@ -1,29 +1,31 @@
-"""Tensor-parallel attention: its heads are split over a mesh axis, and its sequence may be split over another."""
+"""Tensor-parallel attention of one input to another: its heads are split over a mesh axis."""
 
 import dataclasses
 import functools
-import math
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.heads import AttentionOptions, Context, HeadAttention, ScoreOptions, make_context
+from flaxasync.nn.cache import attend_cached, init_cache
+from flaxasync.nn.checks import check_input
+from flaxasync.nn.context import check_context, context_in_spec, make_context
+from flaxasync.nn.heads import AttentionOptions, HeadAttention, ScoreOptions
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
-from flaxasync.nn.placement import Placement, check_input, place
+from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.self_attention import Inputs, SelfAttention, scores_array
 from flaxasync.nn.shares import head_shares
 from flaxasync.ops import backends
-from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
+from flaxasync.ops.attention.layouts import AttentionLayout
 
 
 class ParallelAttentionOptions(LinearOptions, AttentionOptions, total=False):
-    """Keywords of the layers in this file: those of Dense layers, and those of attention."""
+    """Keywords of `ParallelAttention` and `ParallelSelfAttention`: those of Dense layers, and those of attention."""
 
 
 class ParallelAttention(SelfAttention):
@@ -144,7 +146,9 @@ class ParallelAttention(SelfAttention):
           deterministic: Whether nothing is dropped; by default what the layer was built with.
           rngs: What the dropout is drawn from; by default a stream of the layer's own.
           sow_weights: Must be False: no device has the weights of all heads.
-          decode: Must not be True: there is no cache of keys and values.
+          decode: Whether the rows are added to the cache that `init_cache` made, and attend to themselves and to the
+            rows before them. A mask then broadcasts to [b, 1, s, length]. More rows than the cache has room for
+            overwrite the last ones.
           is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
             without `causal`.
           out_sharding: Must be None: the output is sharded as inputs_q is.
@@ -159,7 +163,6 @@ class ParallelAttention(SelfAttention):
         """
         lacking = {
             "sow_weights": sow_weights or None,
-            "decode": decode or None,
             "out_sharding": out_sharding,
             "qkv_sharding": qkv_sharding,
             "input_positions": input_positions,
@@ -172,7 +175,31 @@ class ParallelAttention(SelfAttention):
         if inputs_v is not None and inputs_k is None:
             raise ValueError(f"{type(self).__name__} got inputs_v without inputs_k; give both, or inputs_k alone")
         inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)
+        if decode:
+            return self._decode(inputs_q, inputs)
         return self._apply(inputs_q, inputs, deterministic=deterministic, rngs=rngs, is_causal=is_causal)
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
+        """Makes an empty cache of keys and values, as `nnx.MultiHeadAttention.init_cache`.
+
+        Args:
+          input_shape: The shape [b, length, features] of the longest input that is decoded. A stack of layers, as
+            `nnx.vmap` makes it, has its size before b.
+          dtype: The dtype of the cached keys and values.
+        """
+        init_cache(self, input_shape, dtype)
+
+    def _decode(self, x: Array, inputs: Inputs) -> Array:
+        given = {"inputs_k": inputs.key, "bias": inputs.bias, "segment_ids": inputs.segment_ids}
+        for name, array in given.items():
+            if array is not None:
+                raise NotImplementedError(f"{type(self).__name__} with decode=True lacks {name}; leave it out")
+        placement = self._place(x, None, self.settings.in_spec)
+        mask = inputs.mask
+        if mask is not None and self.cached_key is not None:  # without a cache, attend_cached raises the error
+            shape = x.shape[0], 1, x.shape[1], self.cached_key[...].shape[1]
+            mask = scores_array(type(self).__name__, "mask", mask, shape)
+        return attend_cached(self, x, placement, mask)
 
     def _apply(
         self,
@@ -184,10 +211,12 @@ class ParallelAttention(SelfAttention):
         is_causal: bool = False,
     ) -> Array:
         layer, context = type(self).__name__, self.attention.context
-        in_spec = self.settings.in_spec if context is None else self._in_spec(x, context.axis_name)
+        in_spec = self.settings.in_spec
+        if context is not None and in_spec is None:
+            in_spec = context_in_spec(x, self.settings.axis_name, context)
         placement = self._place(x, inputs.segment_ids, in_spec)
         if context is not None:
-            self._check_context(x, placement, context)
+            check_context(layer, x, placement, context)
         elif placement.rows:
             raise ValueError(
                 f"{layer} needs all rows of a sequence on {placement.axis_name!r}: its input's rows are "
@@ -259,125 +288,3 @@ class ParallelAttention(SelfAttention):
         stream = rngs or self.rngs
         assert stream is not None
         return jax.random.key_data(stream.dropout() if isinstance(stream, nnx.Rngs) else stream())
-
-    def _in_spec(self, x: Array, context_axis: str) -> P | None:
-        """Returns how the input is sharded under Auto axes: the rows over both axes, the batch over the others.
-
-        Other axes that do not divide the batch leave it whole. Under Explicit axes the type says how the input is
-        sharded, and inside shard_map nothing has to be said.
-        """
-        mesh, axis_name = jax.sharding.get_abstract_mesh(), self.settings.axis_name
-        auto = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
-        if self.settings.in_spec is not None or not {context_axis, axis_name} <= set(auto):
-            return self.settings.in_spec
-        others = tuple(name for name in auto if name not in (context_axis, axis_name))
-        fits = x.shape[0] % math.prod(mesh.shape[name] for name in others) == 0
-        return P(others if others and fits else None, (context_axis, axis_name), None)
-
-    def _check_context(self, x: Array, placement: Placement, context: Context) -> None:
-        size = mesh_axis_size(type(self).__name__, context.axis_name)
-        if placement.manual:
-            varies = context.axis_name in jax.typeof(x).mat.varying
-            rows: tuple[str, ...] = (context.axis_name,) if varies else ()
-        else:
-            rows = placement.rows
-            check_sequence_rows(type(self).__name__, context.layout, x.shape[1], size)
-        if size > 1 and rows != (context.axis_name,):
-            raise ValueError(
-                f"{type(self).__name__} with context_axis={context.axis_name!r} needs its input's rows sharded over "
-                f"{(context.axis_name, placement.axis_name)}, or over {context.axis_name!r} alone: got "
-                f"{placement.in_spec}; reshard it with jax.reshard"
-            )
-
-
-class ParallelSelfAttention(ParallelAttention):
-    """Multi-head self-attention with heads split over a mesh axis and grouped key-value heads.
-
-    ```
-    x        [b, s, features]              sharded by rows over axis_name, or the same on all of its devices
-    q        [b, s, heads, head_dim]       a share of the heads on each device, all rows
-    k, v     [b, s, kv_heads, head_dim]    likewise
-    y        [b, s, features]              sharded as x is
-    ```
-
-    Query, key and value share one gather of x; the output projection is row-parallel. The parameters are those of four
-    `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output features.
-
-    With `context_axis` the sequence is split over a second axis, and each device has its heads of its rows: x is
-    sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
-    `flaxasync.ring_attention`. Without it, rows are positions 0 .. s - 1.
-
-    Args:
-      features: The features of input and output.
-      heads: The query heads; a multiple of `kv_heads`. See `ParallelAttention` for an axis that does not divide them.
-      num_heads: The same, under the name in `nnx.MultiHeadAttention`.
-      kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
-      head_dim: The features of a head; by default features / heads.
-      causal: Whether a row attends only to itself and to earlier rows.
-      window: A row attends only to rows fewer than `window` positions away; None for any distance.
-      rope_theta: The base of the rotary position embedding; None for none.
-      context_axis: The mesh axis that splits the sequence; None where it is whole.
-      context_layout: The order of the rows on it: "contiguous", or "zigzag", which shares causal work out equally. The
-        input is then in the order of `flaxasync.sequence_order`.
-      context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default `backend`, where ring
-        attention has it.
-      rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default.
-        If you give `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
-
-    Raises:
-      TypeError: A keyword is unknown.
-      ValueError: No mesh is set, it lacks an axis, or the heads do not divide by each other.
-      NotImplementedError: An option needs all scores of a row, and sequences are split.
-    """
-
-    def __init__(
-        self,
-        features: int,
-        heads: int | None = None,
-        *,
-        num_heads: int | None = None,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        rope_theta: float | None = 10_000.0,
-        context_axis: str | None = None,
-        context_layout: AttentionLayout = "contiguous",
-        context_backend: str | None = None,
-        rngs: nnx.Rngs,
-        **options: Unpack[ParallelAttentionOptions],
-    ):
-        options.setdefault("use_bias", False)
-        super().__init__(
-            features, heads, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal, window=window,
-            rope_theta=rope_theta, context=(context_axis, context_layout, context_backend), rngs=rngs, **options,
-        )  # fmt: skip
-
-    def __call__(  # type: ignore[override]
-        self,
-        x: Float[Array, "b s d"],
-        segment_ids: Int[Array, "b s"] | None = None,
-        *,
-        mask: Array | None = None,
-        bias: Array | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | None = None,
-    ) -> Float[Array, "b s d"]:
-        """Applies the layer.
-
-        Args:
-          x: The input of queries, keys and values, [b, s, features].
-          segment_ids: The segment of each row, [b, s]; a row attends only to rows of the same segment.
-          mask: True where a row attends to another; broadcasts to [b, heads, s, s].
-          bias: Added to the scores; broadcasts to [b, heads, s, s].
-          deterministic: Whether nothing is dropped; by default what the layer was built with.
-          rngs: What the dropout is drawn from; by default a stream of the layer's own.
-
-        Raises:
-          ValueError: No mesh is set, it lacks an axis, x has other features or dimensions, has rows that are not on the
-            axes where they belong, or rows that cannot be shared out equally; a mask or a bias does not fit.
-          NotImplementedError: A mask, a bias or dropout is given where sequences are split.
-        """
-        inputs = Inputs(segment_ids=segment_ids, mask=mask, bias=bias)
-        return self._apply(x, inputs, deterministic=deterministic, rngs=rngs)

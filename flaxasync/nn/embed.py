@@ -1,11 +1,13 @@
 """An embedding whose vocabulary is split over a mesh axis, and the loss that goes with it."""
 
-import dataclasses
-from typing import Unpack
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Unpack
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 from flax.typing import Initializer
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -13,19 +15,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn import shards
-from flaxasync.nn.options import LayerOptions, LayerSettings, of_settings, settings_of
-from flaxasync.nn.placement import (
-    Layout,
-    Placement,
-    check_divides,
-    check_input,
-    check_output_layout,
-    check_output_rows,
-    check_sharded,
-    place,
-    place_tokens,
-)
+from flaxasync.nn import fully_sharded, shards
+from flaxasync.nn.checks import check_divides, check_input, check_output_layout, check_output_rows, check_sharded
+from flaxasync.nn.fully_sharded import stored_parameter
+from flaxasync.nn.options import LayerOptions, LayerSettings, LinearSettings, of_settings, settings_of
+from flaxasync.nn.placement import Layout, Placement, place, place_tokens
 from flaxasync.nn.shares import Shares
 from flaxasync.ops import backends, vocabulary
 
@@ -52,6 +46,7 @@ class VocabParallelEmbed(nnx.Module):
       features: The features of an entry.
       layout: How the rows of the output lie: "sequence" or "replicated".
       embedding_init: The initializer of the parameter.
+      embedding_metadata: Metadata of the parameter, beside how it is sharded.
       rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LayerOptions`. `dtype` is that of the parameter by default; `in_spec` is that of ids
         [..., s].
@@ -61,8 +56,7 @@ class VocabParallelEmbed(nnx.Module):
       ValueError: No mesh is set, or it lacks the axis.
     """
 
-    dtype, param_dtype = map(of_settings, ("dtype", "param_dtype"))
-    promote_dtype = property(lambda _: promote_dtype, doc="What `nnx.Embed` promotes with by default.")
+    dtype, param_dtype, promote_dtype = map(of_settings, ("dtype", "param_dtype", "promote_dtype"))
 
     def __init__(
         self,
@@ -71,6 +65,7 @@ class VocabParallelEmbed(nnx.Module):
         *,
         layout: Layout = "sequence",
         embedding_init: Initializer = default_embedding_init,
+        embedding_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
         **options: Unpack[LayerOptions],
     ):
@@ -80,15 +75,27 @@ class VocabParallelEmbed(nnx.Module):
         self.num_embeddings, self.features, self.embedding_init = num_embeddings, features, embedding_init
         self.layout: Layout = check_output_layout("VocabParallelEmbed", layout)
         embedding = embedding_init(rngs.params(), (num_embeddings, features), self.settings.param_dtype)
-        self.embedding = nnx.Param(embedding, out_sharding=tuple(self._specs["embedding"]))
+        needed = self.shares.spec(axis_name, (num_embeddings, features), 0)
+        self.embedding, self._stored = stored_parameter(
+            "VocabParallelEmbed", "embedding", embedding, self.settings, needed, embedding_metadata
+        )
 
     @property
     def _specs(self) -> dict[str, P]:
-        """How each parameter is sharded."""
-        return {"embedding": self.shares.spec(self.settings.axis_name, (self.num_embeddings, self.features), 0)}
+        """How each parameter is stored."""
+        return {"embedding": self._stored}
 
-    def __call__(self, ids: Int[Array, "*batch s"]) -> Float[Array, "*batch s d"]:
+    def _dtype(self, *arrays: Array, **options: bool) -> Any:
+        """Returns the dtype of the computation with these arrays, as `nnx.Embed` promotes them."""
+        promote = functools.partial(self.settings.promote_dtype, dtype=self.settings.dtype, **options)
+        return jax.eval_shape(promote, arrays)[0].dtype
+
+    def __call__(self, ids: Int[Array, "*batch s"], *, layout: Layout | None = None) -> Float[Array, "*batch s d"]:
         """Looks up `ids`. An id outside 0 .. V-1 gives zeros.
+
+        Args:
+          ids: The entries.
+          layout: How the rows of this output lie; by default what the layer was built with.
 
         Raises:
           ValueError: No mesh is set, it lacks the axis, ids are not integers, are sharded over the axis, or have rows
@@ -97,17 +104,18 @@ class VocabParallelEmbed(nnx.Module):
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"VocabParallelEmbed looks up integers: got ids of {ids.dtype}")
         axis_name = self.settings.axis_name
+        layout = self.layout if layout is None else check_output_layout("VocabParallelEmbed", layout)
         placement = place_tokens("VocabParallelEmbed", ids, axis_name, self.settings.in_spec)
-        check_output_rows("VocabParallelEmbed", ids.shape[-1], self.layout, placement)
+        check_output_rows("VocabParallelEmbed", ids.shape[-1], layout, placement)
         backend = backends.if_available("lookup_reduce_scatter", self.settings.backend)
         check_sharded("VocabParallelEmbed", "embedding", self.embedding[...], self._specs["embedding"])
-        dtype = self.settings.dtype or self.embedding[...].dtype
+        dtype = self._dtype(self.embedding[...], inexact=False)
         return placement.run(
             _lookup,
-            (axis_name, self.shares, self.layout, backend, dtype),
+            (axis_name, self._stored, self.shares, layout, backend, dtype),
             (ids, self.embedding[...]),
             (placement.token_spec(), self._specs["embedding"]),
-            placement.spec(self.layout),
+            placement.spec(layout),
         )
 
     def attend(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s v"]:
@@ -123,10 +131,10 @@ class VocabParallelEmbed(nnx.Module):
         placement = place("VocabParallelEmbed.attend", x, axis_name, None, sharded="rows")
         check_input("VocabParallelEmbed.attend", x, self.features, placement)
         check_sharded("VocabParallelEmbed", "embedding", self.embedding[...], self._specs["embedding"])
-        dtype = canonicalize_dtype(x, self.embedding[...], dtype=self.settings.dtype)
+        settings = LinearSettings(**vars(self.settings) | {"dtype": self._dtype(x, self.embedding[...])})
         return placement.run(
             _attend,
-            (dataclasses.replace(self.settings, dtype=dtype), self.shares, placement.rows_sharded),
+            (settings, self._stored, self.shares, placement.rows_sharded),
             (x, self.embedding[...]),
             (placement.in_spec, self._specs["embedding"]),
             placement.spec(features=True),
@@ -195,8 +203,9 @@ def softmax_cross_entropy(
     )
 
 
-def _lookup(static: tuple[str, Shares, Layout, str | None, DTypeLike], ids: Array, table: Array) -> Array:
-    axis_name, shares, layout, backend, dtype = static
+def _lookup(static: tuple[str, P, Shares, Layout, str | None, DTypeLike], ids: Array, table: Array) -> Array:
+    axis_name, stored, shares, layout, backend, dtype = static
+    table = fully_sharded.gather(table, stored, ids, axis_name, dtype if layout == "sequence" else table.dtype)
     table = shares.take(table, axis_name, 0)
     if layout == "sequence":
         return vocabulary.lookup_reduce_scatter(ids, shards.cast(table, ids, dtype), axis_name, backend=backend)
@@ -205,8 +214,9 @@ def _lookup(static: tuple[str, Shares, Layout, str | None, DTypeLike], ids: Arra
     return lax.psum(rows.astype(dtype), axis_name)
 
 
-def _attend(static: tuple[LayerSettings, Shares, bool], x: Array, table: Array) -> Array:
-    settings, shares, rows_sharded = static
+def _attend(static: tuple[LinearSettings, P, Shares, bool], x: Array, table: Array) -> Array:
+    settings, stored, shares, rows_sharded = static
+    table = fully_sharded.gather(table, stored, x, settings.axis_name, settings.dtype)
     table = shares.take(table, settings.axis_name, 0)
     logits = shards.column(x, ((table.T, None),), settings, rows_sharded=rows_sharded)[0]
     return shares.mask_padding(logits, settings.axis_name)

@@ -6,72 +6,36 @@ It runs inside shard_map, on local shards; the modules are in `attention`.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from flaxasync.mesh import cast_to_varying, mesh_axis_size
+from flaxasync.mesh import cast_to_varying
+from flaxasync.nn.context import Context
+from flaxasync.nn.rotary import RopeScaling, rotary_embedding
 from flaxasync.ops.attention.api import attention, ring_attention
 from flaxasync.ops.attention.dense import Additions, dense_attention, positional_mask
-from flaxasync.ops.attention.layouts import AttentionLayout, Mask, check_sequence_layout, positions
+from flaxasync.ops.attention.layouts import Mask, positions
 from flaxasync.ops.dtypes import accumulator_dtype
-
-
-def rotary_embedding(
-    x: Float[Array, "*batch s h d"], *, theta: float = 10_000.0, positions: Int[Array, "*s"] | None = None
-) -> Float[Array, "*batch s h d"]:
-    """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), in float32, or float64 for such an x.
-
-    Args:
-      x: Rows of heads.
-      theta: The base of the frequencies.
-      positions: The positions of the rows; 0 .. s - 1 by default.
-
-    Returns:
-      The rotated rows, in the dtype of x.
-
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), in the half-split layout
-    of the public Llama checkpoints.
-    """
-    rows, dim = x.shape[-3], x.shape[-1]
-    dtype = accumulator_dtype(x)
-    frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
-    position = jnp.arange(rows) if positions is None else positions
-    angle = position.astype(dtype)[:, None] * frequency
-    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """How a sequence is split over a mesh axis.
-
-    Attributes:
-      axis_name: The mesh axis.
-      layout: Which rows a device holds; see `flaxasync.ring_attention`.
-      backend: What moves keys and values; see `flaxasync.ring_attention`.
-    """
-
-    axis_name: str
-    layout: AttentionLayout
-    backend: str | None
 
 
 class AttentionOptions(TypedDict, total=False):
     """Keywords of attention layers that change scores or weights.
 
-    Where any but `softmax_scale` and `normalize_qk` is used, or a call has a mask or a bias, a device computes all
+    Where logit_softcap, dropout_rate or attention_fn is used, or a call has a mask or a bias, a device computes all
     scores of its heads at once. Otherwise it holds only tiles of them.
 
     Attributes:
       softmax_scale: The factor of the scores; 1 / sqrt(head_dim) by default.
       logit_softcap: Scores are logit_softcap * tanh(score / logit_softcap); None, the default, for as they are.
-      normalize_qk: Whether queries and keys are normalized, each head with `nnx.LayerNorm` without bias, before they
-        are rotated. The parameters are `query_ln` and `key_ln`, as in `nnx.MultiHeadAttention`.
+      normalize_qk: Whether queries and keys are normalized, each head, before they are rotated: True for
+        `nnx.LayerNorm` without bias, as in `nnx.MultiHeadAttention`, and "rms" for `nnx.RMSNorm`. The parameters are
+        `query_ln` and `key_ln`.
+      qk_epsilon: What the norm adds to the variance or to the mean square; 1e-6 by default.
+      rope_scaling: How the frequencies of the rotary position embedding are scaled; None, the default, for as they are.
       dropout_rate: The share of the weights that is dropped where a call is not deterministic; 0 by default.
       deterministic: Whether nothing is dropped, if a call does not say it; None, the default, for False.
       attention_fn: A function (query, key, value, *, bias, mask) of this device's heads, all [b, s, h, d], that
@@ -81,7 +45,9 @@ class AttentionOptions(TypedDict, total=False):
 
     softmax_scale: float | None
     logit_softcap: float | None
-    normalize_qk: bool
+    normalize_qk: bool | Literal["rms"]
+    qk_epsilon: float
+    rope_scaling: RopeScaling | None
     dropout_rate: float
     deterministic: bool | None
     attention_fn: Callable[..., Array] | None
@@ -93,7 +59,9 @@ class ScoreOptions:
 
     softmax_scale: float | None = None
     logit_softcap: float | None = None
-    normalize_qk: bool = False
+    normalize_qk: bool | Literal["rms"] = False
+    qk_epsilon: float = 1e-6
+    rope_scaling: RopeScaling | None = None
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     attention_fn: Callable[..., Array] | None = None
@@ -205,10 +173,7 @@ class HeadAttention:
           additions: The mask, the bias and the key of the dropout.
           norms: The scales of the norms of queries and of keys; None for no norm.
         """
-        q, k, v = (x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (query, key, value))
-        q, k = (x if scale is None else _normalize(x, scale) for x, scale in zip((q, k), norms, strict=True))
-        if self.rope_theta is not None:
-            q, k = (rotary_embedding(x, theta=self.rope_theta, positions=self._positions(x)) for x in (q, k))
+        q, k, v = self.split(query, key, value, norms, None if self.context is None else self._positions(query))
         causal, window, context = self.causal, self.window, self.context
         options = self.options
         if additions.some or options.needs_all_scores or q.shape[1] != k.shape[1]:
@@ -222,6 +187,27 @@ class HeadAttention:
             q, k, v, context.axis_name, layout=context.layout, backend=context.backend, causal=causal, window=window,
             segment_ids=segment_ids, scale=options.softmax_scale, precision=self.precision,
         )  # fmt: skip
+
+    def split(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        norms: tuple[Array | None, Array | None],
+        positions: Array | None,
+    ) -> tuple[Array, Array, Array]:
+        """Returns the heads [b, s, h, d] of projections [b, s, h * d], normalized, and rotated by their positions.
+
+        The positions are 0 .. s - 1 by default.
+        """
+        q, k, v = (x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (query, key, value))
+        q, k = (
+            x if scale is None else _normalize(x, scale, self.options) for x, scale in zip((q, k), norms, strict=True)
+        )
+        if self.rope_theta is not None:
+            theta, scaling = self.rope_theta, self.options.rope_scaling
+            q, k = (rotary_embedding(x, theta=theta, positions=positions, scaling=scaling) for x in (q, k))
+        return q, k, v
 
     def _attend_dense(self, q: Array, k: Array, v: Array, segment_ids: Array | None, additions: Additions) -> Array:
         options = self.options
@@ -238,28 +224,19 @@ class HeadAttention:
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         return options.attention_fn(q, k, v, bias=additions.bias, mask=allowed)
 
-    def _positions(self, x: Array) -> Array | None:
-        return None if self.context is None else positions(self.context.layout, x.shape[-3], self.context.axis_name)
+    def _positions(self, x: Array) -> Array:
+        assert self.context is not None
+        return positions(self.context.layout, x.shape[1], self.context.axis_name)
 
 
-def make_context(layer: str, axis_name: str, layout: AttentionLayout, backend: str | None) -> Context:
-    """Returns the context, after checking that the mesh has the axis and that the layout exists.
-
-    Raises:
-      ValueError: There is no mesh, no such axis, or no such layout. The message begins with `layer`.
-    """
-    mesh_axis_size(layer, axis_name)
-    check_sequence_layout(layer, layout)
-    return Context(axis_name, layout, backend)
-
-
-def _normalize(x: Array, scale: Array) -> Array:
-    """Normalizes each head as `nnx.LayerNorm` without bias does, with its default epsilon."""
+def _normalize(x: Array, scale: Array, options: ScoreOptions) -> Array:
+    """Normalizes each head as `nnx.LayerNorm` without bias, or as `nnx.RMSNorm`."""
     x32 = x.astype(accumulator_dtype(x))
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    if options.normalize_qk != "rms":
+        x32 -= jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     scale = cast_to_varying(scale, jax.typeof(x).mat.varying).astype(x32.dtype)
-    return (centred * (lax.rsqrt(variance + 1e-6) * scale)).astype(x.dtype)
+    return (x32 * (lax.rsqrt(variance + options.qk_epsilon) * scale)).astype(x.dtype)
 
 
 def check_segments(layer: str, x: Array, segment_ids: Array | None) -> None:

@@ -9,33 +9,33 @@ from typing import Any, ClassVar, Literal, Unpack
 
 import jax
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
-from flaxasync.nn.options import LinearOptions, LinearSettings, of_settings, settings_of
-from flaxasync.nn.placement import (
-    Layout,
+from flaxasync.nn.checks import (
     check_divides,
+    check_dot_general,
     check_input,
     check_output_layout,
     check_output_rows,
     check_sharded,
-    place,
 )
+from flaxasync.nn.fully_sharded import metadata_spec, stored_parameter
+from flaxasync.nn.options import LinearOptions, LinearSettings, of_settings, settings_of
+from flaxasync.nn.placement import Layout, place
 from flaxasync.nn.shares import Shares
 
 
 class _ParallelLinear(nnx.Module):
-    """The parameters of `nnx.Linear`, under its names and in its global shapes, split over one mesh axis."""
+    """The parameters of `nnx.Linear`, under its names and in its global shapes, split over one mesh axis or two."""
 
     split: ClassVar[Literal["in_features", "out_features"]]
     dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
     use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
-    promote_dtype, preferred_element_type = map(of_settings, ("promote_dtype", "preferred_element_type"))
-    dot_general = property(lambda _: lax.dot_general, doc="What `nnx.Linear` multiplies with by default.")
+    promote_dtype, dot_general = map(of_settings, ("promote_dtype", "dot_general"))
+    preferred_element_type = of_settings("preferred_element_type")
 
     def __init__(
         self,
@@ -48,32 +48,34 @@ class _ParallelLinear(nnx.Module):
     ):
         layer, features = type(self).__name__, {"in_features": in_features, "out_features": out_features}
         self.settings = settings_of(LinearSettings, layer, options)
+        check_dot_general(layer, self.settings)
         size, axis_name = features[self.split], self.settings.axis_name
         if shares is None:
             check_divides(layer, axis_name, **{self.split: size})
         self.shares = shares or Shares.equal(size, mesh_axis_size(layer, axis_name))
         self.in_features, self.out_features = in_features, out_features
-        specs = self._specs
-        dtype = self.settings.param_dtype
-        kernel = self.settings.kernel_init(rngs.params(), (in_features, out_features), dtype)
-        self.kernel = nnx.Param(kernel, out_sharding=tuple(specs["kernel"]), **self.settings.kernel_metadata)
-        self.bias: nnx.Param[jax.Array] | None
+        dtype, shape = self.settings.param_dtype, (in_features, out_features)
+        column = self.split == "out_features"
+        needed = self.shares.spec(axis_name, shape, 1 if column else 0)
+        kernel = self.settings.kernel_init(rngs.params(), shape, dtype)
+        self.kernel, kernel_spec = stored_parameter(
+            layer, "kernel", kernel, self.settings, needed, self.settings.kernel_metadata
+        )
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        bias_spec = None
         if self.settings.use_bias:
-            bias = self.settings.bias_init(rngs.params(), (out_features,), dtype)
-            self.bias = nnx.Param(bias, out_sharding=tuple(specs["bias"]), **self.settings.bias_metadata)
-        else:
-            self.bias = nnx.data(None)
+            needed = self.shares.spec(axis_name, shape[1:], 0) if column else P(None)
+            bias = self.settings.bias_init(rngs.params(), shape[1:], dtype)
+            self.bias, bias_spec = stored_parameter(
+                layer, "bias", bias, self.settings, needed, self.settings.bias_metadata
+            )
+        self._stored = kernel_spec, bias_spec
 
     @property
     def _specs(self) -> dict[str, P]:
-        """How each parameter is sharded."""
-        shape, axis_name = (self.in_features, self.out_features), self.settings.axis_name
-        if self.split == "out_features":
-            return {
-                "kernel": self.shares.spec(axis_name, shape, 1),
-                "bias": self.shares.spec(axis_name, shape[1:], 0),
-            }
-        return {"kernel": self.shares.spec(axis_name, shape, 0), "bias": P(None)}
+        """How each parameter is stored."""
+        specs = zip(("kernel", "bias"), self._stored, strict=True)
+        return {name: spec for name, spec in specs if spec is not None}
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -135,7 +137,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         placement = place("ColumnParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ColumnParallelLinear", x, self.in_features, placement)
-        static = compute_settings(self, x), self.shares, placement.rows_sharded, self.pad
+        static = compute_settings(self, x), self._stored, self.shares, placement.rows_sharded, self.pad
         specs = placement.in_spec, parameter_specs(self)
         return placement.run(_column, static, (x, parameters(self)), specs, placement.spec(features=True))
 
@@ -196,7 +198,7 @@ class RowParallelLinear(_ParallelLinear):
         placement = place("RowParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="features")
         check_input("RowParallelLinear", x, self.in_features, placement)
         check_output_rows("RowParallelLinear", x.shape[-2], self.layout, placement)
-        static = compute_settings(self, x), self.shares, self.layout
+        static = compute_settings(self, x), self._stored, self.shares, self.layout
         specs = placement.in_spec, parameter_specs(self)
         return placement.run(_row, static, (x, parameters(self)), specs, placement.spec(self.layout))
 
@@ -228,9 +230,11 @@ def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
 
 
 def parameter_specs(linear: _ParallelLinear | nnx.Linear) -> tuple[P, P | None]:
-    """Returns how `parameters` are sharded. Those of an `nnx.Linear` are the same on all devices."""
-    specs = {"kernel": P(None, None), "bias": P(None)} if isinstance(linear, nnx.Linear) else linear._specs
-    return specs["kernel"], None if linear.bias is None else specs["bias"]
+    """Returns how `parameters` are stored. Those of an `nnx.Linear` are stored as their metadata says."""
+    if not isinstance(linear, nnx.Linear):
+        return linear._stored
+    kernel = metadata_spec(linear.kernel, 2)
+    return kernel, None if linear.bias is None else metadata_spec(linear.bias, 1)
 
 
 def compute_settings(linear: _ParallelLinear, x: Array) -> LinearSettings:
@@ -257,9 +261,10 @@ def multiply_columns(caller: str, x: Array, kernel: Array, settings: LinearSetti
     placement = place(caller, x, axis_name, settings.in_spec, sharded="rows")
     check_input(caller, x, kernel.shape[0], placement)
     check_divides(caller, axis_name, out_features=kernel.shape[1])
-    check_sharded(caller, "kernel", kernel, P(None, axis_name))
-    static = settings, Shares.equal(kernel.shape[1], placement.size), placement.rows_sharded, False
-    specs = placement.in_spec, (P(None, axis_name), None)
+    stored = P(None, axis_name), None
+    check_sharded(caller, "kernel", kernel, stored[0])
+    static = settings, stored, Shares.equal(kernel.shape[1], placement.size), placement.rows_sharded, False
+    specs = placement.in_spec, stored
     return placement.run(_column, static, (x, (kernel, None)), specs, placement.spec(features=True))
 
 
@@ -273,19 +278,21 @@ def multiply_rows(caller: str, x: Array, kernel: Array, settings: LinearSettings
     placement = place(caller, x, axis_name, settings.in_spec, sharded="features")
     check_input(caller, x, kernel.shape[0], placement)
     check_output_rows(caller, x.shape[-2], layout, placement)
-    check_sharded(caller, "kernel", kernel, P(axis_name, None))
-    static = settings, Shares.equal(kernel.shape[0], placement.size), layout
-    specs = placement.in_spec, (P(axis_name, None), None)
+    stored = P(axis_name, None), None
+    check_sharded(caller, "kernel", kernel, stored[0])
+    static = settings, stored, Shares.equal(kernel.shape[0], placement.size), layout
+    specs = placement.in_spec, stored
     return placement.run(_row, static, (x, (kernel, None)), specs, placement.spec(layout))
 
 
-def _column(static: tuple[LinearSettings, Shares, bool, bool], x: Array, linear: shards.Linear) -> Array:
-    settings, shares, rows_sharded, pad = static
-    linear = shards.take_columns(linear, shares, settings.axis_name)
+def _column(static: tuple[LinearSettings, shards.Stored, Shares, bool, bool], x: Array, linear: shards.Linear) -> Array:
+    settings, stored, shares, rows_sharded, pad = static
+    linear = shards.take_columns(shards.gather(linear, stored, x, settings), shares, settings.axis_name)
     y = shards.column(x, (linear,), settings, rows_sharded=rows_sharded)[0]
     return shares.mask_padding(y, settings.axis_name) if pad else y
 
 
-def _row(static: tuple[LinearSettings, Shares, Layout], x: Array, linear: shards.Linear) -> Array:
-    settings, shares, layout = static
-    return shards.row(x, shards.take_rows(linear, shares, settings.axis_name), settings, layout=layout)
+def _row(static: tuple[LinearSettings, shards.Stored, Shares, Layout], x: Array, linear: shards.Linear) -> Array:
+    settings, stored, shares, layout = static
+    linear = shards.take_rows(shards.gather(linear, stored, x, settings), shares, settings.axis_name)
+    return shards.row(x, linear, settings, layout=layout)

@@ -1,8 +1,11 @@
 """Low-rank adaptation of parallel Dense layers: `nnx.LoRA` whose two factors lie as the layer that they adapt."""
 
+import dataclasses
 from typing import Any
 
+import jax
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from flaxasync.nn.linear import (
@@ -26,8 +29,8 @@ class ParallelLoRA(nnx.LoRA):
 
     The parameters have the type, names and global shapes of those of `nnx.LoRA`, so that
     `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))` and `nnx.Optimizer(..., wrt=nnx.LoRAParam)` train them
-    alone, and checkpoints load. `nnx.LoRA` itself, around a parallel layer, adds arrays that are sharded in different
-    ways, which Explicit axes refuse.
+    alone, and checkpoints load. `nnx.LoRA` itself, around a column-parallel layer whose input is sharded by rows, adds
+    arrays that are sharded in different ways, which Explicit axes refuse. `parallelize` turns it into this layer.
 
     `ParallelMLP`, `ColumnParallelProjections` and the attention layers read the parameters of their projections and do
     not call them, so they refuse a projection that was adapted.
@@ -75,9 +78,14 @@ class ParallelLoRA(nnx.LoRA):
         base = self.base_module
         assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
         a, b = self.lora_a[...], self.lora_b[...]
-        y, settings = base(x, **kwargs), with_dtype(base.settings, x, a, b)
+        plain = dataclasses.replace(base.settings, dot_general=lax.dot_general, preferred_element_type=None)
+        settings = with_dtype(plain, x, a, b)
         x = x.astype(settings.dtype)
+        y = base(x, **kwargs)  # of the x that was promoted with the factors, as nnx.LoRA does it
         if isinstance(base, ColumnParallelLinear):
-            return y + multiply_columns("ParallelLoRA", x @ a.astype(x.dtype), b, settings).astype(y.dtype)
-        hidden = multiply_rows("ParallelLoRA", x, a, settings, layout=base.layout)
-        return y + (hidden @ b.astype(hidden.dtype)).astype(y.dtype)
+            low_rank = multiply_columns("ParallelLoRA", x @ a.astype(x.dtype), b, settings)
+        else:
+            hidden = multiply_rows("ParallelLoRA", x, a, settings, layout=base.layout)
+            low_rank = hidden @ b.astype(hidden.dtype)
+        with jax.numpy_dtype_promotion("standard"):  # the layer may prefer another dtype
+            return y + low_rank

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from flaxasync.nn import shards
+from flaxasync.nn.checks import check_input
 from flaxasync.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -17,7 +18,7 @@ from flaxasync.nn.linear import (
     parameters,
 )
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
-from flaxasync.nn.placement import check_input, place
+from flaxasync.nn.placement import place
 
 
 class ParallelMLP(nnx.Module):
@@ -75,23 +76,26 @@ class ParallelMLP(nnx.Module):
         placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ParallelMLP", x, self.up.in_features, placement)
         columns = (self.up,) if self.gate is None else (self.up, self.gate)
-        static = compute_settings(self.up, x), self.activation, placement.rows_sharded
+        stored = tuple(map(parameter_specs, columns)), parameter_specs(self.down)
+        static = compute_settings(self.up, x), stored, self.activation, placement.rows_sharded
         return placement.run(
             _mlp,
             static,
             (x, tuple(map(parameters, columns)), parameters(self.down)),
-            (placement.in_spec, tuple(map(parameter_specs, columns)), parameter_specs(self.down)),
+            (placement.in_spec, *stored),
             placement.in_spec,
         )
 
 
 def _mlp(
-    static: tuple[LinearSettings, Callable[[Array], Array], bool],
+    static: tuple[LinearSettings, tuple[tuple[shards.Stored, ...], shards.Stored], Callable[[Array], Array], bool],
     x: Array,
     columns: tuple[shards.Linear, ...],
     down: shards.Linear,
 ) -> Array:
-    settings, activation, rows_sharded = static
+    settings, (stored_columns, stored_down), activation, rows_sharded = static
+    columns = tuple(shards.gather(p, spec, x, settings) for p, spec in zip(columns, stored_columns, strict=True))
+    down = shards.gather(down, stored_down, x, settings)
 
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
     def activate(products: tuple[Array, ...], down: shards.Linear) -> Array:

@@ -12,10 +12,12 @@ from typing import Any, TypedDict
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
-from flax.typing import Initializer, PromoteDtypeFn
+from flax.typing import DotGeneralT, Initializer, PromoteDtypeFn
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
+
+from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 
 default_kernel_init = nnx.initializers.lecun_normal()  # as nnx.Linear
 default_bias_init = nnx.initializers.zeros_init()
@@ -27,6 +29,9 @@ class LayerOptions(TypedDict, total=False):
     Attributes:
       axis_name: The mesh axis that splits the layer; "model" by default. The mesh is the ambient one, of
         `jax.set_mesh`.
+      fsdp_axis: A mesh axis over which the parameters are stored sharded as well, one of those that split the batch;
+        None, the default, for none. The layer gathers them, in the dtype of the computation, and their gradients are
+        scattered as they are summed; see `flaxasync.nn.fully_sharded`.
       dtype: The dtype of the computation; by default the common type of the input and the parameters.
       param_dtype: The dtype of the parameters; float32 by default.
       precision: The precision of the matmuls, as in `lax.dot_general`.
@@ -35,14 +40,18 @@ class LayerOptions(TypedDict, total=False):
       in_spec: How the input is sharded, under Auto axes. By default the leading dimension is sharded over all other
         axes, and over `axis_name` the dimension that the layer documents. Under Explicit axes the type of the input
         says it.
+      promote_dtype: Says the dtype of the computation from the input and the parameters, as in `nnx.Linear` and
+        `nnx.Embed`.
     """
 
     axis_name: str
+    fsdp_axis: str | None
     dtype: DTypeLike | None
     param_dtype: DTypeLike
     precision: lax.PrecisionLike
     backend: str | None
     in_spec: PartitionSpec | None
+    promote_dtype: PromoteDtypeFn
 
 
 class LinearOptions(LayerOptions, total=False):
@@ -52,11 +61,23 @@ class LinearOptions(LayerOptions, total=False):
       use_bias: Whether the Dense layers have biases.
       kernel_init: The initializer of the kernels; that of `nnx.Linear` by default.
       bias_init: The initializer of the biases; zeros by default.
-      kernel_metadata: Metadata of the kernels, beside how they are sharded.
-      bias_metadata: Metadata of the biases.
-      promote_dtype: Says the dtype of the computation from (x, kernel, bias), as in `nnx.Linear`.
-      preferred_element_type: The dtype of the output; that of the computation by default. Products are accumulated in
-        float32 whatever it is.
+      kernel_metadata: Metadata of the kernels. The axes that an `out_sharding` in it, such as ("fsdp", "model"), names
+        beside `axis_name` store the kernel sharded as `fsdp_axis` does, and instead of it. It is meant for a
+        column-parallel kernel or for a row-parallel one: where `axis_name` belongs to the other dimension, the two are
+        swapped. `nnx.with_partitioning` around `kernel_init` does the same.
+      bias_metadata: Metadata of the biases, likewise.
+      dot_general: What multiplies the rows with the part of a kernel that a device holds; `lax.dot_general` by default.
+        It is called, and differentiated, as that of `nnx.Linear`. It is a pure, hashable function of its operands: its
+        value is compiled, so state that it reads stays as it was, and an `nnx.Module` is refused. Rows are then
+        gathered before the product and summed after it, without overlap: `backend` is "none", and another one that is
+        named is refused.
+      gathered_bytes: The most bytes of memory that each column-parallel product of the layer may take from the forward
+        to the backward pass for the rows that it gathers; 0, the default, for none. See `flaxasync.all_gather_matmul`.
+        `RowParallelLinear`, and layers that gather no rows, take it and make no use of it. With a `dot_general` of
+        one's own, or a `preferred_element_type` wider than the computation, gathered rows are kept whatever it is.
+      preferred_element_type: The dtype of the output; that of the computation by default. A type that is wider than the
+        computation is that of the products and of their sums, too; they are then computed without overlap, as those of
+        a `dot_general`.
     """
 
     use_bias: bool
@@ -64,7 +85,8 @@ class LinearOptions(LayerOptions, total=False):
     bias_init: Initializer
     kernel_metadata: Mapping[str, Any]
     bias_metadata: Mapping[str, Any]
-    promote_dtype: PromoteDtypeFn
+    dot_general: DotGeneralT
+    gathered_bytes: int
     preferred_element_type: DTypeLike | None
 
 
@@ -73,11 +95,13 @@ class LayerSettings:
     """The values of `LayerOptions` in a layer."""
 
     axis_name: str = "model"
+    fsdp_axis: str | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: lax.PrecisionLike = None
     backend: str | None = None
     in_spec: PartitionSpec | None = None
+    promote_dtype: PromoteDtypeFn = promote_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +113,8 @@ class LinearSettings(LayerSettings):
     bias_init: Initializer = dataclasses.field(default=default_bias_init, compare=False)
     kernel_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     bias_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
-    promote_dtype: PromoteDtypeFn = promote_dtype
+    dot_general: DotGeneralT = lax.dot_general
+    gathered_bytes: int = 0
     preferred_element_type: DTypeLike | None = None
 
 
@@ -98,6 +123,7 @@ def settings_of[S: LayerSettings](kind: type[S], layer: str, options: Mapping[st
 
     Raises:
       TypeError: The layer has no keyword of this name. The message begins with `layer`.
+      ValueError: A function among the options cannot be used, or `gathered_bytes` is no integer of 0 or more.
     """
     known = [field.name for field in dataclasses.fields(kind)]
     for name in options:
@@ -106,7 +132,33 @@ def settings_of[S: LayerSettings](kind: type[S], layer: str, options: Mapping[st
                 f"{layer} got an unexpected keyword argument {name!r}; the keywords that layers share are "
                 f"{', '.join(known)}"
             )
+    for name in ("dot_general", "promote_dtype"):
+        _check_function(layer, name, options.get(name))
+    check_gathered_bytes(layer, options.get("gathered_bytes", 0))
+    if options.get("dot_general", ...) is None:  # as `nnx.MultiHeadAttention` has it by default
+        options = {name: value for name, value in options.items() if name != "dot_general"}
     return kind(**options)
+
+
+def _check_function(layer: str, name: str, function: Any) -> None:
+    """Raises ValueError for a function that is not hashable or has state: the compiled program is kept for it."""
+    if isinstance(holder := getattr(function, "__self__", function), nnx.Module):
+        raise ValueError(
+            f"{layer} got a {name} that is the nnx.Module {type(holder).__name__}, whose state would be left out of "
+            "the model and of its gradients: give it a pure function of the operands"
+        )
+    if getattr(function, "has_collectives", False):
+        raise ValueError(
+            f"{layer} got parallel_dot_general as {name}, and does that product itself: leave {name} out, or give the "
+            "layer a local product"
+        )
+    try:
+        hash(function)
+    except TypeError:
+        raise ValueError(
+            f"{layer} got a {name} of type {type(function).__name__}, which is not hashable: give it a function, or an "
+            "object of a dataclass with frozen=True"
+        ) from None
 
 
 def of_settings(name: str) -> property:

@@ -2,20 +2,24 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from flax import nnx
-from jax import lax
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.attention import ParallelAttention
-from flaxasync.nn.embed import VocabParallelEmbed
-from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.loading import load
-
-type Rule = Literal["column", "logits", "row", "row_replicated", "embed", "embed_replicated", "attention"]
+from flaxasync.nn.replacement import (
+    RULES,
+    Rule,
+    is_parallel,
+    keep_metadata,
+    lacking,
+    parallel_form,
+    replaced_types,
+    variables_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,7 @@ def parallelize(
     rules: Mapping[str, Rule],
     *,
     axis_name: str = "model",
+    fsdp_axis: str | None = None,
     backend: str | None = None,
     verbose: bool = True,
 ) -> list[Replaced]:
@@ -67,11 +72,16 @@ def parallelize(
     "attention"         nnx.MultiHeadAttention -> ParallelAttention
     ```
 
+    The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA`; around a parallel layer, that layer
+    stays as it is. A layer that several modules share is replaced in all of them. A layer that `nnx.vmap` made, whose
+    parameters have leading dimensions of layers, becomes a stack of parallel layers, for `nnx.scan`.
+
     Args:
       model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers. The
         parameters of an abstract model, of `nnx.eval_shape`, stay abstract, and `load` puts values into them.
       rules: A rule for each pattern of paths. `*` stands for one name, or for a part of it, and `**` for any number.
       axis_name: The mesh axis that splits the layers.
+      fsdp_axis: A mesh axis over which the parallel layers store their parameters sharded as well; None for none.
       backend: What executes the layers' collective ops; see `flaxasync.all_gather_matmul`.
       verbose: Whether to print what was replaced.
 
@@ -84,42 +94,42 @@ def parallelize(
     """
     mesh_axis_size("parallelize", axis_name)
     for pattern, rule in rules.items():
-        if rule not in _MAKERS:
-            raise ValueError(f"parallelize got {pattern!r}: {rule!r}: a rule is one of {', '.join(_MAKERS)}")
+        if rule not in RULES:
+            raise ValueError(f"parallelize got {pattern!r}: {rule!r}: a rule is one of {', '.join(RULES)}")
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
     chosen = _match(modules, rules)
     new: dict[str, nnx.Module] = {}
     for path, rule in chosen.items():
-        kind, make = _MAKERS[rule]
         old = modules[path]
-        if type(old) is not kind:
-            raise ValueError(f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {kind.__name__}")
-        reason = _lacking(old)
+        if type(old) not in (kinds := replaced_types(rule)):
+            names = " and ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}")
+        reason = lacking(old)
         if reason:
             raise ValueError(
-                f"parallelize cannot replace {path}, a {kind.__name__}: {reason}; leave it out of the rules"
+                f"parallelize cannot replace {path}, a {type(old).__name__}: {reason}; leave it out of the rules"
             )
         try:
-            new[path] = nnx.eval_shape(
-                lambda old=old, make=make: make(old, {"axis_name": axis_name, "backend": backend})
-            )
-        except ValueError as error:
+            new[path] = parallel_form(old, rule, {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend})
+        except (ValueError, NotImplementedError) as error:
             raise ValueError(f"parallelize cannot replace {path} by the rule {rule!r}: {error}") from error
-        _keep_dtypes(new[path], old)
-    places = _places([model, *modules.values()], {id(modules[path]): path for path in new})
+    bases = _share_bases(modules, chosen, new)
+    places = _places([model, *modules.values()], {id(modules[path]): path for path in new | bases})
+    _check_adapted(modules, chosen, new, places)
+    _check_parameters_not_shared({"": model} | modules, new)
     for path, layer in new.items():
         old = modules[path]
         if not _is_abstract(old):
             load(layer, old)
-        _keep_metadata(layer, old)
-        if isinstance(layer, ParallelAttention) and isinstance(old, nnx.MultiHeadAttention):
-            layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
+        keep_metadata(layer, old)
     done = []
-    for path, layer in new.items():
-        shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
-        done.append(Replaced(path, chosen[path], type(modules[path]).__name__, type(layer).__name__, shapes))
+    for path, layer in (new | bases).items():
         for parent, name in places[path]:
             setattr(parent, name, layer)
+        if path in bases and all(isinstance(parent, nnx.LoRA) for parent, _ in places[path]):
+            continue  # it is a part of the layers that adapt it
+        shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+        done.append(Replaced(path, chosen[path], type(modules[path]).__name__, type(layer).__name__, shapes))
     _place_rest(model)
     if verbose:
         print("\n".join(map(str, done)))
@@ -142,6 +152,77 @@ def _match(modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule]) -> dict
                 raise ValueError(f"parallelize: {path} matches both {chosen[path][0]!r} and {pattern!r}")
             chosen[path] = pattern, rule
     return {path: chosen[path][1] for path in modules if path in chosen}
+
+
+def _share_bases(
+    modules: Mapping[str, nnx.Module], chosen: dict[str, Rule], new: dict[str, nnx.Module]
+) -> dict[str, nnx.Module]:
+    """Makes the new layers that adapt one plain layer share one parallel layer.
+
+    Args:
+      modules: All modules by their paths.
+      chosen: The rules by the paths of their layers, to which those of the plain layers that are adapted are added.
+      new: The new layers by their paths.
+
+    Returns:
+      The parallel layers of the plain ones that have no rule of their own, by the paths of the latter.
+
+    Raises:
+      ValueError: A plain layer would be replaced by two rules.
+    """
+    paths = {id(module): path for path, module in modules.items()}
+    bases: dict[str, nnx.Module] = {}
+    for path in new:
+        old, layer = modules[path], new[path]
+        if not isinstance(old, nnx.LoRA) or not isinstance(layer, nnx.LoRA) or is_parallel(old.base_module):
+            continue
+        base = paths[id(old.base_module)]
+        if chosen.setdefault(base, chosen[path]) != chosen[path]:
+            raise ValueError(
+                f"parallelize cannot replace {path} by the rule {chosen[path]!r}: it adapts {base}, for which another "
+                f"rule, or another layer that adapts it, says {chosen[base]!r}; give both the same rule"
+            )
+        if base not in new and layer.base_module is not None:
+            bases.setdefault(base, layer.base_module)
+        layer.base_module = (new | bases)[base]
+    return bases
+
+
+def _check_adapted(
+    modules: Mapping[str, nnx.Module],
+    chosen: Mapping[str, Rule],
+    new: Mapping[str, nnx.Module],
+    places: Mapping[str, list[tuple[nnx.Module, str]]],
+) -> None:
+    """Raises ValueError for an `nnx.LoRA` that would stay around a layer that is replaced."""
+    paths = {id(module): path for path, module in modules.items()}
+    for path, found in places.items():
+        for parent, _ in found:
+            if not isinstance(parent, nnx.LoRA) or paths.get(id(parent)) in new:
+                continue
+            remedy = "the model itself is it, so put it into a module, such as an nnx.Dict, and"
+            if holder := paths.get(id(parent)):
+                remedy = f"it is at {holder}:"
+            raise ValueError(
+                f"parallelize cannot replace {path}, because nnx.LoRA would add arrays that are sharded in different "
+                f"ways; {remedy} give it the rule {chosen[path]!r}, and it becomes a ParallelLoRA"
+            )
+
+
+def _check_parameters_not_shared(modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]) -> None:
+    """Raises ValueError for a parameter that a layer shares with another module: the parallel layer has its own."""
+    holders: dict[int, list[str]] = {}
+    for path, module in modules.items():
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Variable):
+                holders.setdefault(id(value), []).append(f"{path}.{name}".lstrip("."))
+    for path in new:
+        for variable in variables_of(modules[path]).values():
+            if len(names := holders.get(id(variable), [])) > 1:
+                raise ValueError(
+                    f"parallelize cannot replace {path}: {' and '.join(names)} are one parameter, and would be two; "
+                    "share the whole layer, or leave it out of the rules"
+                )
 
 
 def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, list[tuple[nnx.Module, str]]]:
@@ -174,123 +255,9 @@ def _layers_in(value: Any) -> list[nnx.Module]:
     return [layer for entry in entries for layer in _layers_in(entry)]
 
 
-def _lacking(old: nnx.Module) -> str:
-    """Returns what a layer does that its parallel form does not; "" for nothing."""
-    if isinstance(old, nnx.Linear) and old.dot_general is not lax.dot_general:
-        return "it has a dot_general of its own"
-    if isinstance(old, nnx.Linear) and old.kernel.ndim != 2:
-        return f"its kernel is a stack, {list(old.kernel.shape)}: build the stack of parallel layers in nnx.vmap"
-    if isinstance(old, nnx.MultiHeadAttention):
-        if old.query.kernel.ndim != 3:
-            return f"its kernels are stacks, {list(old.query.kernel.shape)}: build the stack in nnx.vmap"
-        if old.decode:
-            return "it decodes with a cache"
-        if old.dropout_rate and old.broadcast_dropout:
-            return "its dropout is the same for the whole batch: give it broadcast_dropout=False"
-        if old.attention_fn is not nnx.dot_product_attention:
-            return (
-                "it has an attention_fn of its own, which would see only the heads of one device: build "
-                "ParallelAttention(attention_fn=...) yourself"
-            )
-        functions = (old.qkv_dot_general, old.out_dot_general, old.qkv_dot_general_cls, old.out_dot_general_cls)
-        if any(function is not None for function in functions):
-            return "it has a dot_general of its own"
-    for path, variable in _variables(old).items():
-        if type(variable) is not nnx.Param:
-            name = ".".join(map(str, path))
-            return f"its {name} is of type {type(variable).__name__}, and that of a parallel layer is an nnx.Param"
-    return ""
-
-
-def _variables(layer: nnx.Module) -> dict[tuple, nnx.Variable]:
-    """Returns the variables of a layer that are no random streams, by their paths."""
-    found = {path: value for path, value in nnx.iter_graph(layer) if isinstance(value, nnx.Variable)}
-    return {path: variable for path, variable in found.items() if not isinstance(variable, nnx.RngState)}
-
-
 def _is_abstract(layer: nnx.Module) -> bool:
     """Says whether a layer has shapes in the place of arrays, as `nnx.eval_shape` makes it."""
-    return any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for variable in _variables(layer).values())
-
-
-def _keep_dtypes(layer: nnx.Module, old: nnx.Module) -> None:
-    """Gives the parameters of an abstract layer the dtypes that they have, which may not be `param_dtype`."""
-    before = _variables(old)
-    for path, variable in _variables(layer).items():
-        value = variable.get_value()
-        if path in before:
-            variable.set_value(jax.ShapeDtypeStruct(value.shape, before[path].dtype, sharding=value.sharding))
-
-
-def _keep_metadata(layer: nnx.Module, old: nnx.Module) -> None:
-    """Copies the metadata of the parameters, but for how they are sharded."""
-    before = _variables(old)
-    for path, variable in _variables(layer).items():
-        metadata = before[path].get_metadata()
-        variable.set_metadata(**{key: metadata[key] for key in metadata if key not in ("out_sharding", "mesh")})
-
-
-def _linear_options(old: Any, options: dict[str, Any]) -> dict[str, Any]:
-    return options | {
-        "use_bias": old.use_bias,
-        "dtype": old.dtype,
-        "param_dtype": old.param_dtype,
-        "precision": old.precision,
-        "rngs": nnx.Rngs(0),
-    }
-
-
-def _column(old: nnx.Linear, options: dict[str, Any], *, pad: bool = False) -> nnx.Module:
-    more: dict[str, Any] = {"promote_dtype": old.promote_dtype, "preferred_element_type": old.preferred_element_type}
-    return ColumnParallelLinear(old.in_features, old.out_features, pad=pad, **_linear_options(old, options), **more)
-
-
-def _logits(old: nnx.Linear, options: dict[str, Any]) -> nnx.Module:
-    return _column(old, options, pad=True)
-
-
-def _row(old: nnx.Linear, options: dict[str, Any], *, layout: Any = "sequence") -> nnx.Module:
-    more: dict[str, Any] = {"promote_dtype": old.promote_dtype, "preferred_element_type": old.preferred_element_type}
-    return RowParallelLinear(old.in_features, old.out_features, layout=layout, **_linear_options(old, options), **more)
-
-
-def _row_replicated(old: nnx.Linear, options: dict[str, Any]) -> nnx.Module:
-    return _row(old, options, layout="replicated")
-
-
-def _embed(old: nnx.Embed, options: dict[str, Any], *, layout: Any = "sequence") -> nnx.Module:
-    options = options | {"dtype": old.dtype, "param_dtype": old.param_dtype, "rngs": nnx.Rngs(0)}
-    return VocabParallelEmbed(old.num_embeddings, old.features, layout=layout, **options)
-
-
-def _embed_replicated(old: nnx.Embed, options: dict[str, Any]) -> nnx.Module:
-    return _embed(old, options, layout="replicated")
-
-
-def _attention(old: nnx.MultiHeadAttention, options: dict[str, Any]) -> nnx.Module:
-    return ParallelAttention(
-        old.in_features,
-        old.num_heads,
-        kv_heads=old.num_kv_heads,
-        head_dim=old.head_dim,
-        kv_features=old.in_kv_features,
-        out_features=old.out_features,
-        normalize_qk=old.normalize_qk,
-        dropout_rate=old.dropout_rate,
-        deterministic=old.deterministic,
-        **_linear_options(old, options),
-    )
-
-
-_MAKERS: dict[str, tuple[type[nnx.Module], Callable[[Any, dict[str, Any]], nnx.Module]]] = {
-    "column": (nnx.Linear, _column),
-    "logits": (nnx.Linear, _logits),
-    "row": (nnx.Linear, _row),
-    "row_replicated": (nnx.Linear, _row_replicated),
-    "embed": (nnx.Embed, _embed),
-    "embed_replicated": (nnx.Embed, _embed_replicated),
-    "attention": (nnx.MultiHeadAttention, _attention),
-}
+    return any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for variable in variables_of(layer).values())
 
 
 def _place_rest(model: nnx.Module) -> None:

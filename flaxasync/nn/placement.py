@@ -94,7 +94,7 @@ def place(
     size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
         raise ValueError(f"{layer} needs an input [..., rows, features]: got {list(x.shape)}; add a dimension of rows")
-    types = _axis_types()
+    types = axis_types()
     if types[axis_name] == AxisType.Manual:
         _check_types_tell(layer, axis_name)
         varies = axis_name in jax.typeof(x).mat.varying
@@ -134,7 +134,7 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
     size = mesh_axis_size(layer, axis_name)
     if ids.ndim < 1:
         raise ValueError(f"{layer} needs ids [..., rows]: got a scalar; add a dimension")
-    types = _axis_types()
+    types = axis_types()
     if types[axis_name] == AxisType.Manual:
         _check_types_tell(layer, axis_name)
         if size > 1 and axis_name in jax.typeof(ids).mat.varying:
@@ -152,69 +152,6 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
     return Placement(axis_name, size, tuple(batch), rows, False, False, manual=False)
 
 
-def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
-    """Raises ValueError for a size, given by its name, that the axis does not divide."""
-    devices = mesh_axis_size(layer, axis_name)
-    for name, size in sizes.items():
-        if size % devices:
-            lower, upper = size // devices * devices, -(-size // devices) * devices
-            raise ValueError(
-                f"{layer}: {name} must be divisible by the {axis_name!r} axis: got {name}={size} on {devices} devices; "
-                f"use {f'{lower} or ' if lower else ''}{upper}, or a smaller axis"
-            )
-
-
-def check_sharded(layer: str, name: str, parameter: jax.Array, spec: PartitionSpec) -> None:
-    """Raises ValueError for a parameter that lost its sharding, which under Explicit axes its gradient would lack too.
-
-    Under Auto axes no type says how a parameter is sharded, and XLA shards its gradient as the layer uses it.
-    """
-    mesh, types = jax.sharding.get_abstract_mesh(), _axis_types()
-    if any(kind != AxisType.Explicit for kind in types.values()):
-        return
-    typed = PartitionSpec(*jax.typeof(parameter).sharding.spec)
-    found, needed = (
-        [tuple(axis for axis in _names(entry) if mesh.shape[axis] > 1) for entry in given]
-        for given in ([*typed, *(None,) * (parameter.ndim - len(typed))], spec)
-    )
-    if found != needed:
-        raise ValueError(
-            f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; arrays that nnx.update "
-            "or an assignment put into a layer keep the sharding that they have, and their gradients get the same: put "
-            "them in with flaxasync.nn.load"
-        )
-
-
-def check_output_layout(layer: str, layout: str) -> Layout:
-    """Returns the layout of a layer's output. Raises ValueError for an unknown one."""
-    if layout not in ("sequence", "replicated"):
-        raise ValueError(f"{layer} got layout={layout!r}: it must be 'sequence' or 'replicated'")
-    return layout  # type: ignore[return-value]
-
-
-def check_input(layer: str, x: jax.Array, features: int, placement: Placement) -> None:
-    """Raises ValueError if the input does not have the number of features for which the layer was built."""
-    local = placement.manual and placement.features_sharded
-    needed = features // placement.size if local else features
-    if x.shape[-1] != needed:
-        raise ValueError(
-            f"{layer} was built for {features} input features{' over the axis' if local else ''}: "
-            f"got {list(x.shape)}, needed [..., {needed}]"
-        )
-
-
-def check_output_rows(layer: str, rows: int, layout: Layout, placement: Placement) -> None:
-    """Raises ValueError if the rows of a layer's output are to be sharded and cannot be shared out equally."""
-    axes = (*placement.rows, placement.axis_name)
-    devices = placement.size * math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in placement.rows)
-    if layout == "sequence" and rows % devices:
-        raise ValueError(
-            f"{layer} with layout='sequence' shards the rows of its output over {', '.join(map(repr, axes))}: "
-            f"got {rows} rows on {devices} devices; pad them to {-(-rows // devices) * devices}, "
-            "or use layout='replicated'"
-        )
-
-
 def _entries(
     layer: str,
     x: jax.Array,
@@ -230,11 +167,11 @@ def _entries(
     In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other axes, and dimension
     `split` over `axis_name`, each if the axes divide it.
     """
-    typed = [_names(entry) for entry in jax.typeof(x).sharding.spec]
+    typed = [axes_of(entry) for entry in jax.typeof(x).sharding.spec]
     typed += [()] * (x.ndim - len(typed))
     auto = tuple(name for name, kind in types.items() if kind == AxisType.Auto)
     if in_spec is not None:
-        given = [_names(entry) for entry in in_spec]
+        given = [axes_of(entry) for entry in in_spec]
         given += [()] * (x.ndim - len(given))
         if [tuple(name for name in entry if name not in auto) for entry in given] != typed:
             raise ValueError(
@@ -253,7 +190,7 @@ def _entries(
 
 
 def _run_on_shards(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, *args: Any) -> Any:
-    types = _axis_types()
+    types = axis_types()
     if all(kind == AxisType.Explicit for kind in types.values()):
         args = jax.tree.map(_reshard, args, in_specs)
     axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
@@ -291,7 +228,8 @@ def _check_types_tell(layer: str, axis_name: str) -> None:
         )
 
 
-def _axis_types() -> dict[str, AxisType]:
+def axis_types() -> dict[str, AxisType]:
+    """Returns the types of the axes of the ambient mesh by their names."""
     mesh = jax.sharding.get_abstract_mesh()
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
@@ -299,11 +237,12 @@ def _axis_types() -> dict[str, AxisType]:
 def _reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Shards `x` as a layer needs it under Explicit axes: parameters that were loaded may be sharded otherwise."""
     typed = jax.typeof(x).sharding.spec
-    same = [_names(entry) for entry in typed] == [_names(entry) for entry in spec]
+    same = [axes_of(entry) for entry in typed] == [axes_of(entry) for entry in spec]
     return x if same else jax.reshard(x, spec)
 
 
-def _names(entry: Any) -> Entry:
+def axes_of(entry: Any) -> Entry:
+    """Returns the mesh axes that an entry of a PartitionSpec names."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from flaxasync.nn import shards
+from flaxasync.nn.checks import check_input, check_output_layout
 from flaxasync.nn.linear import (
     ColumnParallelLinear,
     check_no_adapter,
@@ -21,7 +22,7 @@ from flaxasync.nn.linear import (
     with_dtype,
 )
 from flaxasync.nn.options import LinearOptions, LinearSettings
-from flaxasync.nn.placement import Layout, check_input, check_output_layout, place
+from flaxasync.nn.placement import Layout, place
 
 
 class ColumnParallelProjections(nnx.Module):
@@ -66,11 +67,12 @@ class ColumnParallelProjections(nnx.Module):
         settings = compute_settings(linears[0], x)
         placement = place("ColumnParallelProjections", x, settings.axis_name, settings.in_spec, sharded="rows")
         check_input("ColumnParallelProjections", x, linears[0].in_features, placement)
+        stored = tuple(map(parameter_specs, linears))
         return placement.run(
             _project,
-            (settings, placement.rows_sharded),
+            (settings, stored, placement.rows_sharded),
             (x, tuple(map(parameters, linears))),
-            (placement.in_spec, tuple(map(parameter_specs, linears))),
+            (placement.in_spec, stored),
             (placement.spec(features=True),) * len(linears),
         )
 
@@ -135,9 +137,13 @@ def parallel_dot_general(
             return multiply_columns("parallel_dot_general", x, kernel, settings)
         return multiply_rows("parallel_dot_general", x, kernel, settings, layout=layout)
 
+    dot_general.has_collectives = True  # type: ignore[attr-defined]  # parallel layers refuse it as their own product
     return dot_general
 
 
-def _project(static: tuple[LinearSettings, bool], x: Array, linears: tuple[shards.Linear, ...]) -> tuple[Array, ...]:
-    settings, rows_sharded = static
+def _project(
+    static: tuple[LinearSettings, tuple[shards.Stored, ...], bool], x: Array, linears: tuple[shards.Linear, ...]
+) -> tuple[Array, ...]:
+    settings, stored, rows_sharded = static
+    linears = tuple(shards.gather(p, spec, x, settings) for p, spec in zip(linears, stored, strict=True))
     return shards.column(x, linears, settings, rows_sharded=rows_sharded)

@@ -1,13 +1,15 @@
 """Self-attention over a sequence that is split over a mesh axis: every device has all heads, and rows of its own."""
 
 import functools
-from typing import Unpack
+from typing import Any, Unpack
 
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from flaxasync.nn.heads import HeadAttention, ScoreOptions, make_context
+from flaxasync.nn.context import make_context
+from flaxasync.nn.fully_sharded import stored_spec
+from flaxasync.nn.heads import HeadAttention, ScoreOptions
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
 from flaxasync.nn.self_attention import Inputs, SelfAttention
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
@@ -74,7 +76,20 @@ class RingSelfAttention(SelfAttention):
             nnx.Linear, use_bias=settings.use_bias, param_dtype=settings.param_dtype,
             kernel_init=settings.kernel_init, bias_init=settings.bias_init, rngs=rngs,
         )  # fmt: skip
-        self._build((features, features, features), heads, kv_heads, attention, linear, linear, rngs)
+
+        def make(in_features: int, out_features: int) -> nnx.Linear:
+            metadata: dict[str, Any] = {}
+            for name, shape in (("kernel", (in_features, out_features)), ("bias", (out_features,))):
+                given = dict(getattr(settings, f"{name}_metadata"))
+                if settings.fsdp_axis is not None or "out_sharding" in given:
+                    spec = stored_spec(
+                        layer, name, shape, P(), settings.axis_name, settings.fsdp_axis, given.get("out_sharding")
+                    )
+                    given["out_sharding"] = tuple(spec)
+                metadata[f"{name}_metadata"] = given
+            return linear(in_features, out_features, **metadata)
+
+        self._build((features, features, features), heads, kv_heads, attention, make, make, rngs)
 
     def __call__(self, x: Float[Array, "b s d"], segment_ids: Int[Array, "b s"] | None = None) -> Float[Array, "b s d"]:
         """Applies the layer.

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from flaxasync.nn import shards
+from flaxasync.nn.checks import check_input
 from flaxasync.nn.heads import HeadAttention, check_segments
 from flaxasync.nn.linear import (
     ColumnParallelLinear,
@@ -23,7 +25,7 @@ from flaxasync.nn.linear import (
     with_dtype,
 )
 from flaxasync.nn.options import LinearSettings
-from flaxasync.nn.placement import Layout, Placement, check_input, place
+from flaxasync.nn.placement import Layout, Placement, place
 from flaxasync.nn.shares import Shares
 from flaxasync.ops.attention.dense import Additions
 
@@ -50,7 +52,7 @@ class Inputs:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """What is static in a call. Hashable.
 
     Attributes:
@@ -59,6 +61,7 @@ class _Call:
       rows_sharded: Whether the layer's axis shards the rows of the input of queries, and of that of keys and values.
       out_layout: The layout of a row-parallel output projection; None for one that every device has whole.
       shares: Which query heads and which key-value heads each device has; None where every device has all.
+      stored: How the parameters of the four projections are stored.
     """
 
     settings: LinearSettings
@@ -66,6 +69,7 @@ class _Call:
     rows_sharded: tuple[bool, bool]
     out_layout: Layout | None
     shares: tuple[Shares, Shares] | None
+    stored: tuple[shards.Stored, ...]
 
 
 class SelfAttention(nnx.Module):
@@ -107,11 +111,21 @@ class SelfAttention(nnx.Module):
         self.value = make_input(features[1], kv_heads * attention.head_dim, **kv_options)
         self.out = make_output(heads * attention.head_dim, features[2], **q_options)
         self.query_ln = self.key_ln = nnx.data(None)
+        self.cached_key: nnx.Cache[Array] | None = nnx.data(None)
+        self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
+        self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
         if attention.options.normalize_qk:
-            norm = functools.partial(
-                nnx.LayerNorm, attention.head_dim, use_bias=False, param_dtype=self.settings.param_dtype, rngs=rngs
+            rms = attention.options.normalize_qk == "rms"
+            norm: Any = nnx.RMSNorm if rms else functools.partial(nnx.LayerNorm, use_bias=False)
+            self.query_ln, self.key_ln = (
+                norm(
+                    attention.head_dim,
+                    epsilon=attention.options.qk_epsilon,
+                    param_dtype=self.settings.param_dtype,
+                    rngs=rngs,
+                )
+                for _ in range(2)
             )
-            self.query_ln, self.key_ln = norm(), norm()
 
     def _place(self, x: Array, segment_ids: Array | None, in_spec: P | None) -> Placement:
         """Reads how `x` is sharded, and checks both inputs."""
@@ -153,10 +167,9 @@ class SelfAttention(nnx.Module):
         settings = with_dtype(self.settings, x, *(p for linear in linears for p in linear))
         kv_sharded = rows_sharded if kv_placement is None else kv_placement.rows_sharded
         attention = dataclasses.replace(self.attention, causal=self.attention.causal or is_causal)
-        call = _Call(settings, attention, (rows_sharded, kv_sharded), out_layout, self.shares)
-        norms = tuple(
-            None if norm is None or norm.scale is None else norm.scale[...] for norm in (self.query_ln, self.key_ln)
-        )
+        stored = tuple(map(parameter_specs, projections))
+        call = Call(settings, attention, (rows_sharded, kv_sharded), out_layout, self.shares, stored)
+        norms = norm_scales(self)
         kv_spec = None if kv_placement is None else kv_placement.in_spec
 
         def scores_spec(array: Array | None) -> P | None:
@@ -166,7 +179,7 @@ class SelfAttention(nnx.Module):
 
         arguments = [
             (x, placement.in_spec),
-            (linears, tuple(map(parameter_specs, projections))),
+            (linears, stored),
             (norms, tuple(None if scale is None else P(None) for scale in norms)),
             (inputs.key, None if inputs.key is None else kv_spec),
             (inputs.value, None if inputs.value is None else kv_spec),
@@ -180,7 +193,7 @@ class SelfAttention(nnx.Module):
 
 
 def _run(
-    call: _Call,
+    call: Call,
     x: Array,
     linears: tuple[shards.Linear, ...],
     norms: tuple[Array | None, Array | None],
@@ -191,31 +204,53 @@ def _run(
     bias: Array | None,
     dropout_key: Array | None,
 ) -> Array:
-    settings, axis_name = call.settings, call.settings.axis_name
+    axis_name = call.settings.axis_name
+    linears = take_shares(call, linears, x)
     if call.shares is not None:
-        q_shares, kv_shares = call.shares
-        *inputs, out = linears
-        taken = zip(inputs, (q_shares, kv_shares, kv_shares), strict=True)
-        linears = *(shards.take_columns(p, s, axis_name) for p, s in taken), shards.take_rows(out, q_shares, axis_name)
         mask, bias = (
-            z if z is None or z.shape[1] == 1 else q_shares.local_entries(z, axis_name, 1) for z in (mask, bias)
+            z if z is None or z.shape[1] == 1 else call.shares[0].local_entries(z, axis_name, 1) for z in (mask, bias)
         )
     if dropout_key is not None:
         dropout_key = _local_key(dropout_key, x, axis_name)
+    q, k, v = project_inputs(call, x, key, value, linears[:3])
+    heads = call.attention.attend(q, k, v, ids, Additions(mask, bias, dropout_key), norms)
+    return project_output(call, heads, linears[3])
+
+
+def norm_scales(layer: SelfAttention) -> tuple[Array | None, Array | None]:
+    """Returns the scales of the norms of queries and of keys; None for no norm."""
+    query, key = (
+        None if norm is None or norm.scale is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln)
+    )
+    return query, key
+
+
+def take_shares(call: Call, linears: tuple[shards.Linear, ...], x: Array) -> tuple[shards.Linear, ...]:
+    """Returns the parts of the four projections that this device computes with, gathered if they are fully sharded."""
+    linears = tuple(shards.gather(p, spec, x, call.settings) for p, spec in zip(linears, call.stored, strict=True))
+    if call.shares is None:
+        return linears
+    q_shares, kv_shares = call.shares
+    axis_name, (*inputs, out) = call.settings.axis_name, linears
+    taken = zip(inputs, (q_shares, kv_shares, kv_shares), strict=True)
+    return *(shards.take_columns(p, s, axis_name) for p, s in taken), shards.take_rows(out, q_shares, axis_name)
+
+
+def project_output(call: Call, heads: Array, out: shards.Linear) -> Array:
+    """Returns the output of the layer from that of the heads, [b, s, h, d]."""
 
     @jax.checkpoint  # otherwise the output of the heads would be saved twice: as it is, and flattened
     def project(heads: Array, out: shards.Linear) -> Array:
         heads = heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1])
         if call.out_layout is None:
-            return shards.column(heads, (out,), settings, rows_sharded=False)[0]
-        return shards.row(heads, out, settings, layout=call.out_layout)
+            return shards.column(heads, (out,), call.settings, rows_sharded=False)[0]
+        return shards.row(heads, out, call.settings, layout=call.out_layout)
 
-    q, k, v = _project_inputs(call, x, key, value, linears[:3])
-    return project(call.attention.attend(q, k, v, ids, Additions(mask, bias, dropout_key), norms), linears[3])
+    return project(heads, out)
 
 
-def _project_inputs(
-    call: _Call, x: Array, key: Array | None, value: Array | None, linears: tuple[shards.Linear, ...]
+def project_inputs(
+    call: Call, x: Array, key: Array | None, value: Array | None, linears: tuple[shards.Linear, ...]
 ) -> list[Array]:
     """Returns queries, keys and values. Projections of one input share one gather of it."""
     gathers: list[tuple[Array, bool, list[shards.Linear]]] = [(x, call.rows_sharded[0], [linears[0]])]

@@ -7,20 +7,36 @@ the one sum of its gradient over the data axes, in the dtype of the parameter.
 from typing import Any
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying
-from flaxasync.nn.options import LayerSettings
+from flaxasync.nn import fully_sharded
+from flaxasync.nn.options import LayerSettings, LinearSettings
 from flaxasync.nn.placement import Layout
 from flaxasync.nn.shares import Shares
 from flaxasync.ops.matmul.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from flaxasync.ops.matmul.products import dot
 
 type Linear = tuple[Array, Array | None]  # kernel, bias
+type Stored = tuple[P, P | None]  # how the two are stored
 
 
-def column(x: Array, linears: tuple[Linear, ...], settings: LayerSettings, *, rows_sharded: bool) -> tuple[Array, ...]:
+def gather(linear: Linear, stored: Stored, x: Array, settings: LayerSettings) -> Linear:
+    """Returns a kernel and a bias as a layer needs them, from their shards; see `flaxasync.nn.fully_sharded`.
+
+    The dtype in `settings` is that of the computation; it is not None.
+    """
+    (kernel, bias), (kernel_spec, bias_spec) = linear, stored
+    kernel = fully_sharded.gather(kernel, kernel_spec, x, settings.axis_name, settings.dtype)
+    if bias is not None:
+        bias = fully_sharded.gather(bias, bias_spec, x, settings.axis_name, settings.dtype)
+    return kernel, bias
+
+
+def column(x: Array, linears: tuple[Linear, ...], settings: LinearSettings, *, rows_sharded: bool) -> tuple[Array, ...]:
     """Multiplies one input with several column-parallel kernels [k, n]: all rows, this device's columns of each.
 
     The dtype in `settings` is that of the computation; it is not None.
@@ -28,20 +44,33 @@ def column(x: Array, linears: tuple[Linear, ...], settings: LayerSettings, *, ro
     x = x.astype(settings.dtype)
     kernels = tuple(cast(kernel, x, settings.dtype) for kernel, _ in linears)
     ys: Any
-    if rows_sharded:
-        ys = all_gather_matmul(x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision)
+    if _multiplies_locally(settings):
+        rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True) if rows_sharded else x
+        ys = [_multiply(rows, kernel, settings) for kernel in kernels]
+    elif rows_sharded:
+        ys = all_gather_matmul(
+            x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision,
+            gathered_bytes=settings.gathered_bytes,
+        )  # fmt: skip
     else:
         ys = tuple(dot(x, kernel, settings.precision).astype(settings.dtype) for kernel in kernels)
     return tuple(_finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
 
 
-def row(x: Array, linear: Linear, settings: LayerSettings, *, layout: Layout) -> Array:
+def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -> Array:
     """Multiplies this device's columns of x with its rows of a kernel, and sums over all devices."""
     kernel, bias = linear
     x = x.astype(settings.dtype)
-    op = {"sequence": matmul_reduce_scatter, "replicated": matmul_all_reduce}[layout]
     kernel = cast(kernel, x, settings.dtype)
-    y = op(x, kernel, settings.axis_name, backend=settings.backend, precision=settings.precision)
+    if _multiplies_locally(settings):
+        y = _multiply(x, kernel, settings)
+        if layout == "sequence":
+            y = lax.psum_scatter(y, settings.axis_name, scatter_dimension=y.ndim - 2, tiled=True)
+        else:
+            y = lax.psum(y, settings.axis_name)
+    else:
+        op = {"sequence": matmul_reduce_scatter, "replicated": matmul_all_reduce}[layout]
+        y = op(x, kernel, settings.axis_name, backend=settings.backend, precision=settings.precision)
     return _finish(y, bias, settings)
 
 
@@ -62,7 +91,48 @@ def cast(parameter: Array, x: Array, dtype: DTypeLike | None) -> Array:
     return cast_to_varying(parameter, jax.typeof(x).mat.varying).astype(dtype)
 
 
-def _finish(y: Array, bias: Array | None, settings: LayerSettings) -> Array:
-    """Adds the bias, and returns the dtype that the caller prefers."""
-    y = y if bias is None else y + cast(bias, y, settings.dtype)
-    return y.astype(getattr(settings, "preferred_element_type", None) or settings.dtype)
+def _multiply(x: Array, kernel: Array, settings: LinearSettings) -> Array:
+    """Returns x @ kernel by the function that the layer was given, called as `nnx.Linear` calls it.
+
+    Both operands are cast to vary alike, so that a VJP rule of that function may multiply them with its cotangent.
+
+    Raises:
+      ValueError: The function returns another shape.
+    """
+    varying = jax.typeof(x).mat.varying | jax.typeof(kernel).mat.varying
+    x, kernel = cast_to_varying(x, varying), cast_to_varying(kernel, varying)
+    more: dict[str, Any] = {"precision": settings.precision, "out_sharding": None}
+    if settings.preferred_element_type is not None:
+        more["preferred_element_type"] = settings.preferred_element_type
+    y = settings.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), **more)
+    if y.shape != (*x.shape[:-1], kernel.shape[1]):
+        raise ValueError(
+            f"dot_general returned {list(y.shape)} for {list(x.shape)} and {list(kernel.shape)}, the operands of one "
+            f"device: needed {[*x.shape[:-1], kernel.shape[1]]}; it must be a local product, without collectives"
+        )
+    return y
+
+
+def _multiplies_locally(settings: LinearSettings) -> bool:
+    """Says whether one product of all rows is needed: by the caller's function, or in a dtype that the ops lack.
+
+    The ops return the dtype of their operands, which is that of the computation.
+
+    Raises:
+      NotImplementedError: The dtype is wider than that of the computation, and a backend was named.
+    """
+    preferred = settings.preferred_element_type
+    wider = preferred is not None and jnp.dtype(preferred).itemsize > jnp.dtype(settings.dtype).itemsize
+    if wider and settings.backend not in (None, "none"):
+        raise NotImplementedError(
+            f"preferred_element_type={jnp.dtype(preferred).name} is wider than the computation in "
+            f"{jnp.dtype(settings.dtype).name}, and backend={settings.backend!r} returns the latter: use "
+            "backend='none' or None, or leave preferred_element_type out"
+        )
+    return wider or settings.dot_general is not lax.dot_general
+
+
+def _finish(y: Array, bias: Array | None, settings: LinearSettings) -> Array:
+    """Adds the bias, and returns the dtype that the caller prefers; that of a local product stays as it is."""
+    y = y if bias is None else y + cast(bias, y, settings.dtype).astype(y.dtype)
+    return y if _multiplies_locally(settings) else y.astype(settings.preferred_element_type or settings.dtype)

@@ -308,9 +308,15 @@ def test_the_keywords_are_those_of_nnx_linear_with_its_defaults():
     plain, ours = (inspect.signature(cls.__init__).parameters for cls in (nnx.Linear, fa.nn.RowParallelLinear))
     assert list(ours)[1:3] == list(plain)[1:3] == ["in_features", "out_features"]
     defaults = LinearSettings()
-    for name in ["use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init"]:
-        assert name in fa.nn.LinearOptions.__annotations__
-        assert name.endswith("_init") or getattr(defaults, name) == plain[name].default
+    for name in list(plain)[3:]:
+        if name != "rngs":
+            assert name in fa.nn.LinearOptions.__annotations__
+            assert name.endswith(("_init", "_metadata")) or getattr(defaults, name) == plain[name].default
+
+
+def test_the_keywords_of_an_embedding_are_those_of_nnx_embed():
+    plain, ours = (inspect.signature(cls.__init__).parameters for cls in (nnx.Embed, fa.nn.VocabParallelEmbed))
+    assert set(plain) <= set(ours) | set(fa.nn.LayerOptions.__annotations__)
 
 
 def test_every_option_has_a_setting():
@@ -325,7 +331,7 @@ def test_every_option_has_a_setting():
     fa.nn.RingSelfAttention, fa.nn.VocabParallelEmbed,
 ])  # fmt: skip
 def test_an_unknown_keyword_is_named(mesh_of, make):
-    message = rf"^{make.__name__} got an unexpected keyword argument 'use_biases'; the keywords .* axis_name, dtype, "
+    message = rf"^{make.__name__} got an unexpected keyword argument 'use_biases'; .* axis_name, fsdp_axis, dtype, "
     with jax.set_mesh(mesh_of(1, 4)), pytest.raises(TypeError, match=message):
         make(8, 8, use_biases=True, rngs=nnx.Rngs(0))
 

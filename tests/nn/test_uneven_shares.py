@@ -130,6 +130,7 @@ def test_an_output_over_a_padded_vocabulary(mesh_of):
     np.testing.assert_array_equal(np.asarray(y)[..., 13:], np.finfo(np.float32).min)  # padding wins no argmax
 
 
+@pytest.mark.slow
 def test_options_that_need_all_scores(mesh_of):
     """Scale, soft cap and an attention function, against the formula; dropout keeps the mean and follows its key."""
     q, k, v = (np.random.default_rng(i).standard_normal((2, 8, 16)).astype(np.float32) for i in range(3))
@@ -162,7 +163,7 @@ def test_options_that_need_all_scores(mesh_of):
                 )
         causal = layer()(*inputs, is_causal=True)
         built_causal = layer(causal=True)(*inputs)
-        for option in ({"sow_weights": True}, {"decode": True}, {"out_sharding": ROWS}, {"input_positions": q}):
+        for option in ({"sow_weights": True}, {"out_sharding": ROWS}, {"input_positions": q}):
             with pytest.raises(NotImplementedError, match=f"ParallelAttention lacks {next(iter(option))} of nnx"):
                 made(*inputs, **option)
         with pytest.raises(ValueError, match=r"needs a mask that broadcasts to \[b, heads, s, t\] = \[2, 4, 8, 8\]"):

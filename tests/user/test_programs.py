@@ -186,18 +186,29 @@ def test_a_map_over_examples():
     assert_close(np.asarray(each(model, jax.device_put(ids, TOKENS)))[..., :61], want, "float32", "logits")
 
 
-def test_a_step_is_exported():
+def test_a_model_and_its_gradient_are_exported(tmp_path):
+    """They are written to a file, read, and called."""
     plain, model = pair(gpt, GPT)
     ids = tokens(4, 8)
     graph, state = nnx.split(model)
-    placed = jax.device_put(ids, TOKENS)
-    exported = jax.export.export(jax.jit(lambda state, ids: nnx.merge(graph, state)(ids)))(
-        nnx.to_pure_dict(state), placed
-    )
+    (leaves, tree), placed = jax.tree.flatten(state), jax.device_put(ids, TOKENS)
+
+    def call(leaves, ids):
+        return nnx.merge(graph, tree.unflatten(leaves))(ids)
+
+    def gradient(leaves, ids):
+        return jax.tree.leaves(nnx.grad(parallel_loss)(nnx.merge(graph, tree.unflatten(leaves)), ids))
+
     with jax.set_mesh(make_mesh(1, 1)):
-        want = plain(ids)
-    y = exported.call(nnx.to_pure_dict(state), placed)
-    assert_close(np.asarray(y)[..., :61], want, "float32", "logits")
+        want, want_grads = plain(ids), nnx.grad(plain_loss)(plain, ids)
+    results = []
+    for fn in (call, gradient):
+        exported = jax.export.export(jax.jit(fn))(leaves, placed)
+        file = tmp_path / fn.__name__
+        file.write_bytes(exported.serialize())
+        results.append(jax.export.deserialize(bytearray(file.read_bytes())).call(leaves, placed))
+    assert_close(np.asarray(results[0])[..., :61], want, "float32", "logits")
+    assert_model_close(jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Param)), results[1]), want_grads)
 
 
 def test_checkpoints_go_both_ways(tmp_path):

@@ -1,0 +1,207 @@
+"""Fully sharded parameters: how they are stored between uses, and how a layer gathers them when it needs them.
+
+A parameter is *stored* sharded over the layer's axis and over further axes, of which the batch is one: with
+`fsdp_axis="fsdp"` each device keeps 1 / (fsdp x model) of it, and so of its gradient and of the state of its optimizer.
+A layer *needs* it sharded over the layer's axis alone. For a kernel [in, out] on devices of fsdp x model:
+
+```
+                  stored              needed            gathered along
+column-parallel   P(fsdp, model)      P(None, model)    in
+row-parallel      P(model, fsdp)      P(model, None)    out
+
+forward   w  = all_gather(cast(w_shard))        in the dtype of the computation: it is cast before the trip
+backward  dw_shard = reduce_scatter(dw)         summed in the dtype of the parameter
+```
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019), stage 3.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from flaxasync.mesh import cast_to_varying, mesh_axis_size
+from flaxasync.nn.options import LayerSettings
+
+
+def stored_parameter(
+    layer: str, name: str, value: Any, settings: LayerSettings, needed: P, metadata: Mapping[str, Any]
+) -> tuple[nnx.Param, P]:
+    """Returns a new parameter, and how it is stored.
+
+    Args:
+      layer: The name of the layer, for errors.
+      name: The name of the parameter, for errors.
+      value: The initial value; with the metadata of `nnx.with_partitioning` if it was made so.
+      settings: The settings of the layer.
+      needed: How the layer needs the parameter.
+      metadata: The metadata of the parameter; see `stored_spec` for its `out_sharding`.
+
+    Raises:
+      ValueError: As `stored_spec`.
+    """
+    if isinstance(value, nnx.VariableMetadata):
+        metadata = dict(metadata) | dict(value.metadata)
+        value = value.raw_value
+    annotation = metadata.get("out_sharding")
+    spec = stored_spec(layer, name, value.shape, needed, settings.axis_name, settings.fsdp_axis, annotation)
+    return nnx.Param(value, **(dict(metadata) | {"out_sharding": tuple(spec)})), spec
+
+
+def metadata_spec(variable: nnx.Variable, ndim: int) -> P:
+    """Returns how a parameter of `ndim` dimensions is stored, by its metadata; a stack has more dimensions in front."""
+    spec = tuple(variable.get_metadata().get("out_sharding") or ())[-ndim:]
+    return P(*spec, *(None,) * (ndim - len(spec)))
+
+
+def without_axis(module: nnx.Module, axis: str) -> None:
+    """Makes the layers of a module, in place, take parameters that were gathered over an axis before."""
+
+    def without(spec: Iterable[object]) -> P:
+        return _spec(tuple(name for name in names_of(entry) if name != axis) for entry in spec)
+
+    for _, layer in nnx.iter_modules(module):
+        stored = getattr(layer, "_stored", None)
+        if stored is not None:
+            layer._stored = jax.tree.map(  # type: ignore[attr-defined]
+                without, stored, is_leaf=lambda spec: isinstance(spec, P)
+            )
+        for variable in vars(layer).values():  # the parameters of an nnx.Linear are stored as their metadata says
+            if isinstance(variable, nnx.Param) and (spec := variable.get_metadata().get("out_sharding")):
+                variable.set_metadata(out_sharding=tuple(without(spec)))
+
+
+def stored_spec(
+    layer: str, name: str, shape: tuple[int, ...], needed: P, axis_name: str, fsdp_axis: str | None, annotation: object
+) -> P:
+    """Returns how a parameter is stored.
+
+    Args:
+      layer: The name of the layer, for errors.
+      name: The name of the parameter, for errors.
+      shape: Its global shape.
+      needed: How the layer needs it.
+      axis_name: The layer's axis.
+      fsdp_axis: The axis that shards the parameter as well: along the first dimension that is whole and that it
+        divides, or else along one that is sharded. A bias that it does not divide is not sharded over it.
+      annotation: The `out_sharding` that the user gave, or None. Its axes other than `axis_name` are taken, and
+        `fsdp_axis` is not. If it has `axis_name` along the other dimension of a kernel, its dimensions are swapped.
+
+    Raises:
+      ValueError: The mesh lacks an axis, an axis is named twice, no dimension of several is divisible, or the
+        annotation does not fit.
+    """
+    entries = [names_of(entry) for entry in needed] + [()] * (len(shape) - len(needed))
+    if annotation is not None:
+        extra = _extra_axes(layer, name, shape, entries, axis_name, annotation)
+        for dim, axes in enumerate(extra):
+            devices = math.prod(mesh_axis_size(layer, axis) for axis in (*entries[dim], *axes))
+            if axes and shape[dim] % devices:
+                raise ValueError(
+                    f"{layer}: dimension {dim} of the {name} {list(shape)} must be divisible by the axes of its "
+                    f"annotation, {', '.join(map(repr, (*entries[dim], *axes)))}: got {shape[dim]} on {devices} "
+                    f"devices; use {-(-shape[dim] // devices) * devices}, or a smaller axis"
+                )
+        return _spec(own + more for own, more in zip(entries, extra, strict=True))
+    if fsdp_axis is None:
+        return needed
+    if fsdp_axis == axis_name:
+        raise ValueError(f"{layer} got fsdp_axis={fsdp_axis!r}, which is its axis_name, too; name another mesh axis")
+    size, works = mesh_axis_size(layer, fsdp_axis), []
+    for dim in sorted(range(len(shape)), key=lambda dim: bool(entries[dim])):
+        devices = size * math.prod(mesh_axis_size(layer, axis) for axis in entries[dim])
+        if shape[dim] % devices == 0:
+            entries[dim] += (fsdp_axis,)
+            return _spec(entries)
+        works.append(f"{-(-shape[dim] // devices) * devices} for dimension {dim}")
+    if len(shape) == 1:
+        return needed
+    raise ValueError(
+        f"{layer} cannot share out the {name} {list(shape)}, which is sharded {needed}, over {size} devices of the "
+        f"{fsdp_axis!r} axis as well: use {' or '.join(works)}, or a smaller axis"
+    )
+
+
+def gather(parameter: Array, stored: P | None, like: Array, axis_name: str, dtype: DTypeLike | None) -> Array:
+    """Returns a parameter, inside shard_map, as the layer needs it, and in `dtype` if it had to be gathered.
+
+    Args:
+      parameter: This device's shard. Where an enclosing shard_map of the user does not shard it, it is whole already.
+      stored: How the parameter is stored; None is for one that is not there.
+      like: An array that varies over the mesh axes that the batch is split over. The gradient is summed over these.
+      axis_name: The layer's axis, over which nothing is gathered.
+      dtype: The dtype of the computation.
+    """
+    varying = jax.typeof(like).mat.varying - {axis_name}
+    held = jax.typeof(parameter).mat.varying
+    for dim, entry in enumerate(stored or ()):
+        for axis in reversed([name for name in names_of(entry) if name != axis_name and name in held]):
+            with jax.named_scope("gather_parameter"):
+                if axis in varying:
+                    parameter = cast_to_varying(parameter, varying)
+                    parameter = _gather(parameter, axis, dim, jnp.dtype(dtype), parameter.dtype)
+                else:  # the batch is the same on all devices of the axis, and so is the gradient
+                    parameter = lax.all_gather(parameter.astype(dtype), axis, axis=dim, tiled=True, to="invarying")
+    return parameter
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored_dtype: jnp.dtype) -> Array:
+    return lax.all_gather(shard.astype(dtype), axis, axis=dim, tiled=True)
+
+
+def _gather_fwd(shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored_dtype: jnp.dtype) -> tuple[Array, None]:
+    return _gather(shard, axis, dim, dtype, stored_dtype), None
+
+
+def _gather_bwd(
+    axis: str, dim: int, dtype: jnp.dtype, stored_dtype: jnp.dtype, _: None, gradient: Array
+) -> tuple[Array]:
+    return (lax.psum_scatter(gradient.astype(stored_dtype), axis, scatter_dimension=dim, tiled=True),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def _extra_axes(
+    layer: str,
+    name: str,
+    shape: tuple[int, ...],
+    needed: list[tuple[str, ...]],
+    axis_name: str,
+    annotation: object,
+) -> list[tuple[str, ...]]:
+    """Returns the axes of an annotation other than the layer's, for each dimension."""
+    given = [names_of(entry) for entry in annotation]  # type: ignore[attr-defined]
+    if len(given) > len(shape):
+        raise ValueError(
+            f"{layer}: the {name} {list(shape)} has {len(shape)} dimensions: got out_sharding={annotation}"
+        )
+    given += [()] * (len(shape) - len(given))
+    for entry in given:
+        if axis_name in entry[1:]:
+            raise ValueError(
+                f"{layer}: {axis_name!r} must come before the other axes of a dimension: got out_sharding={annotation} "
+                f"for the {name}"
+            )
+    places = [[dim for dim, entry in enumerate(entries) if axis_name in entry] for entries in (given, needed)]
+    if len(given) == 2 and places[0] and places[0] != places[1]:
+        given = given[::-1]
+    return [tuple(axis for axis in entry if axis != axis_name) for entry in given]
+
+
+def _spec(entries: Iterable[tuple[str, ...]]) -> P:
+    return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+
+
+def names_of(entry: object) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""Tensor-parallel self-attention: its heads are split over a mesh axis, and its sequence may be split over another."""
+
+from typing import Unpack
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from flaxasync.nn.attention import ParallelAttention, ParallelAttentionOptions
+from flaxasync.nn.self_attention import Inputs
+from flaxasync.ops.attention.layouts import AttentionLayout
+
+
+class ParallelSelfAttention(ParallelAttention):
+    """Multi-head self-attention with heads split over a mesh axis and grouped key-value heads.
+
+    ```
+    x        [b, s, features]              sharded by rows over axis_name, or the same on all of its devices
+    q        [b, s, heads, head_dim]       a share of the heads on each device, all rows
+    k, v     [b, s, kv_heads, head_dim]    likewise
+    y        [b, s, features]              sharded as x is
+    ```
+
+    Query, key and value share one gather of x; the output projection is row-parallel. The parameters are those of four
+    `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output features.
+
+    With `context_axis` the sequence is split over a second axis, and each device has its heads of its rows: x is
+    sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
+    `flaxasync.ring_attention`. Without it, rows are positions 0 .. s - 1.
+
+    Args:
+      features: The features of input and output.
+      heads: The query heads; a multiple of `kv_heads`. See `ParallelAttention` for an axis that does not divide them.
+      num_heads: The same, under the name in `nnx.MultiHeadAttention`.
+      kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
+      head_dim: The features of a head; by default features / heads.
+      causal: Whether a row attends only to itself and to earlier rows.
+      window: A row attends only to rows fewer than `window` positions away; None for any distance.
+      rope_theta: The base of the rotary position embedding; None for none.
+      context_axis: The mesh axis that splits the sequence; None where it is whole.
+      context_layout: The order of the rows on it: "contiguous", or "zigzag", which shares causal work out equally. The
+        input is then in the order of `flaxasync.sequence_order`.
+      context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default `backend`, where ring
+        attention has it.
+      rngs: The random streams; the layer draws from `params`.
+      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default.
+        If you give `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
+
+    Raises:
+      TypeError: A keyword is unknown.
+      ValueError: No mesh is set, it lacks an axis, or the heads do not divide by each other.
+      NotImplementedError: An option needs all scores of a row, and sequences are split.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int | None = None,
+        *,
+        num_heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        rope_theta: float | None = 10_000.0,
+        context_axis: str | None = None,
+        context_layout: AttentionLayout = "contiguous",
+        context_backend: str | None = None,
+        rngs: nnx.Rngs,
+        **options: Unpack[ParallelAttentionOptions],
+    ):
+        options.setdefault("use_bias", False)
+        super().__init__(
+            features, heads, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal, window=window,
+            rope_theta=rope_theta, context=(context_axis, context_layout, context_backend), rngs=rngs, **options,
+        )  # fmt: skip
+
+    def __call__(  # type: ignore[override]
+        self,
+        x: Float[Array, "b s d"],
+        segment_ids: Int[Array, "b s"] | None = None,
+        *,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        decode: bool = False,
+    ) -> Float[Array, "b s d"]:
+        """Applies the layer.
+
+        Args:
+          x: The input of queries, keys and values, [b, s, features].
+          segment_ids: The segment of each row, [b, s]; a row attends only to rows of the same segment.
+          mask: True where a row attends to another; broadcasts to [b, heads, s, s].
+          bias: Added to the scores; broadcasts to [b, heads, s, s].
+          deterministic: Whether nothing is dropped; by default what the layer was built with.
+          rngs: What the dropout is drawn from; by default a stream of the layer's own.
+          decode: Whether the rows are added to the cache that `init_cache` made; see `ParallelAttention`. A split
+            sequence is not split then: every device of `context_axis` has all rows.
+
+        Raises:
+          ValueError: No mesh is set, it lacks an axis, x has other features or dimensions, has rows that are not on the
+            axes where they belong, or rows that cannot be shared out equally; a mask or a bias does not fit.
+          NotImplementedError: A mask, a bias or dropout is given where sequences are split.
+        """
+        inputs = Inputs(segment_ids=segment_ids, mask=mask, bias=bias)
+        if decode:
+            return self._decode(x, inputs)
+        return self._apply(x, inputs, deterministic=deterministic, rngs=rngs)

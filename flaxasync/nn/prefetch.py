@@ -1,0 +1,248 @@
+"""A scan over fully sharded layers that gathers the weights of the next layer while the present one computes.
+
+```
+forward   turn i       y_i = layer_i(w_i, y_{i-1})                         w_{i+1} = gather(w_shard_{i+1})
+backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   w_{i-1} = gather(w_shard_{i-1})
+                                                                           dw_shard_{i+1} = reduce_scatter(dw_{i+1})
+```
+
+What stands side by side does not depend on each other, so the transfers of a turn have the whole turn to finish. Gather
+and reduce-scatter are rings of permutes, because these are asynchronous on every TPU. They are not loops, so that XLA
+can place each hop anywhere in the turn. Each weight is gathered once forward and once backward. What is kept for the
+backward pass are the inputs of the layers, from which each layer is computed again, as with `jax.checkpoint` around it.
+The weights of two layers are whole at a time. Whether this is faster on a TPU than `nnx.scan` with the gathers that XLA
+places has not been measured yet.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from flaxasync.mesh import cast_to_varying, mesh_axis_size
+from flaxasync.nn.fully_sharded import names_of, without_axis
+
+type Leaves = tuple[Array, ...]
+
+
+def scan_with_prefetch(
+    apply: Callable[..., Array], layers: nnx.Module, x: Array, *args: Array, fsdp_axis: str, dtype: DTypeLike
+) -> Array:
+    """Applies a stack of layers one after the other, as `nnx.scan` over it does, on a mesh of Explicit axes.
+
+    Args:
+      apply: A function (layer, x, *args) -> x. It is called inside `jax.shard_map`, on local shards.
+      layers: A module whose parameters have a leading dimension of layers, and no other state. A parameter that
+        further axes shard along the same dimension names `fsdp_axis` last.
+      x: The input, whose type says how it is sharded, as the output is: over `fsdp_axis`, too.
+      *args: Arrays of integers or booleans that every layer is given. They have no gradient.
+      fsdp_axis: The axis that was given to the layers as their `fsdp_axis`.
+      dtype: The dtype in which weights are gathered: that of the computation.
+
+    Raises:
+      ValueError: The axes of the mesh are not Explicit, it lacks the axis, the layers have other state, x is not
+        sharded over the axis, an argument is of floats, or a parameter names another axis after this one.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh_axis_size("scan_with_prefetch", fsdp_axis)
+    if any(kind != AxisType.Explicit for kind in mesh.axis_types):
+        raise ValueError(
+            "scan_with_prefetch reads from types how arrays are sharded: got a mesh with the axis types "
+            f"{mesh.axis_types}; make all of them Explicit, or use nnx.scan"
+        )
+    graph, params, *rest = nnx.split(layers, nnx.Param, ...)
+    other = rest[0]
+    if jax.tree.leaves(other):
+        path, variable = next(iter(nnx.to_flat_state(other)))
+        remedy = (
+            "to drop the cache of init_cache, set cached_key, cached_value and cache_index to None"
+            if isinstance(variable, nnx.Cache)
+            else "use nnx.scan"
+        )
+        raise ValueError(
+            f"scan_with_prefetch takes layers that have parameters alone: got {'.'.join(map(str, path))}, too; {remedy}"
+        )
+    x_spec, arg_specs = jax.typeof(x).sharding.spec, tuple(jax.typeof(arg).sharding.spec for arg in args)
+    if not any(fsdp_axis in names_of(entry) for entry in x_spec):
+        raise ValueError(
+            f"scan_with_prefetch needs its input sharded over {fsdp_axis!r}, as a part of the batch: got {x_spec}; "
+            "reshard it with jax.reshard, or use nnx.scan"
+        )
+    for arg in args:
+        if jnp.issubdtype(arg.dtype, jnp.inexact):
+            raise ValueError(
+                "scan_with_prefetch has no gradient for further arguments, which must be integers or booleans: got "
+                f"{arg.dtype}{list(arg.shape)}; make it a parameter of the layers, or use nnx.scan"
+            )
+    leaves, tree = jax.tree.flatten(params)
+    specs = tuple(jax.typeof(leaf).sharding.spec for leaf in leaves)
+    dims = tuple(map(functools.partial(_dimension, fsdp_axis), nnx.to_flat_state(params).paths, specs))
+
+    def apply_whole(whole: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
+        layer = nnx.merge(graph, jax.tree.unflatten(tree, whole))
+        without_axis(layer, fsdp_axis)
+        return apply(layer, x, *args)
+
+    run = functools.partial(_run, _Scan(apply_whole, fsdp_axis, dims, jnp.dtype(dtype)))
+    return jax.shard_map(run, in_specs=(specs, x_spec, arg_specs), out_specs=x_spec)(tuple(leaves), x, args)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+    """What is static in a scan.
+
+    Attributes:
+      apply: A function (parameters of one layer, x, args) -> x.
+      axis: The fsdp axis.
+      dims: The dimension of each parameter of one layer that the axis shards; None for none.
+      dtype: The dtype in which parameters are gathered.
+    """
+
+    apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]
+    axis: str
+    dims: tuple[int | None, ...]
+    dtype: Any
+
+    def gather(self, stacked: Leaves, layer: Any) -> Leaves:
+        """Returns the parameters of one layer, whole."""
+        with jax.named_scope("prefetch_parameters"):
+            shards = (lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in stacked)
+            return tuple(
+                shard if dim is None else ring_all_gather(shard.astype(self.dtype), self.axis, dim)
+                for shard, dim in zip(shards, self.dims, strict=True)
+            )
+
+    def scatter(self, stacked: Leaves, gradients: Leaves, sums: Leaves, layer: Any) -> Leaves:
+        """Writes the gradients of one layer, reduced over the axis in the dtype of the parameter, into `sums`."""
+        with jax.named_scope("scatter_gradients"):
+            reduced = (
+                gradient.astype(leaf.dtype)
+                if dim is None
+                else ring_reduce_scatter(gradient.astype(leaf.dtype), self.axis, dim)
+                for leaf, gradient, dim in zip(stacked, gradients, self.dims, strict=True)
+            )
+            return tuple(
+                lax.dynamic_update_index_in_dim(total, one, layer, 0) for total, one in zip(sums, reduced, strict=True)
+            )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(scan: _Scan, stacked: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
+    return _run_fwd(scan, stacked, x, args)[0]
+
+
+def _run_fwd(scan: _Scan, stacked: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
+    def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], Array]:
+        x, whole = carry
+        following = scan.gather(stacked, layer + 1)
+        return (scan.apply(_varying(whole, x), x, args), following), x
+
+    layers = stacked[0].shape[0]
+    (last, whole), inputs = lax.scan(turn, (x, scan.gather(stacked, 0)), jnp.arange(layers - 1, dtype=jnp.int32))
+    return scan.apply(_varying(whole, x), last, args), (stacked, inputs, last, args)
+
+
+def _run_bwd(scan: _Scan, saved: tuple, dy: Array) -> tuple[Leaves, Array, None]:
+    stacked, inputs, last, args = saved
+    layers = stacked[0].shape[0]
+
+    def pull(whole: Leaves, x: Array, dy: Array) -> tuple[Leaves, Array]:
+        return jax.vjp(lambda whole, x: scan.apply(whole, x, args), _varying(whole, x), x)[1](dy)
+
+    def turn(carry: tuple, step: tuple[Array, Array]) -> tuple[tuple, None]:
+        dy, x, whole, gradients, sums = carry
+        layer, input_before = step
+        preceding = scan.gather(stacked, layer - 1)
+        # In the first turn no gradients are waiting. The zeros that are written then are replaced in the second turn.
+        sums = scan.scatter(stacked, gradients, sums, jnp.minimum(layer + 1, layers - 1))
+        gradients, dy = pull(whole, x, dy)
+        return (dy, input_before, preceding, gradients, sums), None
+
+    whole = scan.gather(stacked, layers - 1)
+    none = tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
+    sums = tuple(jnp.zeros_like(leaf) for leaf in _varying(stacked, dy))
+    steps = jnp.arange(1, layers, dtype=jnp.int32), inputs
+    (dy, x, whole, gradients, sums), _ = lax.scan(turn, (dy, last, whole, none, sums), steps, reverse=True)
+    sums = scan.scatter(stacked, gradients, sums, min(1, layers - 1))
+    gradients, dx = pull(whole, x, dy)
+    sums = scan.scatter(stacked, gradients, sums, 0)
+    return tuple(map(_sum_like, sums, stacked)), dx, None
+
+
+_run.defvjp(_run_fwd, _run_bwd)
+
+
+def ring_all_gather(shard: Array, axis: str, dim: int) -> Array:
+    """Returns all shards along `dim`, by permutes in both directions, each of half of a shard if it can be halved."""
+    devices, block = lax.axis_size(axis), shard.shape[dim]
+    shape = (*shard.shape[:dim], devices * block, *shard.shape[dim + 1 :])
+    whole = cast_to_varying(jnp.zeros(shape, shard.dtype), jax.typeof(shard).mat.varying)
+    for direction, start, part in _parts(shard, dim):
+        for hop in range(devices):
+            owner = lax.rem(lax.axis_index(axis) - direction * hop + devices, devices)
+            whole = lax.dynamic_update_slice_in_dim(whole, part, owner * block + start, dim)
+            if hop < devices - 1:
+                part = lax.ppermute(part, axis, _shift(devices, direction))
+    return whole
+
+
+def ring_reduce_scatter(x: Array, axis: str, dim: int) -> Array:
+    """Returns this device's shard along `dim` of the sum over all devices, by permutes as in `ring_all_gather`."""
+    devices, block = lax.axis_size(axis), x.shape[dim] // lax.axis_size(axis)
+    sums = []
+    for direction, start, total in _parts(lax.slice_in_dim(x, 0, block, axis=dim), dim):
+        for hop in range(devices):
+            owner = lax.rem(lax.axis_index(axis) - direction * (hop + 1) + 2 * devices, devices)
+            addend = lax.dynamic_slice_in_dim(x, owner * block + start, total.shape[dim], dim)
+            total = addend if hop == 0 else lax.ppermute(total, axis, _shift(devices, direction)) + addend
+        sums.append(total)
+    return lax.concatenate(sums, dim) if len(sums) > 1 else sums[0]
+
+
+def _parts(shard: Array, dim: int) -> list[tuple[int, int, Array]]:
+    """Returns the direction, the start and the data of what travels each way."""
+    half = shard.shape[dim] // 2
+    if half * 2 != shard.shape[dim]:
+        return [(1, 0, shard)]
+    first, second = jnp.split(shard, 2, dim)
+    return [(1, 0, first), (-1, half, second)]
+
+
+def _shift(devices: int, direction: int) -> list[tuple[int, int]]:
+    return [(device, (device + direction) % devices) for device in range(devices)]
+
+
+def _varying(leaves: Leaves, like: Array) -> Leaves:
+    return tuple(cast_to_varying(leaf, jax.typeof(like).mat.varying) for leaf in leaves)
+
+
+def _sum_like(gradient: Array, leaf: Array) -> Array:
+    """Sums a gradient over the axes on whose devices a parameter is the same."""
+    axes = tuple(sorted(jax.typeof(gradient).mat.varying - jax.typeof(leaf).mat.varying))
+    return lax.psum(gradient, axes) if axes else gradient
+
+
+def _dimension(fsdp_axis: str, path: tuple, spec: P) -> int | None:
+    """Returns the dimension of one layer that the axis shards, from the spec of a stack, or None.
+
+    Raises:
+      ValueError: The same dimension has another axis after it. What is gathered over it alone would be out of order.
+    """
+    for dim, entry in enumerate(spec):
+        if fsdp_axis in names_of(entry):
+            if names_of(entry)[-1] != fsdp_axis:
+                raise ValueError(
+                    f"scan_with_prefetch needs {fsdp_axis!r} as the last axis of a dimension: "
+                    f"{'.'.join(map(str, path))} is stored {spec}; change that order in its out_sharding, or use "
+                    "nnx.scan"
+                )
+            return dim - 1
+    return None

@@ -1,0 +1,221 @@
+"""The parallel form of one plain layer: what can be replaced, and by what."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import jax
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from flax.typing import DotGeneralT
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flaxasync.nn.attention import ParallelAttention
+from flaxasync.nn.embed import VocabParallelEmbed
+from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
+from flaxasync.nn.lora import ParallelLoRA
+from flaxasync.nn.placement import Layout
+
+type Rule = Literal["column", "logits", "row", "row_replicated", "embed", "embed_replicated", "attention"]
+type Options = dict[str, Any]
+
+
+def replaced_types(rule: Rule) -> tuple[type[nnx.Module], ...]:
+    """Returns the types of the layers that a rule replaces."""
+    return (nnx.Linear, nnx.LoRA) if RULES[rule][0] is nnx.Linear else (RULES[rule][0],)
+
+
+def lacking(old: nnx.Module) -> str:
+    """Returns what a layer does that its parallel form does not; "" for nothing."""
+    if isinstance(old, nnx.LoRA):
+        base: Any = old.base_module
+        if type(base) not in (nnx.Linear, ColumnParallelLinear, RowParallelLinear):
+            return f"it is around a {type(base).__name__}, and the rules are those of nnx.Linear"
+        if (old.dtype, old.param_dtype, old.promote_dtype) != (base.dtype, base.param_dtype, base.promote_dtype):
+            return "its dtype, param_dtype or promote_dtype is not that of the layer that it adapts"
+    if isinstance(old, nnx.MultiHeadAttention):
+        parts: dict[str, type[nnx.Module]] = dict.fromkeys(("query", "key", "value", "out"), nnx.LinearGeneral)
+        if old.normalize_qk:
+            parts |= {"query_ln": nnx.LayerNorm, "key_ln": nnx.LayerNorm}
+        for name, kind in parts.items():
+            if type(part := getattr(old, name)) is not kind:
+                return (
+                    f"its {name} is a {type(part).__name__} and not a {kind.__name__}, whose parameters "
+                    "ParallelAttention reads without calling it: adapt separate layers"
+                )
+        if old.decode or old.cached_key is not None:
+            return (
+                "it decodes with a cache of keys and values, which ParallelAttention lacks: build the model with "
+                "decode=False to train it, and decode with the plain one"
+            )
+        if old.dropout_rate and old.broadcast_dropout:
+            return "its dropout is the same for the whole batch: give it broadcast_dropout=False"
+        if old.attention_fn is not nnx.dot_product_attention:
+            return (
+                "it has an attention_fn of its own, which would see only the heads of one device: build "
+                "ParallelAttention(attention_fn=...) yourself"
+            )
+        if old.qkv_dot_general_cls is not None or old.out_dot_general_cls is not None:
+            return "it has a dot_general_cls: give it qkv_dot_general and out_dot_general"
+        if old.qkv_dot_general is not old.out_dot_general:
+            return "its qkv_dot_general is not its out_dot_general, and ParallelAttention has one dot_general"
+        if old.qkv_promote_dtype is not old.out_promote_dtype or old.ln_promote_dtype is not promote_dtype:
+            return "it has several ways to promote dtypes, and ParallelAttention has one promote_dtype"
+    return ""
+
+
+def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
+    """Returns the parallel layer for a plain one: its parameters are abstract, and have the dtypes of the plain ones.
+
+    The layer for an `nnx.LoRA` around a layer that is parallel already holds that layer, as it is.
+
+    Raises:
+      ValueError: The axis does not divide a size, the plain layer has other parameters, or some of other types, than
+        the parallel one, parameters are stacked along other dimensions than the first ones, or the rule does not fit
+        the layer that is adapted.
+      NotImplementedError: The layer has an option that the parallel one lacks.
+    """
+    layer: Any = nnx.eval_shape(
+        lambda: _adapted(old, rule, options) if isinstance(old, nnx.LoRA) else RULES[rule][1](old, options)
+    )
+    before, after, stack = variables_of(old), variables_of(layer), _stack(old)
+    for found, needed, which in (
+        (before, after, "lacks, and a layer of its options has,"),
+        (after, before, "has, and a parallel layer lacks,"),
+    ):
+        if names := sorted(".".join(map(str, path)) for path in needed.keys() - found.keys()):
+            raise ValueError(f"it {which} the parameters {', '.join(names)}")
+    kept = is_parallel(old.base_module) if isinstance(old, nnx.LoRA) else False
+    for path, variable in after.items():
+        if kept and path[0] == "base_module":
+            continue
+        name, plain = ".".join(map(str, path)), before[path]
+        if type(plain) is not type(variable):
+            raise ValueError(
+                f"its {name} is of type {type(plain).__name__}, and that of a parallel layer is of type "
+                f"{type(variable).__name__}"
+            )
+        value = variable.get_value()
+        if plain.shape[: len(stack)] != stack or plain.size != math.prod((*stack, *value.shape)):
+            raise ValueError(
+                f"its {name} is {list(plain.shape)}, and not {list(value.shape)} after dimensions of layers: make a "
+                "stack of layers with out_axes=0 of nnx.vmap"
+            )
+        _set_stacked(variable, stack, plain.dtype)
+    if kept:
+        layer.base_module = old.base_module
+    if isinstance(layer, ParallelAttention):
+        layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
+    return layer
+
+
+def keep_metadata(layer: nnx.Module, old: nnx.Module) -> None:
+    """Copies the metadata of the parameters, but for how they are sharded."""
+    before = variables_of(old)
+    for path, variable in variables_of(layer).items():
+        metadata = before[path].get_metadata()
+        variable.set_metadata(**{key: metadata[key] for key in metadata if key not in ("out_sharding", "mesh")})
+
+
+def variables_of(layer: nnx.Module) -> dict[tuple, nnx.Variable]:
+    """Returns the variables of a layer that are no random streams, by their paths."""
+    found = {path: value for path, value in nnx.iter_graph(layer) if isinstance(value, nnx.Variable)}
+    return {path: variable for path, variable in found.items() if not isinstance(variable, nnx.RngState)}
+
+
+def _stack(old: Any) -> tuple[int, ...]:
+    """Returns the leading dimensions of the parameters of a layer that `nnx.vmap` made; () for a single layer."""
+    if isinstance(old, nnx.MultiHeadAttention):
+        return old.query.kernel.shape[:-3]
+    parameter = old.lora_a if isinstance(old, nnx.LoRA) else old.embedding if isinstance(old, nnx.Embed) else old.kernel
+    return parameter.shape[:-2]
+
+
+def _set_stacked(variable: nnx.Variable, stack: tuple[int, ...], dtype: Any) -> None:
+    """Gives an abstract parameter leading dimensions, which are not sharded, and a dtype."""
+    value, whole = variable.get_value(), (None,) * len(stack)
+    sharding = value.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, P(*whole, *sharding.spec))
+    variable.set_value(jax.ShapeDtypeStruct((*stack, *value.shape), dtype, sharding=sharding))
+    if out_sharding := variable.get_metadata().get("out_sharding"):
+        variable.set_metadata(out_sharding=(*whole, *out_sharding))
+
+
+def is_parallel(layer: Any) -> bool:
+    """Says whether a layer is a parallel Dense layer already, which an `nnx.LoRA` may be around."""
+    return isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+
+
+def _adapted(old: nnx.LoRA, rule: Rule, options: Options) -> nnx.Module:
+    base: Any = old.base_module
+    if is_parallel(base):
+        _check_rule(base, rule, options["axis_name"])
+    else:
+        base = RULES[rule][1](base, options)
+    return ParallelLoRA(base, old.lora_a.shape[-1], rngs=nnx.Rngs(0))
+
+
+def _check_rule(base: Any, rule: Rule, axis_name: str) -> None:
+    """Raises ValueError for a rule that would make another layer than the parallel one that is there."""
+    if isinstance(base, ColumnParallelLinear):
+        fitting: tuple[Rule, ...] = ("column", "logits")
+    else:
+        fitting = ("row",) if base.layout == "sequence" else ("row_replicated",)
+    if rule not in fitting or base.settings.axis_name != axis_name:
+        raise ValueError(
+            f"it is around a {type(base).__name__} over {base.settings.axis_name!r}, which stays as it is: the rule "
+            f"for it is {fitting[0]!r}, with axis_name={base.settings.axis_name!r}; got axis_name={axis_name!r}"
+        )
+
+
+def _linear(cls: Callable[..., nnx.Module], old: nnx.Linear, options: Options, **more: Any) -> nnx.Module:
+    options = options | more | {"preferred_element_type": old.preferred_element_type}
+    return cls(
+        old.in_features, old.out_features, dot_general=old.dot_general, promote_dtype=old.promote_dtype,
+        **_shared(old), **options
+    )  # fmt: skip
+
+
+def _shared(old: Any) -> Options:
+    """Returns the options that an `nnx.Linear` and an `nnx.MultiHeadAttention` have."""
+    return {name: getattr(old, name) for name in ("use_bias", "dtype", "param_dtype", "precision")} | {
+        "rngs": nnx.Rngs(0)
+    }
+
+
+def _embed(old: nnx.Embed, options: Options, *, layout: Layout) -> nnx.Module:
+    more: Options = {"dtype": old.dtype, "param_dtype": old.param_dtype, "promote_dtype": old.promote_dtype}
+    return VocabParallelEmbed(old.num_embeddings, old.features, layout=layout, rngs=nnx.Rngs(0), **options, **more)
+
+
+def _attention(old: nnx.MultiHeadAttention, options: Options) -> nnx.Module:
+    return ParallelAttention(
+        old.in_features,
+        old.num_heads,
+        kv_heads=old.num_kv_heads,
+        head_dim=old.head_dim,
+        kv_features=old.in_kv_features,
+        out_features=old.out_features,
+        normalize_qk=old.normalize_qk,
+        dropout_rate=old.dropout_rate,
+        deterministic=old.deterministic,
+        dot_general=cast(DotGeneralT, old.qkv_dot_general),  # None stands for the default
+        promote_dtype=old.qkv_promote_dtype,
+        **_shared(old),
+        **options,
+    )
+
+
+# What each rule replaces, and the function that makes the parallel layer.
+RULES: dict[Rule, tuple[type[nnx.Module], Callable[[Any, Options], nnx.Module]]] = {
+    "column": (nnx.Linear, functools.partial(_linear, ColumnParallelLinear)),
+    "logits": (nnx.Linear, functools.partial(_linear, ColumnParallelLinear, pad=True)),
+    "row": (nnx.Linear, functools.partial(_linear, RowParallelLinear)),
+    "row_replicated": (nnx.Linear, functools.partial(_linear, RowParallelLinear, layout="replicated")),
+    "embed": (nnx.Embed, functools.partial(_embed, layout="sequence")),
+    "embed_replicated": (nnx.Embed, functools.partial(_embed, layout="replicated")),
+    "attention": (nnx.MultiHeadAttention, _attention),
+}

@@ -1,0 +1,69 @@
+"""Rotary position embedding, and the scaling of its frequencies for sequences that are longer than those of training.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), in the half-split layout of
+the public Llama checkpoints.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from flaxasync.ops.dtypes import accumulator_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Divides the low frequencies of a rotary position embedding by a factor, as Llama 3.1 does. Hashable.
+
+    A frequency that turns fewer than `low_frequency` times within `original_length` positions is divided by `factor`;
+    one that turns more than `high_frequency` times is kept; between the two the result is interpolated linearly.
+
+    Attributes:
+      factor: The divisor of low frequencies.
+      low_frequency: The number of turns below which a frequency counts as low.
+      high_frequency: The number of turns above which a frequency is kept.
+      original_length: The length of the sequences for which the frequencies were meant (positions).
+    """
+
+    factor: float
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    original_length: int = 8192
+
+    def apply(self, frequency: Array) -> Array:
+        """Returns the scaled frequencies (radians per position)."""
+        turns = frequency * (self.original_length / (2 * math.pi))
+        kept = (turns - self.low_frequency) / (self.high_frequency - self.low_frequency)
+        kept = jnp.clip(kept, 0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
+def rotary_embedding(
+    x: Float[Array, "*batch s h d"],
+    *,
+    theta: float = 10_000.0,
+    positions: Int[Array, "*s"] | None = None,
+    scaling: RopeScaling | None = None,
+) -> Float[Array, "*batch s h d"]:
+    """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), in float32, or float64 for such an x.
+
+    Args:
+      x: Rows of heads.
+      theta: The base of the frequencies.
+      positions: The positions of the rows; 0 .. s - 1 by default.
+      scaling: How the frequencies are scaled; None for as they are.
+
+    Returns:
+      The rotated rows, in the dtype of x.
+    """
+    rows, dim = x.shape[-3], x.shape[-1]
+    dtype = accumulator_dtype(x)
+    frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
+    frequency = frequency if scaling is None else scaling.apply(frequency)
+    position = jnp.arange(rows) if positions is None else positions
+    angle = position.astype(dtype)[:, None] * frequency
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

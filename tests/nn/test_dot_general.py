@@ -1,0 +1,291 @@
+"""Layers that multiply by a function of the caller's, such as a quantized product, against the plain layers with it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from tests.nn.conftest import assert_close, assert_model_close, drawn, ones, permutes
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS, COLUMNS, SAME = P("data", "model", None), P("data", None, "model"), P("data", None, None)
+
+
+@jax.custom_vjp
+def sine_product(x, w):
+    return jnp.sin(x) @ jnp.sin(w)
+
+
+def sine_product_fwd(x, w):
+    return sine_product(x, w), (jnp.sin(x), jnp.sin(w))
+
+
+def sine_product_bwd(saved, dy):
+    """Straight-through, as quantized products have it: the derivative of the sine is left out."""
+    x, w = saved
+    return dy @ w.T, jnp.einsum("...k,...n->kn", x, dy)
+
+
+sine_product.defvjp(sine_product_fwd, sine_product_bwd)
+
+
+def with_a_rule(x, w, dimension_numbers, precision=None, out_sharding=None):
+    assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ()))
+    return sine_product(x, w)
+
+
+def differentiable(x, w, dimension_numbers, **options):
+    return lax.dot_general(jnp.sin(x), jnp.sin(w), dimension_numbers, **options)
+
+
+FORMS = {
+    "column, rows sharded": (fa.nn.ColumnParallelLinear, {}, ROWS, COLUMNS),
+    "column, rows the same": (fa.nn.ColumnParallelLinear, {}, SAME, COLUMNS),
+    "row, rows sharded": (fa.nn.RowParallelLinear, {}, COLUMNS, ROWS),
+    "row, rows the same": (fa.nn.RowParallelLinear, {"layout": "replicated"}, COLUMNS, SAME),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_function_multiplies_and_its_rule_differentiates(parity, form):
+    cls, options, x_spec, y_spec = FORMS[form]
+    plain = drawn(lambda: nnx.Linear(16, 24, dot_general=with_a_rule, rngs=nnx.Rngs(0)))
+
+    def make(dtype):
+        return cls(16, 24, dtype=dtype, dot_general=with_a_rule, rngs=nnx.Rngs(0), **options)
+
+    parity(make, plain, (2, 8, 16), size=4, data=2, x_spec=x_spec, y_spec=y_spec)
+
+
+def test_the_function_of_a_gated_mlp(parity):
+    class Plain(nnx.Module):
+        def __init__(self):
+            make = {"use_bias": False, "dot_general": differentiable, "rngs": nnx.Rngs(0)}
+            self.up, self.gate, self.down = (
+                nnx.Linear(8, 16, **make),
+                nnx.Linear(8, 16, **make),
+                nnx.Linear(16, 8, **make),
+            )
+
+        def __call__(self, x):
+            return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+    def make(dtype):
+        return fa.nn.ParallelMLP(8, 16, dtype=dtype, dot_general=differentiable, rngs=nnx.Rngs(0))
+
+    parity(make, drawn(Plain), (2, 8, 8), size=4, data=2)
+
+
+def test_replaced_layers_keep_their_functions(mesh_of):
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs, given = nnx.Rngs(0), {"qkv_dot_general": differentiable, "out_dot_general": differentiable}
+            self.attention = nnx.MultiHeadAttention(4, 8, decode=False, rngs=rngs, **given)
+            self.up = nnx.Linear(8, 16, dot_general=differentiable, preferred_element_type=jnp.float32, rngs=rngs)
+
+        def __call__(self, x):
+            return self.up(self.attention(x))
+
+    @nnx.jit
+    def gradients(model, x):
+        def loss(model):
+            y = model(x)
+            return jnp.sum(jnp.sin(y)), y
+
+        return nnx.grad(loss, has_aux=True)(model)
+
+    model, x = drawn(Model), np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
+    want, want_y = gradients(model, x)
+    with jax.set_mesh(mesh_of(2, 4)):
+        fa.nn.parallelize(model, {"attention": "attention", "up": "column"}, verbose=False)
+        assert model.attention.query.dot_general is model.up.dot_general is differentiable
+        got, y = gradients(model, jax.device_put(x, ROWS))
+    assert_close(y, want_y, "float32", "y")
+    assert_model_close(got, want)
+
+
+def test_functions_that_a_layer_cannot_use(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        for make in (
+            lambda **options: fa.nn.RowParallelLinear(8, 8, rngs=nnx.Rngs(0), **options),
+            lambda **options: fa.nn.ParallelMLP(8, 16, rngs=nnx.Rngs(0), **options),
+            lambda **options: fa.nn.ParallelAttention(8, 4, rngs=nnx.Rngs(0), **options),
+        ):
+            message = "ParallelLinear with a dot_general of its own lacks backend='xla', .* use backend='none' or None"
+            with pytest.raises(NotImplementedError, match=message):
+                make(dot_general=differentiable, backend="xla")
+        product = fa.nn.parallel_dot_general("column")
+        collective = drawn(
+            lambda: fa.nn.ColumnParallelLinear(
+                8, 16, dot_general=lambda *given, **options: product(*given, **options), rngs=nnx.Rngs(0)
+            )
+        )
+        with pytest.raises(
+            ValueError, match=r"dot_general returned \[1, 32, \d\] .* needed \[1, 8, 4\]; it must be a local"
+        ):
+            collective(ones((2, 8, 8), ROWS))
+        two = nnx.eval_shape(
+            lambda: nnx.Dict(
+                x=nnx.MultiHeadAttention(4, 8, decode=False, qkv_dot_general=differentiable, rngs=nnx.Rngs(0))
+            )
+        )
+        with pytest.raises(ValueError, match="x, a MultiHeadAttention: its qkv_dot_general is not its out_dot_general"):
+            fa.nn.parallelize(two, {"x": "attention"})
+
+
+class Scaled(nnx.Module):
+    """A product with state, of which a compiled program would keep the first value."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x, w, dimension_numbers, **options):
+        return lax.dot_general(x, w, dimension_numbers, **options) * self.scale[...]
+
+
+@dataclasses.dataclass
+class Unhashable:
+    bits: int = 8
+
+    def __call__(self, x, w, dimension_numbers, **options):
+        return lax.dot_general(x, w, dimension_numbers, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    bits: int = 8
+
+    def __call__(self, x, w, dimension_numbers, **options):
+        return lax.dot_general(x, w, dimension_numbers, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Scaled, "a dot_general that is the nnx.Module Scaled, whose state .* give it a pure function"),
+        (lambda: Scaled().__call__, "a dot_general that is the nnx.Module Scaled"),
+        (Unhashable, "a dot_general of type Unhashable, which is not hashable: .* a dataclass with frozen=True"),
+        (
+            lambda: fa.nn.parallel_dot_general("row", layout="replicated"),
+            "parallel_dot_general as dot_general, and",
+        ),
+    ],
+)
+def test_functions_with_state_or_collectives(mesh_of, make, message):
+    """They would be left out of the model, or do the collectives of a layer twice."""
+    with jax.set_mesh(mesh_of(2, 4)):
+        with pytest.raises(ValueError, match=f"RowParallelLinear got {message}"):
+            fa.nn.RowParallelLinear(8, 8, layout="replicated", dot_general=make(), rngs=nnx.Rngs(0))
+        model = nnx.Dict(x=nnx.Linear(8, 8, dot_general=make(), rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match=f"parallelize cannot replace x by the rule 'row_replicated': .*{message}"):
+            fa.nn.parallelize(model, {"x": "row_replicated"})
+        assert type(model.x) is nnx.Linear
+
+
+def test_a_frozen_dataclass_and_none(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 8, dot_general=Frozen(), rngs=nnx.Rngs(0)))
+        assert layer(ones((2, 8, 8), ROWS)).shape == (2, 8, 8)
+        for make in (
+            fa.nn.ColumnParallelLinear,
+            lambda *sizes, **options: fa.nn.ParallelAttention(8, 4, **options).out,
+        ):
+            assert (
+                drawn(lambda make=make: make(8, 8, dot_general=None, rngs=nnx.Rngs(0))).dot_general is lax.dot_general
+            )
+
+
+def in_float32(x, w, dimension_numbers, **options):
+    return lax.dot_general(x, w, dimension_numbers, **options | {"preferred_element_type": jnp.float32})
+
+
+@pytest.mark.parametrize("given", [{"preferred_element_type": jnp.float32}, {"dot_general": in_float32}])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_that_are_wider_than_the_computation(mesh_of, form, given):
+    """They are not rounded to the dtype of the computation on the way, as those of nnx.Linear are not."""
+    cls, options, x_spec, _ = FORMS[form]
+    common = {"use_bias": False, "dtype": jnp.bfloat16} | given
+    x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(jnp.bfloat16)
+    plain = drawn(lambda: nnx.Linear(16, 24, rngs=nnx.Rngs(0), **common))
+    want = plain(x)
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = drawn(lambda: cls(16, 24, rngs=nnx.Rngs(0), **common, **options))
+        x = jax.device_put(x, x_spec)
+        y = layer(x)
+        (dkernel,) = jax.tree.leaves(nnx.grad(lambda layer: layer(x).sum())(layer))
+        if "dot_general" not in given:
+            named = drawn(lambda: cls(16, 24, backend="xla", rngs=nnx.Rngs(0), **common, **options))
+            message = (
+                "preferred_element_type=float32 is wider than the computation in bfloat16, and backend='xla' .* use"
+            )
+            with pytest.raises(NotImplementedError, match=message):
+                named(x)
+    assert y.dtype == want.dtype == dkernel.dtype == jnp.float32
+    np.testing.assert_allclose(y, want, atol=1e-5)
+
+
+def test_a_narrower_type_keeps_the_ring(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 8, preferred_element_type=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        x = ones((2, 8, 8), ROWS)
+        assert layer(x).dtype == jnp.bfloat16
+        assert jax.jit(lambda x: layer(x)).lower(x).compile().as_text().count(" collective-permute(") > 0
+
+
+def test_a_low_rank_product_is_not_that_function(mesh_of):
+    """The factors are multiplied as `nnx.LoRA` does it; the product of the layer is the caller's."""
+    plain = drawn(
+        lambda: nnx.LoRA(
+            8, 2, 16, base_module=nnx.Linear(8, 16, dot_general=differentiable, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)
+        )
+    )
+    x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = drawn(
+            lambda: fa.nn.ParallelLoRA(
+                fa.nn.ColumnParallelLinear(8, 16, dot_general=differentiable, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1)
+            )
+        )
+        fa.nn.load(layer, plain)
+        assert_close(layer(jax.device_put(x, ROWS)), plain(x), "float32", "y")
+
+
+def test_lax_dot_general_keeps_the_ring(mesh_of):
+    """Negative test: only a function of the caller's costs the overlap."""
+    with jax.set_mesh(mesh_of(2, 4)):
+        counts = [
+            permutes(
+                drawn(lambda f=f: fa.nn.ColumnParallelLinear(8, 8, dot_general=f, rngs=nnx.Rngs(0))),
+                ones((2, 8, 8), ROWS),
+            )
+            for f in (lax.dot_general, differentiable)
+        ]
+    assert counts[0] > counts[1] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_promotion_in_an_embedding(mesh_of, dtype):
+    """A function that turns everything into one dtype decides for look-ups and logits alike, as in nnx.Embed."""
+
+    def promote(arrays, *, dtype=None, inexact=True):
+        return tuple(None if array is None else array.astype(wanted) for array in arrays)
+
+    wanted = jnp.dtype(dtype)
+    metadata = {"embedding_metadata": {"decay": 0.1}, "promote_dtype": promote}
+    ids, x = np.arange(8, dtype=np.int32)[None], np.ones((1, 8, 8), np.float32)
+    plain = drawn(lambda: nnx.Embed(8, 8, rngs=nnx.Rngs(0), **metadata))
+    with jax.set_mesh(mesh_of(1, 4)):
+        layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0), **metadata))
+        y, logits = layer(ids), layer.attend(jax.device_put(x, P(None, "model")))
+        assert layer.embedding.get_metadata()["decay"] == 0.1
+    want, want_logits = plain(ids), plain.attend(x)
+    assert (y.dtype, logits.dtype) == (want.dtype, want_logits.dtype) == (wanted, wanted)
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(want, np.float32))
+    assert_close(logits, want_logits, dtype, "logits")

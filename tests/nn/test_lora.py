@@ -1,0 +1,244 @@
+"""Low-rank adaptation: values and gradients are those of nnx.LoRA, and what a layer cannot adapt is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from tests.nn.conftest import COLUMNS, ROWS, assert_close, assert_model_close, drawn, ones
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.mark.parametrize("cls", ["ColumnParallelLinear", "RowParallelLinear"])
+def test_low_rank_adaptation(mesh_of, cls):
+    """The values are those of nnx.LoRA, and the factors alone are trained."""
+    spec = ROWS if cls == "ColumnParallelLinear" else COLUMNS
+    plain = drawn(lambda: nnx.LoRA(16, 4, 24, base_module=nnx.Linear(16, 24, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)))
+    x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+
+    def loss(layer, x):
+        return jnp.sum(jnp.sin(layer(x)))
+
+    only = nnx.DiffState(0, nnx.LoRAParam)
+    want = nnx.grad(loss, argnums=only)(plain, x)
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = drawn(lambda: fa.nn.ParallelLoRA(getattr(fa.nn, cls)(16, 24, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1)))
+        fa.nn.load(layer, plain)
+        got = nnx.jit(nnx.grad(loss, argnums=only))(layer, jax.device_put(x, spec))
+        y = layer(jax.device_put(x, spec))
+        with pytest.raises(ValueError, match="adapts ColumnParallelLinear and RowParallelLinear: got Linear; for"):
+            fa.nn.ParallelLoRA(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(y, plain(x), rtol=1e-5, atol=1e-5)
+    got, want = (dict(nnx.to_flat_state(g)) for g in (got, want))
+    assert set(got) == set(want) == {("lora_a",), ("lora_b",)}
+    for path in want:
+        np.testing.assert_allclose(got[path][...], want[path][...], rtol=1e-4, atol=1e-5)
+
+
+def test_what_low_rank_adaptation_lacks(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        x = jax.device_put(np.ones((2, 8, 16), np.float32), ROWS)
+        for layer, name in [
+            (drawn(lambda: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0))), "query"),
+            (drawn(lambda: fa.nn.ParallelMLP(16, 16, rngs=nnx.Rngs(0))), "up"),
+            (drawn(lambda: fa.nn.ColumnParallelProjections(16, {"query": 16}, rngs=nnx.Rngs(0))), "query"),
+        ]:
+            setattr(layer, name, fa.nn.ParallelLoRA(getattr(layer, name), 2, rngs=nnx.Rngs(0)))
+            kind = type(layer).__name__
+            with pytest.raises(NotImplementedError, match=f"{kind} does not call its layers, .* take a ParallelLoRA"):
+                layer(x)
+        padded = drawn(lambda: fa.nn.ColumnParallelLinear(8, 13, pad=True, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match="a ColumnParallelLinear that pads its output, which ParallelLoRA lacks"):
+            fa.nn.ParallelLoRA(padded, 2, rngs=nnx.Rngs(0))
+
+
+class Adapted(nnx.Module):
+    """Two layers that a user of Flax adapted."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.LoRA(16, 2, 32, base_module=nnx.Linear(16, 32, rngs=rngs), rngs=rngs)
+        self.down = nnx.LoRA(32, 2, 16, base_module=nnx.Linear(32, 16, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+@nnx.jit
+def step(model, x):
+    def loss(model):
+        y = model(x)
+        return jnp.sum(jnp.sin(y)), y
+
+    return nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam), has_aux=True)(model)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("base", ["plain", "parallel"])
+def test_parallelize_turns_nnx_lora_into_parallel_lora(mesh_of, axis_type, base):
+    """Around a plain layer, and around one that was replaced before it was adapted."""
+    model, x = drawn(Adapted), np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+    want, want_y = step(model, x)
+    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+        if base == "parallel":
+            for lora, cls in ((model.up, fa.nn.ColumnParallelLinear), (model.down, fa.nn.RowParallelLinear)):
+                linear = drawn(lambda lora=lora, cls=cls: cls(lora.in_features, lora.out_features, rngs=nnx.Rngs(0)))
+                fa.nn.load(linear, lora.base_module)
+                lora.base_module = linear
+        done = fa.nn.parallelize(model, {"up": "column", "down": "row"}, verbose=False)
+        assert [found.after for found in done] == ["ParallelLoRA"] * 2
+        got, y = step(model, jax.device_put(x, ROWS))
+    assert_close(y, want_y, "float32", "y")
+    assert_model_close(got, want)
+    assert {path[-1] for path, _ in nnx.to_flat_state(got)} == {"lora_a", "lora_b"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "spec"),
+    [
+        (fa.nn.RowParallelLinear, COLUMNS),
+        (fa.nn.ColumnParallelLinear, P("data", None, None)),
+    ],
+)
+def test_nnx_lora_itself(mesh_of, cls, spec):
+    """It works around layers whose output may be added to one that is sharded as the input's rows are."""
+    plain = drawn(lambda: nnx.LoRA(16, 2, 16, base_module=nnx.Linear(16, 16, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)))
+    x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+    want, want_y = step(plain, x)
+    with jax.set_mesh(mesh_of(2, 4)):
+        base = drawn(lambda: cls(16, 16, rngs=nnx.Rngs(0)))
+        layer = drawn(lambda: nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(0)))
+        fa.nn.load(layer, plain)
+        got, y = step(layer, jax.device_put(x, spec))
+    assert_close(y, want_y, "float32", "y")
+    assert_model_close(got, want)
+
+
+def test_nnx_lora_around_a_column_parallel_layer_is_an_error_of_jax(mesh_of):
+    """One addend is sharded by rows, and the other by features: docs/your_model.md names the remedy."""
+    with jax.set_mesh(mesh_of(2, 4)):
+        base = drawn(lambda: fa.nn.ColumnParallelLinear(16, 16, rngs=nnx.Rngs(0)))
+        layer = nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(0))
+        with pytest.raises(Exception, match=r"add operation .* illegally sharded result"):
+            layer(ones((2, 8, 16), ROWS))
+
+
+def test_adaptations_that_cannot_be_replaced(mesh_of):
+    class Odd(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            linear = nnx.Linear(16, 16, rngs=rngs)
+            self.plain = nnx.LoRA(16, 2, 16, base_module=linear, rngs=rngs)
+            self.alone = nnx.LoRA(16, 2, 16, rngs=rngs)
+            self.other = nnx.LoRA(16, 2, 16, base_module=nnx.Linear(16, 16, rngs=rngs), dtype=jnp.bfloat16, rngs=rngs)
+
+    with jax.set_mesh(mesh_of(2, 4)):
+        model = nnx.eval_shape(Odd)
+        for rules, message in [
+            (
+                {"plain.base_module": "row"},
+                "plain.base_module, because nnx.LoRA .* it is at plain: give it the rule 'row', and it becomes",
+            ),
+            ({"alone": "column"}, "alone, a LoRA: it is around a NoneType, and the rules are those of nnx.Linear"),
+            ({"other": "column"}, "other, a LoRA: its dtype, param_dtype or promote_dtype is not that of the layer"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                fa.nn.parallelize(model, rules)
+
+
+def lora(base, seed=1):
+    return nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(seed))
+
+
+class Shared(nnx.Module):
+    """One layer that is used as it is, and adapted twice."""
+
+    def __init__(self):
+        self.a = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.b, self.c = lora(self.a, 1), lora(self.a, 2)
+
+    def __call__(self, x):
+        return self.a(x) + self.b(x) + self.c(x)
+
+
+@nnx.jit
+def whole_step(model, x):
+    return nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))))(model)
+
+
+@pytest.mark.parametrize("rules", [{"b": "column", "c": "column"}, {"a": "column", "b": "column", "c": "column"}])
+def test_a_shared_layer_stays_shared(mesh_of, rules):
+    model, x = drawn(Shared), np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+    want = whole_step(model, x)
+    with jax.set_mesh(mesh_of(2, 4)):
+        done = fa.nn.parallelize(model, rules, verbose=False)
+        assert type(model.a) is fa.nn.ColumnParallelLinear
+        assert model.a is model.b.base_module is model.c.base_module
+        got = whole_step(model, jax.device_put(x, ROWS))
+    assert sorted(found.path for found in done) == ["a", "b", "c"]
+    assert_model_close(got, want)
+
+
+def test_a_shared_layer_has_one_rule_and_no_plain_adapter(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        for make, rules, message in [
+            (Shared, {"a": "column"}, "replace a, because nnx.LoRA .* it is at b: give it the rule 'column'"),
+            (Shared, {"b": "column"}, "replace a, because nnx.LoRA .* it is at c: give it the rule 'column'"),
+            (Shared, {"b": "column", "c": "row"}, "c by the rule 'row': it adapts a, .* says 'column'; give both"),
+            (
+                lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))),
+                {"base_module": "row"},
+                "base_module, because .* the model itself is it, so put it into a module, such as an nnx.Dict, and",
+            ),
+        ]:
+            model = nnx.eval_shape(make)
+            with pytest.raises(ValueError, match=message):
+                fa.nn.parallelize(model, rules)
+            assert not any(isinstance(module, fa.nn.ColumnParallelLinear) for _, module in nnx.iter_modules(model))
+
+
+def test_a_parallel_layer_that_is_adapted_stays_as_it_is(mesh_of):
+    """Its axis, its layout and its in_spec are kept, or the rule is refused."""
+    x = np.random.default_rng(0).standard_normal((2, 7, 16)).astype(np.float32)
+    with jax.set_mesh(mesh_of(2, 4, AxisType.Auto)):
+        column = drawn(
+            lambda: lora(fa.nn.ColumnParallelLinear(16, 16, in_spec=P("data", None, None), rngs=nnx.Rngs(0)))
+        )
+        row = drawn(lambda: lora(fa.nn.RowParallelLinear(16, 16, layout="replicated", rngs=nnx.Rngs(0))))
+        other = drawn(lambda: lora(fa.nn.ColumnParallelLinear(16, 16, axis_name="data", rngs=nnx.Rngs(0))))
+        model = nnx.Dict(column=column, row=row, other=other)
+        bases, want = [column.base_module, row.base_module], [column(x), row(x)]
+        for rules, message in [
+            ({"column": "row"}, "around a ColumnParallelLinear over 'model', which stays .* is 'column', with"),
+            ({"row": "row"}, "around a RowParallelLinear over 'model', which stays as it is: .* is 'row_replicated'"),
+            ({"other": "column"}, "over 'data', which .* with axis_name='data'; got axis_name='model'"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                fa.nn.parallelize(model, rules)
+        fa.nn.parallelize(model, {"column": "column", "row": "row_replicated"}, verbose=False)
+        assert [model.column.base_module, model.row.base_module] == bases
+        assert type(model.column) is type(model.row) is fa.nn.ParallelLoRA
+        for got, wanted in zip((model.column(x), model.row(x)), want, strict=True):
+            assert_close(got, wanted, "float32", "y")
+
+
+@pytest.mark.parametrize("rule", ["column", "row"])
+def test_factors_that_are_wider_than_the_layer(mesh_of, rule):
+    """Everything is then computed in float32, as in nnx.LoRA."""
+    x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(jnp.bfloat16)
+    model = nnx.Dict(x=drawn(lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))))
+    base = model.x.base_module
+    for parameter in (base.kernel, base.bias):
+        parameter.set_value(parameter[...].astype(jnp.bfloat16))
+    with jax.numpy_dtype_promotion("standard"), jax.set_mesh(mesh_of(2, 4)):
+        want = model.x(x)
+        fa.nn.parallelize(model, {"x": rule}, verbose=False)
+        x = jax.device_put(x, ROWS if rule == "column" else COLUMNS)
+        y = model.x(x)
+        assert y.dtype == want.dtype == jnp.float32
+    np.testing.assert_allclose(y, want, atol=1e-5)

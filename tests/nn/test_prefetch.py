@@ -1,0 +1,196 @@
+"""Tests of the scan that gathers the weights of the next layer while the present one computes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.nn.prefetch import ring_all_gather, ring_reduce_scatter
+
+AXES = ("data", "fsdp", "context", "model")
+
+
+def mesh_of(*sizes, axis_type=AxisType.Explicit):
+    return jax.make_mesh(sizes, AXES, (axis_type,) * 4, devices=jax.devices()[: np.prod(sizes)])
+
+
+class Block(nnx.Module):
+    """A norm, whose scale every device has, and an MLP with biases."""
+
+    def __init__(self, *, fsdp_axis, dtype, rngs):
+        self.norm = nnx.RMSNorm(16, rngs=rngs)
+        self.mlp = fa.nn.ParallelMLP(16, 32, use_bias=True, fsdp_axis=fsdp_axis, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x, *ids):
+        y = self.norm(x)
+        for array in ids:
+            y = y * array[..., None].astype(y.dtype)
+        return x + self.mlp(y).astype(x.dtype)
+
+
+def stack(layers, fsdp_axis="fsdp", dtype=None):
+    @nnx.split_rngs(splits=layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+    def make(rngs):
+        return Block(fsdp_axis=fsdp_axis, dtype=dtype, rngs=rngs)
+
+    return make(nnx.Rngs(0))
+
+
+def scan(layers, x, *ids):
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+    def run(layer, x):
+        return layer(x, *ids)
+
+    return run(layers, x)
+
+
+def prefetch(layers, x, *ids, dtype=jnp.float32):
+    return fa.nn.scan_with_prefetch(
+        lambda layer, x, *ids: layer(x, *ids), layers, x, *ids, fsdp_axis="fsdp", dtype=dtype
+    )
+
+
+@functools.partial(nnx.jit, static_argnames="run")
+def gradients(layers, x, *ids, run):
+    return nnx.value_and_grad(lambda layers, x: (run(layers, x, *ids) ** 2).sum(), argnums=(0, 1))(layers, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "layers"), [((2, 2, 1, 2), 3), ((1, 4, 1, 2), 1), ((1, 8, 1, 1), 2), ((1, 1, 1, 4), 2)]
+)
+def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, layers):
+    with jax.set_mesh(mesh_of(*sizes)):
+        module = stack(layers)
+        x = jax.device_put(np.random.default_rng(0).standard_normal((8, 8, 16)).astype(np.float32),
+                           P(("data", "fsdp"), "model", None))  # fmt: skip
+        ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P(("data", "fsdp"), "model"))
+        want_loss, (want, want_dx) = gradients(module, x, ids, run=scan)
+        loss, (got, dx) = gradients(module, x, ids, run=prefetch)
+        np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+        close(dx, want_dx)
+        for (path, one), (_, other) in zip(nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True):
+            close(one[...], other[...], err_msg=str(path))
+            assert one[...].sharding.spec == other[...].sharding.spec, path
+
+
+@pytest.mark.slow
+def test_transfers_are_permutes_in_the_dtype_of_the_computation_and_sums_in_that_of_the_parameters():
+    """No collective but permutes is over fsdp, except the sum of the gradients of what every device has."""
+    with jax.set_mesh(mesh_of(1, 4, 1, 2)):
+        graph, state = nnx.split(stack(3, dtype=jnp.bfloat16))
+        x = jax.device_put(np.ones((8, 8, 16), np.float32), P("fsdp", "model", None))
+
+        def loss(state, x):
+            return (prefetch(nnx.merge(graph, state), x, dtype=jnp.bfloat16) ** 2).sum()
+
+        text = jax.jit(jax.grad(loss)).lower(state, x).as_text()
+    assert "all_gather" not in text
+    assert "reduce_scatter" not in text
+    permuted = {line.rsplit("->", 1)[1].strip() for line in text.splitlines() if "collective_permute" in line}
+    assert {"tensor<2x16xbf16>", "tensor<2x16xf32>"} <= permuted  # half of the shard [16 / 4, 32 / 2] of a kernel
+    reduced = [line for line in text.splitlines() if "all_reduce" in line and "xf32" in line]
+    assert not any("32x" in line for line in reduced)
+
+
+@pytest.mark.parametrize("block", [4, 3])  # halves go both ways; an odd shard goes one way
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_rings_are_a_gather_and_its_transpose(dim, block):
+    shape = [5, 5]
+    shape[dim] = 4 * block
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    addends = np.random.default_rng(1).standard_normal((4, *shape)).astype(np.float32)
+    spec = P(*("fsdp" if i == dim else None for i in range(2)))
+    with jax.set_mesh(mesh_of(1, 4, 1, 1)):
+
+        def both(shard, addend):
+            return ring_all_gather(shard, "fsdp", dim)[None], ring_reduce_scatter(addend[0], "fsdp", dim)
+
+        run = jax.jit(jax.shard_map(both, in_specs=(spec, P("fsdp")), out_specs=(P("fsdp"), spec)))
+        whole, total = run(jax.device_put(x, spec), jax.device_put(addends, P("fsdp")))
+    np.testing.assert_array_equal(whole, np.broadcast_to(x, (4, *shape)))
+    np.testing.assert_allclose(total, addends.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_bad_input_is_refused():
+    x = np.ones((8, 8, 16), np.float32)
+    message = r"reads from types how arrays are sharded: .*make all of them Explicit"
+    with jax.set_mesh(mesh_of(2, 2, 1, 2, axis_type=AxisType.Auto)), pytest.raises(ValueError, match=message):
+        prefetch(nnx.eval_shape(lambda: stack(2)), x)
+    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+        with pytest.raises(ValueError, match="scan_with_prefetch works on the mesh axis 'shards', and the mesh has"):
+            fa.nn.scan_with_prefetch(lambda layer, x: x, stack(2), x, fsdp_axis="shards", dtype=jnp.float32)
+        with pytest.raises(
+            ValueError, match=r"sharded over 'fsdp', as a part of the batch: got .*'data'.*; reshard it"
+        ):
+            prefetch(stack(2), jax.device_put(x, P("data", "model", None)))
+        x = jax.device_put(x, P(("data", "fsdp"), "model", None))
+        with pytest.raises(ValueError, match=r"must be integers or booleans: got float32\[8, 8\]; make it a parameter"):
+            prefetch(stack(2), x, x[..., 0])
+        module = stack(2)
+        module.count = nnx.BatchStat(jnp.zeros(2))
+        with pytest.raises(ValueError, match=r"takes layers that have parameters alone: got count, too; use nnx.scan"):
+            prefetch(module, x)
+
+
+def stack_of(make):
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+    def run(rngs):
+        return make(rngs=rngs)
+
+    return run(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])
+def test_the_axis_must_be_the_last_of_a_dimension(axes):
+    """A kernel of blocks ordered fsdp x data, gathered over fsdp alone, would be a permutation of it."""
+    make = functools.partial(fa.nn.ParallelMLP, 16, 32, kernel_metadata={"out_sharding": (axes, "model")})
+    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+        module, x = stack_of(make), jax.device_put(np.ones((8, 8, 16), np.float32), P(("data", "fsdp"), "model", None))
+        if axes == ("data", "fsdp"):
+            got, want = nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+            return
+        with pytest.raises(ValueError, match=r"needs 'fsdp' as the last axis of a dimension: \w+\.kernel is stored P"):
+            prefetch(module, x)
+
+
+@pytest.mark.parametrize("execute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layers_whose_metadata_say_how_they_are_stored(execute):
+    """The projections of RingSelfAttention are `nnx.Linear`. Gathered twice, their kernels would not fit the input."""
+    make = functools.partial(fa.nn.RingSelfAttention, 16, 4, use_bias=True, fsdp_axis="fsdp")
+    with jax.set_mesh(mesh_of(1, 2, 2, 2)):
+        x = np.random.default_rng(0).standard_normal((4, 8, 16)).astype(np.float32)
+        x = jax.device_put(x, P(("data", "fsdp"), "context", None))
+        if not execute:
+            assert nnx.eval_shape(lambda x: prefetch(stack_of(make), x), x).shape == x.shape
+            return
+        module = stack_of(make)
+        got, want = nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        assert module.query.kernel.get_metadata()["out_sharding"][-2:] == ("fsdp", None)
+
+
+def test_a_cache_is_refused_until_it_is_dropped():
+    def run(x):
+        module = stack_of(functools.partial(fa.nn.ParallelSelfAttention, 16, 4, fsdp_axis="fsdp"))
+        module.init_cache((2, *x.shape))
+        with pytest.raises(
+            ValueError, match="to drop the cache of init_cache, set cached_key, cached_value and cache_ind"
+        ):
+            prefetch(module, x)
+        module.cached_key = module.cached_value = module.cache_index = None
+        return prefetch(module, x)
+
+    with jax.set_mesh(mesh_of(1, 2, 1, 2)):
+        x = jax.device_put(np.ones((4, 8, 16), np.float32), P("fsdp", "model", None))
+        assert nnx.eval_shape(run, x).shape == x.shape
