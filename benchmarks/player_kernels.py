@@ -1,8 +1,9 @@
 """The programs of the 2x2 study: LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N], in its variants and in an overlapped one.
 
-They exist to be simulated, because the player is compared with their published times. The all-gather and the all-reduce
-are as published, one step after the other; the matmuls are those of the package. Each variant is a function of local
-shards on a ("x", "y") mesh of 2 x 2 devices. `program` makes the jitted function and its arguments for any m, k and n.
+They exist to be simulated, because the player is compared with their published times. The all-gather, alone and with
+the matmul in one kernel, and the all-reduce are as published, one step after the other; a matmul's step and the
+overlapped kernel are those of the package. Each variant is a function of local shards on a ("x", "y") mesh of 2 x 2
+devices. `program` makes the jitted function and its arguments for any m, k and n.
 
     x [m/2, k/2]  rows of mesh row, columns of mesh column      (LHS)
     w [k/2, n]    the half of the rows that mesh row holds      (RHS)
@@ -21,9 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.kernels.engine import operands, vmem
-from flaxasync.kernels.gemm import gemm
-from flaxasync.kernels.mesh_matmul.fused import gather_gemm
+from flaxasync.kernels.engine import operands, ring, vmem
+from flaxasync.kernels.gemm import gemm, grid, specs, step
 from flaxasync.kernels.mesh_matmul.overlapped import overlapped
 
 STUDY = (16384, 16384, 8192)  # m, k, n of the published figures, bf16
@@ -94,6 +94,51 @@ def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
     )(x)
 
 
+def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
+    """Returns x @ the half of w that this mesh column multiplies, in one kernel.
+
+    A device on the diagonal holds that half. It sends it to the other device of its mesh column, which waits for all of
+    it, and both multiply.
+    """
+    (m, k), n = x.shape, w.shape[1]
+    tiles = tiles.within(m, k, n)
+    x_spec, w_spec, o_spec = specs(tiles)
+
+    def body(x_ref, w_ref, o_ref, received, send_sem, recv_sem, accumulator):
+        holds = lax.axis_index("x") == lax.axis_index("y")
+        other = _other("x")
+        send = pltpu.make_async_remote_copy(w_ref, received, send_sem, recv_sem, device_id=other)
+        multiply = pltpu.emit_pipeline(
+            lambda *refs: step(*refs, accumulator, depth=k),
+            grid=grid(tiles, m, k, n),
+            in_specs=[x_spec, w_spec],
+            out_specs=[o_spec],
+        )
+        ring.enter("gather_gemm", [], None, conditional=[(other, jnp.logical_not(holds), holds)])
+
+        @pl.when(holds)
+        def _():
+            send.start()
+            multiply(x_ref, w_ref, o_ref)
+            send.wait_send()
+
+        @pl.when(jnp.logical_not(holds))
+        def _():
+            with jax.named_scope("wait"):
+                send.wait_recv()
+            multiply(x_ref, received, o_ref)
+
+    return pl.pallas_call(
+        body,
+        out_shape=[jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct(w.shape, w.dtype)],
+        in_specs=[ANYWHERE] * 2,
+        out_specs=[ANYWHERE] * 2,
+        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2 + [pltpu.VMEM((tiles.m, tiles.n), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 * vmem.MIB),
+        name="fused",
+    )(x, w)[0]
+
+
 def collectives_and_gemm(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
     return lax.psum(gemm(x, _needed(lax.all_gather(w, "x", axis=0, tiled=True)), tiles=tiles.matmul()), "y")
 
@@ -103,7 +148,7 @@ def series(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
 
 
 def fused_then_reduce(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    return all_reduce(gather_gemm(x, w, tiles=tiles.matmul()), tiles)
+    return all_reduce(gather_gemm(x, w, tiles.matmul()), tiles)
 
 
 def all_overlapped(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:

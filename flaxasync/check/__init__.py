@@ -24,6 +24,24 @@ Did it overlap, and is it safe?
   CODES                    what an audit can find
   check_async_rules        only the rules of XLA's asynchronous instructions
 
+Is it worse than before?
+  summarize                what matters of a program, in rows that its names and its order do not change
+  Summary                  the result of `summarize`
+  Row                      what one row of it counts
+  compare                  what is different from a baseline, with source lines
+  Comparison               the result of `compare`
+  Change                   one difference
+  Tolerances               what may be different
+  read_baseline            reads a summary from a file
+  write_baseline           writes a summary to a file
+
+What does a run compile?
+  capture                  records every program that JAX compiles in this process
+  CapturedProgram          one of them
+  read_folder              reads the programs that were captured to a folder
+  overview                 the worst transfers over all programs of a run
+  Overview                 the result of `overview`
+
 Where would the time go?
   timeline                 estimates it from the text
   Timeline                 the result of `timeline`
@@ -63,6 +81,11 @@ if TYPE_CHECKING:
     from flaxasync.check.auditing.findings import Severity as Severity
     from flaxasync.check.auditing.pairing_rules import check_async_rules as check_async_rules
     from flaxasync.check.auditing.report import Audit as Audit
+    from flaxasync.check.capturing.overview import Overview as Overview
+    from flaxasync.check.capturing.overview import overview as overview
+    from flaxasync.check.capturing.programs import CapturedProgram as CapturedProgram
+    from flaxasync.check.capturing.programs import read_folder as read_folder
+    from flaxasync.check.capturing.recorder import capture as capture
     from flaxasync.check.compile.compile_for import HLO_ONLY as HLO_ONLY
     from flaxasync.check.compile.compile_for import compile_for as compile_for
     from flaxasync.check.compile.hbm_error import HbmError as HbmError
@@ -80,6 +103,15 @@ if TYPE_CHECKING:
     from flaxasync.check.estimate.timeline import Loop as Loop
     from flaxasync.check.estimate.timeline import Slice as Slice
     from flaxasync.check.estimate.timeline import Timeline as Timeline
+    from flaxasync.check.gate.baseline import read_baseline as read_baseline
+    from flaxasync.check.gate.baseline import write_baseline as write_baseline
+    from flaxasync.check.gate.comparison import Change as Change
+    from flaxasync.check.gate.comparison import Comparison as Comparison
+    from flaxasync.check.gate.comparison import Tolerances as Tolerances
+    from flaxasync.check.gate.comparison import compare as compare
+    from flaxasync.check.gate.summary import Row as Row
+    from flaxasync.check.gate.summary import Summary as Summary
+    from flaxasync.check.gate.summary import summarize as summarize
     from flaxasync.check.hlo.async_operations import AsyncOperation as AsyncOperation
     from flaxasync.check.hlo.async_operations import async_operations as async_operations
     from flaxasync.check.hlo.async_sugar import to_long_form as to_long_form
@@ -103,6 +135,9 @@ _HOMES = {
     "flaxasync.check.auditing.findings": ("CODES", "Finding", "Severity"),
     "flaxasync.check.auditing.pairing_rules": ("check_async_rules",),
     "flaxasync.check.auditing.report": ("Audit",),
+    "flaxasync.check.capturing.overview": ("Overview", "overview"),
+    "flaxasync.check.capturing.programs": ("CapturedProgram", "read_folder"),
+    "flaxasync.check.capturing.recorder": ("capture",),
     "flaxasync.check.compile.compile_for": ("HLO_ONLY", "compile_for"),
     "flaxasync.check.compile.hbm_error": ("HbmError",),
     "flaxasync.check.compile.program": ("CompiledProgram",),
@@ -113,6 +148,9 @@ _HOMES = {
     "flaxasync.check.dispatch.timing": ("DispatchTiming", "measure_dispatch"),
     "flaxasync.check.estimate.estimator": ("timeline",),
     "flaxasync.check.estimate.timeline": ("Loop", "Slice", "Timeline"),
+    "flaxasync.check.gate.baseline": ("read_baseline", "write_baseline"),
+    "flaxasync.check.gate.comparison": ("Change", "Comparison", "Tolerances", "compare"),
+    "flaxasync.check.gate.summary": ("Row", "Summary", "summarize"),
     "flaxasync.check.hlo.async_operations": ("AsyncOperation", "async_operations"),
     "flaxasync.check.hlo.async_sugar": ("to_long_form", "to_sugar"),
     "flaxasync.check.hlo.error": ("HloError",),

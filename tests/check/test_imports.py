@@ -10,7 +10,7 @@ from flaxasync import check
 
 PACKAGE = pathlib.Path(check.__file__).parent
 # Each folder imports only itself and what stands before it. "" are the commands, and the files beside the folders.
-ORDER = ("hlo", "estimate", "auditing", "compile", "dispatch", "trace", "player", "")
+ORDER = ("hlo", "estimate", "auditing", "compile", "dispatch", "trace", "player", "gate", "capturing", "")
 
 
 def modules():

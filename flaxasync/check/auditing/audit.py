@@ -67,8 +67,9 @@ def audit(
     found += synchronous_collectives(module, costs, runs)
     copied_in_flight = {(f.computation, f.instruction) for f in found if f.code == "in-flight-copied"}
     found += loop_copies(module, runs, known=copied_in_flight)
-    found = [dataclasses.replace(f, count=runs.get(f.computation, 1)) for f in found]
-    found.sort(key=lambda f: (-f.severity, list(CODES).index(f.code)))
+    counts = [runs.get(f.computation, 1) for f in found]
+    found = [dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)]
+    found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
     return Audit(module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None))
 
 

@@ -3,8 +3,9 @@
 Times are estimates from the text of the program (estimate/costs.py), so they hold for a scheduled program only.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
+from flaxasync.check.auditing.advice import advise, independent_work
 from flaxasync.check.auditing.findings import Finding, Severity, finding
 from flaxasync.check.auditing.report import Pair, Work, size_text, time_text
 from flaxasync.check.estimate.costs import Costs
@@ -54,14 +55,26 @@ def overlap_findings(module: HloModule, costs: Costs, op: AsyncOperation, pair: 
     severity = None if pair.bytes >= LARGE else Severity.INFO
     what = f"{pair.name} ({pair.kind}, {size_text(pair.bytes)})"
     if not pair.overlapped:
+        message = f"{what} takes {time_text(pair.transfer)} and nothing runs meanwhile"
         free = _independent_work(costs, computation, op)
-        code = "empty-window" if free else "serialised"
-        detail = f": {free} could run inside" if free else ""
-        message = f"{what} takes {time_text(pair.transfer)} and nothing runs meanwhile{detail}"
-        return [finding(code, message, op.computation, pair.name, source=pair.source, severity=severity)]
+        if not free:
+            return [finding("serialised", message, op.computation, pair.name, source=pair.source, severity=severity)]
+        seconds, chosen = free[0]
+        where = f", {source}" if (source := module.source(chosen)) else ""
+        message += f": {chosen.name} ({time_text(seconds)}{where}) could run inside"
+        gain = min(pair.transfer, sum(s for s, _ in free))
+        return [
+            finding(
+                "empty-window", message, op.computation, pair.name, source=pair.source, severity=severity, gain=gain
+            )
+        ]
     if pair.exposed > max(0.05 * pair.transfer, 1e-6):
         message = f"{what} takes {time_text(pair.transfer)}, the work inside {time_text(pair.inside)}"
-        return [finding("exposed", message, op.computation, pair.name, source=pair.source, severity=severity)]
+        return [
+            finding(
+                "exposed", message, op.computation, pair.name, source=pair.source, severity=severity, gain=pair.exposed
+            )
+        ]
     return []
 
 
@@ -84,9 +97,13 @@ def synchronous_collectives(module: HloModule, costs: Costs, runs: Iterable[str]
             moved = max([i.shape.bytes] + [m.shape.bytes for o in i.operands if (m := computation.by_name.get(o))])
             message = f"{i.name} ({collective.opcode}, {size_text(moved)}) holds the chip for {time_text(seconds)}"
             severity = None if moved >= LARGE else Severity.INFO
+            advice = advise(module, costs, computation, i, collective)
             found.append(
-                finding("synchronous-collective", message, name, i.name, source=module.source(i), severity=severity)
-            )
+                finding(
+                    "synchronous-collective", message, name, i.name, source=module.source(i), severity=severity,
+                    advice=advice.text, gain=advice.gain,
+                )
+            )  # fmt: skip
     return found
 
 
@@ -136,36 +153,10 @@ def _changes_nothing(computation: Computation, i: Instruction) -> bool:
     return made is not None and made.shape == i.shape
 
 
-def _independent_work(costs: Costs, computation: Computation, op: AsyncOperation) -> str:
-    """Returns work in the same computation that the start does not need and that does not need the done; "" if none."""
+def _independent_work(costs: Costs, computation: Computation, op: AsyncOperation) -> list[tuple[float, Instruction]]:
+    """Returns what could run in the window: work that the start does not need and that does not need the done."""
     ends = [w.done.name for w in op.windows if w.computation == computation.name and not w.crosses]
-    if not ends:
-        return ""
-    before = _reachable(computation, [op.start.name], lambda i: (*i.operands, *i.control_predecessors))
-    users: dict[str, list[str]] = {}
-    for i in computation.instructions:
-        for o in (*i.operands, *i.control_predecessors):
-            users.setdefault(o, []).append(i.name)
-    after = _reachable(computation, ends, lambda i: tuple(users.get(i.name, ())))
-    for i in computation.instructions:
-        is_free = i.name not in before and i.name not in after and i.opcode not in COLLECTIVES
-        if is_free and costs.seconds(computation, i) >= 10 * WORK:
-            return i.name
-    return ""
-
-
-def _reachable(
-    computation: Computation, names: list[str], neighbours: Callable[[Instruction], tuple[str, ...]]
-) -> set[str]:
-    """Returns everything that can be reached from some instructions by stepping to neighbours."""
-    seen, pending = set(names), list(names)
-    while pending:
-        instruction = computation.by_name.get(pending.pop())
-        for name in neighbours(instruction) if instruction is not None else ():
-            if name not in seen:
-                seen.add(name)
-                pending.append(name)
-    return seen
+    return independent_work(costs, computation, [op.start.name], ends) if ends else []
 
 
 def _carried(body: Computation) -> set[str]:

@@ -13,6 +13,7 @@ import io
 import os
 import pathlib
 import tempfile
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 
 from flaxasync.check.compile.placement import place_arguments
 from flaxasync.check.compile.process import shared_process
-from flaxasync.check.compile.program import CompiledProgram
+from flaxasync.check.compile.program import CompiledProgram, listeners
 from flaxasync.check.compile.topologies import topology_devices
 
 COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
@@ -82,16 +83,29 @@ def compile_for(
     folder = None
     if keep_dumps:
         folder = pathlib.Path(tempfile.mkdtemp(prefix="flaxasync-") if keep_dumps is True else keep_dumps).absolute()
+    began = time.perf_counter()
     answer = shared_process(dumps=folder is not None).compile(request, timeout, folder)
+    seconds = time.perf_counter() - began
     coords = {d.id: tuple(d.coords) for d in devices}
-    return CompiledProgram(
+    program = CompiledProgram(
         text=answer["text"],
         topology=topology,
         memory=answer["memory"],
         cost=answer["cost"],
         coords=tuple(coords[i] for i in request["device_ids"]),
         dumps=folder,
+        axes=_mesh_axes(args),
     )
+    for listen in listeners:
+        listen(program, seconds)
+    return program
+
+
+def _mesh_axes(args: tuple) -> dict[str, int]:
+    """Returns the sizes of the mesh axes of a function's arguments, or else those of the ambient mesh, by name."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+    return dict((meshes[0] if meshes else jax.sharding.get_mesh()).shape)
 
 
 def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:
@@ -103,10 +117,6 @@ def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:
 
     lowering = lowered._lowering
     facts = lowering.compile_args
-    if facts["host_callbacks"] or facts["ordered_effects"]:
-        raise NotImplementedError(
-            "compile_for cannot compile host callbacks: take io_callback, pure_callback and debug.print out of it"
-        )
     devices = tuple(lowering._device_list)
     to_inputs, to_outputs = pxla.get_prop_to_input_output(facts["in_shardings"], facts["out_shardings"], 0)
     options = dict(lowering._compiler_options_kvs) | compiler_options

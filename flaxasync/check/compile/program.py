@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -18,6 +18,7 @@ class CompiledProgram:
       cost: XLA's cost analysis.
       coords: The chip of each partition, in the order of the mesh.
       dumps: The folder with libtpu's final bundles, if they were asked for.
+      axes: The sizes of the mesh axes, by name, in the order of the mesh; empty if there is no mesh.
     """
 
     text: str
@@ -26,6 +27,7 @@ class CompiledProgram:
     cost: Mapping[str, float]
     coords: tuple[tuple[int, ...], ...]
     dumps: pathlib.Path | None = None
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def chip(self) -> str:
@@ -56,3 +58,7 @@ class CompiledProgram:
 
     def cost_analysis(self) -> dict[str, float]:
         return dict(self.cost)
+
+
+# Is called with every program that `compile_for` makes, and with the seconds that it took. `capture` adds itself.
+listeners: list[Callable[[CompiledProgram, float], None]] = []

@@ -16,19 +16,12 @@ from typing import Any
 
 import jax
 
+from flaxasync.check.hlo.host_callbacks import HOST_TRANSFERS, callback_name, is_host_callback
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.trip_count import trip_count
 
 _CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
-# The public name of each primitive that calls Python.
-_PUBLIC_NAMES = {
-    "debug_print": "jax.debug.print",
-    "debug_callback": "jax.debug.callback",
-    "pure_callback": "jax.pure_callback",
-    "io_callback": "io_callback",
-}
-_HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true, these are how a TPU reaches a callback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +103,7 @@ def read_text(text: str, platform: str) -> Program:
     callbacks, loops, branches = [], [], []
     for computation in module.computations.values():
         for i in computation.instructions:
-            if _is_callback(i):
+            if is_host_callback(i):
                 callbacks.append(_callback(module, i))
             elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
                 loops.append(Decision(i.name, computation.name, module.source(i)))
@@ -145,17 +138,10 @@ def listed(things: Iterable[object], most: int = 3) -> str:
     return ", ".join(texts[:most]) + more
 
 
-def _is_callback(i: Instruction) -> bool:
-    if i.opcode == "custom-call":
-        return _CALLBACK.fullmatch(i.custom_call_target) is not None
-    return i.opcode in _HOST_TRANSFERS and i.attributes.get("is_host_transfer") == "true"
-
-
 def _callback(module: HloModule, i: Instruction) -> Callback:
-    primitive = i.op_name.rpartition("/")[2] or i.name.partition(".")[0]
-    ordered = "token[]" in i.attributes.get("operand_layout_constraints", "") or i.opcode in _HOST_TRANSFERS
-    has_effect = i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in _HOST_TRANSFERS
-    return Callback(_PUBLIC_NAMES.get(primitive, primitive), module.source(i), has_effect, ordered)
+    ordered = "token[]" in i.attributes.get("operand_layout_constraints", "") or i.opcode in HOST_TRANSFERS
+    has_effect = i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in HOST_TRANSFERS
+    return Callback(callback_name(i), module.source(i), has_effect, ordered)
 
 
 def _has_known_trip_count(module: HloModule, loop: Instruction, platform: str) -> bool:

@@ -12,10 +12,11 @@
 | a Pallas kernel | what the caller gives; else its `cost_estimate` at the peak, or its bytes where those take longer |
 
 The compiler's estimates of work without a matmul are too long: for broadcasts and additions in HBM by up to a factor
-of two. Such work is therefore never charged more than its bytes. Copies keep the estimate, because the compiler itself
-schedules by it. That estimate is furthest off within vector memory: it is 184 512 cycles for a copy of 16 MiB on v5e,
-whose final bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. A Pallas kernel that was written
-without a `cost_estimate` is charged by its bytes, and the timeline notes it.
+of two, and for the slices and updates of stacked layers the more, the more layers there are. Such work is therefore
+never charged more than its bytes (moved_bytes.py). Copies keep the estimate, because the compiler itself schedules by
+it. That estimate is furthest off within vector memory: it is 184 512 cycles for a copy of 16 MiB on v5e, whose final
+bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. A Pallas kernel that was written without a
+`cost_estimate` is charged by its bytes, and the timeline notes it.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ import re
 from collections.abc import Mapping
 
 from flaxasync.check.estimate.collective_time import collective_seconds
+from flaxasync.check.estimate.moved_bytes import moved_bytes
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, collective_in_fusion
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
@@ -106,15 +108,15 @@ class Costs:
             if given is not None:
                 return given
             if not operation.communicates:
-                return self._hbm_seconds(2 * operation.bytes)
+                return self.memory_seconds(2 * operation.bytes)
             return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
         if operation.communicates:
             collective = operation.inner or operation.start
             sent = self._operand_bytes(computation, operation.start) or operation.bytes
             if operation.updates and not operation.start.operands:  # an update brings the operands
                 sent = max(sent, self._operand_bytes(computation, operation.updates[0], skip=1))
-            return collective_seconds(operation.kind, sent, operation.bytes, self._group_size(collective), self.chip)
-        return self._hbm_seconds(2 * operation.bytes)
+            return collective_seconds(operation.kind, sent, operation.bytes, self.group_size(collective), self.chip)
+        return self.memory_seconds(2 * operation.bytes)
 
     def _explain(self, computation: Computation, i: Instruction) -> tuple[float, str]:
         if i.opcode in _FREE or i.opcode.endswith(_STEPS) or i.opcode in ("send", "recv"):
@@ -128,16 +130,14 @@ class Costs:
             return sum(self.computation_seconds(name) for name in i.called_computations), "body"
         if i.opcode in COLLECTIVES:
             sent = self._operand_bytes(computation, i)
-            return collective_seconds(i.opcode, sent, i.shape.bytes, self._group_size(i), self.chip), "links"
+            return collective_seconds(i.opcode, sent, i.shape.bytes, self.group_size(i), self.chip), "links"
         if i.opcode == "custom-call":
             return self._custom_call(computation, i)
         if i.opcode == "fusion" and (collective := collective_in_fusion(self.module, i)) is not None:
             if collective.opcode == "custom-call":
                 return 0.0, "nothing"  # the fusion is a start or a done
-            # XLA writes a reduce-scatter as a fusion of an all-reduce and a slice.
-            sent = self._operand_bytes(computation, i)
-            kind = "reduce-scatter" if collective.opcode == "all-reduce" and i.shape.bytes < sent else collective.opcode
-            return collective_seconds(kind, sent, i.shape.bytes, self._group_size(collective), self.chip), "links"
+            sent, kind = self._operand_bytes(computation, i), self.collective_kind(computation, i, collective)
+            return collective_seconds(kind, sent, i.shape.bytes, self.group_size(collective), self.chip), "links"
         cycles, moved = i.estimated_cycles, self._bytes_seconds(computation, i)
         as_estimated = self.module.contains_matmul(i) or (i.opcode == "copy" and self.copies == "cycles")
         if cycles is not None and (as_estimated or cycles / self.chip.clock < moved):
@@ -159,7 +159,12 @@ class Costs:
     def _given(self, kernel: str) -> float | None:
         return self.kernels.get(kernel, self.kernels.get(_without_number(kernel)))
 
-    def _group_size(self, collective: Instruction) -> int:
+    def collective_kind(self, computation: Computation, i: Instruction, collective: Instruction) -> str:
+        """Returns the opcode of what a collective does. XLA writes a reduce-scatter as an all-reduce and a slice."""
+        sliced = collective.opcode == "all-reduce" and i.shape.bytes < self._operand_bytes(computation, i)
+        return "reduce-scatter" if i is not collective and sliced else collective.opcode
+
+    def group_size(self, collective: Instruction) -> int:
         """Returns how many devices take part in one group of a collective."""
         if pairs := permute_pairs(collective):
             return max(2, len(pairs))
@@ -167,17 +172,13 @@ class Costs:
 
     def _bytes_seconds(self, computation: Computation, i: Instruction) -> float:
         """Returns the time in which the operands and the result of an instruction move through memory."""
-        arrays = [i.shape] + [made.shape for o in i.operands if (made := computation.by_name.get(o))]
-        if i.opcode in ("dynamic-slice", "slice", "gather"):
-            arrays = [i.shape, i.shape]  # only the slice is read and written
-        elif i.opcode == "dynamic-update-slice" and len(arrays) > 2:
-            arrays = [arrays[2], arrays[2]]  # only the update is read and written
-        leaves = [leaf for array in arrays for _, leaf in array.leaves()]
-        in_hbm = sum(leaf.bytes for leaf in leaves if leaf.memory_space == HBM)
-        in_vmem = max((leaf.bytes for leaf in leaves if leaf.memory_space == VMEM), default=0)
-        return max(self._hbm_seconds(in_hbm), in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock))
+        moved = moved_bytes(self.module, computation, i)
+        in_hbm = sum(size for space, size in moved if space == HBM)
+        in_vmem = max((size for space, size in moved if space == VMEM), default=0)
+        return max(self.memory_seconds(in_hbm), in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock))
 
-    def _hbm_seconds(self, moved: int) -> float:
+    def memory_seconds(self, moved: int) -> float:
+        """Returns the time in which bytes are read from HBM or written to it."""
         return moved / (self.chip.hbm_bandwidth * self.chip.hbm_efficiency)
 
     def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:

@@ -13,6 +13,7 @@ next iteration has several windows. A start may have no operands and get them fr
 """
 
 import dataclasses
+import functools
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE, Shape
@@ -100,20 +101,27 @@ def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
 def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
     """Returns the spelling in which an instruction is a start, or "" if it is none."""
     opcode = instruction.opcode
+    if opcode == "fusion":
+        return "fusion" if _contains_mark(module, instruction, _FUSED_START) else ""
+    marks = (_FUSED_START, _FUSED_DONE)
+    if opcode == "custom-call" and instruction.custom_call_target not in marks and _new_semaphores(instruction):
+        return "kernel"
+    return _spelling_of_opcode(opcode)
+
+
+@functools.lru_cache(maxsize=1024)  # a program has few opcodes
+def _spelling_of_opcode(opcode: str) -> str:
+    """Returns the spelling of an opcode that is a start in every instruction; "" for any other opcode."""
     if opcode == "async-start":
         return "generic"
     if opcode in ("send", "recv"):
         return "first-class"
     if opcode.endswith("-start"):
         return "first-class" if opcode.removesuffix("-start") in FIRST_CLASS else "sugar"
-    if opcode == "fusion":
-        return "fusion" if _contains_mark(module, instruction, _FUSED_START) else ""
-    marks = (_FUSED_START, _FUSED_DONE)
-    if opcode == "custom-call" and instruction.custom_call_target not in marks and _new_semaphores(instruction):
-        return "kernel"
     return ""
 
 
+@functools.lru_cache(maxsize=1024)
 def step_of_opcode(opcode: str) -> str:
     """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any other opcode.
 
@@ -234,7 +242,8 @@ def _fusion_ends(
 
 def _contains_mark(module: HloModule, fusion: Instruction, target: str) -> bool:
     return fusion.opcode == "fusion" and any(
-        i.opcode == "custom-call" and i.custom_call_target == target for i in module.instructions_in(fusion)
+        name in module.computations and target in module.computations[name].custom_call_targets
+        for name in fusion.called_computations
     )
 
 

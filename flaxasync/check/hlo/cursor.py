@@ -1,11 +1,14 @@
 """A position in a text that moves forward, with the errors and the bracket matching that the reader needs."""
 
+import contextlib
+import json
 import re
 
 from flaxasync.check.hlo.error import HloError
 
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
+_read_json = json.JSONDecoder().raw_decode  # finds the end of a JSON value without the steps of `after_bracket`
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
 
 
@@ -42,7 +45,8 @@ class Cursor:
         """Returns the text at the current position, for a message."""
         if self.at >= len(self.text):
             return "the end of the text"
-        return repr(self.text[self.at : self.at + 40].split("\n")[0])
+        line, end, _ = self.text[self.at : self.at + 40].partition("\n")
+        return repr(line) + (", where the text ends" if not end and self.at + 40 >= len(self.text) else "")
 
     def after_bracket(self, at: int) -> int:
         """Returns the index after the bracket that closes the one at `at`. It skips brackets in strings and comments.
@@ -50,6 +54,9 @@ class Cursor:
         Raises:
           HloError: The bracket is not closed, or another one closes first.
         """
+        if self.text.startswith('{"', at):  # what a backend notes in JSON, as deep as it likes
+            with contextlib.suppress(ValueError, RecursionError):
+                return _read_json(self.text, at)[1]
         closers = [_CLOSER[self.text[at]]]
         for token in _TOKEN.finditer(self.text, at + 1):
             mark = token[0]

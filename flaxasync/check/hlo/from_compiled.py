@@ -1,5 +1,6 @@
-"""Returns the module, and the name of the chip, of what a caller passes: a compiled program or its text."""
+"""Returns the module, the chip and the mesh axes of what a caller passes: a compiled program, or its text."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.hlo.module import HloModule
@@ -19,7 +20,7 @@ def module_of(compiled: Any) -> HloModule:
     if isinstance(compiled, HloModule):
         return compiled
     if isinstance(compiled, str):
-        return _parse(compiled)
+        return parse(compiled)
     if not hasattr(compiled, "as_text"):
         raise ValueError(
             f"expected a compiled program or HLO text: got {type(compiled).__name__}; "
@@ -31,7 +32,7 @@ def module_of(compiled: Any) -> HloModule:
         raise ValueError(f"this platform gives no text of a compiled program ({error}); {_DUMP}") from error
     if not isinstance(text, str) or not text:
         raise ValueError(f"the program has no text on this platform; {_DUMP}")
-    return _parse(text)
+    return parse(text)
 
 
 def chip_of(compiled: Any) -> str | None:
@@ -47,10 +48,14 @@ def chip_of(compiled: Any) -> str | None:
     return None
 
 
-def _parse(text: str) -> HloModule:
-    if text.lstrip().startswith("module @"):
-        raise ValueError("this is a lowered program (StableHLO), not a compiled one: call .compile(), or compile_for")
-    return parse(text)
+def axes_of(compiled: Any) -> dict[str, int]:
+    """Returns the sizes of the mesh axes of a compiled program, by name; {} if the object does not say."""
+    if isinstance(compiled, HloModule | str):
+        return {}
+    if isinstance(found := getattr(compiled, "axes", None), Mapping):
+        return dict(found)
+    meshes = [mesh for s in _shardings(compiled) if (mesh := getattr(s, "mesh", None)) is not None]
+    return dict(meshes[0].shape) if meshes else {}
 
 
 def _shardings(compiled: Any) -> list:

@@ -18,8 +18,12 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d, ]*)\}")
 _REFERENCE = re.compile(r"%?([\w.\-]+)")
 
 # The attributes that name one computation each, and those that list several.
-_CALLS = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter")
 _CALL_LISTS = ("called_computations", "branch_computations")
+_CALL_ORDER = (
+    *("calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter"),
+    *_CALL_LISTS,
+)
+_CALLS = frozenset(_CALL_ORDER)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,13 +76,14 @@ class Instruction:
 
     @property
     def called_computations(self) -> tuple[str, ...]:
-        """The names of the computations that this instruction calls, in the order of its attributes."""
+        """The names of the computations that this instruction calls: of a loop the body, then the condition."""
+        if _CALLS.isdisjoint(self.attributes):
+            return ()
+        keys = _CALLS.intersection(self.attributes)
         names: list[str] = []
-        for key in _CALLS:
-            if (value := self.attributes.get(key)) is not None:
-                names.append(value.lstrip("%"))
-        for key in _CALL_LISTS:
-            names += _REFERENCE.findall(self.attributes.get(key, ""))
+        for key in keys if len(keys) == 1 else sorted(keys, key=_CALL_ORDER.index):
+            value = self.attributes[key]
+            names += _REFERENCE.findall(value) if key in _CALL_LISTS else [value.lstrip("%")]
         return tuple(names)
 
     @property
@@ -141,6 +146,10 @@ class Computation:
             for operand in dict.fromkeys(i.operands):
                 users.setdefault(operand, []).append(i)
         return users
+
+    @functools.cached_property
+    def custom_call_targets(self) -> frozenset[str]:
+        return frozenset(i.custom_call_target for i in self.instructions if i.opcode == "custom-call")
 
     @property
     def root(self) -> Instruction | None:
@@ -223,6 +232,7 @@ class HloModule:
         return read_stack_frames(self.tables)
 
 
+@functools.lru_cache(maxsize=1024)  # a program repeats few of them, and asks for each one often
 def _read_aliases(text: str) -> tuple[Alias, ...]:
     """Decodes `{{1}: (0, {}), {2}: (1, {0})}`."""
     return tuple(Alias(_path(out), int(n[:9]), _path(index)) for out, n, index in _ALIAS.findall(text))
@@ -232,6 +242,7 @@ def _path(text: str) -> tuple[int, ...]:
     return tuple(int(part[:9]) for part in text.replace(" ", "").split(",") if part)
 
 
+@functools.lru_cache(maxsize=1024)  # for the indices of tuples above all
 def _small_int(text: str) -> int | None:
     text = text.strip()
     return int(text) if text.isascii() and text.lstrip("-").isdigit() and len(text) < 19 and text != "-" else None

@@ -13,6 +13,7 @@ A sub-axis `'y':(p)n` is the middle factor of an axis that is split into p times
 raises HloError, because groups that were guessed would make every later result wrong.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -51,9 +52,10 @@ def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
       HloError: The pairs are written in another way than {{0,1},{1,0}}.
     """
     text = instruction.attributes.get("source_target_pairs", "{}")
-    if not _PAIRS.fullmatch(text):
+    pairs = _pairs(text)
+    if pairs is None:
         raise _error(instruction, "source_target_pairs", text)
-    return tuple((int(a), int(b)) for a, b in _PAIR.findall(text))
+    return pairs
 
 
 def replica_groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
@@ -67,16 +69,10 @@ def replica_groups(instruction: Instruction, devices: int) -> tuple[tuple[int, .
       HloError: The notation of the groups is unknown, or a device is in two groups.
     """
     text = instruction.attributes.get("replica_groups", "{}")
-    groups: Sequence[Sequence[int]] | None = None
-    if match := _IOTA.fullmatch(text):
-        groups = _iota_groups(match)
-    elif match := _MESH.fullmatch(text):
-        groups = _mesh_groups(match)
-    elif _LISTS.fullmatch(text):
-        groups = [_numbers(group) for group in _LIST.findall(text[1:-1])] or [range(devices)]
-    if not groups or not all(groups) or len({d for group in groups for d in group}) != sum(map(len, groups)):
+    groups = _groups(text, devices)
+    if groups is None:
         raise _error(instruction, "replica_groups", text)
-    return tuple(map(tuple, groups))
+    return groups
 
 
 def check_participants(instruction: Instruction) -> None:
@@ -85,6 +81,27 @@ def check_participants(instruction: Instruction) -> None:
         replica_groups(instruction, 1)
     if "source_target_pairs" in instruction.attributes:
         permute_pairs(instruction)
+
+
+@functools.lru_cache(maxsize=64)  # a program repeats few of them, and asks for each one often
+def _pairs(text: str) -> tuple[tuple[int, int], ...] | None:
+    """Returns the (source, target) pairs; None if the text cannot be read."""
+    return tuple((int(a), int(b)) for a, b in _PAIR.findall(text)) if _PAIRS.fullmatch(text) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(text: str, devices: int) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the groups; None if the text cannot be read."""
+    groups: Sequence[Sequence[int]] | None = None
+    if match := _IOTA.fullmatch(text):
+        groups = _iota_groups(match)
+    elif match := _MESH.fullmatch(text):
+        groups = _mesh_groups(match)
+    elif _LISTS.fullmatch(text):
+        groups = [_numbers(group) for group in _LIST.findall(text[1:-1])] or [range(devices)]
+    if not groups or not all(groups) or len({d for group in groups for d in group}) != sum(map(len, groups)):
+        return None
+    return tuple(map(tuple, groups))
 
 
 def _iota_groups(match: re.Match) -> list[list[int]] | None:

@@ -8,6 +8,7 @@ does not check what an opcode means.
 
 import dataclasses
 import re
+from collections.abc import Callable
 
 from flaxasync.check.hlo.cursor import Cursor
 from flaxasync.check.hlo.error import HloError
@@ -19,23 +20,39 @@ from flaxasync.check.hlo.shapes import Shape
 _BLANK_IN_LINE = re.compile(r"(?:[ \t\r]+|/\*.*?\*/)*", re.DOTALL)
 _TABLE = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*\n(?:\d+ [^\n]*\n?)*")
 _HEADER = re.compile(r"HloModule\s+%?([\w.\-]+)")
+_HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
+_LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
 _INSTRUCTION = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _ATTRIBUTE = re.compile(r"([A-Za-z_][\w\-]*)\s*=\s*")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _BARE_OPERAND = re.compile(r"(?:^|[\s}\])])%?([A-Za-z_][\w.\-]*)\s*$")
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+_MAIN = '"main"'
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-# Most values and operand lists hold no bracket, string or comment. These find their end without matching brackets.
-_SIMPLE_VALUE = re.compile(r'[^{}()\[\],"\n/]*(?=[,\n}])')
-_SIMPLE_OPERANDS = re.compile(r'[^()"/{}\[\]]*\)')
+# What XLA prints nearly always: an attribute in one line without comments, whose brackets are nested once at most, and
+# the line of an instruction up to the end of its operands. Each is read by one match. Whatever does not match is read
+# in steps, which also find the errors.
+_PLAIN = r'[^{}()\[\]"/\n]'
+_STRING = r'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"'
+_INNER = rf"\{{{_PLAIN}*+\}}|\[{_PLAIN}*+\]|\({_PLAIN}*+\)"
+_VALUE = rf"(?:[^{{}}()\[\],\"\n/]++|{_STRING}|\{{(?:{_PLAIN}++|/(?![*/])|{_STRING}|{_INNER})*+\}}|{_INNER})*+"
+_SIMPLE_ATTRIBUTE = re.compile(rf", ([A-Za-z_][\w\-]*)=({_VALUE})(?=[,\n}}])")
+_TUPLE = r'\((?:[^()"/\n]++|/\*index=\d+\*/|\([^()"/\n]*+\))*+\)'
+_LINE = re.compile(
+    rf"[ \n]*+(ROOT )?%([\w.\-]+) = ({ARRAY.pattern}|{_TUPLE}) ([a-z][\w\-]*)\((?:([^()\"/{{}}\[\]]*+)\))?"
+)
+_FLAT = rf"(?:{_PLAIN}++|\[{_PLAIN}*+\]|/\*index=\d+\*/)*+"
+_SIGNATURE = re.compile(rf"\({_FLAT}(?:\({_FLAT}\){_FLAT})*+\) -> ({ARRAY.pattern}|{_TUPLE}) \{{")
 
 
-def parse(text: str) -> HloModule:
+def parse(text: str, *, progress: Callable[[float], None] | None = None) -> HloModule:
     """Reads HLO text.
 
     Args:
       text: What `compiled.as_text()` returns, or an HLO dump, or a fragment of one.
+      progress: Is called after each computation with the share of the text that has been read.
 
     Returns:
       The module. Two modules are equal when they print alike.
@@ -48,15 +65,19 @@ def parse(text: str) -> HloModule:
         raise HloError(
             f"HLO text must be a str: got {type(text).__name__}; use compiled.as_text(), or decode the bytes"
         )
-    return _Reader(text).module()
+    return _Reader(text, progress).module()
 
 
 class _Reader(Cursor):
     """Reads one text from its beginning to its end, one method per construct of the grammar."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, progress: Callable[[float], None] | None):
         super().__init__(text)
-        self._shapes: dict[str, Shape] = {}  # shapes by their text, because a program repeats few of them
+        self._progress = progress
+        # Shapes and attributes by their text, because a program repeats few of them.
+        self._shapes: dict[str, Shape] = {}
+        self._attributes: dict[str, dict[str, str]] = {}  # of whole lines; nobody changes a dict after it was read
+        self._values: dict[str, str] = {}  # the values that end a line
 
     def module(self) -> HloModule:
         self.skip_blank()
@@ -72,17 +93,27 @@ class _Reader(Cursor):
         computations: dict[str, Computation] = {}
         bare: list[Instruction] = []  # the instructions outside of any computation
         bare_names: set[str] = set()
+        if _LOWERED.match(self.text, self.at):
+            raise self.error(
+                "this is a lowered program (StableHLO), not a compiled one: call .compile(), or compile_for"
+            )
         while True:
             self.skip_blank()
             if self.at >= len(self.text):
                 break
             if _HEADER.match(self.text, self.at):
-                raise self.error("a second HloModule: read one module at a time")
+                names = _HEADER_LINE.findall(self.text)
+                raise self.error(
+                    f"a second HloModule: the text has {len(names)} of them ({', '.join(names[:4])}"
+                    f"{', ...' if len(names) > 4 else ''}); split it before each line HloModule, and read one at a time"
+                )
             if match := _COMPUTATION.match(self.text, self.at):
                 computation = self.computation(match, is_complete=bool(header))
                 if computation.name in computations:
                     raise self.error(f"computation '{computation.name}' is defined twice")
                 computations[computation.name] = computation
+                if self._progress is not None:
+                    self._progress(self.at / len(self.text))
             elif not header and (match := _INSTRUCTION.match(self.text, self.at)):
                 begin = self.at
                 bare.append(self.instruction(match))
@@ -97,6 +128,8 @@ class _Reader(Cursor):
             computations[entry] = Computation(entry, tuple(bare), is_entry=True)
         if not computations:
             raise self.error("the module has no computation: the text is cut short", start)
+        if self._progress is not None:
+            self._progress(1.0)
         module = HloModule(name, computations, attributes, tables, is_fragment=not header)
         if header:
             _check_calls(module)
@@ -117,7 +150,9 @@ class _Reader(Cursor):
         """Reads one computation. In a complete module every operand must be defined before its use."""
         begin, is_entry, name = self.at, bool(match[1]), match[2]
         self.at = match.end()
-        if self.text[self.at] == "(":
+        if (signature := _SIGNATURE.match(self.text, self.at)) and signature[1] in self._shapes:
+            self.at = signature.end() - 1
+        elif self.text[self.at] == "(":
             self.at = self.after_bracket(self.at)  # the signature repeats the parameters
             self.skip_blank()
             if self.text.startswith("->", self.at):
@@ -131,33 +166,52 @@ class _Reader(Cursor):
         instructions: list[Instruction] = []
         names: set[str] = set()
         while True:
-            self.skip_blank()
-            if self.text.startswith("}", self.at):
-                self.at += 1
-                break
-            match = _INSTRUCTION.match(self.text, self.at)  # type: ignore[assignment]
-            if not match:
-                if self.at >= len(self.text):
-                    raise self.error(f"computation '{name}' is not closed: the text is cut short", begin)
-                raise self.error(f"expected an instruction in computation '{name}': got {self.excerpt()}")
-            start = self.at
-            instruction = self.instruction(match)
+            if line := _LINE.match(self.text, self.at):
+                start = self.at = line.start(2)
+                instruction = self.instruction_on_a_line(line)
+            else:
+                self.skip_blank()
+                if self.text.startswith("}", self.at):
+                    self.at += 1
+                    break
+                match = _INSTRUCTION.match(self.text, self.at)  # type: ignore[assignment]
+                if not match:
+                    if self.at >= len(self.text):
+                        raise self.error(f"computation '{name}' is not closed: the text is cut short", begin)
+                    raise self.error(f"expected an instruction in computation '{name}': got {self.excerpt()}")
+                start = self.at
+                instruction = self.instruction(match)
             if instruction.name in names:
                 raise self.error(f"instruction '{instruction.name}' is defined twice in '{name}'", start)
-            for operand in instruction.operands if is_complete else ():
-                if operand not in names:
-                    raise self.error(f"operand '{operand}' of '{instruction.name}' is not defined before it", start)
+            if is_complete and not names.issuperset(instruction.operands):
+                operand = next(operand for operand in instruction.operands if operand not in names)
+                raise self.error(f"operand '{operand}' of '{instruction.name}' is not defined before it", start)
             names.add(instruction.name)
             instructions.append(instruction)
         if not instructions:
             raise self.error(f"computation '{name}' is empty", begin)
         _mark_root(instructions)
-        thread = self.attributes().get("execution_thread", '"main"')
-        if not re.fullmatch(r'"[^"\\]*"', thread):
+        thread = self.attributes().get("execution_thread", _MAIN)
+        if thread != _MAIN and not re.fullmatch(r'"[^"\\]*"', thread):
             raise self.error(f"execution_thread must be a string: got {thread[:40]!r}")
         return Computation(name, tuple(instructions), is_entry, thread[1:-1])
 
+    def instruction_on_a_line(self, match: re.Match) -> Instruction:
+        """Reads an instruction from a match of `_LINE`, which has everything up to its operands."""
+        line = self.line_here()
+        root, name, shape_text, opcode, operands = match.group(1, 2, 3, 7, 8)
+        shape = self._shapes.get(shape_text)
+        if shape is None:
+            self.at = match.start(3)
+            shape = self.shape()
+        inside = self.at = match.end()
+        if operands is None:  # they have brackets or comments
+            self.at = self.after_bracket(inside - 1)
+            operands = self.text[inside : self.at - 1]
+        return self.rest(name, shape, opcode, operands, bool(root), line)
+
     def instruction(self, match: re.Match) -> Instruction:
+        """Reads an instruction in steps, from a match of its name."""
         line, name = self.line_here(), match[2]
         self.at = match.end()
         shape = self.shape()
@@ -165,30 +219,36 @@ class _Reader(Cursor):
         if not opcode:
             self.skip_blank()
             raise self.error(f"expected an opcode and '(' in instruction '{name}': got {self.excerpt()}")
-        inside = opcode.end()
-        simple = _SIMPLE_OPERANDS.match(self.text, inside)
-        self.at = simple.end() if simple else self.after_bracket(inside - 1)
-        operands_text = self.text[inside : self.at - 1]
+        self.at = self.after_bracket(opcode.end() - 1)
+        operands = self.text[opcode.end() : self.at - 1]
+        return self.rest(name, shape, opcode[1], operands, bool(match[1]), line)
+
+    def rest(self, name: str, shape: Shape, opcode: str, inside: str, is_root: bool, line: int) -> Instruction:
+        """Reads what follows the bracket of an instruction. `inside` is the text in the bracket."""
         operands: tuple[str, ...] = ()
         literal = ""
-        if opcode[1] in ("constant", "parameter"):
-            literal = operands_text.strip()
-            if opcode[1] == "parameter" and not re.fullmatch(r"\d{1,9}", literal, re.ASCII):
-                raise self.error(f"parameter '{name}' needs a number: got {literal[:40]!r}", inside)
+        if opcode in ("constant", "parameter"):
+            literal = inside.strip()
+            if opcode == "parameter" and not _NUMBER.fullmatch(literal):
+                raise self.error(f"parameter '{name}' needs a number: got {literal[:40]!r}", self.at - 1 - len(inside))
         else:
-            operands = self.operands(operands_text, inside)
-        attributes = self.attributes()
-        instruction = Instruction(name, shape, opcode[1], operands, attributes, bool(match[1]), literal, line)
+            operands = self.operands(inside)
+        attributes = self.attributes_of_line()
+        instruction = Instruction(name, shape, opcode, operands, attributes, is_root, literal, line)
         check_participants(instruction)
         return instruction
 
-    def operands(self, text: str, at: int) -> tuple[str, ...]:
-        """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so they are dropped."""
+    def operands(self, text: str) -> tuple[str, ...]:
+        """Reads the text `%a, f32[2]{0} %b, /*index=2*/c` before the bracket that closes at the current position.
+
+        The shapes repeat what the definitions say, so they are dropped.
+        """
+        at = self.at - 1 - len(text)
         if "/*" in text:
             text = _COMMENT.sub("", text)
         if not text.strip():
             return ()
-        names = _OPERAND.findall(text)
+        names: list[str] = _OPERAND.findall(text)
         if text.count(",") + 1 == len(names) and "(" not in text:
             return tuple(names)
         names = []
@@ -199,10 +259,28 @@ class _Reader(Cursor):
             names.append(match[1])
         return tuple(names)
 
+    def attributes_of_line(self) -> dict[str, str]:
+        """Reads the attributes of an instruction. Lines that end alike get the same dict."""
+        start = self.at
+        end = self.text.find("\n", start)
+        tail = self.text[start:end] if end >= 0 else None
+        if tail is not None and (known := self._attributes.get(tail)) is not None:
+            self.at = end
+            return known
+        found = self.attributes()
+        if tail is not None and self.at == end:
+            self._attributes[tail] = found
+        return found
+
     def attributes(self) -> dict[str, str]:
         """Reads `, key=value, key=value`. A line break ends the list unless a comma precedes it."""
         found: dict[str, str] = {}
         while True:
+            while (simple := _SIMPLE_ATTRIBUTE.match(self.text, self.at)) and simple[1] != "device_ids":
+                found[simple[1]] = simple[2].strip()
+                self.at = simple.end()
+            if self.text.startswith("\n", self.at):
+                return found
             ahead = _BLANK_IN_LINE.match(self.text, self.at).end()  # type: ignore[union-attr]
             if not self.text.startswith(",", ahead):
                 self.at = ahead
@@ -212,14 +290,25 @@ class _Reader(Cursor):
             match = _ATTRIBUTE.match(self.text, self.at)
             if not match:
                 raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
-            start = match.end()
-            simple = _SIMPLE_VALUE.match(self.text, start)
-            self.at = simple.end() if simple else self.end_of_value(start)
-            value = self.text[start : self.at].strip()
+            self.at = match.end()
+            value = self.value()
             if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
                 found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
             else:
                 found[match[1]] = value
+
+    def value(self) -> str:
+        """Reads the value of an attribute. Equal values that end their lines share one str."""
+        start, end = self.at, self.text.find("\n", self.at)
+        rest = self.text[start:end] if end >= 0 else ""
+        if rest in self._values:
+            self.at = end
+            return self._values[rest]
+        self.at = self.end_of_value(start)
+        value = self.text[start : self.at].strip()
+        if self.at == end and value == rest:
+            self._values[rest] = value
+        return value
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):
@@ -250,7 +339,7 @@ def _check_calls(module: HloModule) -> None:
 
 def _mark_root(instructions: list[Instruction]) -> None:
     """Makes the last instruction the root if no instruction is marked as the root."""
-    if not any(i.is_root for i in instructions):
+    if not instructions[-1].is_root and not any(i.is_root for i in instructions):
         instructions[-1] = dataclasses.replace(instructions[-1], is_root=True)
 
 

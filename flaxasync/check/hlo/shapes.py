@@ -1,6 +1,7 @@
 """Shapes and layouts of HLO values, and the memory spaces of TPU layouts."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ class Shape:
         """The bytes of all elements, without the padding of tiles. For a tuple, the sum over its elements."""
         if self.is_tuple:
             return sum(element.bytes for element in self.elements)
-        return -(-math.prod(max(d, 0) for d in self.dimensions) * element_bits(self.element_type) // 8)
+        return _array_bytes(self.element_type, self.dimensions)
 
     def leaves(self, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], "Shape"]]:
         """Yields (index path, shape) of every array in this shape."""
@@ -101,6 +102,11 @@ class Shape:
         if self.is_tuple:
             return "(" + ", ".join(map(str, self.elements)) + ")"
         return self.without_layout() + (str(self.layout) if self.layout else "")
+
+
+@functools.lru_cache(maxsize=4096)  # a program repeats few shapes, and asks for the size of each one often
+def _array_bytes(element_type: str, dimensions: tuple[int, ...]) -> int:
+    return -(-math.prod(max(d, 0) for d in dimensions) * element_bits(element_type) // 8)
 
 
 def element_bits(element_type: str) -> int:

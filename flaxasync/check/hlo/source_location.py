@@ -3,6 +3,9 @@
 XLA prints both as metadata of the instruction. The name is printed in full. The line is printed either in full
 (`source_file="model.py" source_line=24`) or as the number of a stack frame, which is looked up in the tables between
 the HloModule line and the first computation.
+
+A stack frame names the call that made it, its parent. An instruction that a library made (flax's `nnx.Linear`, say) is
+said to come from the innermost line outside of installed packages, because that is the line that its author can change.
 """
 
 import re
@@ -11,6 +14,7 @@ from collections.abc import Mapping
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SOURCE_FILE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _STACK_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_INSTALLED = re.compile(r"[/\\](?:site-packages|dist-packages|lib[/\\]python\d[\d.]*)[/\\]")
 
 
 def op_name(metadata: str) -> str:
@@ -33,7 +37,9 @@ def source_line(metadata: str, frames: Mapping[str, str]) -> str:
 
 
 def read_stack_frames(tables: str) -> dict[str, str]:
-    """Maps the number of each stack frame to "file:line".
+    """Maps the number of each stack frame to the "file:line" of its innermost caller outside of installed packages.
+
+    A frame whose callers are all in installed packages is mapped to its own line.
 
     Args:
       tables: The text of the tables FileNames, FunctionNames, FileLocations and StackFrames. Each has a line with its
@@ -52,8 +58,22 @@ def read_stack_frames(tables: str) -> dict[str, str]:
     for n, text in sections.get("FileLocations", {}).items():
         if match := re.search(r"file_name_id=(\d+).*?\bline=(\d+)", text):
             locations[n] = f"{files.get(match[1], '?')}:{match[2]}"
-    frames = {}
+    lines, parents = {}, {}
     for n, text in sections.get("StackFrames", {}).items():
         if match := re.search(r"file_location_id=(\d+)", text):
-            frames[n] = locations.get(match[1], "")
-    return frames
+            lines[n] = locations.get(match[1], "")
+        parent = re.search(r"parent_frame_id=(\d+)", text)
+        parents[n] = int(parent[1][:9]) if parent else 0
+    # XLA prints the number of the parent plus one, and 1 where there is no parent.
+    shift = 0 if 0 in parents.values() else 1
+    return {n: _line_of_user(n, lines, {n: str(parent - shift) for n, parent in parents.items()}) for n in lines}
+
+
+def _line_of_user(frame: str, lines: Mapping[str, str], parents: Mapping[str, str]) -> str:
+    at, seen = frame, set()
+    while at in lines and at not in seen:
+        if lines[at] and not _INSTALLED.search(lines[at]):
+            return lines[at]
+        seen.add(at)
+        at = parents.get(at, "")
+    return lines[frame]

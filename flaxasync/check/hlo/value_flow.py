@@ -82,9 +82,14 @@ class _Holder:
     copies: tuple[tuple[str, Instruction], ...] = ()
     crosses: tuple[str, ...] = ()
 
-    def passed_to(self, instruction: Instruction, path: tuple[int, ...], **changes: object) -> "_Holder":
-        """Returns the next holder in the same computation."""
-        return dataclasses.replace(self, instruction=instruction, path=path, **changes)  # type: ignore[arg-type]
+    def passed_to(
+        self, instruction: Instruction, path: tuple[int, ...], copies: tuple[tuple[str, Instruction], ...] | None = None
+    ) -> "_Holder":
+        """Returns the next holder in the same computation, with other copies if they are given."""
+        copies = self.copies if copies is None else copies
+        return _Holder(
+            self.computation, instruction, path, self.opened, self.spans, self.loops, copies, self.crosses
+        )  # fmt: skip
 
     def spans_until(self, stop: int) -> tuple[Span, ...]:
         """Returns the spans up to a position of this computation."""

@@ -162,6 +162,8 @@ def _array_bytes(match: re.Match) -> int:
     if order and len(order.split(",")) == len(sizes):
         sizes = [sizes[int(i)] for i in reversed(order.split(","))]
     tile = [int(t) for t in m[1].split(",")] if (m := _TILE.search(layout or "")) else []
+    if tile and not sizes:
+        sizes = [1]  # a scalar has a whole tile, too
     for axis in range(1, min(len(tile), len(sizes)) + 1):
         sizes[-axis] = -(-sizes[-axis] // tile[-axis]) * tile[-axis]
     bits = _BITS.get(dtype) if dtype in _BITS else int(found[0]) if (found := re.findall(r"\d+", dtype)) else 32

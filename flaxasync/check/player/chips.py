@@ -13,6 +13,7 @@ those chips say so.
 | `link_efficiency` | 1.0367: a 128 MiB permute in 2.877 ms, same study | assumed 1 |
 | `local_latency` | 0.45 us: JAX's matmul tutorial, 128-row blocks | assumed equal |
 | `remote_latency`, `sync_latency` | 1 us, assumed: the sizes of the study do not resolve it | assumed equal |
+| `link_latency` | 0, assumed; `benchmarks/few_rows.py` shows what depends on it | assumed equal |
 
 The study is the published 2x2 matmul study on v5e, with which docs/player.md compares the player.
 """
@@ -41,6 +42,7 @@ class PlayedChip:
       local_latency: Seconds from the last byte of a transfer within a chip until its semaphore is raised.
       remote_latency: Seconds from the last byte of a transfer between chips until its semaphore is raised.
       sync_latency: Seconds that a semaphore signal takes to another chip.
+      link_latency: Seconds that each link of a route after the first adds to either of these two.
       branch_delay: The number of bundles after a branch that are still issued.
       granule: Bytes of the unit in which transfers are counted.
       hbm_unit: Bytes of the unit in which HBM addresses are counted.
@@ -64,6 +66,7 @@ class PlayedChip:
     hbm_unit: int
     cores: int
     known_error: str
+    link_latency: float = 0.0
 
     @property
     def clock(self) -> float:
@@ -78,6 +81,10 @@ class PlayedChip:
     def link(self) -> float:
         """Bytes per second of one link in one direction."""
         return self.sheet.link_bandwidth * self.link_efficiency
+
+    def route_latency(self, links: int, *, signal: bool = False) -> float:
+        """Seconds that a transfer between chips, or a signal, takes over a route of some links beside its bytes."""
+        return (self.sync_latency if signal else self.remote_latency) + max(0, links - 1) * self.link_latency
 
     def cycles(self, seconds: float) -> float:
         return seconds * self.clock

@@ -6,11 +6,15 @@ Some tables can be reconstructed from the HLO. Their form was inferred from what
 |---|---|
 | collective-permute | the source of p or -1, the target of p or -1 |
 | all-gather, all-reduce, reduce-scatter of pairs | the index of p in its pair, its partner, its partner, 0 |
+| all-reduce along one ring in vector memory | index of p, next chip, chip before, place on the ring |
 
-If the code looks up chips in the device assignment, a partner is given as its partition, and otherwise as its chip. The
-tables of larger groups have other forms. A synchronous collective that reads such a table is timed
-by a ring model (ring_model.py). An asynchronous one is refused, because the model does not know what runs beside it.
-Collectives without a table compute their partners and are simulated from their bundles.
+If the code looks up chips in the device assignment, a partner is given as its partition, and otherwise as its chip. XLA
+takes the ring for sums of up to a few MiB ("RotatedPincerShortEmitter" in the compiled HLO). Its rows are those of
+chips, and its order is taken to be that of the group. The code itself checks that the ring closes.
+
+The tables of other collectives of larger groups have other forms. A synchronous collective that reads such a table is
+timed by a ring model (ring_model.py). An asynchronous one is refused, because the model does not know what runs beside
+it. Collectives without a table compute their partners and are simulated from their bundles.
 """
 
 from flaxasync.check.hlo.module import Instruction
@@ -27,7 +31,7 @@ def can_be_simulated(instruction: Instruction | None, program: Program, devices:
     """Says whether a synchronous collective can be simulated: it reads no table, or one that can be reconstructed."""
     if not any(o.name == "dma.hbm_to_smem" for bundle in program.bundles for o in bundle.operations):
         return True
-    return instruction is not None and _is_in_pairs(instruction, devices)
+    return instruction is not None and (_is_in_pairs(instruction, devices) or _is_short_ring(instruction, program))
 
 
 def table_of(instruction: Instruction | None, program: Program, chips: list[int]) -> list[int] | None:
@@ -48,10 +52,17 @@ def table_of(instruction: Instruction | None, program: Program, chips: list[int]
         for p in range(len(chips)):
             table += [sources.get(p, _NONE), targets.get(p, _NONE)]
         return table
+    groups = replica_groups(instruction, len(chips))
+    if _is_short_ring(instruction, program):
+        rows = {
+            chips[p]: [place, chips[group[(place + 1) % len(group)]], chips[group[place - 1]], place]
+            for group in groups
+            for place, p in enumerate(group)
+        }
+        return [word for chip in sorted(rows) for word in rows[chip]]
     if not _is_in_pairs(instruction, len(chips)):
         return None
     looks_chips_up = any("device assignment ptr" in d.tag for d in program.declarations.values())
-    groups = replica_groups(instruction, len(chips))
     for p in range(len(chips)):
         pair = next((g for g in groups if p in g), (p, p))
         index = pair.index(p)
@@ -73,3 +84,9 @@ def refusal(instruction: Instruction | None, name: str, location: str) -> str:
 
 def _is_in_pairs(instruction: Instruction, devices: int) -> bool:
     return instruction.opcode in _PAIRED and all(len(g) == 2 for g in replica_groups(instruction, devices))
+
+
+def _is_short_ring(instruction: Instruction, program: Program) -> bool:
+    """Says whether this is XLA's all-reduce of small arrays, which goes around one ring in vector memory."""
+    comments = {o.comment.strip() for bundle in program.bundles for o in bundle.operations}
+    return instruction.opcode == "all-reduce" and "shard-cw-recv-wait" in comments

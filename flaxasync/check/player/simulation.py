@@ -188,7 +188,8 @@ class Simulation:
         target = self._devices.addressed(chip, core, machine)
         semaphore, amount = values[0] & SEMAPHORE_MASK, signed(values[1])
         message = self._clocks.known_to(machine.device)
-        delay = self.chip.cycles(self.chip.sync_latency) if target is not machine else 0.0
+        links = len(self.grid.route(machine.coords, target.coords))
+        delay = self.chip.cycles(self.chip.route_latency(links, signal=True)) if target is not machine else 0.0
         self._queue.at(
             machine.now + delay, lambda now: self._semaphores.add(target, semaphore, amount, now, "sync", message)
         )

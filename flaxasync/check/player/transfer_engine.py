@@ -84,7 +84,8 @@ class TransferEngine:
         lane = f"link to {target.device}" if remote else "memory"
         name = self._recorder.phase(machine.device)
         message = self._clocks.known_to(machine.device)
-        latency = self._chip.cycles(self._chip.remote_latency if remote else self._chip.local_latency)
+        links = len(self._grid.route(machine.coords, target.coords))
+        latency = self._chip.cycles(self._chip.route_latency(links) if remote else self._chip.local_latency)
 
         def done(now: float, flow: Flow) -> None:
             self._recorder.transfer(machine.device, lane, name, "transfer" if remote else "copy", flow.started, now)

@@ -8,13 +8,12 @@ The exit status is 0, or 2 if the profile or the program cannot be read.
 import argparse
 import dataclasses
 import json
-import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.estimate.timeline import Timeline
-from flaxasync.check.hlo.reader import parse
+from flaxasync.check.hlo.files import read_module
 from flaxasync.check.trace.exposed import DeviceTimes, Exposed, measure_exposed
 from flaxasync.check.trace.profile import read_profile
 from flaxasync.hardware import CHIPS
@@ -34,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     estimate = None
     try:
-        module = parse(pathlib.Path(chosen.program).read_text()) if chosen.program else None
+        module = read_module(chosen.program) if chosen.program else None
         times = measure_exposed(read_profile(chosen.path), chosen.module, module)
         if module is not None and chosen.chip:
             estimate = timeline(module, chosen.chip)

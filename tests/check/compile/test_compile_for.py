@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import CHIPS, HbmError, compile_for, topology_mesh
+from flaxasync.check import CHIPS, HbmError, compile_for, parse, topology_mesh
 from flaxasync.check.compile.hbm_error import hbm_error
+from flaxasync.check.hlo.host_callbacks import callback_name, is_host_callback
 from tests.check.compile.matmul_program import matmul
 
 
@@ -73,7 +75,16 @@ def test_dumps(mesh, tmp_path):
     assert names[0] == names[2] != names[1]
 
 
-def test_host_callbacks_are_refused(mesh):
+def test_host_callbacks_compile(mesh):
+    """A callback is needed only where the program runs."""
+
+    def fn(x):
+        jax.debug.print("{}", x.sum())
+        return io_callback(lambda y: y, jax.ShapeDtypeStruct((), jnp.float32), x.sum(), ordered=True)
+
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
-    with pytest.raises(NotImplementedError, match="host callbacks"):
-        compile_for("v5e:2x2", lambda x: jax.debug.print("{}", x.sum()), x)
+    program = compile_for("v5e:2x2", fn, x)
+    (computation,) = (c for c in parse(program.text).computations.values() if c.is_entry)
+    assert {callback_name(i) for i in computation.instructions if is_host_callback(i)} == {
+        "jax.debug.print", "io_callback"
+    }  # fmt: skip

@@ -6,6 +6,7 @@ from flaxasync import check
 from flaxasync.check.dispatch import command_buffers
 
 
+@pytest.mark.slow
 def test_the_flags_add_loops_and_replace_nothing():
     flags = check.command_buffer_flags().split()
     assert flags[0].startswith("--xla_gpu_enable_command_buffer=")

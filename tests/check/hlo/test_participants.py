@@ -99,6 +99,25 @@ def test_groups(text, expected):
 @pytest.mark.parametrize(
     "text",
     [
+        "{{0}}",
+        "{ {0,1}, {2,3} }",
+        "[2,10]<=[20]",
+        "[8,1]<=[8]",
+        "[2,4]<=[2,2,2]T(2,0,1)",
+        "mesh['axis_0'=2,'axis_1'=2] {'axis_1'}",
+        "mesh['axis_0'=4,'axis_1'=1] {'axis_0'}",
+        "mesh[\"x\"=2,'y'=2] {'x'}",
+        "mesh['a'=2,'b'=4,'c'=4,'d'=2], device_ids=([4,16]T(1,0)) {'a'}",
+        "mesh['a'=2,'b'=4,'c'=3,'d'=8] {'b':(2)2,'d':(4)2,'c'}",
+    ],
+)
+def test_the_forms_of_xlas_parser_tests(text):
+    assert parsed_groups(text) == in_xla(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "[3,4]<=[8]",
         "[8]<=[8]",
         "[2,4]<=[8]T(1)",

@@ -10,7 +10,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import topology_mesh
-from flaxasync.check.player import UnknownOperationError, play, played_chip
+from flaxasync.check.player import (
+    PlayerError,
+    UnknownOperationError,
+    collective_tables,
+    play,
+    played_chip,
+    transfer_engine,
+)
 from tests.check.player.study import assert_times_add_up, sent_bytes
 
 
@@ -46,14 +53,42 @@ def test_a_while_loop_of_permutes(topology, size):
 
 def test_collectives_without_tables_run_from_their_bundles_and_others_are_marked():
     def local(x):
-        return lax.all_to_all(x, "model", 1, 0, tiled=True), lax.psum(x, "model")
+        return lax.all_to_all(x, "model", 1, 0, tiled=True), lax.all_gather(x, "model", tiled=True)
 
     result = simulate("v5e:2x2", 4, local, (P("model", None),), (P("model", None), P()), (1024, 512))
     assert not result.slowest.phase("all_to_all").analytic
-    assert result.slowest.phase("psum").analytic
-    assert any("ring model" in note and "psum" in note for note in result.notes)
-    ring = 2 * 3 / 4 * 256 * 512 * 2 / (2 * played_chip("v5e").link)
-    assert ring < result.slowest.phase("psum").waits["collective"] < 3 * ring  # it adds hops and additions
+    assert result.slowest.phase("all-gather").analytic
+    assert any("ring model" in note and "all-gather" in note for note in result.notes)
+    ring = 3 * 256 * 512 * 2 / (2 * played_chip("v5e").link)
+    assert ring < result.slowest.phase("all-gather").waits["collective"] < 3 * ring  # it adds hops
+
+
+@pytest.mark.parametrize(("topology", "rows"), [("v5e:2x2", 1), pytest.param("v6e:2x4", 64, marks=pytest.mark.slow)])
+def test_an_all_reduce_of_few_rows_runs_from_its_bundles(topology, rows):
+    """Its table of ring neighbours is reconstructed. The bundles themselves halt if the ring does not close."""
+    size = {"v5e:2x2": 4, "v6e:2x4": 8}[topology]
+    result = simulate(topology, size, lambda x: lax.psum(x, "model"), (P("model", None),), P(), (rows * size, 4096))
+    assert_times_add_up(result)
+    phase = result.slowest.phase("psum")
+    assert not phase.analytic
+    assert not result.notes
+    hops = size // 2 if rows == 1 else 2 * (size // 2)  # one row is gathered by all, more are reduced, then gathered
+    latencies = (hops + 1) * 1e-6  # with that of the barrier
+    assert latencies < phase.seconds < 2 * latencies + 2 * rows * 4096 * 2 / played_chip(topology).link
+
+
+def test_the_table_of_another_order_of_the_ring_is_noticed(monkeypatch):
+    """Negative test: a table whose ring leaves out a chip."""
+    tables = collective_tables.table_of
+    monkeypatch.setattr(transfer_engine, "table_of", lambda *known: _without_third(tables(*known)))
+    with pytest.raises(PlayerError, match="Group didn't close"):
+        simulate("v5e:2x2", 4, lambda x: lax.psum(x, "model"), (P("model", None),), P(), (4, 4096))
+
+
+def _without_third(table):
+    if table is not None:
+        table[1] = table[4 * table[1] + 1]  # of chip 0: the next chip but one
+    return table
 
 
 def gather_beside_a_matmul(options):

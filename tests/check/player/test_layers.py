@@ -52,6 +52,7 @@ def test_the_gradient_of_a_linear_layer_runs_to_the_end(backend):
         assert device.matrix_busy == pytest.approx(3 * flops / played_chip("v5e").sheet.flops, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_large_matmul_of_a_layer_agrees_with_the_compilers_estimate():
     """estimated_cycles is up to 9 % above the measured time of a large matmul fusion."""
     make = lambda: fa.nn.ColumnParallelLinear(2048, 8192, backend="none", rngs=nnx.Rngs(0))  # noqa: E731

@@ -1,0 +1,213 @@
+"""What to change about a collective that holds the chip, and the predicted gain.
+
+Three changes are known, and the one with the largest predicted gain is advised. Where no flag of XLA makes the last
+one, it is advised only if the others gain nothing.
+
+* A collective that a backward pass computes again: save its result. The gain is the time of the collective and of the
+  work that only it needs, less the traffic of the saved result.
+* A collective that feeds matmuls, or that sums the product of one: send blocks around a ring while others are
+  multiplied. The gain is the sum of both times, less the time of the ring.
+* Any collective: run it beside independent work of its computation. The gain is the shorter of the two times.
+
+The ring of R devices takes M/R + (R-1) max(C/(R-1), M/R) for a collective of C seconds and matmuls of M seconds. A ring
+that gathers a dimension over which a matmul sums (contraction.py) makes R partial sums instead of one product, and
+writes and reads R-1 of them more. This alone can make it slower than the gather that it replaces; docs/history.md has
+examples. These are predictions from the estimates of costs.py. That a flag exists does not mean that XLA then finds the
+overlap; the audit of the program that was compiled with it says whether it did.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from flaxasync.check.auditing.contraction import partial_sum_bytes
+from flaxasync.check.auditing.report import size_text
+from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.hlo.async_operations import COLLECTIVES
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+
+# XLA's flags, by what they are asked to do; tests/check/auditing/test_advice.py checks that libtpu knows them.
+RING_FLAGS = {
+    "all-gather": "xla_tpu_all_gather_collective_matmul_mode=post_spmd",
+    "reduce-scatter": "xla_tpu_reduce_scatter_collective_matmul_mode=post_spmd",
+}
+OFFLOAD_FLAGS = {
+    "all-gather": "xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
+    "reduce-scatter": "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
+    "all-reduce": "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
+}
+OFFLOADING_CHIPS = ("v6e", "tpu7x")  # those with SparseCores on which docs/async.md found the flags to work
+_OPS = {"all-gather": "all_gather_matmul", "reduce-scatter": "matmul_reduce_scatter", "all-reduce": "matmul_all_reduce"}
+_PASSES = frozenset({"bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose", "tuple"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What to do, and the seconds that one run of the computation is predicted to gain."""
+
+    text: str
+    gain: float
+
+
+def advise(
+    module: HloModule, costs: Costs, computation: Computation, i: Instruction, collective: Instruction
+) -> Advice:
+    """Returns the advice on a collective that holds the chip.
+
+    Args:
+      module: The program.
+      costs: The times of its instructions.
+      computation: The computation of the instruction.
+      i: The instruction that holds the chip: the collective, or the fusion that contains it.
+      collective: The collective itself.
+    """
+    kind = costs.collective_kind(computation, i, collective)
+    ways = []
+    if partners := _partners(module, computation, i, kind):
+        ways.append(_ring(module, costs, computation, i, kind, partners, max(2, costs.group_size(collective))))
+    if "rematted_computation" in i.op_name:
+        ways.append(_save(costs, computation, i))
+    if not any(way.gain for way in ways) or (kind in OFFLOAD_FLAGS and costs.chip.name in OFFLOADING_CHIPS):
+        ways.append(_beside(costs, computation, i, kind))
+    return max(ways, key=lambda advice: advice.gain)
+
+
+def independent_work(
+    costs: Costs, computation: Computation, starts: list[str], ends: list[str]
+) -> list[tuple[float, Instruction]]:
+    """Returns the work of a computation that `starts` do not need and that does not need `ends`, the longest first.
+
+    Each is (seconds, instruction). Collectives and what takes less than a microsecond do not count.
+    """
+    needed = {i.name for i in _closure(computation, starts, forward=False)}
+    dependent = {i.name for i in _closure(computation, ends, forward=True)}
+    found = [
+        (seconds, i)
+        for i in computation.instructions
+        if i.name not in needed and i.name not in dependent and i.opcode not in COLLECTIVES
+        if costs.explained(computation, i)[1] not in ("links", "body", "nothing")
+        and (seconds := costs.seconds(computation, i)) >= 1e-6
+    ]
+    return sorted(found, key=lambda item: -item[0])
+
+
+def _beside(costs: Costs, computation: Computation, i: Instruction, kind: str) -> Advice:
+    """Advises to run a collective beside independent work."""
+    free = independent_work(costs, computation, [i.name], [i.name])
+    what = f"run it beside {free[0][1].name}, on which it does not depend" if free else "nothing independent is there"
+    flag = OFFLOAD_FLAGS.get(kind) if costs.chip.name in OFFLOADING_CHIPS else None
+    how = f"the XLA flag {flag} moves it to the SparseCore" if flag else f"no XLA flag is known on {costs.chip.name}"
+    return Advice(f"{what}; {how}", min(costs.seconds(computation, i), sum(seconds for seconds, _ in free)))
+
+
+def _ring(
+    module: HloModule,
+    costs: Costs,
+    computation: Computation,
+    i: Instruction,
+    kind: str,
+    matmuls: list[Instruction],
+    ring: int,
+) -> Advice:
+    """Advises to send blocks around a ring while others are multiplied.
+
+    An all-reduce is a reduce-scatter, which the matmul before it can hide, and a gather, which it cannot.
+    """
+    collective, product = costs.seconds(computation, i), sum(costs.seconds(computation, m) for m in matmuls)
+    hidden = collective / 2 if kind == "all-reduce" else collective
+    overlapped = product / ring + (ring - 1) * max(hidden / (ring - 1), product / ring) + (collective - hidden)
+    if kind == "all-gather" and (axis := _gathered_dimension(i)) is not None:
+        sums = sum(partial_sum_bytes(module, computation, m, i, axis) for m in matmuls)
+        overlapped += costs.memory_seconds(2 * (ring - 1) * sums)
+    names = ", ".join(m.name for m in matmuls)
+    text = (
+        f"send blocks while {names} multipl{'ies' if len(matmuls) == 1 else 'y'} others: {_ways(module, costs, kind)}"
+    )
+    return Advice(text, max(0.0, collective + product - overlapped))
+
+
+def _gathered_dimension(gather: Instruction) -> int | None:
+    text = gather.attributes.get("dimensions", "").strip("{}")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else None
+
+
+def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
+    """Advises to save what a backward pass computes again.
+
+    A matmul that XLA merged with a part of another transfer has a result that others need, so its time is not counted
+    as gained: without it, that transfer needs other work to hide it.
+    """
+    dead = {i.name}
+    for earlier in reversed(computation.instructions[: computation.position[i.name]]):
+        users = computation.users.get(earlier.name, [])
+        if users and not earlier.is_root and all(user.name in dead for user in users):
+            dead.add(earlier.name)
+    work = sum(costs.seconds(computation, computation.by_name[name]) for name in dead)
+    traffic = costs.memory_seconds(4 * i.shape.bytes)  # it is read and written as it is saved, and as it is fetched
+    text = (
+        "the backward pass computes it again: name its result, jax.ad_checkpoint.checkpoint_name(y, 'saved'), and keep "
+        "it, jax.checkpoint(..., policy=jax.checkpoint_policies.save_only_these_names('saved')), for "
+        f"{size_text(i.shape.bytes)} of memory in each layer"
+    )
+    return Advice(text, max(0.0, work - traffic))
+
+
+def _ways(module: HloModule, costs: Costs, kind: str) -> str:
+    """Says how a collective and a matmul become a ring."""
+    ways = [f"the XLA flag {RING_FLAGS[kind]} may do it"] if kind in RING_FLAGS else []
+    if kind in OFFLOAD_FLAGS and costs.chip.name in OFFLOADING_CHIPS and not ways:
+        ways = [f"the XLA flag {OFFLOAD_FLAGS[kind]} moves it to the SparseCore"]
+    if uses_flaxasync(module):
+        ways.append("where flaxasync made it, backend='none' was named or predicted to be faster: backend='xla' rings")
+    else:
+        where = " where it is the rows that are gathered" if kind == "all-gather" else ""
+        ways.append(f"flaxasync.{_OPS[kind]} does it{where}")
+    return ", and ".join(ways)
+
+
+def uses_flaxasync(module: HloModule) -> bool:
+    """Says whether this package made a part of the program, by the files that the text names."""
+    return "/flaxasync/ops/" in module.tables or "/flaxasync/nn/" in module.tables
+
+
+def _partners(module: HloModule, computation: Computation, i: Instruction, kind: str) -> list[Instruction]:
+    """Returns the matmuls that take a gathered array, or the matmul whose product is summed."""
+    if kind == "all-gather":
+        return _matmuls(module, computation, i, lambda step: computation.users.get(step.name, []))
+    if kind in ("reduce-scatter", "all-reduce"):
+        return _matmuls(
+            module, computation, i, lambda step: [m for o in step.operands if (m := computation.by_name.get(o))]
+        )
+    return []
+
+
+def _matmuls(
+    module: HloModule,
+    computation: Computation,
+    i: Instruction,
+    neighbours: Callable[[Instruction], Iterable[Instruction]],
+) -> list[Instruction]:
+    """Returns the nearest matmuls, directly or through instructions that only rearrange arrays."""
+    found, pending, seen = [], list(neighbours(i)), set()
+    while pending:
+        step = pending.pop(0)
+        if step.name in seen:
+            continue
+        seen.add(step.name)
+        if module.contains_matmul(step):
+            found.append(step)
+        elif step.opcode in _PASSES:
+            pending += neighbours(step)
+    return found
+
+
+def _closure(computation: Computation, names: list[str], *, forward: bool) -> list[Instruction]:
+    """Returns the named instructions and all that need them (forward), or all that they need, in printed order."""
+    reached = set(names)
+    ordered = computation.instructions if forward else computation.instructions[::-1]
+    for i in ordered:
+        before = (*i.operands, *i.control_predecessors)
+        if forward and not reached.isdisjoint(before):
+            reached.add(i.name)
+        elif not forward and i.name in reached:
+            reached.update(before)
+    return [i for i in computation.instructions if i.name in reached]

@@ -1,0 +1,53 @@
+"""Runs a Python program and captures every program that JAX compiles in it, without a change to its code.
+
+    python -m flaxasync.check capture FOLDER -- script.py arguments
+    python -m flaxasync.check capture FOLDER -- -m module arguments
+
+The processes that it starts are captured, too, if they import flaxasync: they inherit FLAXASYNC_CAPTURE=FOLDER. The
+exit status is that of the program; 2 if there is no such program.
+"""
+
+import argparse
+import os
+import pathlib
+import runpy
+import sys
+
+from flaxasync.check.capturing.recorder import VARIABLE, Recorder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    description, usage = (__doc__ or "").split("\n\n", 1)
+    parser = argparse.ArgumentParser(
+        prog="python -m flaxasync.check capture", description=description, epilog=usage,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("folder", help="the folder for the programs; it is made if it does not exist")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- script.py arguments, or -- -m module arguments")
+    chosen = parser.parse_args(arguments)
+    program = chosen.program[1:] if chosen.program[:1] == ["--"] else chosen.program
+    if not program:
+        parser.error("which program? put -- script.py after the folder")
+    if VARIABLE in os.environ:
+        parser.error(f"{VARIABLE} is set, so everything is captured already: unset it")
+    is_module = program[0] == "-m"
+    if is_module and len(program) < 2:
+        parser.error("-m needs the name of a module")
+    if not is_module and not pathlib.Path(program[0]).exists():
+        print(f"there is no file {program[0]}", file=sys.stderr)
+        return 2
+    os.environ[VARIABLE] = str(pathlib.Path(chosen.folder).absolute())
+    recorder = Recorder(chosen.folder)
+    recorder.start()
+    try:
+        if is_module:
+            sys.argv, sys.path[0] = program[1:], os.getcwd()
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = program, str(pathlib.Path(program[0]).absolute().parent)
+            runpy.run_path(program[0], run_name="__main__")
+    finally:
+        recorder.stop()
+        print(f"captured {len(recorder.programs)} programs: python -m flaxasync.check {chosen.folder}", file=sys.stderr)
+    return 0

@@ -1,0 +1,84 @@
+"""The pytest fixture `check_overlap`, which compares a compiled program with the baseline of the test.
+
+pytest finds this plugin where flaxasync is installed. It imports nothing else of flaxasync until the fixture is used.
+"""
+
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+_USED: pytest.StashKey[dict[pathlib.Path, str]] = pytest.StashKey()  # the test that checks against each baseline
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("flaxasync").addoption(
+        "--update-overlap", action="store_true", help="write the baselines of check_overlap instead of comparing"
+    )
+
+
+@pytest.fixture
+def check_overlap(request: pytest.FixtureRequest) -> Callable:
+    """Compares a compiled program with the baseline of this test, and fails the test if something is worse.
+
+    The baseline is `overlap/FILE/TEST.json` beside the file of the test, or `overlap/FILE/CLASS-TEST.json` for a test
+    of a class. `pytest --update-overlap` writes it. Differences for the better are printed: `pytest -rP` shows them.
+
+        def test_step(check_overlap):
+            check_overlap(fa.check.compile_for("v5e:2x4", step, *arguments))
+
+    Args of the function that it returns:
+      compiled: A compiled program, or its text.
+      name: A name of this program, for a test that checks several. It is added to the name of the file.
+      chip: As for `summarize`.
+      axes: As for `summarize`.
+      **tolerances: The fields of `Tolerances`.
+    """
+    mine: set[pathlib.Path] = set()
+
+    def check(
+        compiled: Any,
+        name: str = "",
+        *,
+        chip: str | None = None,
+        axes: Mapping[str, int] | None = None,
+        **tolerances: float,
+    ) -> None:
+        from flaxasync.check.gate.baseline import read_baseline, write_baseline
+        from flaxasync.check.gate.comparison import Tolerances, compare
+        from flaxasync.check.gate.summary import summarize
+
+        allowed = Tolerances(**tolerances)
+        path = pathlib.Path(request.node.path)
+        test = request.node.nodeid.partition("::")[2].replace("::", "-")
+        file = path.parent / "overlap" / path.stem / f"{_file_name(f'{test}-{name}' if name else test)}.json"
+        owner = request.config.stash.setdefault(_USED, {}).setdefault(file, request.node.nodeid)
+        if owner != request.node.nodeid or file in mine:
+            pytest.fail(
+                f"{file} is the baseline of another program already, which {owner} checks: give each program a name of "
+                "its own, as in check_overlap(compiled, 'step')",
+                pytrace=False,
+            )
+        mine.add(file)
+        program = summarize(compiled, chip=chip, axes=axes)
+        if request.config.getoption("--update-overlap"):
+            write_baseline(program, file)
+            return
+        if not file.exists():
+            pytest.fail(f"there is no baseline {file}: pytest --update-overlap writes it", pytrace=False)
+        try:
+            comparison = compare(read_baseline(file), program, allowed)
+        except ValueError as error:
+            pytest.fail(f"{file}: {error}".replace("--update", "pytest --update-overlap"), pytrace=False)
+        if not comparison.ok:
+            pytest.fail(f"{comparison}\nto accept the differences: pytest --update-overlap", pytrace=False)
+        if comparison.changes:
+            print(comparison)
+
+    return check
+
+
+def _file_name(test: str) -> str:
+    return re.sub(r"[^\w.\-]+", "_", test).strip("_")

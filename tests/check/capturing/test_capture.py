@@ -1,0 +1,241 @@
+"""Capturing the programs of a training script that was not written for it, in the process and from outside."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flaxasync.check import HLO_ONLY, audit, capture, compile_for, overview, parse, read_folder, topology_mesh
+from flaxasync.check.__main__ import main
+from flaxasync.check.capturing import recorder
+from flaxasync.check.capturing.programs import Folder
+from tests.check.capturing import training
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+@pytest.fixture
+def compilations():
+    """The names of the functions that JAX says it has compiled, by its own event."""
+    names = []
+
+    def listen(event, seconds, **facts):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(facts["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.clear_caches()
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def module_name(function: str) -> str:
+    return "".join(c if c.isalnum() or c in "_.-" else "_" for c in function).rstrip("_")
+
+
+@pytest.mark.slow
+def test_every_module_of_a_training_script(compilations, tmp_path):
+    with capture(tmp_path) as programs, jax.numpy_dtype_promotion("standard"):
+        training.train(steps=1)
+    assert [p.name.rstrip("_") for p in programs] == [module_name(name) for name in compilations]
+    assert {"jit_train_step", "jit_eval_step"} <= {p.name for p in programs}
+    (step,) = (p for p in programs if p.name == "jit_train_step")
+    module = parse(step.as_text())
+    assert module.is_scheduled
+    assert audit(step, chip="v5e").ok
+    assert step.memory["argument_size_in_bytes"] > 0
+    assert 0 < step.seconds < 60
+    assert (step.platform, step.chip, step.devices) == ("cpu", None, 1)
+    assert str(step.result_shape).startswith("(")
+    assert any(shape.dimensions == (8, 8, 8, 1) for shape in step.argument_shapes)
+    again = read_folder(tmp_path)
+    assert again == programs
+    assert [p.as_text() for p in again] == [p.as_text() for p in programs]
+    view = overview(again)
+    assert f"{len(programs)} programs, compiled in" in str(view)
+    assert "no transfer is exposed" in str(view)
+
+
+def test_nothing_is_recorded_outside_of_the_block():
+    from jax._src import compiler
+
+    original = compiler.compile_or_get_cached
+    with capture() as outer:
+        jax.jit(lambda x: x + 1.0)(1.0)
+        with capture() as inner:
+            jax.jit(lambda x: x + 2.0).lower(1.0).compile()
+        assert compiler.compile_or_get_cached is not original
+    assert compiler.compile_or_get_cached is original
+    jax.jit(lambda x: x + 3.0)(1.0)
+    assert len(inner) == 1
+    assert len(outer) >= 2
+
+
+def test_captures_that_share_a_folder(tmp_path, monkeypatch):
+    """Each keeps its texts: one after the other, one in the other, and with the PID and the host of another process."""
+
+    def compile_one(size):
+        jax.jit(lambda x: x * 2.0).lower(jax.ShapeDtypeStruct((size,), jnp.float32)).compile()
+
+    captured = []
+    for size in (3, 5):
+        with capture(tmp_path) as outer:
+            compile_one(size)
+            with capture(tmp_path) as inner:
+                compile_one(size + 10)
+        captured += [*outer, *inner]
+    folder = Folder(tmp_path)
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # a fork
+    captured.append(folder.write(captured[0]))
+    folder.close()
+    captured.append((other := Folder(tmp_path)).write(captured[1]))  # the first process of a container
+    other.close()
+    assert [p.argument_shapes[0].dimensions for p in captured] == [(n,) for n in (3, 13, 13, 5, 15, 15, 3, 13)]
+    assert len({p.file for p in captured}) == len(captured)
+    assert sorted(map(str, (p.file for p in read_folder(tmp_path)))) == sorted(str(p.file) for p in captured)
+
+
+def test_a_sharded_program(tmp_path, capsys):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    x = jax.device_put(jnp.ones((512, 512)), NamedSharding(mesh, P("data", "model")))
+    gather = jax.jit(lambda x: jax.sharding.reshard(x, P("data", None)) * 2)
+    with capture(tmp_path) as programs, jax.set_mesh(mesh):
+        compiled = gather.lower(x).compile()
+    (program,) = programs
+    assert program.axes == {"data": 2, "model": 4}
+    assert program.devices == 8
+    assert program.as_text() == compiled.as_text(), "the final text, and not that of an earlier stage"
+    assert main([str(tmp_path), "--chip", "v5e"]) == 0
+    printed = capsys.readouterr().out
+    assert "the 1 worst of 1 exposed transfers" in printed
+    assert "all-gather of 512 KiB over model" in printed
+    assert "test_capture.py:" in printed
+    assert "one run of each program on v5e, for which 1 of them was not compiled; nothing was measured" in printed
+    assert main([str(tmp_path), "--chip", "v6e"]) == 0
+    assert "one run of each program on v6e, for which 1" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path), "--json", "--fail-on", "error", "--expect", "permute_start=1"])
+    assert stopped.value.code == 2
+    assert "--chip is the only option: got --json, --expect, --fail-on" in capsys.readouterr().err
+
+
+def test_a_program_of_compile_for():
+    mesh = topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", "y")))
+    with capture() as programs:
+        compiled = compile_for("v5e:2x2", lambda x: x.sum(), x, compiler_options=HLO_ONLY)
+    (program,) = programs
+    assert (program.name, program.chip, program.devices) == ("jit__lambda", "v5e", 4)
+    assert program.axes == {"x": 2, "y": 2}
+    assert program.as_text() == compiled.text
+
+
+def test_programs_from_the_cache_of_compiled_programs(tmp_path, monkeypatch):
+    """Negative test of the public hook of JAX: a program that is loaded and not compiled comes, too."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    options = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0,
+               "jax_persistent_cache_min_entry_size_bytes": -1}  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        found = []
+        for _ in range(2):
+            with capture() as programs:
+                jax.jit(lambda x: jnp.tanh(x) @ x).lower(jnp.ones((8, 8))).compile()
+            found.append([p.as_text() for p in programs])
+            jax.clear_caches()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert list(tmp_path.iterdir())
+    assert found[0][-1] == found[1][-1]
+
+
+def test_a_version_of_jax_without_the_function(monkeypatch):
+    from jax._src import compiler
+
+    monkeypatch.delattr(compiler, "compile_or_get_cached")
+    with pytest.raises(RuntimeError, match=r"cannot record the programs of jax \d"), capture():
+        pass
+    assert recorder._recorders == []
+
+
+def run(*command, **environment):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_captures_a_script(tmp_path):
+    status, out, err = run("-m", "flaxasync.check", "capture", str(tmp_path), "--", training.__file__, "--mine", "1")
+    assert (status, out) == (0, "['--mine', '1']\n"), err
+    names = [p.name for p in read_folder(tmp_path)]
+    assert {"jit_train_step", "jit_eval_step"} <= {*names}
+    assert f"captured {len(names)} programs: python -m flaxasync.check {tmp_path}" in err
+
+
+@pytest.mark.slow
+def test_the_environment_captures_a_program_that_imports_flaxasync(tmp_path):
+    code = f"import flaxasync, runpy; runpy.run_path({training.__file__!r}, run_name='__main__')"
+    assert run("-c", code, FLAXASYNC_CAPTURE=str(tmp_path))[0] == 0
+    assert {"jit_train_step", "jit_eval_step"} <= {p.name for p in read_folder(tmp_path)}
+    status, _, err = run("-m", "flaxasync.check", "capture", "x", "--", "y.py", FLAXASYNC_CAPTURE=str(tmp_path))
+    assert status == 2
+    assert "FLAXASYNC_CAPTURE is set, so everything is captured already" in err
+
+
+@pytest.mark.slow
+def test_the_command_captures_a_module_that_fails(tmp_path):
+    """What was compiled before the failure is there, and the failure is the program's own."""
+    (tmp_path / "mine.py").write_text("import jax\njax.jit(lambda x: x + 1)(1.0)\nraise SystemExit(7)\n")
+    command = [sys.executable, "-m", "flaxasync.check", "capture", "out", "--", "-m", "mine"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    assert read_folder(tmp_path / "out")
+
+
+def test_bad_arguments(tmp_path, capsys):
+    for arguments, message in (
+        ((str(tmp_path),), "which program? put -- script.py after the folder"),
+        ((str(tmp_path), "--", "-m"), "-m needs the name of a module"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["capture", *arguments])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+    assert main(["capture", str(tmp_path), "--", "no/such.py"]) == 2
+    assert "there is no file no/such.py" in capsys.readouterr().err
+
+
+def test_bad_folders(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "has no captured programs" in capsys.readouterr().err
+    facts = tmp_path / "programs-1.jsonl"
+    facts.write_text('{"name": 1}\n')
+    assert main([str(tmp_path)]) == 2
+    assert "programs-1.jsonl:1: this is no line of a captured program" in capsys.readouterr().err
+    with capture(tmp_path / "good"):
+        jax.jit(lambda x: x * 5.0)(1.0)
+    (facts,) = (tmp_path / "good").glob("*.jsonl")
+    count = len(read_folder(facts.parent))
+    facts.write_text(facts.read_text() + '{"name": "jit_f", "pla')  # the process died while it wrote this
+    assert len(read_folder(facts.parent)) == count
+    next(facts.parent.glob("*.txt")).write_text("nonsense")
+    assert main([str(facts.parent)]) == 2
+    assert ".txt: line 1, column 1: expected HLO text: got 'nonsense'" in capsys.readouterr().err
+    json.loads(facts.read_text().splitlines()[0])

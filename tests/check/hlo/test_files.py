@@ -1,0 +1,93 @@
+"""Files that are not the text of one compiled program: each has a message that says what it is and what to do."""
+
+# ruff: noqa: E501, because one file with its message is one line
+
+import gzip
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.export import export
+
+from flaxasync.check import HloError
+from flaxasync.check.__main__ import main
+from flaxasync.check.hlo import files
+from flaxasync.check.hlo.files import read_module
+from tests.check.gate.step_text import STEP
+
+
+def lowered() -> jax.stages.Lowered:
+    return jax.jit(lambda x: x + 1).lower(1.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: STEP[: len(STEP) // 2], "line 23, column 45: expected an attribute .* got 'lhs', where the text ends"),
+        (lambda: STEP[: STEP.index("  %copy")], "computation 'forward' is not closed: the text is cut short"),
+        (lambda: STEP[: STEP.index("\n")], "the module has no computation: the text is cut short"),
+        (lambda: "", "the text is empty"),
+        (lambda: lowered().as_text(), r"this is a lowered program \(StableHLO\), not a compiled one: call .compile\(\)"),
+        (lambda: lowered().as_text(debug_info=True), r"this is a lowered program \(StableHLO\)"),
+        (lambda: lowered().compiler_ir().operation.get_asm(print_generic_op_form=True), r"lowered program \(StableHLO\)"),
+        (lambda: export(jax.jit(lambda x: x + 1))(1.0).mlir_module_serialized, "StableHLO bytecode.*xla_dump_hlo_as_text"),
+        (
+            lambda: lowered().compiler_ir("hlo").as_serialized_hlo_module_proto(),
+            "this is no text, perhaps a protobuf: write it as text",
+        ),
+        (lambda: gzip.compress(STEP.encode()), "this is a gzip file"),
+        (lambda: b"\x00\x01plain bytes", "this is no text, perhaps a protobuf"),
+        (
+            lambda: STEP + "\n" + STEP.replace("jit_step", "jit_eval"),
+            r"a second HloModule: the text has 2 of them \(jit_step, jit_eval\); split it before each line HloModule",
+        ),
+    ],
+    ids=["truncated", "between lines", "header", "empty", "stablehlo", "locations", "generic", "bytecode", "proto", "gzip", "zero", "two"],
+)  # fmt: skip
+def test_what_is_no_program(tmp_path, capsys, content, message):
+    file, content = tmp_path / "program", content()
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(HloError, match=message):
+        read_module(file)
+    assert main([str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"{file}: ")
+
+
+def test_a_bar_shows_how_far_a_large_file_is(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "step.txt"
+    file.write_text(STEP)
+    read_module(file)
+    assert capsys.readouterr().err == "", "a small file has none"
+    monkeypatch.setattr(files, "LARGE", 100)
+    read_module(file)
+    assert capsys.readouterr().err == "", "where stderr is no terminal, there is none"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    read_module(file)
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"\r{file}: #")
+    assert shown.endswith("######################### 100 %\n")
+
+
+BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks"
+MEASURE = """
+import resource, sys
+from flaxasync.check import audit
+from flaxasync.check.hlo.files import read_module
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+audit(read_module(sys.argv[1]))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_a_large_file_takes_a_small_multiple_of_its_size(tmp_path, monkeypatch):
+    """In a process of its own, whose memory is measured: the text, its instructions, and what the audit adds."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from check_dump import repeated
+
+    file = tmp_path / "large.txt"
+    file.write_text(repeated(STEP, 30 << 20))
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * file.stat().st_size

@@ -1,0 +1,41 @@
+"""The table in docs/async.md of JAX's own asynchronous collectives is what the installed compiler makes of them."""
+
+import pathlib
+
+import pytest
+
+from benchmarks import async_starts
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "async.md").read_text()
+SECTION = PAGE.partition("<!-- async starts -->")[2].partition("<!-- /async starts -->")[0]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if line.startswith("|")]
+COMMAND = "run python benchmarks/async_starts.py --write docs/async.md"
+
+
+def test_the_page_has_every_program():
+    header, _, *rows = ROWS
+    assert header == ["start", *async_starts.OPTIONS], COMMAND
+    assert len(rows) == len(async_starts.CASES), COMMAND
+    assert "Made on 20" in SECTION
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("column", async_starts.OPTIONS)
+def test_the_page_agrees_with_the_compiler(column):
+    _, made, _ = async_starts.table([column])
+    written = [[row[0], row[ROWS[0].index(column)]] for row in ROWS[2:]]
+    assert made == written, f"with {async_starts.versions()}: {COMMAND}"
+
+
+def test_a_crash_of_the_compiler_is_an_entry(monkeypatch):
+    """The message is that of tests/check/compile/test_process.py, whose child really dies."""
+
+    def dies(*_, **__):
+        raise RuntimeError("the TPU compiler died of SIGSEGV; its last lines:\n...")
+
+    monkeypatch.setattr(async_starts.check, "compile_for", dies)
+    header, rows, reasons = async_starts.table(["v5e"])
+    assert header == ["start", "v5e"]
+    assert {row[1] for row in rows} == {"crash"}
+    assert len(reasons) == len(rows)
+    assert "SIGSEGV" in reasons[0]
