@@ -68,8 +68,12 @@ class PlainAttention(nnx.Module):
             for y in (self.query(x), self.key(x), self.value(x))
         )
         q, k = (fa.nn.rotary_embedding(y, theta=self.rope_theta) for y in (q, k))
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        out = self.attend(q, k, v)
         return constrain(self.out(out.reshape(*out.shape[:-2], -1)), "data", "model", None)
+
+    def attend(self, q: Float[Array, "B L H A"], k: Float[Array, "B L K A"], v: Float[Array, "B L K A"]) -> Array:
+        """Returns the causal attention [B, L, H, A] of heads."""
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 class PlainLayer(nnx.Module):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 type Remat = Literal["none", "dots", "layer"]
+type FsdpOverlap = Literal["xla", "prefetch"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
 
@@ -17,21 +18,53 @@ class TransformerConfig:
     """The architecture, and how it is computed."""
 
     vocab_size: int = 256
-    """The entries of the vocabulary; a multiple of the model axis. Bytes need 256."""
+    """The entries of the vocabulary. Bytes need 256. A multiple of the model axis saves an all-to-all in each step."""
     layers: int = 4
     """The number of decoder layers."""
     width: int = 256
     """The features of the residual stream."""
     heads: int = 8
-    """The query heads of each layer; a multiple of the model axis and of kv_heads."""
+    """The query heads of each layer; a multiple of kv_heads. Heads that the model axis does not divide are padded."""
     kv_heads: int = 4
-    """The key-value heads of each layer; a multiple of the model axis."""
+    """The key-value heads of each layer. Fewer than the model axis has devices are computed by several of them."""
     mlp_width: int = 768
     """The hidden features of the gated MLP; a multiple of the model axis."""
+    head_dim: int | None = None
+    """The features of a head, an even number; None for width / heads."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """The activation of the gated MLP; gelu is its tanh approximation."""
+    attention_bias: bool = False
+    """Whether the four projections of the attention have biases."""
+    mlp_bias: bool = False
+    """Whether the three projections of the MLP have biases."""
+    qk_norm: bool = False
+    """Whether each head of queries and keys is normalized by its root mean square before it is rotated."""
+    attention_scale: float | None = None
+    """The factor of the attention scores; None for 1 / sqrt(head_dim)."""
+    attention_softcap: float | None = None
+    """Attention scores s become c * tanh(s / c) with this c; None for as they are. All scores are then in memory."""
+    alternating_window: int | None = None
+    """In layers 0, 2, 4, ... a position attends to this many last positions only; None for all. Needs all scores."""
     rope_theta: float = 10_000.0
     """The base of the rotary position embedding."""
+    rope_factor: float = 1.0
+    """The divisor of its low frequencies, as in Llama 3.1; 1 for none. The next three fields say which are low."""
+    rope_low_frequency: float = 1.0
+    """The number of turns within rope_original_length below which a frequency is divided by the whole factor."""
+    rope_high_frequency: float = 4.0
+    """The number of turns within rope_original_length above which a frequency is kept."""
+    rope_original_length: int = 8192
+    """The length of the sequences for which the frequencies were meant, in tokens."""
     norm_epsilon: float = 1e-5
     """What RMSNorm adds to the mean square."""
+    norm_plus_one: bool = False
+    """Whether RMSNorm multiplies with 1 + scale, as in Gemma, instead of scale."""
+    post_norms: bool = False
+    """Whether attention and MLP have another RMSNorm after them, before they are added, as in Gemma 2."""
+    scale_embeddings: bool = False
+    """Whether embeddings are multiplied with sqrt(width), as in Gemma."""
+    logit_softcap: float | None = None
+    """Logits l become c * tanh(l / c) with this c; None for as they are."""
     tie_embeddings: bool = False
     """Whether the output projection is the transposed embedding."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -39,7 +72,17 @@ class TransformerConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters and of the optimizer's state."""
     remat: Remat = "none"
-    """What the backward pass computes again: nothing; all but the results of matmuls ("dots"); or each whole layer."""
+    """What the backward pass does again: nothing; all but matmuls ("dots"); or each whole layer ("layer")."""
+    gathered_mib: int = 0
+    """The most MiB for which a layer keeps the rows that a product gathers, until its gradient, instead of sending them
+    again. Attention and MLP of each layer may keep as much; with remat "dots" or "layer", of one layer at a time."""
+    fsdp_overlap: FsdpOverlap = "xla"
+    """Who hides gathers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights (prefetch)."""
+
+    @property
+    def head_features(self) -> int:
+        """The features of a head."""
+        return self.width // self.heads if self.head_dim is None else self.head_dim
 
 
 def check_fits(
@@ -54,12 +97,13 @@ def check_fits(
     Args:
       config: The architecture.
       sequence_length: The tokens of a sequence.
-      mesh_shape: The devices of each mesh axis. The model is split over "model", and sequences over "context" if the
-        mesh has it.
+      mesh_shape: The devices of each mesh axis. The model is split over "model", sequences over "context" if the mesh
+        has it, and parameters are stored sharded over "fsdp" as well if it has that.
       context_layout: The order of positions on "context".
 
     Raises:
-      ValueError: A size is not positive, or something does not divide; the message names both, and a size that would.
+      ValueError: A size is not positive, memory is negative, or something does not divide; the message then names both,
+        and a size that would.
     """
     sizes = {
         field: getattr(config, field) for field in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width")
@@ -67,15 +111,41 @@ def check_fits(
     for name, size in {**sizes, "sequence_length": sequence_length}.items():
         if size < 1:
             raise ValueError(f"{name} must be 1 or more: got {size}")
-    if config.width % config.heads or config.width // config.heads % 2:
+    if config.gathered_mib < 0:
+        raise ValueError(f"gathered_mib must be 0 or more: got {config.gathered_mib}; use 0 to keep nothing")
+    if config.head_dim is not None and (config.head_dim < 2 or config.head_dim % 2):
+        raise ValueError(f"head_dim must be even, for rotary positions, or None: got head_dim={config.head_dim}")
+    if config.head_dim is None and (config.width % config.heads or config.width // config.heads % 2):
         raise ValueError(
             f"width must be an even multiple of heads, for rotary positions: got width={config.width}, "
-            f"heads={config.heads}; use a multiple of {2 * config.heads}"
+            f"heads={config.heads}; use a multiple of {2 * config.heads}, or give head_dim"
         )
     if config.heads % config.kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads: got heads={config.heads}, kv_heads={config.kv_heads}")
+    fsdp = mesh_shape.get("fsdp", 1)
+    if config.width % fsdp:
+        raise ValueError(
+            f"width must be divisible by the 'fsdp' axis: got width={config.width} on {fsdp} devices; use "
+            f"{-(-config.width // fsdp) * fsdp}, or a smaller axis"
+        )
+    if config.fsdp_overlap == "prefetch" and (fsdp == 1 or config.remat != "layer"):
+        raise ValueError(
+            "fsdp_overlap='prefetch' needs an 'fsdp' axis of 2 devices or more, and remat='layer', because it computes "
+            f"each layer again: got {fsdp} devices and remat={config.remat!r}; use fsdp_overlap='xla' otherwise"
+        )
+    if config.fsdp_overlap == "prefetch" and config.alternating_window is not None:
+        raise ValueError(
+            "fsdp_overlap='prefetch' applies the same function to all layers, which alternating_window="
+            f"{config.alternating_window} does not: use fsdp_overlap='xla'"
+        )
     devices = mesh_shape["model"]
     context = mesh_shape.get("context", 1)
+    for name in ("attention_softcap", "alternating_window"):
+        if context > 1 and getattr(config, name) is not None:
+            raise ValueError(
+                f"{name} needs all scores of a position on one device, which a 'context' axis of {context} devices "
+                f"splits: got {name}={getattr(config, name)}; use a context axis of 1"
+            )
     shares = math.lcm(context * devices, 2 * context if context_layout == "zigzag" else 1) if context > 1 else 1
     if sequence_length % shares:
         raise ValueError(
@@ -83,8 +153,7 @@ def check_fits(
             f"{context_layout!r} layout and a 'model' axis of {devices}: got sequence_length={sequence_length}; use "
             f"{-(-sequence_length // shares) * shares}, or smaller axes"
         )
-    split = {name: sizes[name] for name in ("vocab_size", "heads", "kv_heads", "mlp_width")}
-    for name, size in {**split, "sequence_length": sequence_length}.items():
+    for name, size in {"mlp_width": config.mlp_width, "sequence_length": sequence_length}.items():
         if size % devices:
             up = -(-size // devices) * devices
             raise ValueError(

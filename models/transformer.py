@@ -1,5 +1,7 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP. Read it from top to bottom.
 
+The options of `TransformerConfig` make it the decoder of other families too, such as Qwen 3 and Gemma 2.
+
 The residual stream is sharded over the sequence: each device of the model axis holds its own rows of it. Norms and
 residuals run on those rows, and the parallel layers gather and scatter rows while they multiply. With a context axis
 the sequence is split over that axis too, and keys and values travel along it. Layers are stacked along a leading
@@ -7,10 +9,11 @@ dimension of their parameters and run as one scan.
 
 Shape suffixes: B batch, L sequence, D width, V vocabulary. On a mesh (data, model), x_BLD is sharded
 P(data, model, None) and tokens_BL is P(data, None); with a context axis, they are P(data, (context, model), None) and
-P(data, context).
+P(data, context). With an fsdp axis, "data" stands for (data, fsdp), over which parameters are stored sharded as well.
 """
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,51 +23,82 @@ from jaxtyping import Array, Float, Int
 import flaxasync as fa
 from models.config import ContextLayout, Remat, TransformerConfig
 
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
+
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms`, attention and MLP are normalized once more."""
 
     def __init__(
         self,
         config: TransformerConfig,
         *,
         axis_name: str,
+        fsdp_axis: str | None,
         context_axis: str | None,
         context_layout: ContextLayout,
         backend: str | None,
         rngs: nnx.Rngs,
     ):
-        options = _layer_options(config, axis_name, backend)
+        options: Any = _layer_options(config, axis_name, fsdp_axis, backend)
+        options |= {"gathered_bytes": config.gathered_mib * 2**20}
         self.attention_norm = RMSNorm(config, rngs=rngs)
         self.attention = fa.nn.ParallelSelfAttention(
             config.width,
             config.heads,
             kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
             rope_theta=config.rope_theta,
+            rope_scaling=_rope_scaling(config),
+            normalize_qk="rms" if config.qk_norm else False,
+            qk_epsilon=config.norm_epsilon,
+            softmax_scale=config.attention_scale,
+            logit_softcap=config.attention_softcap,
+            use_bias=config.attention_bias,
             context_axis=context_axis,
             context_layout=context_layout,
             rngs=rngs,
             **options,
         )
         self.mlp_norm = RMSNorm(config, rngs=rngs)
-        self.mlp = fa.nn.ParallelMLP(config.width, config.mlp_width, rngs=rngs, **options)
+        self.mlp = fa.nn.ParallelMLP(
+            config.width,
+            config.mlp_width,
+            activation=_ACTIVATIONS[config.activation],
+            use_bias=config.mlp_bias,
+            rngs=rngs,
+            **options,
+        )
+        self.post_attention_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
+        self.post_mlp_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
 
     def __call__(
-        self, x_BLD: Float[Array, "B L D"], segment_ids_BL: Int[Array, "B L"] | None = None
+        self,
+        x_BLD: Float[Array, "B L D"],
+        segment_ids_BL: Int[Array, "B L"] | None = None,
+        mask: Array | None = None,
+        *,
+        decode: bool = False,
     ) -> Float[Array, "B L D"]:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), segment_ids_BL)
-        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+        y_BLD = self.attention(self.attention_norm(x_BLD), segment_ids_BL, mask=mask, decode=decode)
+        x_BLD += y_BLD if self.post_attention_norm is None else self.post_attention_norm(y_BLD)
+        y_BLD = self.mlp(self.mlp_norm(x_BLD))
+        return x_BLD + (y_BLD if self.post_mlp_norm is None else self.post_mlp_norm(y_BLD))
 
 
-def RMSNorm(config: TransformerConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:  # noqa: N802 (used as a module)
-    """Returns a root-mean-square normalisation of the width, computed in float32."""
-    return nnx.RMSNorm(
-        config.width,
-        epsilon=config.norm_epsilon,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation of the width, computed in float32: `nnx.RMSNorm`, or Gemma's, with 1 + scale."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        init = nnx.initializers.zeros if config.norm_plus_one else nnx.initializers.ones
+        self.scale = nnx.Param(init(rngs.params(), (config.width,), jnp.dtype(config.param_dtype)))
+
+    def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+        x, scale_D = x_BLD.astype(jnp.float32), self.scale[...].astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        scale_D = 1 + scale_D if self.config.norm_plus_one else scale_D
+        return (x * (jax.lax.rsqrt(mean_square + self.config.norm_epsilon) * scale_D)).astype(self.config.dtype)
 
 
 class Transformer(nnx.Module):
@@ -73,6 +107,8 @@ class Transformer(nnx.Module):
     Args:
       config: The architecture.
       axis_name: The mesh axis that splits heads, hidden features, vocabulary and sequence.
+      fsdp_axis: The mesh axis over which parameters are stored sharded as well, one of those that split the batch; None
+        if there is none.
       context_axis: The mesh axis that splits sequences; None if they are not split.
       context_layout: The order of positions on it. Tokens and targets are given in the order of
         `flaxasync.sequence_order`.
@@ -81,7 +117,7 @@ class Transformer(nnx.Module):
       rngs: The random streams; the model draws from `params`.
 
     Raises:
-      ValueError: No mesh is set, or the axis does not divide a size.
+      ValueError: No mesh is set, or the axis does not divide the hidden features.
     """
 
     def __init__(
@@ -89,14 +125,15 @@ class Transformer(nnx.Module):
         config: TransformerConfig,
         *,
         axis_name: str = "model",
+        fsdp_axis: str | None = None,
         context_axis: str | None = None,
         context_layout: ContextLayout = "zigzag",
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
-        options = _layer_options(config, axis_name, backend)
+        options = _layer_options(config, axis_name, fsdp_axis, backend)
         self.config = config
-        self.axis_name = axis_name
+        self.axis_name, self.fsdp_axis = axis_name, fsdp_axis
         self.embed = fa.nn.VocabParallelEmbed(
             config.vocab_size, config.width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs, **options
         )
@@ -107,6 +144,7 @@ class Transformer(nnx.Module):
             return DecoderLayer(
                 config,
                 axis_name=axis_name,
+                fsdp_axis=fsdp_axis,
                 context_axis=context_axis,
                 context_layout=context_layout,
                 backend=backend,
@@ -118,7 +156,9 @@ class Transformer(nnx.Module):
         self.output = (
             None
             if config.tie_embeddings
-            else fa.nn.ColumnParallelLinear(config.width, config.vocab_size, use_bias=False, rngs=rngs, **options)
+            else fa.nn.ColumnParallelLinear(
+                config.width, config.vocab_size, use_bias=False, pad=True, rngs=rngs, **options
+            )
         )
 
     def __call__(
@@ -126,15 +166,82 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B L V"]:
         """Returns the logits of the next token at every position, sharded over the vocabulary.
 
-        With segment ids, a position attends only to positions of the same id.
+        With segment ids, a position attends only to positions of the same id. Where the model axis does not divide the
+        vocabulary, V is the next multiple, and the logits beyond the vocabulary are as low as can be.
         """
 
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
-        def run(layer: DecoderLayer, x_BLD: Array) -> Array:
-            return _with_remat(self.config.remat)(layer, x_BLD, segment_ids_BL)
+        @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+        def run(layer: DecoderLayer, is_windowed: Array, x_BLD: Array) -> Array:
+            mask = self._window_mask(is_windowed, jnp.arange(tokens_BL.shape[1]), tokens_BL.shape[1])
+            return _with_remat(self.config.remat)(layer, x_BLD, segment_ids_BL, mask)
 
-        x_BLD = self.final_norm(run(self.layers, self.embed(tokens_BL)))
-        return self.embed.attend(x_BLD) if self.output is None else self.output(x_BLD)
+        x_BLD = self._embed(tokens_BL)
+        if self.config.fsdp_overlap == "prefetch" and self.fsdp_axis is not None:
+            ids = () if segment_ids_BL is None else (segment_ids_BL,)
+            return self._logits(fa.nn.scan_with_prefetch(
+                lambda layer, x_BLD, *ids: layer(x_BLD, *ids), self.layers, x_BLD, *ids,
+                fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
+            ))  # fmt: skip
+        return self._logits(run(self.layers, self._windowed_layers(), x_BLD))
+
+    def init_cache(self, batch: int, length: int) -> None:
+        """Makes an empty cache of keys and values of all layers, for `decode`.
+
+        Args:
+          batch: The number of sequences.
+          length: The most tokens of a sequence.
+        """
+        config = self.config
+        self.layers.attention.init_cache((config.layers, batch, length, config.width), jnp.dtype(config.dtype))
+
+    def decode(self, tokens_BL: Int[Array, "B L"]) -> Float[Array, "B V"]:
+        """Adds tokens to the sequences in the cache, and returns the logits of the token after the last one.
+
+        Call `init_cache` first. The caller makes sure that the cache has room: in a full one the last tokens are
+        replaced. Every device of the model axis has all rows, so any number of tokens can be added.
+        """
+        cached: Any = self.layers.attention
+        if cached.cached_key is None:
+            raise ValueError("Transformer.decode needs a cache of keys and values, and has none: call init_cache first")
+        length, index = cached.cached_key[...].shape[2], cached.cache_index[...][0]
+        positions = index + jnp.arange(tokens_BL.shape[1], dtype=index.dtype)
+        spec = jax.P(jax.typeof(cached.cached_key[...]).sharding.spec[1], None)
+        if jax.typeof(tokens_BL).sharding.spec != spec:  # under Explicit axes the rows must lie as those of the cache
+            tokens_BL = jax.sharding.reshard(tokens_BL, spec)
+
+        @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+        def run(layer: DecoderLayer, is_windowed: Array, x_BLD: Array) -> Array:
+            return layer(x_BLD, mask=self._window_mask(is_windowed, positions, length), decode=True)
+
+        x_BLD = run(self.layers, self._windowed_layers(), self._embed(tokens_BL, layout="replicated"))
+        return self._logits(x_BLD[:, -1:])[:, 0]
+
+    def _embed(self, tokens_BL: Array, layout: Literal["sequence", "replicated"] = "sequence") -> Array:
+        x_BLD = self.embed(tokens_BL, layout=layout)
+        return x_BLD * jnp.asarray(self.config.width**0.5, x_BLD.dtype) if self.config.scale_embeddings else x_BLD
+
+    def _logits(self, x_BLD: Array) -> Array:
+        x_BLD = self.final_norm(x_BLD)
+        logits_BLV = self.embed.attend(x_BLD) if self.output is None else self.output(x_BLD)
+        cap = self.config.logit_softcap
+        if cap is None:
+            return logits_BLV
+        padding = jnp.finfo(logits_BLV.dtype).min
+        return jnp.where(logits_BLV == padding, padding, cap * jnp.tanh(logits_BLV / cap))
+
+    def _windowed_layers(self) -> Array:
+        """Returns which layers attend only within `alternating_window`, bool [layers]."""
+        return jnp.arange(self.config.layers) % 2 == 0
+
+    def _window_mask(self, is_windowed: Array, positions: Array, length: int) -> Array | None:
+        """Returns what queries at `positions` may attend to of `length` positions, bool [1, 1, q, length], or None.
+
+        It says only what `alternating_window` forbids; the attention is causal beside it.
+        """
+        window = self.config.alternating_window
+        if window is None:
+            return None
+        return ((positions[:, None] - jnp.arange(length) < window) | ~is_windowed)[None, None]
 
     def loss(
         self,
@@ -149,25 +256,48 @@ class Transformer(nnx.Module):
         Weights make it a weighted mean.
         """
         logits_BLV = self(tokens_BL, segment_ids_BL)
-        losses_BL = fa.nn.softmax_cross_entropy(logits_BLV, targets_BL, axis_name=self.axis_name)
+        losses_BL = fa.nn.softmax_cross_entropy(
+            logits_BLV, targets_BL, axis_name=self.axis_name, vocab_size=self.config.vocab_size
+        )
         if weights_BL is None:
             return jnp.mean(losses_BL)
         return jnp.sum(losses_BL * weights_BL) / jnp.maximum(jnp.sum(weights_BL), 1)
 
 
-def _layer_options(config: TransformerConfig, axis_name: str, backend: str | None) -> fa.nn.LayerOptions:
+def _layer_options(
+    config: TransformerConfig, axis_name: str, fsdp_axis: str | None, backend: str | None
+) -> fa.nn.LayerOptions:
     """Returns the keywords that all parallel layers share."""
-    dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
-    return {"axis_name": axis_name, "dtype": dtype, "param_dtype": param_dtype, "backend": backend}
+    return {
+        "axis_name": axis_name,
+        "fsdp_axis": fsdp_axis,
+        "dtype": jnp.dtype(config.dtype),
+        "param_dtype": jnp.dtype(config.param_dtype),
+        "backend": backend,
+    }
 
 
-def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None], Array]:
-    """Returns a function that applies a layer to its input, and says what the backward pass computes again."""
+def _rope_scaling(config: TransformerConfig) -> fa.nn.RopeScaling | None:
+    if config.rope_factor == 1:
+        return None
+    return fa.nn.RopeScaling(
+        config.rope_factor, config.rope_low_frequency, config.rope_high_frequency, config.rope_original_length
+    )
 
-    def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None) -> Array:
-        return layer(x_BLD, segment_ids_BL)
+
+def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None, Array | None], Array]:
+    """Returns a function that applies a layer to its input, and says what the backward pass does again.
+
+    With an fsdp axis, each weight is gathered once forward and, unless "none" keeps it, once backward.
+    """
+
+    def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None, mask: Array | None) -> Array:
+        return layer(x_BLD, segment_ids_BL, mask)
 
     if remat == "none":
         return apply
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    return nnx.remat(apply, policy=policy)
+    policies = {
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "layer": None,
+    }
+    return nnx.remat(apply, policy=policies[remat])

@@ -19,7 +19,7 @@ from tests.nn.conftest import drawn
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CONFIG = TransformerConfig(vocab_size=32, layers=2, width=16, heads=4, kv_heads=4, mlp_width=24)
-TOKENS = np.random.default_rng(0).integers(0, 32, (4, 8)).astype(np.int32)
+TOKENS = np.random.default_rng(0).integers(0, 30, (4, 8)).astype(np.int32)
 TARGETS = np.roll(TOKENS, -1, axis=1)
 
 
@@ -35,6 +35,12 @@ def split(config, **options):
 
 def place(spec, order=slice(None)):
     return [jax.device_put(t[:, order], spec) for t in (TOKENS, TARGETS)]
+
+
+def parameter_shapes(config, mesh):
+    with jax.set_mesh(mesh):
+        state = nnx.state(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    return {path: variable.shape for path, variable in nnx.to_flat_state(state)}
 
 
 @functools.cache  # compiling takes nearly all of the time, and most tests compare with CONFIG's
@@ -66,6 +72,7 @@ def plain_loss(params, config, tokens, targets):
         attention, mlp = layer["attention"], layer["mlp"]
         h = norm(x, layer["attention_norm"]["scale"])
         q, k, v = (heads(h, attention[name]["kernel"]) for name in ("query", "key", "value"))
+        k, v = (jnp.repeat(z, config.heads // config.kv_heads, axis=2) for z in (k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), rotate(k)) / np.float32(np.sqrt(q.shape[-1]))
         scores = jnp.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
         out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
@@ -77,8 +84,8 @@ def plain_loss(params, config, tokens, targets):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1))
 
 
-def assert_gradients_close(got, want):
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-5 * max(np.abs(w).max(), 1e-2)), got, want)
+def assert_gradients_close(got, want, tolerance=2e-5):
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=tolerance * max(np.abs(w).max(), 1e-2)), got, want)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +93,29 @@ def assert_gradients_close(got, want):
     [pytest.param(AxisType.Explicit, False, marks=pytest.mark.slow), (AxisType.Auto, True)],
 )
 def test_loss_and_gradients_are_those_of_the_plain_decoder(axis_type, tie_embeddings):
-    config = dataclasses.replace(CONFIG, tie_embeddings=tie_embeddings)
+    check_against_the_plain_decoder(dataclasses.replace(CONFIG, tie_embeddings=tie_embeddings), axis_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis_type", "tie_embeddings"), [(AxisType.Explicit, False), (AxisType.Auto, True)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (2, 1), (6, 6)])
+def test_sizes_that_the_axis_does_not_divide(axis_type, tie_embeddings, heads, kv_heads):
+    """Their parameters, and so their checkpoints, have the shapes of the model on one device."""
+    config = dataclasses.replace(
+        CONFIG, vocab_size=30, width=24, heads=heads, kv_heads=kv_heads, tie_embeddings=tie_embeddings
+    )
+    check_fits(config, sequence_length=8, mesh_shape={"data": 2, "model": 4})
+    check_against_the_plain_decoder(config, axis_type, tolerance=1e-5)
+    assert parameter_shapes(config, make_mesh()) == parameter_shapes(config, make_mesh(1, 1))
+
+
+def check_against_the_plain_decoder(config, axis_type, tolerance=2e-5):
     loss, grads, params = loss_and_gradients(config, axis_type)
     params = jax.tree.map(np.asarray, params)
     fn = jax.jit(jax.value_and_grad(functools.partial(plain_loss, config=config, tokens=TOKENS, targets=TARGETS)))
     want, want_grads = fn(params)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
-    assert_gradients_close(grads, want_grads)
+    assert_gradients_close(grads, want_grads, tolerance)
 
 
 @pytest.mark.slow
@@ -140,13 +163,11 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 6, "kv_heads": 6, "width": 24}, "heads=6 on 4 devices; use 8"),
-        ({"kv_heads": 2}, "kv_heads must be divisible by the 'model' axis: got kv_heads=2"),
         ({"heads": 8, "kv_heads": 3}, "heads must be a multiple of kv_heads: got heads=8, kv_heads=3"),
         ({"width": 18}, "width must be an even multiple of heads, for rotary positions: got width=18, heads=4"),
-        ({"vocab_size": 30}, "vocab_size=30 on 4 devices; use 32"),
         ({"mlp_width": 25}, "mlp_width=25 on 4 devices; use 28"),
         ({"layers": 0}, "layers must be 1 or more: got 0"),
+        ({"gathered_mib": -1}, "gathered_mib must be 0 or more: got -1"),
     ],
 )
 def test_a_size_that_does_not_fit_is_named(change, message):

@@ -1,0 +1,304 @@
+"""The families of decoders whose checkpoints can be imported: the names of their tensors and of their options.
+
+Each `Family` is a table. To add one, write such a table, add it to `FAMILIES`, and add a small model of it to
+tests/models/test_hugging_face.py. This file does not import JAX.
+
+A kernel is [in, out] here and [out, in] there. All other tensors have one layout. Rotary positions rotate the same
+pairs, and the parameters of all layers are stacked here, so that {layer} stands for an index along dimension 0.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from models.config import TransformerConfig
+
+_LAYER = "model.layers.{layer}."
+_TENSORS = {
+    "embed.embedding": "model.embed_tokens.weight",
+    "layers.attention_norm.scale": _LAYER + "input_layernorm.weight",
+    "layers.attention.query.kernel": _LAYER + "self_attn.q_proj.weight",
+    "layers.attention.query.bias": _LAYER + "self_attn.q_proj.bias",
+    "layers.attention.key.kernel": _LAYER + "self_attn.k_proj.weight",
+    "layers.attention.key.bias": _LAYER + "self_attn.k_proj.bias",
+    "layers.attention.value.kernel": _LAYER + "self_attn.v_proj.weight",
+    "layers.attention.value.bias": _LAYER + "self_attn.v_proj.bias",
+    "layers.attention.out.kernel": _LAYER + "self_attn.o_proj.weight",
+    "layers.attention.out.bias": _LAYER + "self_attn.o_proj.bias",
+    "layers.mlp_norm.scale": _LAYER + "post_attention_layernorm.weight",
+    "layers.mlp.gate.kernel": _LAYER + "mlp.gate_proj.weight",
+    "layers.mlp.up.kernel": _LAYER + "mlp.up_proj.weight",
+    "layers.mlp.down.kernel": _LAYER + "mlp.down_proj.weight",
+    "final_norm.scale": "model.norm.weight",
+    "output.kernel": "lm_head.weight",  # not there if the embeddings are tied
+}
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_width": "intermediate_size",
+    "norm_epsilon": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "attention_bias": "attention_bias",
+}
+_DEFAULTS = {"head_dim": None, "rms_norm_eps": 1e-6, "attention_bias": False}
+_REQUIRED = {
+    "quantization_config": (None,),
+    "attention_dropout": (0, None),
+    "use_sliding_window": (False, None),
+    "use_bidirectional_attention": (False, None),
+}
+_TYPES = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
+_NEEDED = {
+    frozenset({bool}): "true or false",
+    frozenset({int}): "an integer above 0",
+    frozenset({float}): "a number above 0",
+    frozenset({int, type(None)}): "an integer above 0, or null",
+    frozenset({float, type(None)}): "a number above 0, or null",
+}
+_ROPE_FIELDS = {  # of rope_parameters
+    "rope_factor": "factor",
+    "rope_low_frequency": "low_freq_factor",
+    "rope_high_frequency": "high_freq_factor",
+    "rope_original_length": "original_max_position_embeddings",
+}
+_MLP_BIASES = {f"layers.mlp.{name}.bias": f"{_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family of decoders.
+
+    Attributes:
+      model_type: Its name in config.json.
+      architecture: The class of `transformers` that loads it.
+      tensors: The name there of every parameter here. A model has those that its options make.
+      fields: The key in config.json of every field of `TransformerConfig` that differs between models of the family.
+      always: The fields that are the same for all of its models.
+      defaults: What keys that config.json lacks stand for; other keys must be there.
+      required: The values that can be imported of keys that have no field here. A key that is absent is accepted.
+    """
+
+    model_type: str
+    architecture: str
+    tensors: Mapping[str, str]
+    fields: Mapping[str, str]
+    always: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    required: Mapping[str, tuple[Any, ...]]
+
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    tensors=_TENSORS | _MLP_BIASES,
+    fields=_FIELDS | {"mlp_bias": "mlp_bias"},
+    always={},
+    defaults=_DEFAULTS | {"mlp_bias": False, "tie_word_embeddings": False, "num_key_value_heads": None},
+    required=_REQUIRED | {"hidden_act": ("silu",)},
+)
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    tensors=_TENSORS
+    | {
+        "layers.attention.query_ln.scale": _LAYER + "self_attn.q_norm.weight",
+        "layers.attention.key_ln.scale": _LAYER + "self_attn.k_norm.weight",
+    },
+    fields=_FIELDS,
+    always={"qk_norm": True},
+    defaults=_DEFAULTS | {"tie_word_embeddings": False},
+    required=_REQUIRED | {"hidden_act": ("silu",)},
+)
+GEMMA = Family(
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    tensors=_TENSORS,
+    fields=_FIELDS,
+    always={"activation": "gelu", "norm_plus_one": True, "scale_embeddings": True},
+    defaults=_DEFAULTS | {"tie_word_embeddings": True},
+    # The first files of Gemma say "gelu" and mean the tanh approximation that it was trained with.
+    required=_REQUIRED
+    | {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": ("gelu_pytorch_tanh", None)},
+)
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    tensors=_TENSORS
+    | {
+        "layers.post_attention_norm.scale": _LAYER + "post_attention_layernorm.weight",
+        "layers.mlp_norm.scale": _LAYER + "pre_feedforward_layernorm.weight",
+        "layers.post_mlp_norm.scale": _LAYER + "post_feedforward_layernorm.weight",
+    },
+    fields=_FIELDS
+    | {
+        "attention_softcap": "attn_logit_softcapping",
+        "logit_softcap": "final_logit_softcapping",
+        "alternating_window": "sliding_window",
+        "attention_scale": "query_pre_attn_scalar",  # the scale is its power of -1/2
+    },
+    always={**GEMMA.always, "post_norms": True},
+    defaults=_DEFAULTS | {"tie_word_embeddings": True},
+    required=_REQUIRED | {"hidden_activation": ("gelu_pytorch_tanh",)},
+)
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, GEMMA, GEMMA2)}
+
+
+def read_config(given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """Returns the family of a config.json, and the fields of `TransformerConfig` that it determines.
+
+    Raises:
+      NotImplementedError: The family, or an option, is not supported; the message names all that are not.
+      ValueError: It is no object, a value has another type than its field or is not above 0, or a key is missing; the
+        message names all of them.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json must be an object: got {given!r:.60}")
+    family = FAMILIES.get(str(given.get("model_type")))
+    if family is None:
+        raise NotImplementedError(
+            f"config.json is of model_type {given.get('model_type')!r}, which is not supported; supported are "
+            f"{', '.join(FAMILIES)}"
+        )
+    wrong = _malformed(family, given)
+    if wrong:
+        raise ValueError(f"config.json of a {family.model_type} is malformed: {'; '.join(wrong)}")
+    rope, unsupported = _read_rope(given)
+    values = {**family.defaults, **given}
+    for key, supported in family.required.items():
+        if given.get(key, supported[0]) not in supported:
+            unsupported.append(f"{key}={given[key]!r} (supported: {' or '.join(map(repr, supported))})")
+    unsupported += _unsupported_layers(family, given)
+    if unsupported:
+        raise NotImplementedError(
+            f"config.json asks for what a {family.model_type} lacks here: {'; '.join(unsupported)}"
+        )
+    missing = [key for key in family.fields.values() if key not in values]
+    if missing:
+        raise ValueError(f"config.json of a {family.model_type} lacks {', '.join(missing)}")
+    fields = {name: values[key] for name, key in family.fields.items()} | {**family.always, **rope}
+    fields["kv_heads"] = fields["heads"] if fields["kv_heads"] is None else fields["kv_heads"]
+    if fields.get("attention_scale") is not None:
+        fields["attention_scale"] = fields["attention_scale"] ** -0.5
+    return family, fields
+
+
+def write_config(config: TransformerConfig, *, length: int) -> tuple[Family, dict[str, Any]]:
+    """Returns the family that a model belongs to, and its config.json.
+
+    Args:
+      config: The architecture.
+      length: The longest sequence that the model is meant for (tokens).
+
+    Raises:
+      NotImplementedError: No family has these options; the message says what each one lacks.
+    """
+    plain, reasons = TransformerConfig(), []
+    rope_names = ("rope_theta", *_ROPE_FIELDS)
+    free = {"dtype", "param_dtype", "remat", *rope_names}
+    for family in FAMILIES.values():
+        lacks = [
+            f"{field.name}={getattr(config, field.name)!r}"
+            for field in dataclasses.fields(config)
+            if field.name not in free and field.name not in family.fields
+            and getattr(config, field.name) != family.always.get(field.name, getattr(plain, field.name))
+        ]  # fmt: skip
+        if not lacks:
+            break
+        reasons.append(f"{family.model_type} lacks {', '.join(lacks)}")
+    else:
+        raise NotImplementedError(f"no family has the options of this model: {'; '.join(reasons)}")
+    written = {key: getattr(config, name) for name, key in family.fields.items()}
+    written["head_dim"] = config.head_features
+    if family is GEMMA2:
+        scale = config.attention_scale
+        written["query_pre_attn_scalar"] = config.head_features if scale is None else _whole(scale**-2)
+        written["layer_types"] = [_layer_type(i, windowed=True) for i in range(config.layers)]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_factor != 1:
+        rope |= {"rope_type": "llama3"} | {key: getattr(config, name) for name, key in _ROPE_FIELDS.items()}
+    activation = {key: values[0] for key, values in family.required.items() if key.startswith("hidden_act")}
+    return family, {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **written,
+        **activation,
+        "max_position_embeddings": length,
+        "rope_theta": config.rope_theta,  # where versions of `transformers` before 5 look
+        "rope_parameters": rope,
+        "rope_scaling": rope if config.rope_factor != 1 else None,
+    }
+
+
+def _read_rope(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields of the rotary position embedding, and what of it is not supported."""
+    rope = _rope_parameters(given)
+    kind, rotated = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1)
+    fields = {"rope_theta": float(rope.get("rope_theta", 10_000.0))}
+    unsupported = [] if rotated in (1, None) else [f"partial_rotary_factor={rotated!r} (supported: 1)"]
+    if kind == "default":
+        return fields, unsupported
+    if kind != "llama3":
+        return fields, [*unsupported, f"rope_type={kind!r} (supported: 'default' or 'llama3')"]
+    lacking = [key for key in _ROPE_FIELDS.values() if key not in rope]
+    if lacking:
+        return fields, [*unsupported, f"rope_type='llama3' without {', '.join(lacking)}"]
+    return fields | {name: rope[key] for name, key in _ROPE_FIELDS.items()}, unsupported
+
+
+def _rope_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what config.json says of rotary positions, in any of the places where versions of `transformers` do."""
+    rope = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given}
+    return rope | (given.get("rope_scaling") or {}) | (given.get("rope_parameters") or {})
+
+
+def _malformed(family: Family, given: Mapping[str, Any]) -> list[str]:
+    """Returns the keys whose values cannot be read, each with its value and what it must be."""
+    an_object, a_list = (dict, "an object"), (list, "a list")
+    containers = {"rope_scaling": an_object, "rope_parameters": an_object, "layer_types": a_list}
+    wrong = [
+        f"{key}={given[key]!r} must be {needed}, or null"
+        for key, (kind, needed) in containers.items()
+        if not isinstance(given.get(key), kind | None)
+    ]
+    keys = [(name, key, given) for name, key in family.fields.items()]
+    if not wrong:
+        rope_keys = {"rope_theta": "rope_theta", **_ROPE_FIELDS}
+        keys += [(name, key, _rope_parameters(given)) for name, key in rope_keys.items()]
+    for name, key, values in keys:
+        if key not in values or (values[key] is None and key in family.defaults and family.defaults[key] is None):
+            continue
+        kinds = set(get_args(_TYPES[name]) or (_TYPES[name],))
+        value = values[key]
+        fits = type(value) in kinds or (type(value) is int and float in kinds)
+        if type(value) in (int, float):
+            fits = fits and 0 < value < math.inf
+        if not fits:
+            wrong.append(f"{key}={value!r} must be {_NEEDED[frozenset(kinds)]}")
+    return wrong
+
+
+def _unsupported_layers(family: Family, given: Mapping[str, Any]) -> list[str]:
+    """Returns the layers whose windows are not those of the family."""
+    windowed = "alternating_window" in family.fields and given.get("sliding_window") is not None
+    expected = [_layer_type(i, windowed=windowed) for i in range(given.get("num_hidden_layers", 0))]
+    found = given.get("layer_types") or expected
+    wrong = [
+        f"layer {i} is {kind!r}, not {want!r}"
+        for i, (kind, want) in enumerate(zip(found, expected, strict=False))
+        if kind != want
+    ]
+    return [f"layer_types ({', '.join(wrong)})"] if wrong else []
+
+
+def _layer_type(layer: int, *, windowed: bool) -> str:
+    return "sliding_attention" if windowed and layer % 2 == 0 else "full_attention"
+
+
+def _whole(number: float) -> float | int:
+    """Returns a number as an integer where it is one but for rounding."""
+    return round(number) if abs(number - round(number)) < 1e-6 * max(1, abs(number)) else number

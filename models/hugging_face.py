@@ -1,0 +1,222 @@
+"""Parameters of other people's checkpoints: imported from safetensors onto any mesh, and exported.
+
+`models.families` has the names. Nothing is ever in host memory as a whole: one tensor of one layer is read at a time,
+and of it only the part that one device holds; it is put into the stack of all layers on the devices. Export fetches one
+tensor at a time.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models import safetensors_files
+from models.config import TransformerConfig
+from models.families import Family, read_config, write_config
+from models.safetensors_files import TensorFiles
+
+SHARD_BYTES = 5 * 10**9
+type Report = Callable[[str, int, int], None]  # the tensor, the bytes that are done, all bytes
+
+# Tensors that some files have and that a model computes: the frequencies of rotary positions.
+_COMPUTED = ("rotary_emb.inv_freq",)
+
+
+def load_config(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """Reads config.json of a folder: see `models.families.read_config`.
+
+    Raises:
+      ValueError: There is no such file, or it is not JSON.
+      NotImplementedError: The family, or an option, is not supported.
+    """
+    file = folder / "config.json"
+    try:
+        given = json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{folder} must be a folder with config.json and safetensors files: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return read_config(given)
+
+
+def import_parameters(folder: Path, family: Family, abstract: Any, report: Report = lambda *_: None) -> Any:
+    """Reads the parameters of a checkpoint onto the devices that hold them.
+
+    Args:
+      folder: A folder with one safetensors file or with an index of several, or such a file.
+      family: The names of the tensors.
+      abstract: Shape, dtype and sharding of every parameter of the model, nested by its names, as `jax.eval_shape` and
+        `nnx.to_pure_dict` give them. Values are cast to these dtypes.
+      report: Called after every tensor.
+
+    Returns:
+      The parameters, as `abstract`.
+
+    Raises:
+      ValueError: Tensors are missing, left over or of another shape, or a file is damaged. All of them are named, and
+        none was loaded.
+    """
+    leaves, tree = jax.tree.flatten_with_path(abstract)
+    files = TensorFiles(folder)
+    with jax.set_mesh(_mesh_of(leaves[0][1])):
+        names = {name: leaf for path, leaf in leaves for name in [_name(path)]}
+        _check(files, family, names, folder)
+        total, done = sum(leaf.size * leaf.dtype.itemsize for leaf in names.values()), 0
+        values = []
+        for name, leaf in names.items():
+            value = _import_one(files, family.tensors[name], name, leaf)
+            done += leaf.size * leaf.dtype.itemsize
+            report(name, done, total)
+            values.append(value)
+    return jax.tree.unflatten(tree, values)
+
+
+def export_parameters(
+    folder: Path, config: TransformerConfig, params: Any, *, length: int, dtype: Any = None,
+    shard_bytes: int = SHARD_BYTES, report: Report = lambda *_: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Writes parameters as safetensors, under the names of the family that the architecture belongs to.
+
+    Args:
+      folder: The folder, which must exist.
+      config: The architecture.
+      params: The parameters, nested by their names.
+      length: The longest sequence that the model is meant for (tokens).
+      dtype: The dtype in the files; by default that of each parameter.
+      shard_bytes: The most bytes of a file.
+      report: Called after every tensor.
+
+    Returns:
+      What belongs into config.json.
+
+    Raises:
+      NotImplementedError: No family has these options, or several processes hold the parameters.
+    """
+    if jax.process_count() > 1:
+        raise NotImplementedError("export needs all parameters in one process; run it in a process of its own")
+    family, written = write_config(config, length=length)
+    named = {_name(path): leaf for path, leaf in jax.tree.flatten_with_path(params)[0]}
+    sizes = {}
+    for name, leaf in named.items():
+        width = np.dtype(dtype or leaf.dtype).itemsize
+        for their_name in _their_names(family.tensors[name], leaf):
+            sizes[their_name] = leaf.size * width // len(_their_names(family.tensors[name], leaf))
+    tensors = _fetch_all(family, named, dtype, sum(sizes.values()), report)
+    safetensors_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
+    stored = {str(np.dtype(dtype or leaf.dtype)) for leaf in named.values()}
+    return written | {"dtype": stored.pop() if len(stored) == 1 else "float32"}
+
+
+def _check(files: TensorFiles, family: Family, names: Mapping[str, Any], folder: Path) -> None:
+    """Raises ValueError unless the files have exactly the tensors that the parameters need, in their shapes."""
+    needed = {}
+    for name, leaf in names.items():
+        if name not in family.tensors:
+            raise NotImplementedError(f"the table of {family.model_type} in models/families.py has no {name}")
+        stacked = _is_stacked(family.tensors[name])
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        for their_name in _their_names(family.tensors[name], leaf):
+            needed[their_name] = tuple(shape[::-1] if _is_transposed(name) else shape)
+    tied = {"lm_head.weight"} if "output.kernel" not in names else set()
+    there = {name for name in files.shapes if not name.endswith(_COMPUTED) and name not in tied}
+    problems = [f"missing: {name} {list(needed[name])}" for name in sorted(needed.keys() - there)]
+    problems += [f"left over: {name} {list(files.shapes[name])}" for name in sorted(there - needed.keys())]
+    problems += [
+        f"{name} is {list(files.shapes[name])} and must be {list(needed[name])}"
+        for name in sorted(needed.keys() & there)
+        if files.shapes[name] != needed[name]
+    ]
+    if problems:
+        raise ValueError(
+            f"the tensors of {folder} are not those of this {family.model_type}, nothing was loaded: "
+            + "; ".join(problems)
+        )
+
+
+def _import_one(files: TensorFiles, template: str, name: str, leaf: Any) -> jax.Array:
+    """Reads a parameter: one tensor, or one of each layer, which are stacked on the devices."""
+    if not _is_stacked(template):
+        return _read_sharded(files, template, leaf.shape, leaf.sharding, leaf.dtype, transposed=_is_transposed(name))
+    spec = P(*leaf.sharding.spec[1:])
+    sharding = NamedSharding(leaf.sharding.mesh, spec)
+    stack = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    for layer, their_name in enumerate(_their_names(template, leaf)):
+        part = _read_sharded(files, their_name, leaf.shape[1:], sharding, leaf.dtype, transposed=_is_transposed(name))
+        stack = _put_layer(stack, part, np.int32(layer))
+    return stack
+
+
+def _read_sharded(
+    files: TensorFiles, name: str, shape: tuple[int, ...], sharding: NamedSharding, dtype: Any, *, transposed: bool
+) -> jax.Array:
+    """Makes a sharded array of a tensor, one part of it in host memory at a time."""
+    parts: dict[tuple[slice, ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        parts.setdefault(tuple(index), []).append(device)
+    arrays = []
+    for index, devices in parts.items():
+        value = files.read(name, index[::-1] if transposed else index)
+        value = np.ascontiguousarray((value.T if transposed else value).astype(dtype, copy=False))
+        arrays += [jax.device_put(value, device) for device in devices]
+        jax.block_until_ready(arrays)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_layer(stack: jax.Array, part: jax.Array, layer: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(stack, part, layer, 0)
+
+
+@jax.jit
+def _take_layer(stack: jax.Array, layer: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
+
+
+def _fetch_all(
+    family: Family, named: Mapping[str, jax.Array], dtype: Any, total: int, report: Report
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of all parameters in host memory, one at a time."""
+    done = 0
+    for name, leaf in named.items():
+        template = family.tensors[name]
+        for layer, their_name in enumerate(_their_names(template, leaf)):
+            with jax.set_mesh(_mesh_of(leaf)):
+                value = np.asarray(_take_layer(leaf, np.int32(layer)) if _is_stacked(template) else leaf)
+            value = (value.T if _is_transposed(name) else value).astype(dtype or value.dtype, order="C")
+            done += value.nbytes
+            yield their_name, value
+        report(name, done, total)
+
+
+def _mesh_of(leaf: Any) -> jax.sharding.Mesh:
+    assert isinstance(leaf.sharding, NamedSharding)
+    assert isinstance(leaf.sharding.mesh, jax.sharding.Mesh)
+    return leaf.sharding.mesh
+
+
+def _name(path: Any) -> str:
+    """Returns the name of a parameter, with dots."""
+    return ".".join(str(getattr(key, "key", key)) for key in path)
+
+
+def _is_stacked(template: str) -> bool:
+    return "{layer}" in template
+
+
+def _is_transposed(name: str) -> bool:
+    return name.endswith(".kernel")
+
+
+def _their_names(template: str, leaf: Any) -> list[str]:
+    return [template.format(layer=i) for i in range(leaf.shape[0])] if _is_stacked(template) else [template]
