@@ -28,7 +28,8 @@ from train.workdir import unused_path
 # which costs more than it saves for small arrays.
 MIN_BYTES_TO_SHARE = 2**20
 _FULL = re.compile("No space left|Disk quota exceeded|File too large", re.IGNORECASE)
-_STATUS = re.compile("[A-Z]+_[A-Z]+:|UNAVAILABLE:|INTERNAL:|ABORTED:|UNKNOWN:")  # how errors of tensorstore begin
+# How errors of tensorstore begin, and what orbax says where files that it has just written are no longer there.
+_STATUS = re.compile("[A-Z]+_[A-Z]+:|UNAVAILABLE:|INTERNAL:|ABORTED:|UNKNOWN:|Save failed:")
 
 
 class WriteError(StorageError):
@@ -49,7 +50,7 @@ class Checkpoints:
     """The checkpoints in a folder. Use it as a context manager: leaving it waits until every save is on disk."""
 
     def __init__(self, folder: Path, *, keep: int, permanent_every: int = 0, read_only: bool = False):
-        """Opens the folder, which may be a path in an object store that orbax can write."""
+        """Opens the folder."""
         self.folder = folder.resolve()  # orbax needs an absolute path
         self._permanent_every = permanent_every
         self._saving: int | None = None  # the step that is being written
@@ -195,13 +196,13 @@ class Checkpoints:
         wanted = {name: value for name, value in _as_dict(abstract).items() if name in record.parts}
         return TrainState(**(_NOTHING | self._read_arrays(step, wanted, record))), record, changed
 
-    def restore_params(self, step: int, abstract: Any) -> Any:
-        """Reads only the parameters of a checkpoint, which may be of another run.
+    def restore_params(self, step: int, abstract: Any, *, part: str = "params") -> Any:
+        """Reads only the parameters of a checkpoint, or their running mean ("ema"), which may be of another run.
 
         Raises:
           InputError: The checkpoint is damaged, or its parameters have other names or shapes.
         """
-        return self._read_arrays(step, {"params": abstract}, self._read_record(step))["params"]
+        return self._read_arrays(step, {part: abstract}, self._read_record(step))[part]
 
     def require_same(self, step: int, identity: RunIdentity, *, accept_change: bool) -> list[str]:
         """Checks that a run can continue from the checkpoint of a step, see `RunIdentity.require_same`."""
@@ -232,14 +233,12 @@ class Checkpoints:
         """Removes half-written checkpoints that a killed process left.
 
         orbax does the same, but in a background thread that may still be at work when the process of a complete run
-        ends.
+        ends. After a failed write, other threads of orbax may still create files in the folder while it is removed.
+        What then stays is removed before the next attempt or at the next start, so it is no error here.
         """
         if jax.process_index() == 0 and self.folder.exists():
             for half_written in self.folder.glob(f"*{ocp.path.step.TMP_DIR_SUFFIX}*"):
-                if isinstance(half_written, Path):
-                    shutil.rmtree(half_written)
-                else:
-                    half_written.rmtree()
+                shutil.rmtree(half_written, ignore_errors=True)
 
     def _failure(self, error: Exception) -> WriteError:
         """Makes a WriteError of what orbax raised, and removes what it left; anything but an I/O error is raised."""

@@ -19,6 +19,7 @@ import tyro
 from train.config import Config
 from train.config_check import check
 from train.errors import InputError
+from train.remote import require_local
 
 DEFAULT_PRESET = Path(__file__).resolve().parent.parent / "configs" / "tiny.py"
 _PRESET_MODULE = "_preset"  # name under which a preset file is imported
@@ -36,6 +37,10 @@ class Command:
     """Print the resolved configuration as JSON, and do nothing else."""
     dry_run: bool = False
     """Compile the training step for --topology and report memory and estimated speed, without running it."""
+    compare_meshes: bool = False
+    """Rank all meshes of --topology by predicted time and memory, compile the best ones, and report a table."""
+    compiled_meshes: int = 3
+    """Number of meshes that --compare_meshes compiles; 0 compiles none, which takes seconds (meshes)."""
     verify: Literal["auto", "off", "full"] = "auto"
     """What is verified before a run on TPUs: the kernels of this configuration, once (auto), nothing, or every op."""
     trust: Literal["predicted", "verified"] = "predicted"
@@ -81,9 +86,15 @@ def parse(arguments: Sequence[str]) -> Command:
             f"--dry-run and --topology go together: got only {'--dry-run' if command.dry_run else '--topology'}; "
             "write --dry-run --topology v5e:2x4, for example"
         )
+    if command.compare_meshes and not command.dry_run:
+        raise InputError("--compare_meshes belongs to a dry run: add --dry-run --topology v5e:4x4, for example")
+    if command.compiled_meshes < 0:
+        raise InputError(f"--compiled_meshes must be at least 0: got {command.compiled_meshes}")
     if command.resume not in ("latest", "none") and not command.resume.isdigit():
         raise InputError(f"--resume must be latest, none, or the step of a checkpoint: got {command.resume}")
     check(command.config)
+    if command.dry_run:
+        require_local(command.config.workdir, "the workdir of a dry run")
     return command
 
 

@@ -5,12 +5,12 @@ does not remove an entry that cannot be read; a process that is killed while it 
 """
 
 import contextlib
-import os
 from pathlib import Path
 
 import jax
 
 from train.config import Config
+from train.files import user_cache
 
 MAX_BYTES = 8 << 30
 MIN_COMPILE_SECONDS = 0.5  # programs that compile faster are not worth a file
@@ -31,12 +31,6 @@ def configure_cache(config: Config) -> None:
     jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def user_cache() -> Path:
-    """Returns the folder flaxasync/ in the user's cache folder."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "flaxasync"
 
 
 def remove_incomplete(folder: Path) -> None:

@@ -13,14 +13,16 @@ from models.config import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The devices, as a mesh of data x context x model."""
+    """The devices, as a mesh of data x fsdp x context x model. One of the four sizes may be -1: all that are left."""
 
     data: int = -1
-    """Size of the mesh axis that splits the batch; -1 takes all devices that the other axes leave (devices)."""
+    """Size of the mesh axis that splits the batch alone; its devices hold the same parameters (devices)."""
+    fsdp: int = 1
+    """Size of the mesh axis that splits the batch and, until a layer uses them, all parameters (devices)."""
     context: int = 1
     """Size of the mesh axis that splits every sequence, for ring attention (devices)."""
     model: int = 1
-    """Size of the mesh axis that splits every layer; -1 takes all devices that the other axes leave (devices)."""
+    """Size of the mesh axis that splits every layer (devices)."""
     context_layout: Literal["zigzag", "contiguous"] = "zigzag"
     """Order in which mesh.context splits the positions of a sequence; zigzag gives every device the same work."""
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
@@ -44,13 +46,15 @@ class DataConfig:
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the tokens in a .bin file; a .npy file records its own type."""
     tokenizer: str | None = None
-    """Name of the tokenizer that made the tokens, which a run must not change; None for bytes or an unnamed one."""
+    """File tokenizer.json that turns text into tokens, or the name of what made the tokens; None for bytes."""
     separator: int | None = None
     """Token that ends a document; attention and loss then stay within documents. None ignores documents (token)."""
     sequence_length: int = 256
     """Length of the sequences that the model is trained on (tokens)."""
     batch_size: int = 16
     """Sequences per step, over all devices (sequences)."""
+    microbatches: int = 1
+    """Parts of a batch that are computed one after the other, to save memory; their gradients are summed (parts)."""
     validation_fraction: float = 0.05
     """Share of the data, taken from its end, that is kept for validation (fraction of the tokens, 0 to 1)."""
     accept_change: bool = False
@@ -112,7 +116,8 @@ class CheckpointConfig:
     permanent_every: int = 0
     """Interval between checkpoints that are never deleted, beside the newest ones; 0 keeps none (steps)."""
     retry_seconds: float = 60.0
-    """Time for which a checkpoint that cannot be written is tried again before the run ends (seconds)."""
+    """Time for which a checkpoint that cannot be written, or an object store that does not answer, is tried again
+    (seconds)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +130,8 @@ class EvalConfig:
     """Batches per validation, the same ones each time (batches of data.batch_size sequences)."""
     sets: tuple[tuple[str, str], ...] = ()
     """Further evaluation data, as NAME PATH pairs; each set has a loss and a perplexity of its own."""
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end a text of train/sample.py, beside data.separator; an import sets them (tokens)."""
     sample_tokens: int = 128
     """Number of tokens to generate when the run is complete; 0 generates none (tokens)."""
     temperature: float = 0.8
@@ -136,7 +143,7 @@ class ReportConfig:
     """What is reported during the run."""
 
     every: int = 10
-    """Interval between progress reports; the host waits for the devices only at reports and checkpoints (steps)."""
+    """Interval between progress reports; the host waits for the devices only there and at checkpoints (steps)."""
     hang_seconds: float = 1800.0
     """Time without any progress after which the process ends, to be started again; 0 waits forever (seconds)."""
     peak_tflops: float | None = None
@@ -164,7 +171,9 @@ class Config:
     seed: int = 0
     """Seed of the parameters, the order of the data and the sample (integer, 0 to 2**31 - 1)."""
     backend: Literal["auto", "xla", "pallas", "stateful", "fused", "none"] = "auto"
-    """How layers communicate: none or xla anywhere; pallas, stateful or fused on TPUs; auto lets fa.plan choose."""
+    """How layers communicate: none or xla anywhere; pallas, stateful or fused on TPUs; auto lets fa.plan choose.
+
+    "exchange" is left out: only matmul_all_reduce has it, which no training step calls; samples get it by auto."""
     init_from: str | None = None
     """Workdir or checkpoint of another run, whose parameters step 0 of this run takes; None draws new ones."""
     compile_cache: str = "auto"

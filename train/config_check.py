@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from train.config import Config, flatten
 from train.errors import InputError
-from train.remote import require_local
+from train.remote import is_remote, require_local, require_usable
 
 LARGEST_STEP = 2**31 - 1
 """Steps are counted in int32 on the devices."""
 _AT_LEAST_ONE = (
-    "steps", "data.sequence_length", "data.batch_size", "checkpoint.every", "checkpoint.keep", "eval.batches",
-    "report.every", "mesh.cpu_devices", "model.layers", "model.width", "model.heads", "model.kv_heads",
+    "steps", "data.sequence_length", "data.batch_size", "data.microbatches", "checkpoint.every", "checkpoint.keep",
+    "eval.batches", "report.every", "mesh.cpu_devices", "model.layers", "model.width", "model.heads", "model.kv_heads",
     "model.mlp_width", "model.vocab_size", "skip.limit", "profile.steps",
 )  # fmt: skip
 _AT_LEAST_ZERO = (
@@ -22,7 +22,11 @@ _AT_LEAST_ZERO = (
 )  # fmt: skip
 _FRACTIONS = ("data.validation_fraction", "optimizer.b1", "optimizer.b2", "optimizer.ema_decay")
 _POSITIVE = (
-    "optimizer.epsilon", "eval.temperature", "model.rope_theta", "model.norm_epsilon", "mesh.heartbeat_seconds",
+    "optimizer.epsilon", "eval.temperature", "model.rope_theta", "model.norm_epsilon", "model.rope_factor",
+    "model.rope_low_frequency", "model.rope_high_frequency", "model.rope_original_length", "mesh.heartbeat_seconds",
+)  # fmt: skip
+_POSITIVE_OR_NONE = (
+    "model.attention_scale", "model.attention_softcap", "model.alternating_window", "model.logit_softcap",
 )  # fmt: skip
 
 
@@ -35,7 +39,12 @@ def check(config: Config) -> None:
     _check_ranges(config)
     _require(bool(config.workdir), "workdir", repr(config.workdir), "a folder")
     for field, location in _locations(config):
-        require_local(location, field)
+        (require_local if field == "init_from" else require_usable)(location, field)
+    if is_remote(config.workdir) and config.mesh.distributed:
+        raise InputError(
+            "workdir must be a folder that all processes see where mesh.distributed is set: got "
+            f"{config.workdir}; give one where the bucket is mounted, for example with gcsfuse or mount-s3"
+        )
     _require(config.seed < 2**31, "seed", config.seed, "below 2**31")
     for name, value in (("steps", config.steps), ("optimizer.warmup_steps", config.optimizer.warmup_steps)):
         _require(value <= LARGEST_STEP, name, value, f"at most {LARGEST_STEP}")
@@ -63,6 +72,16 @@ def check(config: Config) -> None:
         copies,
         f"False where model.param_dtype={config.model.param_dtype}, which needs no copies in float32",
     )
+    for name, given in flatten({"model": dataclasses.asdict(config.model)}):
+        if given is not None and name in _POSITIVE_OR_NONE:
+            _require_finite(given > 0, name, given, "above 0, or None")
+    model = config.model
+    _require(
+        model.rope_low_frequency < model.rope_high_frequency,
+        "model.rope_low_frequency",
+        model.rope_low_frequency,
+        f"below model.rope_high_frequency={model.rope_high_frequency}",
+    )
     _check_names(config)
 
 
@@ -85,6 +104,13 @@ def _check_ranges(config: Config) -> None:
         "data.separator",
         separator,
         f"a token below model.vocab_size={vocabulary}",
+    )
+    stops = config.eval.stop_tokens
+    _require(
+        all(0 <= token < vocabulary for token in stops),
+        "eval.stop_tokens",
+        stops,
+        f"tokens below model.vocab_size={vocabulary}",
     )
 
 

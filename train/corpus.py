@@ -1,7 +1,9 @@
 """The tokens of a run: one 1-D array, made from Python's standard library, from text, or from a file of tokens.
 
-Every byte of a text is one token. Text files and token files are memory-mapped. A folder of text and the standard
-library are read into memory; the library is about 10 MB and takes a tenth of a second to read, so it is not cached.
+Every byte of a text is one token, unless `data.tokenizer` is the file of a tokenizer: text is then turned into a file
+of tokens first, see `train.tokenize_data`. Text files and token files are memory-mapped. A folder of text and the
+standard library are read into memory; the library is about 10 MB and takes a tenth of a second to read, so it is not
+cached.
 """
 
 import dataclasses
@@ -14,6 +16,9 @@ import numpy as np
 
 from train.config import DataConfig
 from train.errors import InputError
+from train.remote import fetch, is_remote
+from train.tokenize_data import tokenize_files
+from train.tokenizer import Tokenizer, is_file
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
 _TOKEN_DTYPES = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
@@ -32,12 +37,14 @@ class Corpus:
       tokens: The tokens, a 1-D array of uint8, uint16 or uint32 that may be mapped from a file.
       is_text: Whether every token is a byte of text, so that generated tokens can be shown as text.
       file: The file that the tokens are mapped from, or None if they are in memory.
+      tokenizer: The tokenizer that makes text of tokens, if its file was given.
     """
 
     name: str
     tokens: np.ndarray
     is_text: bool
     file: Path | None = None
+    tokenizer: Tokenizer | None = None
 
 
 def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
@@ -46,13 +53,40 @@ def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
     Raises:
       InputError: A source is missing, empty or of an unknown kind, or has a token that is not in the vocabulary.
     """
-    dtype = np.dtype(config.token_dtype)
     if not config.sources:
-        return {"data": open_corpus(config.path, dtype=dtype, vocab_size=vocab_size)}
+        return {"data": open_source(config.path, config, vocab_size=vocab_size)}
     return {
-        name: open_corpus(path, dtype=dtype, vocab_size=vocab_size, field=f"the path of {name} in data.sources")
+        name: open_source(path, config, vocab_size=vocab_size, field=f"the path of {name} in data.sources")
         for name, path, _ in config.sources
     }
+
+
+def open_source(location: str | None, config: DataConfig, *, vocab_size: int, field: str = "data.path") -> Corpus:
+    """Opens the data at a path as tokens: of the tokenizer of the run, if that is a file, otherwise as `open_corpus`.
+
+    Raises:
+      InputError: As `open_corpus`, the tokenizer does not match the vocabulary, or text has only the name of one.
+    """
+    dtype = np.dtype(config.token_dtype)
+    if not is_file(config.tokenizer):
+        corpus = open_corpus(location, dtype=dtype, vocab_size=vocab_size, field=field)
+        if corpus.is_text and config.tokenizer is not None:
+            raise InputError(
+                f"{field} must be a .npy or .bin file of tokens where data.tokenizer is a name: {corpus.name} is text, "
+                f"and nothing says how to turn it into tokens of {config.tokenizer}; give --data.tokenizer the file "
+                "tokenizer.json, or None for bytes"
+            )
+        return corpus
+    assert config.tokenizer is not None
+    path = Path(config.tokenizer).expanduser()
+    tokenizer = Tokenizer.open(path, vocab_size=vocab_size)
+    name = location or "the standard library of this Python"
+    if location is None or Path(location).suffix not in (".npy", ".bin"):
+        files = _text_files(location, field)
+        tokens = tokenize_files(files, tokenizer, path.parent / "tokens", separator=config.separator)
+        location, dtype = str(tokens), np.dtype("uint32")
+    corpus = open_corpus(location, dtype=dtype, vocab_size=vocab_size, field=field)
+    return dataclasses.replace(corpus, name=name, tokenizer=tokenizer)
 
 
 def open_corpus(location: str | None, *, dtype: np.dtype, vocab_size: int, field: str = "data.path") -> Corpus:
@@ -71,9 +105,9 @@ def open_corpus(location: str | None, *, dtype: np.dtype, vocab_size: int, field
     if location is None:
         corpus = _standard_library()
     else:
-        path = Path(location).expanduser()
+        path = fetch(location, field) if is_remote(location) else Path(location).expanduser()
         try:
-            corpus = _open_path(path, dtype, field)
+            corpus = dataclasses.replace(_open_path(path, dtype, field), name=location)
         except InputError:
             raise
         except OSError as error:
@@ -98,23 +132,42 @@ def _open_path(path: Path, dtype: np.dtype, field: str) -> Corpus:
     return Corpus(str(path), _map_text(path, field), is_text=True, file=path)
 
 
+def _text_files(location: str | None, field: str) -> list[Path]:
+    """Returns the text files at a path, or those of the standard library, in the order in which they are used."""
+    if location is None:
+        return _library_files()
+    path = fetch(location, field) if is_remote(location) else Path(location).expanduser()
+    if path.is_dir():
+        return _folder_files(path, field)
+    _open_path(path, np.dtype("uint8"), field)  # checks that it is text
+    return [path]
+
+
 def _standard_library() -> Corpus:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path
-        for path in root.rglob("*.py")
-        if _LIBRARY_SKIPS.isdisjoint(path.relative_to(root).parts) and not path.name.startswith(_LIBRARY_SKIPPED_PREFIX)
-    ]
-    if not files:
-        raise InputError(f"this Python has no source files of its standard library in {root}; give data.path")
     return Corpus(
         f"the standard library of Python {platform.python_version()}",
-        _join(sorted(files, key=lambda path: path.relative_to(root).as_posix())),
+        _join(_library_files()),
         is_text=True,
     )
 
 
+def _library_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for folder, folders, names in root.walk():
+        folders[:] = [name for name in folders if name not in _LIBRARY_SKIPS]
+        modules = [name for name in names if name.endswith(".py")]
+        files += [folder / name for name in modules if not name.startswith(_LIBRARY_SKIPPED_PREFIX)]
+    if not files:
+        raise InputError(f"this Python has no source files of its standard library in {root}; give data.path")
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
 def _folder(root: Path, field: str) -> Corpus:
+    return Corpus(str(root), _join(_folder_files(root, field)), is_text=True)
+
+
+def _folder_files(root: Path, field: str) -> list[Path]:
     files = [
         path
         for path in root.rglob("*")
@@ -126,7 +179,7 @@ def _folder(root: Path, field: str) -> Corpus:
     files.sort(key=lambda path: path.relative_to(root).as_posix())
     for path in files:
         _map_text(path, field)
-    return Corpus(str(root), _join(files), is_text=True)
+    return files
 
 
 def _join(files: Iterable[Path]) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 from train.config import Config
 from train.corpus import Corpus
 from train.errors import InputError
-from train.mesh import sequence_order, token_spec
+from train.mesh import batch_shards, sequence_order, token_spec
 
 Batch = tuple[jax.Array, ...]
 """Tokens, targets and, if data.separator is set, segment ids: int32 [batch, sequence] each, in the order of the mesh.
@@ -148,7 +148,7 @@ class _BatchSharding:
         columns = {column for index in shards for column in range(*index[1].indices(self._shape[1]))}
         self._positions = sequence_order(mesh, config.mesh, self._shape[1])[sorted(columns)]
         self._separator = config.data.separator
-        self._share = share_of_batch(starts, self._shape[0] // mesh.shape["data"], batch_size=self._shape[0])
+        self._share = share_of_batch(starts, self._shape[0] // batch_shards(mesh.shape), batch_size=self._shape[0])
 
     def local(self, dataset: grain.MapDataset) -> grain.MapDataset:
         """Selects the windows of this process and stacks them, [rows of this process, L + 1]."""

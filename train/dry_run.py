@@ -23,7 +23,7 @@ from train.config import Config
 from train.dry_run_picture import save_picture
 from train.dry_run_report import DryRun, render
 from train.errors import InputError
-from train.mesh import check_fits_mesh, mesh_over
+from train.mesh import batch_shards, check_fits_mesh, mesh_over
 from train.model_flops import model_flops_per_token
 from train.show import say
 from train.step import Trainer, TrainState, backend_limits_are_input_errors
@@ -95,7 +95,7 @@ def _smaller_steps(config: Config, mesh: jax.sharding.Mesh, refused: list[check.
     """
     yield {}
     smaller: dict[str, Any] = {}
-    shards, batch = mesh.shape["data"], config.data.batch_size
+    shards, batch = batch_shards(mesh.shape) * config.data.microbatches, config.data.batch_size
     if batch > shards:
         guess = _batch_that_fits(config, mesh, refused[-1])
         for sequences in dict.fromkeys((guess, 1)):
@@ -112,7 +112,7 @@ def _smaller_steps(config: Config, mesh: jax.sharding.Mesh, refused: list[check.
 
 
 def _batch_that_fits(config: Config, mesh: jax.sharding.Mesh, refusal: check.HbmError) -> int:
-    """Predicts the number of sequences per data shard, a power of two, that fits with a margin.
+    """Predicts the number of sequences of a micro-batch per data shard, a power of two, that fits with a margin.
 
     The bytes that were needed are modelled as the state, gradients as large as the parameters, and an equal share for
     each sequence.
@@ -120,7 +120,7 @@ def _batch_that_fits(config: Config, mesh: jax.sharding.Mesh, refusal: check.Hbm
     trainer = Trainer(config, mesh)
     state = trainer.abstract_state()
     fixed = _bytes_per_device(state) + _bytes_per_device(state.params)
-    refused = config.data.batch_size // mesh.shape["data"]
+    refused = config.data.batch_size // (batch_shards(mesh.shape) * config.data.microbatches)
     per_sequence = max(refusal.needed - fixed, 1) / refused
     available = max(MEMORY_TARGET * refusal.available - fixed, 0)
     sequences = 1

@@ -8,6 +8,7 @@ from typing import Any
 from flaxasync.check import Audit, CompiledProgram, Timeline
 from flaxasync.hardware import Chip
 from train.config import Config
+from train.mesh import batch_shards
 from train.model_flops import FORMULA
 from train.step_phases import Phases
 
@@ -157,7 +158,7 @@ def _largest_batch(report: DryRun) -> int | None:
     if set(report.smaller) != {"data.batch_size"}:
         return None
     fixed = report.program.bytes_by_kind["total"] - report.program.bytes_by_kind["temporaries"] + report.parameter_bytes
-    shards = report.mesh["data"]
+    shards = batch_shards(report.mesh) * report.tried.data.microbatches
     sequences = report.tried.data.batch_size // shards
     per_sequence = (report.program.bytes_by_kind["total"] - fixed) / sequences
     return int((report.chip.hbm_bytes - fixed) / per_sequence) * shards if per_sequence > 0 else None

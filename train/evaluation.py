@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.config import Config
-from train.corpus import open_corpus
+from train.corpus import open_source
 from train.data import ValidationBatches, Windows
 from train.errors import InputError
 
@@ -58,7 +58,7 @@ class Evaluation:
 
 def _open_set(name: str, path: str, config: Config) -> Windows:
     field = f"the path of {name} in eval.sets"
-    corpus = open_corpus(path, dtype=np.dtype(config.data.token_dtype), vocab_size=config.model.vocab_size, field=field)
+    corpus = open_source(path, config.data, vocab_size=config.model.vocab_size, field=field)
     windows = Windows(corpus.tokens, config.data.sequence_length)
     if len(windows) < config.data.batch_size:
         raise InputError(

@@ -10,6 +10,12 @@ from typing import IO, Any
 BLOCK_BYTES = 1 << 16  # the last line break of a file is searched in blocks of this size, from its end
 
 
+def user_cache() -> Path:
+    """Returns the folder flaxasync/ in the user's cache folder."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "flaxasync"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file by one rename, so that a killed process leaves either the old or the new content.
 

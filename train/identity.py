@@ -76,7 +76,9 @@ def identify(corpus: Corpus, tokenizer: str | None, cache: HashCache) -> Identit
     return Identity(
         tokens=corpus.tokens.size,
         dtype=str(corpus.tokens.dtype),
-        tokenizer=tokenizer or ("bytes" if corpus.is_text else "unnamed"),
+        tokenizer=corpus.tokenizer.name
+        if corpus.tokenizer
+        else tokenizer or ("bytes" if corpus.is_text else "unnamed"),
         sampled=hash_samples(corpus.tokens),
         whole=cache.whole(corpus),
     )

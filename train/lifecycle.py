@@ -20,22 +20,24 @@ from train.errors import COMPLETE, DivergedError
 from train.evaluation import Evaluation
 from train.events import Events, provenance
 from train.files import write_atomically
+from train.generation import generate
 from train.identity import HashCache, identify
 from train.init_from import load_first_state
 from train.join import join
 from train.loop import Loop
 from train.mesh import check_fits_mesh, configure_jax, make_mesh
+from train.mirror import Mirror, open_mirror
 from train.monitor import Link
 from train.profiler import Profiler
 from train.record import Record, RunIdentity, identify_run
 from train.reporting import open_recorder, warn
-from train.sample import generate
 from train.saver import Saver
 from train.show import render_sample, say, show_setup
 from train.signals import StopRequest
 from train.step import Trainer, TrainState, backend_limits_are_input_errors, count_parameters
 from train.watchdog import Watchdog
 from train.workdir import Workdir, open_workdir
+from train.working_copy import working_copy
 
 
 def train(command: Command, stop: StopRequest, link: Link | None = None) -> int:
@@ -59,16 +61,23 @@ def train(command: Command, stop: StopRequest, link: Link | None = None) -> int:
         fields = dict(flatten(dataclasses.asdict(config))) | {"resume": command.resume}
         require_same("the command line", fields)
         check_fits_mesh(config, mesh.shape)
-        with open_workdir(config.workdir) as work:
-            return Run(command, mesh, stop, work).run()
+        folder, seconds = working_copy(config.workdir), config.checkpoint.retry_seconds
+        with (
+            open_workdir(folder) as work,
+            open_mirror(config.workdir, folder, seconds=seconds, say=say, warn=warn) as mirror,
+        ):
+            return Run(command, mesh, stop, work, mirror).run()
 
 
 class Run:
     """One start of a run, whose workdir is locked."""
 
-    def __init__(self, command: Command, mesh: jax.sharding.Mesh, stop: StopRequest, work: Workdir):
+    def __init__(
+        self, command: Command, mesh: jax.sharding.Mesh, stop: StopRequest, work: Workdir, mirror: Mirror | None = None
+    ):
         """Opens and checks the data."""
         self.command, self.config, self.mesh, self.stop, self.work = command, command.config, mesh, stop, work
+        self.mirror = mirror
         config = self.config
         self.corpora = open_corpora(config.data, vocab_size=config.model.vocab_size)
         self.training, self.validation = split(self.corpora, config)
@@ -95,6 +104,8 @@ class Run:
             show_setup(config, self.mesh, self.corpora, parameters=parameters, changes=changes)
             state, record, accepted = self._first_state(trainer, checkpoints, start, identity)
             self._set_aside(checkpoints, start)
+            if self.mirror:
+                self.mirror.take_over()
             events = Events(work.events if jax.process_index() == 0 else None, warn)
             stack.callback(events.close)
             events.add(
@@ -148,11 +159,13 @@ class Run:
     def _set_aside(self, checkpoints: Checkpoints, start: int) -> None:
         """Moves what is later than the step to continue from into the folder set_aside/."""
         work = self.work
+        # A copy on another machine does not have what is in set_aside/, so a store needs a folder for each start.
+        folder = work.set_aside / self.mirror.start_name if self.mirror else work.set_aside
         if self.command.resume_step is not None and jax.process_index() == 0 and work.metrics.exists():
-            work.keep_copy(work.metrics)
-        moved = checkpoints.set_aside(start, work.set_aside)
+            work.keep_copy(work.metrics, folder)
+        moved = checkpoints.set_aside(start, folder)
         if moved:
-            say(f"set aside  moved {moved} to {work.set_aside}")
+            say(f"set aside  moved {moved} to {folder}")
 
     def _train(
         self,
@@ -183,7 +196,7 @@ class Run:
             stack.callback(profiler.close)
             saver = Saver(
                 config, checkpoints, self.batches, recorder, events, identity, watchdog,
-                warn=warn, before_save=work.require_lock,
+                warn=warn, before_save=self._before_save, after_save=self._after_save,
             )  # fmt: skip
             loop = Loop(
                 config, trainer, train_step, eval_step, self.batches, self.evaluation, saver, recorder, stop, watchdog,
@@ -200,13 +213,22 @@ class Run:
             say(f"start again with --workdir {config.workdir} to continue")
         return state, step
 
+    def _before_save(self) -> None:
+        self.work.require_lock()
+        if self.mirror:
+            self.mirror.require_owner()
+
+    def _after_save(self) -> None:
+        if self.mirror:
+            self.mirror.start_upload()
+
     def _finish(self, trainer: Trainer, state: TrainState, checkpoints: Checkpoints, events: Events) -> None:
         """Generates the sample, whose file marks the run as complete."""
         config, work = self.config, self.work
         if config.eval.sample_tokens:
             source, corpus = next(iter(self.corpora.items()))
             windows = self.validation[source] if len(self.validation[source]) else self.training[source]
-            text = render_sample(corpus.is_text, *generate(trainer, state, windows[0], config))
+            text = render_sample(corpus, *generate(trainer, state, windows[0], config))
             say(f"sample     (the model continues after \u2502)\n{text}")
             if jax.process_index() == 0:
                 write_atomically(work.sample, text + "\n")

@@ -1,9 +1,13 @@
 """The training loop. The host dispatches steps ahead of the devices and waits for them only to report or to save."""
 
+import contextlib
 import dataclasses
+import threading
+import time
 
 import jax
 
+from train import BEGAN
 from train.config import Config
 from train.data import TrainingBatches
 from train.evaluation import Evaluation
@@ -59,6 +63,8 @@ class Loop:
             self.profiler.before(step, state)
             state, metrics = self.train_step(state, *batch)
             self.recorder.add(step, **metrics)
+            if step == start + 1:
+                _show_first_step(metrics)
             last = step == config.steps
             if self.eval_step is not None and (last or step % config.eval.every == 0):
                 self.recorder.add(step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state)))
@@ -76,3 +82,14 @@ class Loop:
                 break
         self.saver.finish(step, state)
         return state, step
+
+
+def _show_first_step(metrics: dict[str, jax.Array]) -> None:
+    """Prints how long the first step took from the start of the process, when it is done; the loop does not wait."""
+
+    def wait_and_say() -> None:
+        with contextlib.suppress(Exception):  # the loop reports the failure of a step
+            jax.block_until_ready(metrics)
+            say(f"started    the first step was done {time.monotonic() - BEGAN:.1f} s after the start of the process")
+
+    threading.Thread(target=wait_and_say, name="first step", daemon=True).start()

@@ -1,8 +1,10 @@
-"""The devices of a run: their platform, and the mesh of data x context x model.
+"""The devices of a run: their platform, and the mesh of data x fsdp x context x model.
 
 `configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does.
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +12,12 @@ import jax
 import numpy as np
 
 import flaxasync as fa
-from models.config import check_fits
+from models.config import TransformerConfig, check_fits
 from train.config import Config, MeshConfig
 from train.errors import InputError, RestartError
 
-CONTEXT = "context"
-"""Name of the mesh axis that splits sequences. A mesh has this axis only if mesh.context is more than 1."""
+FSDP, CONTEXT = "fsdp", "context"
+"""Names of the mesh axes that split stored parameters, and sequences. A mesh has them only if they are more than 1."""
 
 
 def configure_jax(config: MeshConfig) -> None:
@@ -90,7 +92,7 @@ def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, in
     """Returns the axis names of the mesh and their sizes, major axis first.
 
     The model axis is the minor one, whose devices are neighbours: its blocks travel at every matmul, those of the
-    context axis only once per layer.
+    other axes only once per layer or step.
 
     Args:
       config: The requested sizes, of which one may be -1.
@@ -100,13 +102,19 @@ def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, in
     Raises:
       InputError: The sizes do not multiply to `devices`.
     """
-    data, model = infer_sizes(config.data, config.model, devices, kind, context=config.context)
-    return {"data": data} | ({CONTEXT: config.context} if config.context > 1 else {}) | {"model": model}
+    requested = {"data": config.data, FSDP: config.fsdp, CONTEXT: config.context, "model": config.model}
+    sizes = infer_sizes(requested, devices, kind)
+    return {name: size for name, size in sizes.items() if size > 1 or name not in (FSDP, CONTEXT)}
 
 
 def token_spec(mesh: jax.sharding.Mesh) -> jax.P:
     """Returns the sharding of every [batch, sequence] array; such an array is replicated over the model axis."""
-    return jax.P("data", CONTEXT if CONTEXT in mesh.shape else None)
+    return jax.P(("data", FSDP) if FSDP in mesh.shape else "data", CONTEXT if CONTEXT in mesh.shape else None)
+
+
+def batch_shards(shape: Mapping[str, int]) -> int:
+    """Returns the number of shards of a batch, from the axis names of a mesh and their sizes."""
+    return shape["data"] * shape.get(FSDP, 1)
 
 
 def sequence_order(mesh: jax.sharding.Mesh, config: MeshConfig, length: int) -> np.ndarray:
@@ -124,48 +132,69 @@ def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
     Raises:
       InputError: Something does not divide; the message names the sizes.
     """
-    try:
-        check_fits(
-            config.model,
-            sequence_length=config.data.sequence_length,
-            mesh_shape=shape,
-            context_layout=config.mesh.context_layout,
-        )
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    if config.data.batch_size % shape["data"]:
+    _check_fits_model(config, config.model, config.data.sequence_length, shape)
+    batch, parts = config.data.batch_size, config.data.microbatches
+    shards = batch_shards(shape)
+    unit = shards * parts
+    if batch % unit:
+        axes = "'data' x 'fsdp' axes" if FSDP in shape else "'data' axis"
+        lower, upper = batch // unit * unit, -(-batch // unit) * unit
+        times, each = (" x data.microbatches", f" x {parts} micro-batches = {unit}") if parts > 1 else ("", "")
         raise InputError(
-            f"data.batch_size must be divisible by the 'data' axis: got {config.data.batch_size} on "
-            f"{shape['data']} devices"
+            f"data.batch_size must be divisible by the {axes}{times}: got {batch} on {shards} devices{each}; "
+            f"use {f'{lower} or ' if lower else ''}{upper}{', or fewer micro-batches' if parts > 1 else ''}"
         )
 
 
-def infer_sizes(data: int, model: int, devices: int, kind: str = "", *, context: int = 1) -> tuple[int, int]:
-    """Infers the data or the model size that is -1, and checks that all sizes multiply to the number of devices.
+def check_model_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
+    """Checks that a mesh can hold the model, whatever batches and sequences are: to decode with it, or to import it.
 
-    >>> infer_sizes(-1, 4, 8)
-    (2, 4)
-
-    Returns:
-      The sizes of the data and of the model axis.
+    Args:
+      config: The run.
+      shape: Axis names of the mesh and their sizes.
 
     Raises:
-      InputError: A size is not positive, both are -1, or the sizes do not multiply to `devices`.
+      InputError: Something does not divide; the message names the sizes.
     """
-    if context < 1:
-        raise InputError(f"mesh.context must be at least 1: got {context}")
-    for name, size in (("data", data), ("model", model)):
+    length = 2 * shape["model"] * shape.get(CONTEXT, 1)  # one that every such mesh divides
+    _check_fits_model(config, dataclasses.replace(config.model, fsdp_overlap="xla"), length, shape)
+
+
+def _check_fits_model(config: Config, model: TransformerConfig, length: int, shape: Mapping[str, int]) -> None:
+    try:
+        check_fits(model, sequence_length=length, mesh_shape=shape, context_layout=config.mesh.context_layout)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[str, int]:
+    """Infers the size that is -1, and checks that all sizes multiply to the number of devices.
+
+    >>> infer_sizes({"data": -1, "model": 4}, 8)
+    {'data': 2, 'model': 4}
+
+    Args:
+      sizes: The requested sizes of the axes by their names, of which one may be -1.
+      devices: The number of devices.
+      kind: The kind of device that error messages name, such as "tpu".
+
+    Raises:
+      InputError: A size is not positive, more than one is -1, or the sizes do not multiply to `devices`.
+    """
+    for name, size in sizes.items():
         if size < 1 and size != -1:
             raise InputError(f"mesh.{name} must be at least 1, or -1 to infer it: got {size}")
-    if data == model == -1:
-        raise InputError("mesh.data and mesh.model are both -1: only one of them can be inferred")
-    rest = devices // context
-    inferred = (rest // model if data == -1 else data), (rest // data if model == -1 else model)
-    if inferred[0] * inferred[1] * context != devices:
-        split = f" x mesh.context={context}" if context > 1 else ""
+    unknown = [f"mesh.{name}" for name, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        raise InputError(f"{' and '.join(unknown)} are both -1: only one of them can be inferred")
+    rest = devices // math.prod(size for size in sizes.values() if size != -1)
+    inferred = {name: rest if size == -1 else size for name, size in sizes.items()}
+    if math.prod(inferred.values()) != devices:
+        named = [f"mesh.{name}={size}" for name, size in sizes.items() if size != 1 or name in ("data", "model")]
         raise InputError(
-            f"mesh.data={data}{split} x mesh.model={model} must multiply to the number of devices: "
-            f"there are {devices} {kind} devices".replace("  ", " ")
+            f"{' x '.join(named)} must multiply to the number of devices: there are {devices} {kind} devices".replace(
+                "  ", " "
+            )
             + ("; change the mesh, or mesh.cpu_devices" if "cpu" in kind else "; change the mesh")
         )
     return inferred

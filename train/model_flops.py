@@ -8,22 +8,22 @@ https://arxiv.org/abs/2204.02311
 
 from models.config import TransformerConfig
 
-FORMULA = "6 x matmul parameters + 12 x layers x width x sequence; recomputation is not counted"
+FORMULA = "6 x matmul parameters + 12 x layers x heads x head features x sequence; recomputation is not counted"
 
 
 def model_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     """Computes the FLOPs of the forward and the backward pass for one token.
 
     ```
-    matmul parameters  P = layers * (2 * width^2 + 2 * width * kv_width + 3 * width * mlp_width) + vocab * width
-    forward            2 * P + 4 * layers * width * sequence
+    matmul parameters  P = layers * (2 * width * q_width + 2 * width * kv_width + 3 * width * mlp_width) + vocab * width
+    forward            2 * P + 4 * layers * q_width * sequence
     backward           twice the forward pass
     ```
 
     Every token is counted as attending to the whole sequence: the work that the causal mask saves is not subtracted.
     The lookup in the embedding is not a matmul; the output projection is one, whether it is tied or not.
     """
-    kv_width = config.width // config.heads * config.kv_heads
-    layer = 2 * config.width**2 + 2 * config.width * kv_width + 3 * config.width * config.mlp_width
+    q_width, kv_width = config.head_features * config.heads, config.head_features * config.kv_heads
+    layer = 2 * config.width * q_width + 2 * config.width * kv_width + 3 * config.width * config.mlp_width
     parameters = config.layers * layer + config.vocab_size * config.width
-    return 6.0 * parameters + 12.0 * config.layers * config.width * sequence_length
+    return 6.0 * parameters + 12.0 * config.layers * q_width * sequence_length

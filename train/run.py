@@ -26,6 +26,10 @@ def main(arguments: Sequence[str]) -> int:
             print(as_json(command.config), end="")
             return COMPLETE
         # The command line is checked before JAX is imported, which takes seconds.
+        if command.topology is not None and command.compare_meshes:
+            from train.compare_meshes import compare_meshes
+
+            return compare_meshes(command.config, command.topology, command.trust, command.compiled_meshes)
         if command.topology is not None:
             from train.dry_run import dry_run
 
@@ -33,9 +37,10 @@ def main(arguments: Sequence[str]) -> int:
         if command.config.mesh.distributed:
             return supervise(lambda link: _train(command, link), command.config.mesh.heartbeat_seconds)
         # Several processes share the chips, so none of them can verify alone what it would use.
-        from train.verify import verify_first
+        if command.config.mesh.platform in ("auto", "tpu"):  # the import takes time that other platforms need not spend
+            from train.verify import verify_first
 
-        verify_first(command.config, command.verify)
+            verify_first(command.config, command.verify)
         return _train(command, None)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,81 +1,185 @@
-"""Sampling: the model continues a prompt, to show what it has learned. This is not meant for serving.
+"""Continues a prompt with a checkpoint of a run or of an import: `python train/sample.py WORKDIR --prompt TEXT`.
 
-Every new token runs the whole window through the model once; there is no cache of keys and values. The window has the
-sequence length of training, and the positions after the text so far are padding, which a causal model does not attend
-to.
+The text appears while it is generated. It ends at a token that ends documents, or after `--max_tokens`.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+import tyro
 
-from train.config import Config
-from train.mesh import sequence_order, token_spec
-from train.step import Trainer, TrainState
+from train.config import Config, MeshConfig
+from train.errors import COMPLETE, InputError, RunError
+from train.saved_config import load_config
+from train.tokenizer import Tokenizer, is_file
 
-PROMPT_TOKENS = 32  # most tokens of a prompt that are used
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Continues a prompt with the newest checkpoint of a run or of an import."""
+
+    workdir: tyro.conf.Positional[Path]
+    """Folder of a run or of an import; it must come first."""
+    prompt: str | None = None
+    """The text to continue."""
+    prompt_file: Path | None = None
+    """File with the text to continue, instead of --prompt."""
+    temperature: float = 0.8
+    """Below 1 favours likely tokens, above 1 unlikely ones; 0 always takes the most likely one (divisor of logits)."""
+    top_p: float = 1.0
+    """Tokens are drawn from the most likely ones whose probabilities add up to this (0 to 1)."""
+    max_tokens: int = 128
+    """The most tokens to generate (tokens)."""
+    cache: int | None = None
+    """Room for prompt and continuation; None for as many as both can have (tokens)."""
+    seed: int = 0
+    """Seed of the draw (integer)."""
+    batch: int = 1
+    """Continuations of the prompt, generated side by side (sequences)."""
+    step: int | None = None
+    """Step of the checkpoint; None for the newest one."""
+    tokenizer: str | None = None
+    """File tokenizer.json; None for what the run was trained with."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """The devices; by default as the run had them."""
 
 
-def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Config) -> tuple[list[int], list[int]]:
-    """Continues a prompt by `eval.sample_tokens` tokens, drawn with `eval.temperature`.
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command line and returns the exit code."""
+    try:
+        if not arguments or (arguments[0].startswith("-") and not {"-h", "--help"} & set(arguments)):
+            raise InputError("WORKDIR must come first; --help lists the options")
+        config, workdir = Config("", 1), Path(arguments[0])
+        if not arguments[0].startswith("-"):
+            config = load_config(workdir)
+        command = tyro.cli(
+            Command, args=list(arguments), prog="train/sample.py", use_underscores=True,
+            default=Command(workdir, mesh=config.mesh), config=(tyro.conf.FlagConversionOff,),
+        )  # fmt: skip
+        _sample(command, dataclasses.replace(config, mesh=command.mesh))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return COMPLETE
 
-    The random key is that of the run with the step folded in, so the same checkpoint gives the same text.
 
-    Args:
-      trainer: The model's functions.
-      state: The train state whose parameters are used.
-      prompt: Tokens to start from, of which the first are used: at most PROMPT_TOKENS, and no more than the window has
-        room for beside the generated tokens.
-      config: The configuration of the run.
+def _sample(command: Command, config: Config) -> None:
+    _check(command)
+    encode, decode = _codec(command, config)
+    prompt = np.asarray(encode(_prompt(command)), np.int32)
+    length = prompt.size + command.max_tokens if command.cache is None else command.cache
+    if prompt.size < 1 or prompt.size + command.max_tokens > length:
+        raise InputError(
+            f"the prompt must have 1 token or more, and fit --cache with --max_tokens: got {prompt.size} tokens and "
+            f"max_tokens={command.max_tokens} in a cache of {length}; shorten it, or raise --cache"
+        )
 
-    Returns:
-      The tokens of the prompt that were used, and the generated tokens.
+    import jax
+
+    from train.generation import Generator
+    from train.init_from import load_parameters
+    from train.mesh import check_model_fits_mesh, configure_jax, make_mesh
+    from train.step import Trainer
+
+    configure_jax(config.mesh)
+    mesh = make_mesh(config.mesh)
+    check_model_fits_mesh(config, mesh.shape)
+    with jax.set_mesh(mesh):
+        trainer = Trainer(config, mesh)
+        params, path, _ = load_parameters(command.workdir, config, trainer, step=command.step, evaluated=True)
+        print(f"# {path}", file=sys.stderr)
+        generator = Generator(trainer, vocab_size=config.model.vocab_size, batch=command.batch, length=length)
+        parts = generator.run(
+            params, prompt, jax.random.key(command.seed), count=command.max_tokens, temperature=command.temperature,
+            top_p=command.top_p,
+        )  # fmt: skip
+        ends = {config.data.separator, *config.eval.stop_tokens}
+        if command.batch == 1:
+            for text in stream(decode, prompt.tolist(), (part[0].tolist() for part in parts), ends):
+                print(text, end="", flush=True)
+            print()
+            return
+        rows = np.concatenate(list(parts), axis=1)
+    for number, row in enumerate(rows, start=1):
+        print(f"--- {number}\n" + "".join(stream(decode, prompt.tolist(), iter([row.tolist()]), ends)))
+
+
+def stream(
+    decode: Callable[[Sequence[int]], str], prompt: list[int], parts: Iterator[list[int]], ends: Container[int | None]
+) -> Iterator[str]:
+    """Yields the text of the prompt, and what each part adds to it, until the first of the tokens `ends`.
+
+    The last character may need tokens of the next part; it is held back until they are there. A decoder may write other
+    text for earlier tokens when later ones follow: one that turns bytes into text writes the replacement character for
+    all bytes of a run if one of them fits no character. What was shown stays, and all that is different now follows it.
     """
-    length, count = config.data.sequence_length, config.eval.sample_tokens
-    start = min(PROMPT_TOKENS, length - count, prompt.size)
-    window = np.zeros(length, np.int32)
-    window[:start] = prompt[:start]
-    mesh = jax.sharding.get_mesh()
-    order = sequence_order(mesh, config.mesh, length)  # the position at every index of the window
-    window = window[order]
-    rows = mesh.shape["data"]  # every shard of the batch computes the same row, because every device has to take part
-    window_BL = jax.make_array_from_callback(
-        (rows, length), jax.NamedSharding(mesh, token_spec(mesh)), lambda index: np.tile(window, (rows, 1))[index]
-    )
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    drawn = np.int32(start), np.int32(count), np.float32(config.eval.temperature)
-    continued = _make_continue(trainer, order)(trainer.evaluated(state), window_BL, key, *drawn)
-    tokens = np.asarray(continued)[0, np.argsort(order)[: start + count]].tolist()
-    return tokens[:start], tokens[start:]
+    tokens, shown = list(prompt), ""
+    for part in _with_empty(parts):
+        before = list(itertools.takewhile(lambda token: token not in ends, part))
+        tokens += before
+        if len(before) < len(part):
+            break
+        complete = decode(tokens).rstrip("\ufffd")
+        if len(complete) > len(shown):
+            yield complete[_common(shown, complete) :]
+            shown = complete
+    rest = decode(tokens)
+    yield rest[_common(shown, rest) :]
 
 
-def _make_continue(trainer: Trainer, order: np.ndarray) -> Callable[..., jax.Array]:
-    """Makes the jitted function (params, window, key, start, count, temperature) -> window with `count` new tokens.
+def _common(a: str, b: str) -> int:
+    """Returns the number of characters with which both texts begin."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
-    Args:
-      trainer: The model's functions.
-      order: The position at every index of the window, int [length].
-    """
-    index_of = np.argsort(order)  # the index in the window of every position
 
-    @functools.partial(jax.jit, out_shardings=jax.P(None, None))
-    def run(
-        params: Any, window_BL: jax.Array, key: jax.Array, start: jax.Array, count: jax.Array, temperature: jax.Array
-    ) -> jax.Array:
-        def fill(position: jax.Array, window_BL: jax.Array) -> jax.Array:
-            logits_BLV = jax.sharding.reshard(trainer.model(params)(window_BL), jax.P(None, None, None))
-            logits_V = jax.lax.dynamic_index_in_dim(logits_BLV[0], jnp.asarray(index_of)[position - 1], keepdims=False)
-            token = jax.random.categorical(
-                jax.random.fold_in(key, position), logits_V.astype(jnp.float32) / temperature
-            )
-            spec_L = jax.P(*jax.typeof(window_BL).sharding.spec[1:])
-            is_new_L = jax.sharding.reshard(jnp.asarray(order) == position, spec_L)
-            return jnp.where(is_new_L, token.astype(jnp.int32), window_BL)
+def _with_empty(parts: Iterator[list[int]]) -> Iterator[list[int]]:
+    """Yields an empty part first, so that the prompt is shown before the first token is drawn."""
+    yield []
+    yield from parts
 
-        return jax.lax.fori_loop(start, start + count, fill, window_BL)
 
-    return run
+def _check(command: Command) -> None:
+    for name, value, holds, needed in (
+        ("temperature", command.temperature, command.temperature >= 0, "at least 0"),
+        ("top_p", command.top_p, 0 < command.top_p <= 1, "above 0 and at most 1"),
+        ("max_tokens", command.max_tokens, command.max_tokens >= 1, "at least 1"),
+        ("batch", command.batch, command.batch >= 1, "at least 1"),
+    ):
+        if not holds:
+            raise InputError(f"--{name} must be {needed}: got {value}")
+
+
+def _prompt(command: Command) -> str:
+    if (command.prompt is None) == (command.prompt_file is None):
+        raise InputError("give the text to continue, with --prompt or with --prompt_file")
+    if command.prompt is not None:
+        return command.prompt
+    assert command.prompt_file is not None
+    try:
+        return command.prompt_file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"--prompt_file must be text in UTF-8: {command.prompt_file}: {error}") from error
+
+
+def _codec(command: Command, config: Config) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
+    """Returns the functions that turn text into tokens and back."""
+    name, vocab_size = command.tokenizer or config.data.tokenizer, config.model.vocab_size
+    if is_file(name):
+        assert name is not None
+        tokenizer = Tokenizer.open(Path(name).expanduser(), vocab_size=vocab_size, field="the tokenizer")
+        return tokenizer.encode, tokenizer.decode
+    paths = [config.data.path, *(path for _, path, _ in config.data.sources)]
+    if name is not None or any(path is not None and Path(path).suffix in (".npy", ".bin") for path in paths):
+        raise InputError(
+            f"the run was trained on tokens of {name or 'an unnamed tokenizer'}, and nothing says how to turn text "
+            "into them; give its file with --tokenizer tokenizer.json"
+        )
+    return lambda text: list(text.encode()), lambda tokens: bytes(t for t in tokens if t < 256).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

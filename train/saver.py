@@ -41,6 +41,7 @@ class Saver:
         *,
         warn: Callable[[str], None],
         before_save: Callable[[], None] = lambda: None,
+        after_save: Callable[[], None] = lambda: None,
     ):
         """Makes a saver.
 
@@ -54,13 +55,15 @@ class Saver:
           watchdog: What must not end the process while it waits for the disk.
           warn: Prints what is wrong.
           before_save: Is called before every save; it may raise to prevent it.
+          after_save: Is called when a checkpoint is on disk.
         """
         self._config: CheckpointConfig = config.checkpoint
         self._report_every = config.report.every
         self._checkpoints, self._batches, self._recorder = checkpoints, batches, recorder
         self._events, self._identity, self._watchdog, self._warn = events, identity, watchdog, warn
-        self._before_save = before_save
+        self._before_save, self._after_save = before_save, after_save
         self._saved_at = time.monotonic()
+        self._saved_instead = -1  # the last step that was saved because an earlier one could not be written
 
     def is_due(self, step: int) -> bool:
         """Returns whether a checkpoint of this step is due; every process gets the same answer."""
@@ -83,6 +86,8 @@ class Saver:
           DivergedError: A loss or a gradient norm up to this step is not finite.
           StorageError: Nothing could be written, in repeated attempts.
         """
+        if step == self._saved_instead:  # `poll` has just saved it
+            return
         self._recorder.report(step)
         self._before_save()
         try:
@@ -130,6 +135,7 @@ class Saver:
         if step is not None:
             self._watchdog.progress(f"the checkpoint of step {step}")
             self._events.add("checkpoint", step=step)
+            self._after_save()
 
     def _retry(self, step: int, state: TrainState, error: OSError) -> None:
         """Tries to save a step until it is on disk, or until there is no more time."""
@@ -147,6 +153,7 @@ class Saver:
                 self._write(step, state)
                 self._note(self._checkpoints.wait())
                 self._warn(f"step {step} is saved")
+                self._saved_instead = step
                 return
             except OSError as again:
                 error = again

@@ -51,9 +51,11 @@ def show_setup(
         say(f"{'changed':<10} {change}")
 
 
-def render_sample(is_text: bool, prompt: list[int], generated: list[int]) -> str:
-    """Formats the prompt and its continuation, as text if the tokens are bytes and as token ids otherwise."""
-    if is_text:
+def render_sample(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
+    """Formats the prompt and its continuation, as text if the tokens are bytes or have a tokenizer, else as ids."""
+    if corpus.tokenizer is not None:
+        return f"{corpus.tokenizer.decode(prompt)}\u2502{corpus.tokenizer.decode(generated)}"
+    if corpus.is_text:
         return f"{_text(prompt)}\u2502{_text(generated)}"
     return f"{prompt} \u2502 {generated}"
 

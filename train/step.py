@@ -23,7 +23,8 @@ from models.transformer import Transformer
 from train.config import Config
 from train.errors import InputError
 from train.guard import GuardState, init_guard, is_on, judge, keep_if
-from train.mesh import CONTEXT, token_spec
+from train.mesh import CONTEXT, FSDP, token_spec
+from train.microbatches import loss_and_gradient, sum_of_losses
 from train.optimizer import make_optimizer, make_schedule
 
 
@@ -126,6 +127,7 @@ class Trainer:
         backend = None if self._config.backend == "auto" else self._config.backend
         return Transformer(
             self._config.model,
+            fsdp_axis=FSDP if FSDP in self._mesh.shape else None,
             context_axis=CONTEXT if CONTEXT in self._mesh.shape else None,
             context_layout=self._config.mesh.context_layout,
             backend=backend,
@@ -156,6 +158,12 @@ class Trainer:
         weights = self._has_target(tokens).astype(jnp.float32)
         return self.model(params).loss(tokens, targets, segment_ids_BL=segments[0], weights_BL=weights)
 
+    def _targets(self, tokens: jax.Array, *_: jax.Array) -> jax.Array:
+        """Returns the number of targets of a batch, as float32."""
+        if self._config.data.separator is None:
+            return jnp.float32(tokens.size)
+        return jnp.sum(self._has_target(tokens), dtype=jnp.float32)
+
     def _has_target(self, tokens: jax.Array) -> jax.Array:
         """Returns which positions are not separators: nothing predicts the first token of the next document."""
         assert self._config.data.separator is not None
@@ -164,13 +172,13 @@ class Trainer:
     def _train_step(self, state: TrainState, *batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         dtype = jnp.dtype(self._config.model.param_dtype)
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), state.params)
-        loss, grads = jax.value_and_grad(lambda params: self._loss(params, *batch))(params)
+        loss, grads = loss_and_gradient(self._loss, self._targets, params, batch, self._config.data.microbatches)
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
             grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, state.params)
             norm = optax.tree.norm(grads)
             updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            metrics = {"loss": loss.astype(jnp.float32), "grad_norm": norm.astype(jnp.float32)}
+            metrics = {"loss": loss, "grad_norm": norm.astype(jnp.float32)}
             updates_done, guard = state.step, state.guard
             if guard is not None:
                 updates_done = guard.applied
@@ -189,11 +197,7 @@ class Trainer:
     def _eval_step(self, params: Any, total: jax.Array, *batch: jax.Array) -> jax.Array:
         # Each batch takes the total of the batch before it, so that the batches run one after the other. Many programs
         # with collectives that run at once can exhaust the thread pool of simulated devices.
-        tokens = batch[0]
-        count = jnp.float32(tokens.size)
-        if self._config.data.separator is not None:
-            count = jnp.sum(self._has_target(tokens), dtype=jnp.float32)
-        return total + jnp.stack([self._loss(params, *batch).astype(jnp.float32) * count, count])
+        return total + sum_of_losses(self._loss, self._targets, params, batch, self._config.data.microbatches)
 
 
 @contextlib.contextmanager

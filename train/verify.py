@@ -9,10 +9,11 @@ import glob
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from flaxasync.hardware import CHIPS
+from flaxasync.nn.shares import head_shares
 from flaxasync.ops import trust
 from flaxasync.verify.__main__ import record_verdicts, verify
 from flaxasync.verify.cases import PAIRS, Case, list_cases
@@ -20,11 +21,11 @@ from flaxasync.verify.supervisor import MachineError, Setup, describe
 from flaxasync.verify.verdict import Verdict
 from train.config import Config
 from train.errors import InputError
-from train.mesh import infer_sizes
+from train.mesh import CONTEXT, FSDP, batch_shards, infer_sizes
 from train.show import say
 
 type Verify = Literal["auto", "off", "full"]
-KERNELS = ("pallas", "fused")  # what `fa.plan` may choose for collective matmuls
+KERNELS = ("pallas", "fused")  # what `fa.plan` may choose for the collective matmuls of a training step
 LIMIT = 120  # seconds for one case
 
 
@@ -48,9 +49,10 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
             f"{trust.VARIABLE} is set"
         )
         return
-    sizes = config.mesh.data, config.mesh.model
+    mesh = config.mesh
+    sizes = {"data": mesh.data, FSDP: mesh.fsdp, CONTEXT: mesh.context, "model": mesh.model}
     enough = tuple(Verdict) if config.backend == "auto" else (Verdict.PASS, Verdict.SLOWER)
-    if mode == "auto" and min(sizes) > 0 and _have_verdicts(cases_of(config, *sizes), enough):
+    if mode == "auto" and min(sizes.values()) > 0 and _have_verdicts(cases_of(config, sizes), enough):
         return
     setup = setup or Setup(platform="tpu" if config.mesh.platform == "tpu" else None, repeats=1, limit=LIMIT)
     try:
@@ -60,8 +62,8 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     if machine["platform"] != "tpu":
         return
     devices = machine["devices"]
-    sizes = infer_sizes(*sizes, devices, "tpu", context=config.mesh.context)
-    cases = list_cases("tpu", devices, quick=False) if mode == "full" else cases_of(config, *sizes)
+    sizes = infer_sizes(sizes, devices, "tpu")
+    cases = list_cases("tpu", devices, quick=False) if mode == "full" else cases_of(config, sizes)
     say(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
     results = verify(cases, machine, setup, quick=True)
     stored = record_verdicts(results, machine)
@@ -78,22 +80,26 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
         )
 
 
-def cases_of(config: Config, data: int, ring: int) -> list[Case]:
+def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     """Returns the kernels that a run may take, each with the plain backend beside it, at the shapes of the run.
 
     Args:
       config: The run.
-      data: The number of devices on its data axis.
-      ring: The number of devices on its model axis.
+      sizes: The numbers of devices on its mesh axes.
     """
+    ring, context = sizes["model"], sizes.get(CONTEXT, 1)
     model, dtype = config.model, config.model.dtype
-    batch, rows = max(config.data.batch_size // data, 1), config.data.sequence_length // config.mesh.context
-    head = model.width // model.heads
-    projected = (model.heads + 2 * model.kv_heads) * head // ring
+    batch, rows = (
+        max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1),
+        config.data.sequence_length // context,
+    )
+    head = model.head_features
+    heads, kv_heads = (shares.local for shares in head_shares(model.heads, model.kv_heads, head, ring))
+    projected = (heads + 2 * kv_heads) * head
     trips = {
         ("all_gather_matmul", (batch, rows // ring, model.width), (model.width, projected)),
         ("all_gather_matmul", (batch, rows // ring, model.width), (model.width, 2 * model.mlp_width // ring)),
-        ("matmul_reduce_scatter", (batch, rows, model.heads * head // ring), (model.heads * head // ring, model.width)),
+        ("matmul_reduce_scatter", (batch, rows, heads * head), (heads * head, model.width)),
         ("matmul_reduce_scatter", (batch, rows, model.mlp_width // ring), (model.mlp_width // ring, model.width)),
     }
     kernels = KERNELS if config.backend == "auto" else (config.backend,)
@@ -102,11 +108,10 @@ def cases_of(config: Config, data: int, ring: int) -> list[Case]:
     if ring > 1 and backends:
         for op, *shapes in sorted(trips):
             cases += [Case(op, backend, (ring,), tuple(shapes), dtype) for backend in ("none", *backends)]
-    q = (batch, rows, model.heads // ring, head)
-    k = (batch, rows, model.kv_heads // ring, head)
-    if config.mesh.context > 1:
+    q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
+    if context > 1:
         travel = config.backend if config.backend in PAIRS else "pallas"
-        ring_shape = (config.mesh.context,)
+        ring_shape = (context,)
         cases += [Case("ring_attention", backend, ring_shape, (q, k), dtype) for backend in ("none", travel)]
     return [*cases, *(Case("attention", kernel, (1,), (q, k), dtype) for kernel in ("reference", "flash"))]
 

@@ -10,6 +10,7 @@ sample.txt       text that was generated at the end
 program.txt.gz   the compiled training step
 corpus.json      hashes of large data files
 checkpoints/     one folder per checkpoint
+imported/        parameters of an import, as the checkpoint of step 0; see train/import_checkpoint.py
 set_aside/       later checkpoints, moved here when the run went back to an earlier one
 profile/         what JAX's profiler recorded
 dry_run/         report of the last `--dry-run`, which does not start a run
@@ -32,6 +33,7 @@ from typing import IO, Any
 
 import jax
 
+from models.config import TransformerConfig
 from train.config import Config, flatten
 from train.errors import InputError, StorageError
 from train.files import write_atomically
@@ -41,7 +43,18 @@ FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a disk without room, of a used-up quota, and of a file that may not grow."""
 _ABSENT = "absent"
 # These fields say how the model is computed and not what it is, so a run may continue with other values of them.
-_NOT_ARCHITECTURE = frozenset({"model.dtype", "model.remat"})
+_NOT_ARCHITECTURE = frozenset({"model.dtype", "model.remat", "model.fsdp_overlap", "model.gathered_mib"})
+# Runs that were started before these options existed lack the fields, and had what is their default.
+_ADDED_LATER = {
+    f"model.{field.name}": field.default
+    for field in dataclasses.fields(TransformerConfig)
+    if field.name
+    in (
+        "head_dim", "activation", "attention_bias", "mlp_bias", "qk_norm", "attention_scale", "attention_softcap",
+        "alternating_window", "rope_factor", "rope_low_frequency", "rope_high_frequency", "rope_original_length",
+        "norm_plus_one", "post_norms", "scale_embeddings", "logit_softcap",
+    )
+}  # fmt: skip
 
 
 class Workdir:
@@ -99,10 +112,10 @@ class Workdir:
     def stacks(self) -> Path:
         return self.root / "stacks.txt"
 
-    def keep_copy(self, file: Path) -> None:
-        """Copies a file into set_aside/, under a name that is not used there."""
-        self.set_aside.mkdir(exist_ok=True)
-        shutil.copy2(file, unused_path(self.set_aside / file.name))
+    def keep_copy(self, file: Path, folder: Path) -> None:
+        """Copies a file into a folder, which is made if need be, under a name that is not used there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, unused_path(folder / file.name))
 
     def write_if_there_is_room(self, file: Path, content: bytes) -> None:
         """Writes a file that nothing depends on, unless the disk is full."""
@@ -236,13 +249,13 @@ class Workdir:
 
 
 @contextlib.contextmanager
-def open_workdir(location: str) -> Iterator[Workdir]:
-    """Opens and locks the workdir at a path.
+def open_workdir(folder: Path) -> Iterator[Workdir]:
+    """Opens and locks a workdir.
 
     Raises:
       InputError: It cannot be made or written, or another run uses it.
     """
-    work = Workdir(Path(location))
+    work = Workdir(folder)
     with work.locked():
         work.require_writable()
         yield work
@@ -298,5 +311,6 @@ def _is_architecture(name: str) -> bool:
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Returns the name, the saved value and the present value of each field that differs."""
+    saved = {name: default for name, default in _ADDED_LATER.items() if name in now} | saved
     pairs = [(name, saved.get(name, _ABSENT), now.get(name, _ABSENT)) for name in dict.fromkeys([*now, *saved])]
     return [pair for pair in pairs if pair[1] != pair[2]]

@@ -1,7 +1,9 @@
 """Tests of train/checkpoint.py: a checkpoint is restored bit by bit, on any mesh, or reported as damaged."""
 
 import dataclasses
+import errno
 import gc
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from train import checkpoint
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, WriteError
 from train.config import MeshConfig
 from train.errors import InputError
 from train.fingerprint import fingerprint
@@ -107,6 +109,33 @@ def test_a_half_written_checkpoint_of_a_killed_process_is_removed(folder):
     with Checkpoints(folder, keep=3) as checkpoints:
         assert not left.exists()
         assert checkpoints.choose(None) == 10
+
+
+def test_a_write_that_fails_while_orbax_still_writes_is_a_write_error(folder, monkeypatch):
+    half_written = folder / "15.orbax-checkpoint-tmp" / "state" / "ocdbt.process_0"
+    half_written.mkdir(parents=True)
+    remove = os.rmdir
+
+    def refuse(path, **options):
+        if Path(path).name == half_written.name:  # another thread of orbax has just written a file there
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        remove(path, **options)
+
+    with Checkpoints(folder, keep=3) as checkpoints:
+        half_written.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(os, "rmdir", refuse)
+        failure = checkpoints._failure(OSError(errno.EFBIG, "File too large"))
+        monkeypatch.undo()
+    assert isinstance(failure, WriteError)
+    assert failure.is_full
+
+
+def test_what_orbax_says_of_files_that_disappeared_is_a_write_error_and_other_errors_are_not(folder):
+    with Checkpoints(folder, keep=3) as checkpoints:
+        failure = checkpoints._failure(ValueError("Save failed: 11/11 params are missing .zarray in checkpoint"))
+        assert isinstance(failure, WriteError)
+        with pytest.raises(ValueError, match="a defect"):
+            checkpoints._failure(ValueError("a defect"))
 
 
 def test_the_newest_checkpoint_or_the_requested_one_is_chosen(folder, tmp_path):

@@ -122,6 +122,8 @@ def test_a_preset_that_is_not_python_is_refused(tmp_path):
         ("--report.every", 0, "report.every must be at least 1"),
         ("--steps", 3_000_000_000, "steps must be at most 2147483647: got 3000000000"),
         ("--optimizer.warmup_steps", 3_000_000_000, "optimizer.warmup_steps must be at most 2147483647"),
+        ("--model.logit_softcap", 0.0, "model.logit_softcap must be above 0, or None"),
+        ("--model.rope_low_frequency", 4.0, "model.rope_low_frequency must be below model.rope_high_frequency=4.0"),
         ("--model.rope_theta", -1.0, "model.rope_theta must be above 0: got -1.0"),
         ("--model.rope_theta", "inf", "model.rope_theta must be above 0 and finite: got inf"),
         ("--model.norm_epsilon", 0.0, "model.norm_epsilon must be above 0: got 0.0"),
@@ -131,8 +133,9 @@ def test_a_preset_that_is_not_python_is_refused(tmp_path):
         ("--data.separator", 256, "data.separator must be a token below model.vocab_size=256: got 256"),
         ("--resume", "yesterday", "--resume must be latest, none, or the step of a checkpoint: got yesterday"),
         ("--workdir", "", "workdir must be a folder: got ''"),
-        ("--workdir", "gs://bucket/run", "workdir must be a path of this machine: got gs://bucket/run"),
-        ("--data.path", "s3://bucket/a.bin", "data.path must be a path of this machine: got s3://bucket/a.bin"),
+        ("--data.path", "http://host/a.bin", "data.path must be a path of this machine, or begin with gs:// or s3://"),
+        ("--workdir", "s3://", "workdir must name a bucket: got s3://"),
+        ("--init_from", "gs://bucket/run", "init_from must be a path of this machine: got gs://bucket/run"),
     ],
 )
 def test_a_value_out_of_range_is_refused(option, value, message):
@@ -155,7 +158,7 @@ def run_script(*options: str) -> tuple[subprocess.CompletedProcess, float]:
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.parametrize("options", [["--nope"], ["--steps", "0"], ["--workdir", "gs://bucket/run"]], ids=str)
+@pytest.mark.parametrize("options", [["--nope"], ["--steps", "0"], ["--workdir", "ftp://host/run"]], ids=str)
 def test_a_mistake_is_reported_within_a_second(options):
     done, seconds = run_script(*options)
     assert (done.returncode, done.stdout) == (2, "")

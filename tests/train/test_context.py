@@ -11,9 +11,9 @@ from train.config import MeshConfig
 from train.corpus import open_corpora
 from train.data import TrainingBatches, split
 from train.errors import InputError
+from train.generation import generate
 from train.mesh import infer_sizes, make_mesh, sequence_order
 from train.run import main
-from train.sample import generate
 
 
 def on(config, **mesh):
@@ -35,9 +35,8 @@ def losses(config, trainer_of, steps=20):
 SPLIT_UP, WHOLE = {"data": 2, "context": 2, "model": 2}, {"data": 2, "model": 4}
 
 
-@pytest.mark.parametrize(
-    "split_up", [SPLIT_UP, pytest.param({"data": 1, "context": 4, "model": 2}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("split_up", [SPLIT_UP, {"data": 1, "context": 4, "model": 2}], ids=str)
 def test_losses_match_those_of_whole_sequences(split_up, config, trainer_of):
     split_up = losses(on(config, **split_up), trainer_of)
     np.testing.assert_allclose(split_up, losses(on(config, **WHOLE), trainer_of), atol=1e-4)
@@ -56,6 +55,7 @@ def test_a_batch_is_laid_out_in_the_order_of_the_mesh(config):
     assert not np.array_equal(back, np.arange(16))
 
 
+@pytest.mark.slow
 def test_the_generated_text_is_the_same(config, replace, trainer_of):
     texts = []
     for mesh in (SPLIT_UP, WHOLE):
@@ -91,7 +91,7 @@ def test_a_run_continues_with_sequences_split_and_back(preset, tmp_path):
     ("mesh", "message"),
     [
         ({"data": 2, "context": 3}, "mesh.data=2 x mesh.context=3 x mesh.model=1 must multiply to the number of"),
-        ({"context": 0}, "mesh.context must be at least 1: got 0"),
+        ({"context": 0}, "mesh.context must be at least 1, or -1 to infer it: got 0"),
     ],
 )
 def test_a_mesh_that_does_not_match_the_devices_is_refused(mesh, message):
@@ -100,4 +100,4 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused(mesh, message):
 
 
 def test_a_size_is_inferred_beside_the_context_axis():
-    assert infer_sizes(-1, 2, 8, context=2) == (2, 2)
+    assert infer_sizes({"data": -1, "context": 2, "model": 2}, 8) == {"data": 2, "context": 2, "model": 2}

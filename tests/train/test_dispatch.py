@@ -27,6 +27,7 @@ def print_in_the_loss(monkeypatch):
     return f"{__file__}:{first + next(n for n, line in enumerate(lines) if 'jax.debug.print' in line)}"
 
 
+@pytest.mark.slow
 def test_a_run_reports_the_line_of_a_print_in_the_model(preset, capsys, print_in_the_loss):
     code = main([str(preset("auto")), "--steps", "1", "--eval.every", "0", "--eval.sample_tokens", "0"])
     assert code == 0
@@ -34,7 +35,7 @@ def test_a_run_reports_the_line_of_a_print_in_the_model(preset, capsys, print_in
     assert f"jax.debug.print at {print_in_the_loss} calls Python on the host" in line
 
 
-@pytest.mark.parametrize("printing", [False, True])
+@pytest.mark.parametrize("printing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_on_one_device_a_print_makes_every_step_wait(config, printing, request):
     if printing:
         location = request.getfixturevalue("print_in_the_loss")

@@ -69,6 +69,7 @@ def child_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, monkeypatch, trainer_of):
     monkeypatch.setattr("train.lifecycle.Trainer", trainer_of)
     common = tuple(map(str, LOSSES_ONLY))

@@ -1,5 +1,7 @@
 """Tests of train/mesh.py: the mesh of devices, and what must divide over it."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,14 +12,15 @@ import flaxasync as fa
 from train.config import MeshConfig
 from train.dry_run import _topology_mesh
 from train.errors import InputError
-from train.mesh import check_fits_mesh, infer_sizes, make_mesh
+from train.mesh import check_fits_mesh, check_model_fits_mesh, infer_sizes, make_mesh, token_spec
 
 
-@given(data=st.integers(1, 64), model=st.integers(1, 64))
-def test_either_axis_is_inferred_from_the_other(data, model):
-    devices = data * model
-    for sizes in ((data, model), (-1, model), (data, -1)):
-        assert infer_sizes(*sizes, devices) == (data, model)
+@given(sizes=st.lists(st.integers(1, 16), min_size=4, max_size=4))
+def test_any_axis_is_inferred_from_the_others(sizes):
+    names = ("data", "fsdp", "context", "model")
+    given_sizes = dict(zip(names, sizes, strict=True))
+    for unknown in ({}, *({name: -1} for name in names)):
+        assert infer_sizes(given_sizes | unknown, math.prod(sizes)) == given_sizes
 
 
 @given(data=st.integers(-1, 64), model=st.integers(-1, 64), devices=st.integers(1, 64))
@@ -28,10 +31,10 @@ def test_the_sizes_multiply_to_the_devices_or_are_refused(data, model, devices):
         if devices % rows == 0 and data in (-1, rows) and model in (-1, devices // rows)
     ]
     if len(candidates) == 1 and (data, model) != (-1, -1):
-        assert infer_sizes(data, model, devices) == candidates[0]
+        assert tuple(infer_sizes({"data": data, "model": model}, devices).values()) == candidates[0]
     else:
         with pytest.raises(InputError, match=r"mesh\.(data|model)"):
-            infer_sizes(data, model, devices)
+            infer_sizes({"data": data, "model": model}, devices)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +55,15 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused(data, model, message)
 
 def test_the_mesh_has_explicit_axes_over_all_devices():
     mesh = make_mesh(MeshConfig(data=-1, model=4))
-    assert dict(mesh.shape) == {"data": 2, "model": 4}
+    assert dict(mesh.shape) == {"data": 2, "model": 4}  # without the axes that have one device
     assert mesh.size == len(jax.devices())
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+
+
+def test_the_fsdp_axis_splits_the_batch_beside_the_data_axis():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=-1, model=2))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
+    assert token_spec(mesh) == jax.P(("data", "fsdp"), None)
 
 
 def test_another_platform_than_the_one_asked_for_is_refused():
@@ -64,13 +73,36 @@ def test_another_platform_than_the_one_asked_for_is_refused():
 
 def test_a_batch_that_the_data_axis_does_not_divide_is_refused(config, replace):
     check_fits_mesh(config, {"data": 2, "model": 4})
-    with pytest.raises(InputError, match=r"data.batch_size must be divisible by the 'data' axis: got 5 on 2 devices"):
+    with pytest.raises(InputError, match=r"divisible by the 'data' axis: got 5 on 2 devices; use 4 or 6"):
         check_fits_mesh(replace(config, data={"batch_size": 5}), {"data": 2, "model": 4})
+    with pytest.raises(InputError, match=r"divisible by the 'data' x 'fsdp' axes: got 6 on 4 devices; use 4 or 8"):
+        check_fits_mesh(replace(config, data={"batch_size": 6}), {"data": 2, "fsdp": 2, "model": 2})
+
+
+def test_a_width_that_the_fsdp_axis_does_not_divide_is_refused(config):
+    with pytest.raises(InputError, match=r"width must be divisible by the 'fsdp' axis: got width=16 on 3 devices; use"):
+        check_fits_mesh(config, {"data": 1, "fsdp": 3, "model": 1})
+
+
+def test_a_model_may_fit_a_mesh_that_batches_and_sequences_do_not(config, replace):
+    odd = replace(config, data={"batch_size": 5, "sequence_length": 7}, model={"fsdp_overlap": "prefetch"})
+    check_model_fits_mesh(odd, {"data": 2, "context": 2, "model": 2})
+    with pytest.raises(InputError, match=r"mlp_width must be divisible by the 'model' axis: got mlp_width=\d+ on 7"):
+        check_model_fits_mesh(config, {"data": 1, "model": 7})
+
+
+def test_a_scan_that_prefetches_needs_an_fsdp_axis_and_remat_of_layers(config, replace):
+    message = r"fsdp_overlap='prefetch' needs an 'fsdp' axis .* got {} devices and remat='{}'; use fsdp_overlap='xla'"
+    for remat, fsdp in (("layer", 1), ("none", 2)):
+        changed = replace(config, model={"fsdp_overlap": "prefetch", "remat": remat})
+        with pytest.raises(InputError, match=message.format(fsdp, remat)):
+            check_fits_mesh(changed, {"data": 2, "fsdp": fsdp, "model": 2})
+    check_fits_mesh(replace(changed, model={"remat": "layer"}), {"data": 2, "fsdp": 2, "model": 2})
 
 
 def test_a_model_that_the_model_axis_does_not_divide_is_refused(config):
-    with pytest.raises(InputError, match=r"heads must be divisible by the 'model' axis: got heads=8 on 16 devices"):
-        check_fits_mesh(config, {"data": 2, "model": 16})
+    with pytest.raises(InputError, match=r"mlp_width must be divisible by the 'model' axis: got mlp_width=\d+ on 7 "):
+        check_fits_mesh(config, {"data": 2, "model": 7})
 
 
 def test_a_run_and_its_dry_run_have_the_same_mesh(config, replace, monkeypatch):

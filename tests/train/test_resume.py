@@ -97,7 +97,8 @@ def kill_at(process: Run, moment: Callable[[], bool]) -> None:
 
 
 # A run compiles with all optimizations, which takes longer than the whole test with few of them.
-@pytest.mark.parametrize("compiled", ["little", pytest.param("fully", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["little", "fully"])
 def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(compiled, start, preset, compile_little, tmp_path):
     one, killed = tmp_path / "one", tmp_path / "killed"
     little = {"JAX_DISABLE_MOST_OPTIMIZATIONS": {"little": "1", "fully": "0"}[compiled]}

@@ -1,40 +1,112 @@
-"""Tests of train/sample.py: the continuation of a prompt."""
+"""Tests of train/sample.py: the text that is shown, and the command lines that are refused."""
 
-import jax
-import numpy as np
+import dataclasses
+import json
+import re
+
 import pytest
+import tokenizers
+from tokenizers import decoders
 
-from train.sample import PROMPT_TOKENS, generate
+from tests.train.test_tokenizer import train_tokenizer
+from train.sample import main, stream
+
+
+def decode(tokens):
+    return bytes(tokens).decode(errors="replace")
+
+
+def test_a_character_is_shown_when_it_is_whole():
+    first, second = "caf\u00e9".encode()[:4], "caf\u00e9".encode()[4:]
+    shown = list(stream(decode, list(b"> "), iter([list(first), list(second), list(b"!")]), ()))
+    assert shown[:4] == ["> ", "caf", "\u00e9", "!"]
+    assert "".join(stream(decode, [], iter([list(first)]), ())) == "caf\ufffd", "what stays incomplete is shown at last"
+
+
+def bytes_tokenizer():
+    """Returns a tokenizer as that of Llama 2: spaces are part of tokens, and unknown characters are bytes."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "b": 258}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def test_no_text_is_lost_when_the_decoder_rewrites_earlier_text():
+    """The first bytes of a character, after another one, turn both into replacement characters if "b" follows."""
+    tokenizer = bytes_tokenizer()
+    tokens = [*tokenizer.encode("a \u00e9").ids, *"\u20ac".encode()[:2]]
+    assert tokenizer.decode(tokens[:-2]) == "a \u00e9"
+    assert not tokenizer.decode([*tokens, 258]).startswith("a \u00e9"), "otherwise the test shows nothing"
+    parts = [[token] for token in [*tokens, *tokenizer.encode("b a").ids]]
+    assert "".join(stream(tokenizer.decode, [], iter(parts), ())) == "a \u00e9" + 4 * "\ufffd" + " b a"
+    whole = tokenizer.encode("a \u00e9\u20ac b").ids
+    shown = list(stream(tokenizer.decode, whole[:1], iter([[token] for token in whole[1:]]), ()))
+    assert "".join(shown) == "a \u00e9\u20ac b"
+
+
+def test_the_text_ends_at_the_token_that_ends_documents():
+    for end in (0, 1):
+        parts = iter([list(b"ab"), [*b"c", end, *b"d"], list(b"e")])
+        assert "".join(stream(decode, list(b"> "), parts, {0, 1})) == "> abc"
+        assert list(parts) == [list(b"e")], "nothing more is drawn"
+
+
+def test_no_rewritten_text_is_lost_at_the_token_that_ends_documents():
+    """The second token changes text that was shown, and leaves its length as it was."""
+    texts = {(): "", (1,): "a\u00e9", (1, 2): "ab"}
+    shown = [
+        "".join(stream(lambda tokens: texts[tuple(tokens)], [], iter([[1], [2, *end]]), {99})) for end in ([], [99])
+    ]
+    assert shown == ["a\u00e9b"] * 2
 
 
 @pytest.fixture
-def trainer(config, mesh, trainer_of):
-    return trainer_of(config, mesh)
+def workdir(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    return tmp_path
 
 
-def test_the_same_state_gives_the_same_text(config, trainer):
-    prompt, state = np.arange(17), trainer.init()
-    used, text = generate(trainer, state, prompt, config)
-    assert used == list(range(12)), "eval.sample_tokens=4 of 16 leave room for 12 tokens of the prompt"
-    assert len(text) == 4
-    assert all(0 <= token < config.model.vocab_size for token in text)
-    assert (used, text) == generate(trainer, state, prompt, config)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give the text to continue, with --prompt or with --prompt_file"),
+        (["--prompt", "a", "--prompt_file", "b"], "give the text to continue"),
+        (["--prompt_file", "/none"], "--prompt_file must be text in UTF-8"),
+        (["--prompt", ""], "got 0 tokens"),
+        (["--prompt", "abc", "--max_tokens", "8", "--cache", "10"], "got 3 tokens and max_tokens=8 in a cache of 10"),
+        (["--prompt", "a", "--top_p", "0"], "--top_p must be above 0 and at most 1: got 0.0"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature must be at least 0"),
+        (["--prompt", "a", "--batch", "0"], "--batch must be at least 1"),
+        (["--prompt", "a"], "must be the workdir of a run"),
+    ],
+)
+def test_a_bad_command_line_is_refused(workdir, options, message, capsys):
+    assert main([str(workdir), *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
-def test_near_temperature_zero_every_token_is_the_most_likely_one(config, trainer, replace):
-    """The reference has other padding on the right, so this also proves that the padding has no influence."""
-    state = trainer.init()
-    config = replace(config, eval={"temperature": 1e-6})
-    used, text = generate(trainer, state, np.arange(17), config)
-    window = np.full((config.data.batch_size, config.data.sequence_length), 99, np.int32)
-    window[:, : len(used)] = used
-    forward = jax.jit(lambda params, window: trainer.model(params)(window))
-    for position, token in enumerate(text, start=len(used)):
-        logits = np.asarray(forward(state.params, jax.device_put(window, trainer.abstract_batch()[0].sharding)))
-        assert token == logits[0, position - 1].argmax()
-        window[:, position] = token
+def test_a_mesh_that_cannot_hold_the_model_is_refused(workdir, config, replace, capsys):
+    config = replace(config, model={"mlp_width": 36})
+    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    assert main([str(workdir), "--prompt", "a", "--mesh.data", "1", "--mesh.model", "8"]) == 2
+    assert "mlp_width must be divisible by the 'model' axis: got mlp_width=36 on 8 devices" in capsys.readouterr().err
 
 
-def test_a_short_prompt_is_used_completely(config, trainer):
-    assert generate(trainer, trainer.init(), np.arange(3), config)[0] == [0, 1, 2]
-    assert PROMPT_TOKENS >= 3
+def test_tokens_without_a_tokenizer_cannot_be_sampled_from_text(workdir, config, replace, capsys, text):
+    config = replace(config, data={"tokenizer": "gpt2"})
+    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    assert main([str(workdir), "--prompt", "a"]) == 2
+    assert "tokens of gpt2, and nothing says how" in capsys.readouterr().err
+    train_tokenizer(workdir / "tokenizer.json", text)
+    assert main([str(workdir), "--prompt", "a", "--tokenizer", str(workdir / "tokenizer.json")]) == 2
+    assert "the tokenizer must match the vocabulary" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_workdir_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path), "--prompt", "a"]) == 2
+    assert "WORKDIR must be the folder of a run or of an import" in capsys.readouterr().err
+    assert main(["--prompt", "a"]) == 2
+    assert "WORKDIR must come first" in capsys.readouterr().err

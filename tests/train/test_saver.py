@@ -1,4 +1,4 @@
-"""Tests of train/saver.py: older checkpoints are deleted only if the disk is full."""
+"""Tests of train/saver.py: what it does when a checkpoint cannot be written."""
 
 import dataclasses
 import errno
@@ -23,18 +23,36 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_only_a_full_disk_deletes_older_checkpoints(failure, config, tmp_path):
-    error, deletes = FAILURES[failure]
-    checkpoints, recorder = mock.MagicMock(), mock.MagicMock()
+@pytest.fixture
+def checkpoints():
+    checkpoints = mock.MagicMock()
     checkpoints.wait.return_value = None
-    checkpoints.save.side_effect = error
     checkpoints.free_space.return_value = []
+    return checkpoints
+
+
+@pytest.fixture
+def saver(config, checkpoints, tmp_path):
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, retry_seconds=0.1))
-    saver = Saver(
-        config, checkpoints, mock.MagicMock(), recorder, Events(None), mock.MagicMock(), Watchdog(0, tmp_path / "s"),
-        warn=lambda text: None,
+    return Saver(
+        config, checkpoints, mock.MagicMock(), mock.MagicMock(), Events(None), mock.MagicMock(),
+        Watchdog(0, tmp_path / "s"), warn=lambda text: None,
     )  # fmt: skip
+
+
+def test_a_step_that_is_saved_instead_of_an_earlier_one_is_saved_once(saver, checkpoints):
+    checkpoints.poll.side_effect = WriteError(5, OSError("INTERNAL: No space left on device"))
+    saver.poll(10, mock.MagicMock())
+    saver.save(10, mock.MagicMock())  # the step was due, too
+    assert [call.args[0] for call in checkpoints.save.call_args_list] == [10]
+    saver.save(15, mock.MagicMock())
+    assert [call.args[0] for call in checkpoints.save.call_args_list] == [10, 15]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_only_a_full_disk_deletes_older_checkpoints(failure, saver, checkpoints):
+    error, deletes = FAILURES[failure]
+    checkpoints.save.side_effect = error
     with pytest.raises(StorageError, match="could not be written"):
         saver.save(5, mock.MagicMock())
     assert checkpoints.free_space.called == deletes

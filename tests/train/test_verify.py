@@ -45,7 +45,7 @@ def ran(monkeypatch, tmp_path):
 
 
 def test_the_cases_are_the_kernels_and_shapes_of_the_configuration(config):
-    cases = cases_of(config, 2, 4)
+    cases = cases_of(config, {"data": 2, "model": 4})
     shapes = {(case.op, case.shapes) for case in cases}
     assert ("all_gather_matmul", ((4, 256, 1024), (1024, 512))) in shapes  # query, key and value: (8 + 2 * 4) * 128 / 4
     assert ("all_gather_matmul", ((4, 256, 1024), (1024, 1024))) in shapes  # gate and up
@@ -58,6 +58,17 @@ def test_the_cases_are_the_kernels_and_shapes_of_the_configuration(config):
             jax.eval_shape(programs.make_program(case), *programs.abstract_arguments(case, mesh))
 
 
+def test_the_cases_have_the_heads_that_a_device_computes(config, replace):
+    """Two devices share a key-value head, and six query heads are padded to eight."""
+    shapes = {
+        (case.op, case.shapes)
+        for case in cases_of(replace(config, model={"heads": 6, "kv_heads": 2}), {"data": 2, "model": 4})
+    }
+    width, head = config.model.width, config.model.width // 6
+    assert ("all_gather_matmul", ((4, 256, width), (width, 4 * head))) in shapes  # 2 + 2 * 1 heads a device
+    assert ("attention", ((4, 1024, 2, head), (4, 1024, 1, head))) in shapes
+
+
 def test_a_run_verifies_once_and_full_each_time(config, ran, capsys):
     verify_first(config, "auto")
     verify_first(config, "auto")
@@ -68,7 +79,7 @@ def test_a_run_verifies_once_and_full_each_time(config, ran, capsys):
 
 
 def test_a_context_axis_verifies_the_ring_of_attention(config, replace):
-    cases = cases_of(replace(config, mesh={"context": 2}), 1, 4)
+    cases = cases_of(config, {"data": 1, "context": 2, "model": 4})
     rings = [case for case in cases if case.op == "ring_attention"]
     assert [(case.backend, case.mesh, case.shapes[0]) for case in rings] == [
         ("none", (2,), (8, 512, 2, 128)), ("pallas", (2,), (8, 512, 2, 128))
@@ -77,7 +88,7 @@ def test_a_context_axis_verifies_the_ring_of_attention(config, replace):
 
 def test_a_size_that_is_inferred_is_inferred_from_the_chips(config, ran, replace):
     verify_first(replace(config, mesh={"data": -1}), "auto")
-    assert ran.runs == [cases_of(config, 2, 4)]
+    assert ran.runs == [cases_of(config, {"data": 2, "model": 4})]
 
 
 def test_another_shape_is_verified_again(config, ran, replace):

@@ -58,6 +58,16 @@ def test_a_missing_field_is_named(work, config):
         work.changes(config)
 
 
+def test_a_run_from_before_an_option_existed_has_its_default(work, config, replace):
+    work.begin(config)
+    saved = json.loads(work.config.read_text())
+    del saved["model"]["qk_norm"]
+    work.config.write_text(json.dumps(saved))
+    assert work.changes(config) == []
+    with pytest.raises(InputError, match=r"model.qk_norm is False there and True here"):
+        work.changes(replace(config, model={"qk_norm": True}))
+
+
 def test_temporary_files_of_killed_processes_are_removed(work, config):
     (work.root / ".metrics.jsonl.elsewhere.7.tmp").write_text("")
     work.begin(config)
@@ -86,7 +96,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 
 def test_the_architecture_does_not_depend_on_how_the_model_is_computed(config, replace):
-    assert architecture(config) == architecture(replace(config, model={"dtype": "bfloat16", "remat": "dots"}))
+    free = {"dtype": "bfloat16", "remat": "dots", "fsdp_overlap": "prefetch"}
+    assert architecture(config) == architecture(replace(config, model=free))
     assert architecture(config)["model.kv_heads"] == 8
     others = {name for name in architecture(config) if not name.startswith("model.")}
     assert others == {"optimizer.master_copies"}

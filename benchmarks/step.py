@@ -1,0 +1,240 @@
+"""One decoder layer, forward and with all gradients, on eight TPUs: predicted without a TPU.
+
+    python benchmarks/step.py                           every variant on v5e:2x4 and v6e:2x4 (about half an hour)
+    python benchmarks/step.py --write docs/kernels.md   also write the table between the markers of that file
+    python benchmarks/step.py --topologies v6e:2x4 --variants flaxasync --phases
+
+The layer is that of the 8B preset (width 4096, 32 heads of 128, 8 key-value heads, MLP 14336) in bfloat16 with 4
+sequences of 4096 tokens, tensor-parallel over eight devices and without rematerialization. The program takes the
+parameters, x and dy, and returns y, dx and the gradients of all parameters. x and y are sharded over the sequence.
+
+"flaxasync" is the layer of models/transformer.py, whose ops choose their backends; with "gathered x kept" its products
+may keep the rows that they gather for the weight gradient, up to 128 MiB each. "automatic" is the same layer of
+nnx.Linear, whose collective operations XLA chooses; "windowed" is the same with XLA's flags for collective matmuls.
+All of them use the attention kernel of `flaxasync.attention`.
+
+A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. It
+cannot execute XLA's asynchronous all-gathers. Programs that have them are compiled with
+xla_tpu_enable_async_collective_fusion=false, and marked with a *. "At the peak" is the time of all matmuls at the peak
+of the data sheet, the causal half of attention alone, and its gradient as twice its forward pass. A play takes minutes:
+with --cache, programs that were played before, by their text, are not played again.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.plain_transformer import PlainAttention, PlainLayer
+from benchmarks.table import print_table, write_between_markers
+from configs.llama_8b import llama_8b
+from flaxasync import hardware
+from flaxasync.check import compile_for, topology_devices, topology_size
+from flaxasync.check.player import play_dump
+from flaxasync.check.player.errors import UnknownOperationError
+from models.config import TransformerConfig
+from models.transformer import DecoderLayer
+
+TOPOLOGIES = ("v5e:2x4", "v6e:2x4")
+BATCH, SEQUENCE = 4, 4096
+SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
+WINDOWED = {
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
+    "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
+    "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
+}
+KEPT = "flaxasync, gathered x kept"
+VARIANTS: dict[str, dict[str, str]] = {"flaxasync": {}, KEPT: {}, "automatic": {}, "windowed": WINDOWED}
+OURS = ("flaxasync", KEPT)
+TIMEOUT = 7200  # seconds of a compilation; on a machine with nothing else to do it takes two minutes
+PLAYER = pathlib.Path(fa.check.__file__).parent / "player"
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """What one variant of the layer is predicted to take on a topology, on its slowest device.
+
+    Attributes:
+      topology: The topology.
+      variant: One of VARIANTS.
+      seconds: The total time.
+      matrix_busy: The seconds in which the matrix units multiply.
+      exposed: The seconds of waiting for other devices.
+      temporaries: The bytes of a device beside arguments and results.
+      synchronous: Whether the program had to be compiled with synchronous collectives.
+      phases: The name, and seconds in all, in multiplying and in waiting for others, of each instruction.
+    """
+
+    topology: str
+    variant: str
+    seconds: float
+    matrix_busy: float
+    exposed: float
+    temporaries: int
+    synchronous: bool
+    phases: tuple[tuple[str, float, float, float], ...]
+
+
+def preset(variant: str) -> TransformerConfig:
+    """Returns the architecture of the 8B preset, with parameters in bfloat16 and without rematerialization."""
+    kept = 128 if variant == KEPT else 0
+    return dataclasses.replace(llama_8b().model, param_dtype="bfloat16", remat="none", gathered_mib=kept)
+
+
+def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology: str) -> float:
+    """Returns the time of all matmuls at the peak of the data sheet, with the causal half of attention."""
+    rows, heads, dim = batch * sequence, config.heads, config.head_features
+    kernels = config.width * dim * (2 * heads + 2 * config.kv_heads) + 3 * config.width * config.mlp_width
+    forward = 2 * rows * kernels + 2 * 2 * batch * heads * dim * sequence**2 / 2
+    return 3 * forward / topology_size(topology) / hardware.chip(topology).flops
+
+
+class FlashAttention(PlainAttention):
+    """The attention of the plain layer with the kernel of `flaxasync.attention`, which XLA cannot partition itself."""
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        heads = P("data", None, "model", None)
+        return jax.shard_map(fa.attention, in_specs=(heads, heads, heads), out_specs=heads)(q, k, v)
+
+
+def make_layer(variant: str, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """Makes the layer of a variant, for the ambient mesh."""
+    if variant in OURS:
+        return DecoderLayer(
+            config, axis_name="model", fsdp_axis=None, context_axis=None, context_layout="contiguous", backend=None,
+            rngs=rngs,
+        )  # fmt: skip
+    layer = PlainLayer(config, rngs=rngs)
+    layer.attention = FlashAttention(config, rngs=rngs)
+    return layer
+
+
+def ring(devices: Sequence[Any], variant: str) -> Mesh:
+    """Makes a mesh of one ring over all devices, with the axis types that the variant needs."""
+    kind = AxisType.Explicit if variant in OURS else AxisType.Auto
+    return fa.make_mesh((1, len(devices)), ("data", "model"), devices=devices, axis_types=(kind, kind))
+
+
+def program(
+    variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh
+) -> tuple[Callable, tuple[Any, Any, Any]]:
+    """Makes the jitted function of a variant; must be called under `jax.set_mesh(mesh)`.
+
+    Returns:
+      The function, which returns y, the gradients of the parameters, and dx; and its abstract arguments: the
+      parameters, x and dy.
+    """
+    graph, state = nnx.split(nnx.eval_shape(lambda: make_layer(variant, config, nnx.Rngs(0))))
+
+    def abstract(value: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
+
+    state = jax.tree.map(abstract, state, nnx.get_partition_spec(state))
+    shape = jax.ShapeDtypeStruct((batch, sequence, config.width), jnp.dtype(config.dtype))
+    x = abstract(shape, P("data", "model", None))
+
+    def forward_and_backward(state: Any, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+        y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+        return y, *backward(dy)
+
+    state_shardings = jax.tree.map(lambda value: value.sharding, state)
+    return jax.jit(forward_and_backward, out_shardings=(x.sharding, state_shardings, x.sharding)), (state, x, x)
+
+
+def played(variant: str, topology: str, cache: pathlib.Path | None = None) -> Played:
+    """Simulates the layer; see `Played`."""
+    mesh = ring(topology_devices(topology), variant)
+    with jax.set_mesh(mesh):
+        fn, arguments = program(variant, preset(variant), BATCH, SEQUENCE, mesh)
+        try:
+            return _play(variant, topology, fn, arguments, VARIANTS[variant], cache)
+        except UnknownOperationError:
+            if variant in OURS:
+                raise
+        return _play(variant, topology, fn, arguments, VARIANTS[variant] | SYNCHRONOUS, cache)
+
+
+def _play(
+    variant: str, topology: str, fn: Callable, arguments: tuple, options: dict[str, str], cache: pathlib.Path | None
+) -> Played:
+    """Compiles and simulates a program, or reads from the cache what it took when it was simulated before.
+
+    Raises:
+      UnknownOperationError: The simulator cannot execute the program.
+    """
+    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
+        compiled = compile_for(topology, fn, *arguments, keep_dumps=folder, compiler_options=options, timeout=TIMEOUT)
+        text = "\n".join(file.read_text() for file in sorted(PLAYER.glob("*.py")))
+        key = (topology, str(compiled.coords), importlib.metadata.version("libtpu"), compiled.text, text)
+        file = None if cache is None else cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
+        if file is not None and file.exists():
+            content = json.loads(file.read_text())
+        else:
+            content = json.loads(play_dump(folder, topology=topology, coords=compiled.coords).to_json())
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(content))
+    slowest = max(content["devices"], key=lambda device: device["seconds"])
+    between = ("receive", "send", "sync", "collective")
+    phases = tuple(
+        (p["name"], p["seconds"], p["matrix_busy"], sum(p["waits"].get(cause, 0.0) for cause in between))
+        for p in slowest["phases"]
+    )
+    return Played(
+        topology, variant, content["seconds"], slowest["matrix_busy"], content["exposed"],
+        compiled.bytes_by_kind["temporaries"], "xla_tpu_enable_async_collective_fusion" in options, phases,
+    )  # fmt: skip
+
+
+def row(found: Played) -> tuple[str, ...]:
+    """Makes the row of the table of a variant."""
+    peak = peak_seconds(preset("flaxasync"), BATCH, SEQUENCE, found.topology)
+    return (
+        found.topology,
+        found.variant,
+        f"{found.seconds * 1e3:.2f}{'*' if found.synchronous else ''}",
+        f"{peak / found.seconds:.0%}",
+        f"{found.matrix_busy * 1e3:.2f}",
+        f"{found.exposed * 1e3:.2f}",
+        f"{found.temporaries / 2**20:.0f}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--phases", action="store_true", help="also print the time of each instruction")
+    parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
+    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
+    chosen = parser.parse_args()
+    rows = []
+    for topology in chosen.topologies:
+        for variant in chosen.variants:
+            found = played(variant, topology, chosen.cache)
+            rows.append(row(found))
+            print(*rows[-1], flush=True)
+            for phase, *seconds in found.phases if chosen.phases else ():
+                print(f"  {phase:44s}", *(f"{value * 1e3:8.4f}" for value in seconds))
+        peak = peak_seconds(preset("flaxasync"), BATCH, SEQUENCE, topology)
+        rows.append((topology, "at the peak", f"{peak * 1e3:.2f}", "100%", f"{peak * 1e3:.2f}", "0.00", "-"))
+    header = ("topology", "layer", "predicted ms", "of peak", "matrix units busy ms", "exposed ms", "temporaries MiB")
+    text = print_table(header, rows)
+    if chosen.write:
+        write_between_markers(chosen.write, "step", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Tests of train/import_checkpoint.py and train/export_checkpoint.py, without training in between.
+
+tests/train/test_whole_way.py trains, and compares with `transformers`.
+"""
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file
+
+from tests.models.test_hugging_face import BASE, export, random_parameters
+from tests.models.test_transformer import make_mesh
+from tests.train.test_tokenizer import train_tokenizer
+from train import export_checkpoint, import_checkpoint, run, sample
+from train.checkpoint import Checkpoints
+from train.command import load_preset, parse
+from train.init_from import load_parameters
+from train.mesh import make_mesh as make_training_mesh
+from train.record import RunIdentity
+from train.saved_config import load_config
+from train.step import Trainer, TrainState
+from train.workdir import architecture
+
+MESH = ["--mesh.platform", "auto", "--mesh.data", "2", "--mesh.model", "4"]
+CONFIG = dataclasses.replace(BASE, vocab_size=300, layers=2, kv_heads=4, tie_embeddings=True, qk_norm=True)
+
+
+@pytest.fixture
+def folder(tmp_path, text):
+    folder = tmp_path / "folder"
+    export(folder, CONFIG, random_parameters(CONFIG, make_mesh(1, 1)))
+    train_tokenizer(folder / "tokenizer.json", text)
+    change_config(folder, eos_token_id=[1, 0], bos_token_id=0)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    return folder
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def run_import(folder, workdir, *options):
+    return import_checkpoint.main([str(folder), "--workdir", str(workdir), *MESH, *options])
+
+
+def test_an_import_is_exported_with_equal_tensors(folder, tmp_path, capsys):
+    workdir, out = tmp_path / "run", tmp_path / "out"
+    assert run_import(folder, workdir) == 0, capsys.readouterr().err
+    assert "imported 100%" in capsys.readouterr().out
+    config = load_preset(workdir / "preset.py")
+    assert config == load_config(workdir)
+    assert config.model == CONFIG
+    assert (config.data.separator, config.eval.stop_tokens) == (1, (0, 2))
+    assert config.data.tokenizer == str(workdir / "tokenizer.json")
+    assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0, capsys.readouterr().err
+    before, after = (load_file(place / "model.safetensors") for place in (folder, out))
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    given, written = (json.loads((place / "config.json").read_text()) for place in (folder, out))
+    assert {name for name in given if given[name] != written[name]} <= {"max_position_embeddings"}
+
+    assert run_import(folder, workdir) == 2
+    assert "--workdir must have no import or run: " in capsys.readouterr().err
+    assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 2
+    assert "FOLDER must not exist, or be an empty folder" in capsys.readouterr().err
+    assert export_checkpoint.main([str(workdir), str(tmp_path / "b"), *MESH, "--step", "7"]) == 2
+    assert "must be a step that is in" in capsys.readouterr().err
+
+
+def test_an_import_can_be_used_from_any_directory_and_moved(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_import(folder, "run") == 0
+    monkeypatch.chdir(folder)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    workdir = tmp_path / "moved"
+    config = parse([os.path.relpath(workdir / "preset.py")]).config
+    assert config.workdir == str(workdir)
+    assert config.init_from == str(workdir / "imported")
+    assert config.data.tokenizer == str(workdir / "tokenizer.json")
+    capsys.readouterr()
+    assert sample.main([os.path.relpath(workdir), "--prompt", "the", "--max_tokens", "1", *MESH]) == 0
+    assert capsys.readouterr().out.startswith("the")
+
+
+def test_text_is_refused_without_the_tokenizer_of_the_import(folder, tmp_path, text, capsys):
+    (folder / "tokenizer.json").unlink()
+    workdir = tmp_path / "run"
+    assert run_import(folder, workdir) == 0
+    assert "FOLDER has no tokenizer.json" in capsys.readouterr().out
+    assert run.main([str(workdir / "preset.py"), "--data.path", str(text)]) == 2
+    assert "nothing says how to turn it into tokens of the imported checkpoint" in capsys.readouterr().err
+    assert sample.main([str(workdir), "--prompt", "the"]) == 2
+    assert "tokens of the imported checkpoint, and nothing says how" in capsys.readouterr().err
+
+
+def test_the_parameters_that_validation_uses_are_exported(folder, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    assert run_import(folder, workdir) == 0
+    save_with_running_mean(workdir)
+    for name, options, factor, which in (
+        ("mean", [], 2, "the running mean of the parameters of"),
+        ("trained", ["--parameters", "trained"], 1, "the parameters of"),
+    ):
+        capsys.readouterr()
+        assert export_checkpoint.main([str(workdir), str(tmp_path / name), *MESH, *options]) == 0
+        assert f"exported   {which} " in capsys.readouterr().out
+        before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / name))
+        assert all((factor * before[key] == after[key]).all() for key in before)
+
+
+def save_with_running_mean(workdir):
+    """Saves the imported parameters as those of step 7, with a running mean of twice their values."""
+    config = load_config(workdir)
+    mesh = make_training_mesh(config.mesh)
+    with jax.set_mesh(mesh), Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
+        params, _, _ = load_parameters(workdir, config, Trainer(config, mesh))
+        state = TrainState(
+            params, None, jnp.int32(7), jax.random.key_data(jax.random.key(0)), jax.tree.map(lambda x: 2 * x, params)
+        )
+        identity = RunIdentity({}, {}, architecture(config))
+        checkpoints.save(7, state, data={"sequences": 0}, tokens=0, identity=identity)
+        checkpoints.wait()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba', which is not supported"),
+        ({"vocab_size": 200}, "FOLDER/tokenizer.json must match the vocabulary"),
+        ({"hidden_size": 24}, "and must be [300, 24]"),
+        ({"eos_token_id": "</s>"}, "must be a token or a list of tokens: got '</s>'"),
+        ({"eos_token_id": 300}, "data.separator must be a token below model.vocab_size=300: got 300"),
+        ({"intermediate_size": 26}, "got mlp_width=26 on 4 devices"),
+    ],
+)
+def test_a_folder_that_cannot_be_imported_is_refused(folder, tmp_path, changes, message, capsys):
+    change_config(folder, **changes)
+    assert run_import(folder, tmp_path / "run") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "preset.py").exists()
+    assert not (tmp_path / "run" / "imported").exists()

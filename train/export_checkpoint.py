@@ -1,0 +1,110 @@
+"""Writes the parameters of a run for `transformers`: `python train/export_checkpoint.py WORKDIR FOLDER`.
+
+FOLDER gets config.json, safetensors files and, if the run began with an import, the tokenizer of that. The parameters
+are restored onto one CPU device unless `--mesh` says otherwise. They are those that validation and train/sample.py use:
+the running mean if the run keeps one (`--optimizer.ema_decay`), unless `--parameters trained` is given.
+"""
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from train.config import MeshConfig
+from train.errors import COMPLETE, InputError, RunError
+from train.saved_config import load_config
+
+_ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Exports a checkpoint of a run as a folder that `transformers` loads."""
+
+    workdir: tyro.conf.Positional[Path]
+    """Folder of a run or of an import."""
+    folder: tyro.conf.Positional[Path]
+    """Folder to write; it must not exist, or be empty."""
+    step: int | None = None
+    """Step of the checkpoint; None for the newest one."""
+    parameters: Literal["evaluated", "trained"] = "evaluated"
+    """The parameters that validation uses, a running mean if there is one, or those that training goes on with."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """The dtype in the files; None for that of the parameters in the checkpoint, where a running mean is float32."""
+    mesh: MeshConfig = _ONE_CPU
+    """The devices that the parameters are restored onto."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command line and returns the exit code."""
+    command = tyro.cli(
+        Command, args=list(arguments), prog="train/export_checkpoint.py", use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+    )  # fmt: skip
+    try:
+        _export(command)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return COMPLETE
+
+
+def _export(command: Command) -> None:
+    config = dataclasses.replace(load_config(command.workdir), mesh=command.mesh)
+    if command.folder.exists() and (not command.folder.is_dir() or any(command.folder.iterdir())):
+        raise InputError(f"FOLDER must not exist, or be an empty folder: {command.folder}")
+
+    import jax
+
+    from models.families import write_config
+    from models.hugging_face import export_parameters
+    from train.init_from import load_parameters
+    from train.mesh import configure_jax, make_mesh
+    from train.percent import Percent
+    from train.step import Trainer
+
+    try:
+        write_config(config.model, length=1)
+    except NotImplementedError as error:
+        raise InputError(str(error)) from error
+    configure_jax(config.mesh)
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        evaluated = command.parameters == "evaluated"
+        params, path, part = load_parameters(
+            command.workdir, config, Trainer(config, mesh), step=command.step, evaluated=evaluated
+        )
+        kept = command.workdir / "hugging_face"
+        before = _read_json(kept / "config.json")
+        length = max(before.get("max_position_embeddings", 0), config.data.sequence_length)
+        command.folder.mkdir(parents=True, exist_ok=True)
+        with Percent("exported") as percent:
+            written = export_parameters(
+                command.folder, config.model, params, length=length, dtype=_dtype(command.dtype), report=percent.report
+            )
+    for file in kept.glob("*") if kept.is_dir() else ():
+        shutil.copy2(file, command.folder / file.name)
+    # Keys of the imported file that say nothing of the architecture, such as the ids of special tokens, are kept.
+    kept_keys = {key: value for key, value in before.items() if key not in ("torch_dtype", "rope_scaling")}
+    (command.folder / "config.json").write_text(json.dumps(kept_keys | written, indent=2) + "\n")
+    which = "the running mean of the parameters" if part == "ema" else "the parameters"
+    print(f"exported   {which} of {path} as {command.folder}")
+
+
+def _dtype(name: str | None) -> Any:
+    import jax.numpy as jnp
+
+    return None if name is None else jnp.dtype(name)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

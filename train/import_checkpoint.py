@@ -1,0 +1,159 @@
+"""Imports other people's parameters: `python train/import_checkpoint.py FOLDER --workdir DIR`.
+
+FOLDER has config.json and safetensors files, as `transformers` writes them. DIR becomes a workdir from which training
+goes on and from which text can be sampled; see docs/checkpoints.md.
+
+```
+preset.py       the configuration; `python train/run.py DIR/preset.py --data.path TEXT` trains
+imported/       the parameters, as the checkpoint of step 0
+hugging_face/   config.json and the tokenizer, for train/export_checkpoint.py
+tokenizer.json  the tokenizer, if FOLDER has one; without it, text is refused until --data.tokenizer names a file
+```
+"""
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from models.config import TransformerConfig
+from models.families import Family
+from train.config import Config, DataConfig, EvalConfig, MeshConfig
+from train.config_check import check
+from train.errors import COMPLETE, InputError, RunError
+from train.saved_config import PRESET, as_preset
+
+_UNKNOWN_TOKENIZER = "the imported checkpoint"
+_KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Imports a checkpoint of the Llama 3, Qwen 3 or Gemma families into a workdir."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder with config.json and safetensors files."""
+    workdir: Path
+    """Folder that becomes a workdir; it must not have an import or a run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of activations."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the parameters."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """The devices."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command line and returns the exit code."""
+    command = tyro.cli(
+        Command, args=list(arguments), prog="train/import_checkpoint.py", use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+    )  # fmt: skip
+    try:
+        _import(command)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return COMPLETE
+
+
+def _import(command: Command) -> None:
+    taken = [name for name in (PRESET, "config.json", "checkpoints", "imported") if (command.workdir / name).exists()]
+    if taken:
+        raise InputError(f"--workdir must have no import or run: {command.workdir} has {', '.join(taken)}")
+    try:
+        from models.hugging_face import load_config
+
+        family, fields = load_config(command.folder)
+    except (ValueError, NotImplementedError) as error:
+        raise InputError(str(error)) from error
+    model = TransformerConfig(**fields, dtype=command.dtype, param_dtype=command.param_dtype)
+    ends = _end_tokens(command.folder)
+    config = Config(
+        workdir=str(command.workdir),
+        steps=1000,
+        init_from=str(command.workdir / "imported"),
+        mesh=command.mesh,
+        model=model,
+        data=DataConfig(tokenizer=_tokenizer(command, model), separator=ends[0] if ends else None),
+        eval=EvalConfig(stop_tokens=tuple(ends[1:])),
+    )
+    check(config)
+    _import_parameters(command, config, family)
+    kept = command.workdir / "hugging_face"
+    kept.mkdir(exist_ok=True)
+    for pattern in _KEPT:
+        for file in command.folder.glob(pattern):
+            shutil.copy2(file, kept / file.name)
+    if (command.folder / "tokenizer.json").is_file():
+        shutil.copy2(command.folder / "tokenizer.json", command.workdir / "tokenizer.json")
+    (command.workdir / PRESET).write_text(as_preset(config, "imported"))
+    print(f"imported   {command.folder} as {command.workdir}")
+    print(f"train      python train/run.py {command.workdir / PRESET} --data.path TEXT")
+    print(f"sample     python train/sample.py {command.workdir} --prompt TEXT")
+    if config.data.tokenizer == _UNKNOWN_TOKENIZER:
+        print("tokenizer  FOLDER has no tokenizer.json: give one with --data.tokenizer to train, --tokenizer to sample")
+
+
+def _tokenizer(command: Command, model: TransformerConfig) -> str:
+    """Returns the file that the tokenizer will have, or a name that makes text be refused until a file is given."""
+    file = command.folder / "tokenizer.json"
+    if not file.is_file():
+        return _UNKNOWN_TOKENIZER
+    from train.tokenizer import Tokenizer
+
+    Tokenizer.open(file, vocab_size=model.vocab_size, field="FOLDER/tokenizer.json")
+    return str(command.workdir / "tokenizer.json")
+
+
+def _end_tokens(folder: Path) -> list[int]:
+    """Returns the tokens that end a text: the first one ends documents, the others only what is sampled."""
+    ends: list[int] = []
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        try:
+            given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise InputError(f"{file} must be a JSON object: {error}") from error
+        tokens = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(token) is int for token in tokens):
+            raise InputError(f"eos_token_id of {file} must be a token or a list of tokens: got {given!r}")
+        ends += [token for token in tokens if token not in ends]
+    return ends
+
+
+def _import_parameters(command: Command, config: Config, family: Family) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from models.hugging_face import import_parameters
+    from train.checkpoint import Checkpoints
+    from train.mesh import check_model_fits_mesh, configure_jax, make_mesh
+    from train.percent import Percent
+    from train.record import RunIdentity
+    from train.step import Trainer, TrainState
+    from train.workdir import architecture, open_workdir
+
+    configure_jax(config.mesh)
+    mesh = make_mesh(config.mesh)
+    check_model_fits_mesh(config, mesh.shape)
+    with jax.set_mesh(mesh), open_workdir(command.workdir) as work:
+        abstract: Any = Trainer(config, mesh).abstract_state().params
+        try:
+            with Percent("imported") as percent:
+                params = import_parameters(command.folder, family, abstract, percent.report)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        state = TrainState(params, None, jnp.int32(0), jax.random.key_data(jax.random.key(0)))
+        with Checkpoints(work.root / "imported", keep=1) as checkpoints:
+            identity = RunIdentity({}, {}, architecture(config))
+            checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
+            checkpoints.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""Predicts the memory of a training step on a mesh, from the sizes of model and mesh alone."""
+
+from collections.abc import Mapping
+
+from models.config import TransformerConfig
+from train.config import Config
+from train.mesh import CONTEXT, FSDP, batch_shards
+
+BYTES_OF_A_LOGIT = 8
+"""What a logit of a micro-batch occupies: in bfloat16 forward, with its gradient, and once in float32. Assumed."""
+WORKING_ROWS = 3
+"""How often the activations of one layer are in memory while it is computed backward, as such and as gradients.
+Assumed."""
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of an element of a type of `models.config`."""
+    return _BYTES[dtype]
+
+
+def parameters_of_a_layer(model: TransformerConfig) -> int:
+    """Returns the number of elements in the kernels of a layer."""
+    q_width, kv_width = model.head_features * model.heads, model.head_features * model.kv_heads
+    return model.width * (2 * q_width + 2 * kv_width + 3 * model.mlp_width)
+
+
+def parameters_outside(model: TransformerConfig) -> int:
+    """Returns the number of elements in the embedding and, if it is not tied to that, the output projection."""
+    return model.vocab_size * model.width * (1 if model.tie_embeddings else 2)
+
+
+def predicted_memory(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
+    """Predicts the bytes that a step occupies on a device, by use; the uses add up to what the device needs.
+
+    ```
+    parameters         their number x bytes / (fsdp x model); in float32 if the run keeps master copies, whose copies in
+                       model.param_dtype count with the gradients
+    optimizer state    two moments like the parameters; a float32 running mean if the run keeps one
+    gradients          like the parameters; with micro-batches a float32 sum beside them
+    kept               for each layer what `model.remat` keeps; with fsdp and remat none its gathered kernels as well
+    working            the larger of two sums: the activations of one layer and the whole kernels of two; the logits and
+                       the whole kernel of the output projection
+    ```
+
+    The activations of a layer include its attention scores, in float32, where all of them are in memory: with
+    attention_softcap or alternating_window.
+    """
+    model, optimizer, parts = config.model, config.optimizer, config.data.microbatches
+    fsdp, context, ring = mesh.get(FSDP, 1), mesh.get(CONTEXT, 1), mesh["model"]
+    kernels, outside = parameters_of_a_layer(model), parameters_outside(model)
+    share = (model.layers * kernels + outside) / (fsdp * ring)
+    stored, computed = itemsize(model.param_dtype), itemsize(model.dtype)
+    state = 4 if optimizer.master_copies else stored
+    rows = config.data.batch_size // (batch_shards(mesh) * parts) * (config.data.sequence_length // context)
+    stream = rows / ring * model.width * computed
+    q_width, kv_width = model.head_features * model.heads, model.head_features * model.kv_heads
+    products = rows / ring * (q_width + 2 * kv_width + 2 * model.mlp_width) * computed + 2 * stream
+    everything = products + 4 * stream + rows / ring * (q_width + 2 * model.mlp_width) * computed
+    if model.attention_softcap is not None or model.alternating_window is not None:
+        everything += 4 * rows * config.data.sequence_length * -(-model.heads // ring)
+    whole = 0.0 if fsdp == 1 else kernels / ring * computed
+    kept = {"layer": stream, "dots": stream + products, "none": everything + whole}[model.remat]
+    logits = rows * -(-model.vocab_size // ring) * BYTES_OF_A_LOGIT
+    output = 0.0 if fsdp == 1 else model.vocab_size * model.width / ring * computed
+    sizes = {
+        "parameters": share * state,
+        "optimizer state": share * (2 * state + 4 * bool(optimizer.ema_decay)),
+        "gradients": share * (stored * (1 + optimizer.master_copies) + 4 * (parts > 1)),
+        "kept": model.layers * kept,
+        "working": max(WORKING_ROWS * everything + 2 * whole, logits + output),
+    }
+    return {name: round(size) for name, size in sizes.items()}

@@ -1,0 +1,113 @@
+"""Text data turned into tokens once: a file of tokens, mapped into memory, in which a token ends every document.
+
+A document begins with the tokens that the tokenizer begins a prompt with, if it has such tokens.
+
+A text file is a document, and so is the "text" of each line of a .jsonl file. Long documents are encoded in pieces of
+about PIECE_BYTES, cut at the end of a line, so that memory stays small and every piece can be encoded by a thread of
+its own; tokens next to a cut may differ from those of the whole document. A tokenizer that begins every text with a
+space adds one after each cut.
+
+The file lies in tokens/ beside the tokenizer, under a hash of VERSION, the tokenizer, the separator, and the names,
+sizes and modification times of the text files, so that it is made again if one of them changes.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import filelock
+import numpy as np
+
+from train.errors import InputError
+from train.percent import Percent
+from train.tokenizer import Tokenizer
+
+VERSION = 2
+"""Version of the tokens that a text becomes; those of 1 lacked the tokens that begin a document."""
+PIECE_BYTES, BATCH_PIECES = 1 << 20, 16
+
+
+class Piece(NamedTuple):
+    """A piece of a document: its text, which ends of the document it has, and the bytes of the file it used up."""
+
+    text: str
+    begins: bool
+    ends: bool
+    used: int
+
+
+def tokenize_files(files: list[Path], tokenizer: Tokenizer, folder: Path, *, separator: int | None) -> Path:
+    """Returns the file of tokens of some text files, uint32, which is made unless it is there.
+
+    If several processes need it at once, one makes it and the others wait.
+
+    Raises:
+      InputError: A file cannot be read, is not UTF-8, or a line of a .jsonl file has no string "text".
+    """
+    described = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = json.dumps([VERSION, tokenizer.name, separator, described])
+    path = folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.bin"
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path.with_suffix(".lock")):
+        if not path.is_file():
+            temporary = path.with_suffix(".tmp")
+            with open(temporary, "wb") as out, Percent("tokenized") as percent:
+                total, done = max(sum(size for _, size, _ in described), 1), 0
+                for name, batch in _batches(files):
+                    encoded = tokenizer.inner.encode_batch([piece.text for piece in batch], add_special_tokens=False)
+                    for piece, encoding in zip(batch, encoded, strict=True):
+                        tokens = [*tokenizer.prefix, *encoding.ids] if piece.begins else encoding.ids
+                        if piece.ends and separator is not None:
+                            tokens = [*tokens, separator]
+                        out.write(np.asarray(tokens, np.uint32).tobytes())
+                        done += piece.used
+                    percent.report(name, done, total)
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.rename(path)
+    return path
+
+
+def _batches(files: Iterable[Path]) -> Iterator[tuple[str, list[Piece]]]:
+    """Yields pieces that are encoded side by side, which may be of several files, and the name of the last file."""
+    pieces = ((file.name, piece) for file in files for piece in _pieces(file))
+    for batch in itertools.batched(pieces, BATCH_PIECES):
+        yield batch[-1][0], [piece for _, piece in batch]
+
+
+def _pieces(file: Path) -> Iterator[Piece]:
+    try:
+        with open(file, "rb") as lines:
+            if file.suffix == ".jsonl":
+                for number, line in enumerate(lines, start=1):
+                    yield Piece(_text_of_line(line, file, number), True, True, len(line))
+                return
+            begins, piece = True, lines.readlines(PIECE_BYTES)
+            while piece:
+                following = lines.readlines(PIECE_BYTES)
+                content = b"".join(piece)
+                yield Piece(content.decode(), begins, not following, len(content))
+                begins, piece = False, following
+    except OSError as error:
+        raise InputError(f"data must be readable: {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"data must be text in UTF-8: {file}: {error}") from error
+
+
+def _text_of_line(line: bytes, file: Path, number: int) -> str:
+    try:
+        text = json.loads(line)["text"]
+        if not isinstance(text, str):
+            raise TypeError(f"the text is {text!r:.40}")
+        return text
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f'every line of a .jsonl file must be an object with "text", a string: {file}, line {number}: '
+            f"{type(error).__name__}: {error}"
+        ) from error
