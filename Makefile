@@ -29,6 +29,10 @@ help:  ## list all targets
 	$(PIP) --editable '.[dev]'
 	@touch $@ .venv/.train
 
+.venv/.hf-test: pyproject.toml | .venv/bin/python
+	$(PIP) --editable '.[hf-test]'
+	@touch $@ .venv/.dev .venv/.train
+
 .venv/.bench: pyproject.toml | .venv/bin/python
 	$(PIP) --editable '.[bench]'
 	@touch $@ .venv/.dev .venv/.train
@@ -47,7 +51,7 @@ EVERYTHING := -n 2 --dist loadfile --no-loadscope-reorder tests
 test: .venv/.dev  ## run the tests that every change needs; ARGS='tests/test_ring.py -k both' selects some of them
 	$(PYTEST) $(or $(ARGS),$(EVERYTHING))
 
-test-slow: .venv/.dev  ## run all other tests; ARGS selects some of them
+test-slow: .venv/.hf-test  ## run all other tests; ARGS selects some of them
 	$(PYTEST) -m slow $(or $(ARGS),$(EVERYTHING))
 
 check: .venv/.dev  ## check format, lint and types
@@ -62,12 +66,17 @@ format: .venv/.dev  ## format the code and fix the lint errors that ruff can fix
 bench: .venv/.bench  ## measure the tables that the documents quote and draw their pictures
 	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md
 	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
+	$(CPU) $(BIN)/python benchmarks/check_dump.py --capture
 	$(CPU) $(BIN)/python benchmarks/async_table.py --write docs/async.md
+	$(CPU) $(BIN)/python benchmarks/async_starts.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img
 	$(CPU) $(BIN)/python benchmarks/device_order.py --write docs/tpu.md
 	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --write docs/kernels.md
+	$(CPU) $(BIN)/python benchmarks/scaling.py --write docs/scaling.md
 	$(CPU) $(BIN)/python benchmarks/player_layers.py --write docs/player.md
+	$(CPU) $(BIN)/python benchmarks/few_rows.py --write docs/kernels.md
 	$(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md
+	$(BIN)/python benchmarks/start.py --write docs/train.md
 	$(CPU) $(BIN)/python benchmarks/attention.py --write docs/ring.md
 
 pictures: .venv/.dev  ## draw the pictures in docs/img

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import backends
 from flaxasync.ops.costs.cost import Shape
+from flaxasync.ops.costs.few_rows import steps
 
 AXIS = "model"
 MESH_AXES = ("x", "y")
@@ -72,6 +73,8 @@ class Case:
     @property
     def label(self) -> str:
         ways = {None: "", 1: "1 direction", 2: "2 directions"}[self.directions]
+        if self.op == "matmul_all_reduce" and self.shapes[0][0] == 1 and self.backend in ("none", "exchange"):
+            ways = f"{self.shapes[0][1]} rows"
         return f"{self.op:22} {self.backend:10} {ways:13}{'' if self.gradient else 'forward'}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +129,12 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
             if ring > 2 and _is_ring(op, backend):
                 ways = (1, 2)
             gradients = (True,) if quick else (False, True)
-            cases += [dataclasses.replace(case, directions=way, gradient=g) for way in ways for g in gradients]
+            these = [case]
+            if backend == "exchange":  # in one step and in two, each beside XLA's sum of the same rows
+                shapes = [_few_rows(case, count) for count in (1, 2)]
+                names = (backend,) if simulate else (PLAIN.get(op, "none"), backend)
+                these = [dataclasses.replace(case, backend=n, shapes=s) for s in shapes for n in names]
+            cases += [dataclasses.replace(c, directions=w, gradient=g) for c in these for w in ways for g in gradients]
     return cases
 
 
@@ -149,7 +157,7 @@ def _is_kernel(op: str, backend: str) -> bool:
 
 
 def _is_ring(op: str, backend: str) -> bool:
-    return backend != "none" and op in (
+    return backend not in ("none", "exchange") and op in (
         "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention",
     )  # fmt: skip
 
@@ -158,6 +166,20 @@ def _near_square(devices: int) -> tuple[int, int]:
     """Returns the sides of the mesh (x, y) with x * y devices whose sides differ least, x the smaller one."""
     x = max(n for n in range(1, math.isqrt(devices) + 1) if devices % n == 0)
     return x, devices // x
+
+
+def _few_rows(case: Case, count: int) -> tuple[Shape, ...]:
+    """Returns shapes of matmul_all_reduce whose sums are exchanged in `count` steps.
+
+    In one step they are one row, of fewer columns on long rings; in two steps 8 rows, or more on short rings.
+    """
+    x, (k, n) = case.shapes
+    rows, row_bytes = 1 if count == 1 else 8, jnp.dtype(case.dtype).itemsize
+    while count == 1 and steps(case.devices, n * row_bytes) == 2 and n > 1:
+        n //= 2
+    while count == 2 and steps(case.devices, rows * n * row_bytes) == 1 and case.devices > 1:
+        rows *= 2
+    return (1, rows, x[2]), (k, n)
 
 
 def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:

@@ -14,6 +14,7 @@ import pytest
 
 import flaxasync as fa
 from flaxasync.ops import trust
+from flaxasync.ops.costs.few_rows import steps
 from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
@@ -52,6 +53,18 @@ def test_the_plain_backend_is_measured_beside_every_backend_that_is_chosen():
 def test_a_full_run_verifies_each_direction_with_and_without_gradients():
     found = [c for c in every_case("tpu", 8, quick=False) if (c.op, c.backend) == ("all_gather_matmul", "fused")]
     assert {(c.directions, c.gradient) for c in found} == {(1, True), (1, False), (2, True), (2, False)}
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8, 16])
+@pytest.mark.parametrize(("platform", "quick"), [("tpu", True), ("tpu", False), ("cpu", True)])
+def test_the_exchange_is_verified_in_one_step_and_in_two(platform, devices, quick):
+    found = [case for case in every_case(platform, devices, quick) if case.backend == "exchange"]
+    forms = set()
+    for case in found:
+        (batch, rows, _), (_, columns) = case.shapes
+        itemsize = jnp.dtype(case.dtype).itemsize
+        forms.add((steps(case.devices, batch * rows * columns * itemsize), case.gradient))
+    assert forms == {(count, gradient) for count in (1, 2) for gradient in ((True,) if quick else (True, False))}
 
 
 def shapes_of_interest():
@@ -113,6 +126,7 @@ def test_a_result_that_is_not_finite_is_infinitely_wrong():
     assert found == {"y": float("inf"), "dx": 0.0}
 
 
+@pytest.mark.slow
 def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_path):
     file = tmp_path / "verdicts.json"
     ops = "all_gather_matmul/xla,matmul_reduce_scatter/xla,matmul_all_reduce/xla"
@@ -261,7 +275,7 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
     assert main(["--quick", "--platform", "cpu", "--json", str(file)]) == 0, capsys.readouterr().out
     results = json.loads(file.read_text())["results"]
     assert {r["verdict"] for r in results} == {"PASS", "NOT SUPPORTED"}
-    assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 8
+    assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 10
 
 
 def test_devices_that_are_not_there_are_reported(capsys):
