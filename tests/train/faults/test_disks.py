@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.faults.workplace import after_step, fault, one_paragraph
+from tests.train.faults.workplace import after_checkpoint, after_step, fault, one_paragraph
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def fill(folder: Path) -> Path:
 @fault("a full disk, with room again before the run gives up")
 def test_full_disk_for_a_while(place, disk, expected):
     process = place.start()
-    after_step(process, 7)
+    after_checkpoint(place, process)
     filler = fill(disk)
     time.sleep(6)
     filler.unlink()
@@ -56,7 +56,7 @@ def test_full_disk_for_a_while(place, disk, expected):
 @fault("a full disk for longer than checkpoint.retry_seconds")
 def test_full_disk(place, disk, expected):
     process = place.start("--checkpoint.retry_seconds", 3)
-    after_step(process, 7)
+    after_checkpoint(place, process)
     filler = fill(disk)
     _, err = process.communicate(timeout=90)
     assert process.returncode == 74, err
@@ -80,7 +80,9 @@ def test_read_only_disk(place, disk, expected):
 import errno as _e, os as _os
 _now, _write, _mkdir = [], _os.write, _os.mkdir
 def _delay(batch):
-    if batch >= 8: _now.append(batch)
+    if batch == 8:
+        while not _os.path.isdir({str(place.work / "checkpoints" / "5")!r}): _time.sleep(0.01)
+        _now.append(batch)
     return 0.03
 def _refuse(path):
     if _now and str(path).startswith({str(place.work)!r}):

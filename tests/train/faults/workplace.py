@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +90,15 @@ def after_step(process, step: int) -> None:
         if found and int(found[1]) >= step:
             return
     raise AssertionError(f"the run ended: {process.communicate()}")
+
+
+def after_checkpoint(place: Workplace, process) -> None:
+    """Waits until a run has reported step 7 and its checkpoint of step 5, which is written beside the steps, is complete."""
+    after_step(process, 7)
+    latest = time.monotonic() + 30
+    while not place.steps_saved():
+        assert time.monotonic() < latest, "no checkpoint was completed"
+        time.sleep(0.01)
 
 
 def one_paragraph(err: str) -> bool:
