@@ -195,8 +195,8 @@ def _fetch_all(
                 value = np.asarray(_take_layer(leaf, np.int32(layer)) if _is_stacked(template) else leaf)
             value = (value.T if _is_transposed(name) else value).astype(dtype or value.dtype, order="C")
             done += value.nbytes
+            report(name, done, total)
             yield their_name, value
-        report(name, done, total)
 
 
 def _mesh_of(leaf: Any) -> jax.sharding.Mesh:

@@ -102,7 +102,9 @@ def _find(path: Path) -> dict[Path, list[str] | None]:
         return files
     if (path / SINGLE).is_file():
         return {path / SINGLE: None}
-    raise ValueError(f"there is neither {SINGLE} nor {INDEX} in {path}")
+    others = sorted(file.name for ending in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in path.glob(ending))
+    found = f"; {', '.join(others)} cannot be read, save them as safetensors first" if others else ""
+    raise ValueError(f"there is neither {SINGLE} nor {INDEX} in {path}{found}")
 
 
 def _divide(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:

@@ -51,6 +51,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, permanent_every: int = 0, read_only: bool = False):
         """Opens the folder."""
+        orbax_noise.silence()
         self.folder = folder.resolve()  # orbax needs an absolute path
         self._permanent_every = permanent_every
         self._saving: int | None = None  # the step that is being written
@@ -77,7 +78,6 @@ class Checkpoints:
         return cls(folder, keep=1, read_only=True)
 
     def __enter__(self) -> Self:
-        orbax_noise.silence()
         return self
 
     def __exit__(

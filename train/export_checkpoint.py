@@ -5,18 +5,20 @@ are restored onto one CPU device unless `--mesh` says otherwise. They are those 
 the running mean if the run keeps one (`--optimizer.ema_decay`), unless `--parameters trained` is given.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from train.config import MeshConfig
-from train.errors import COMPLETE, InputError, RunError
+from train.checkpoint_command import exit_code, parse
+from train.config import Config, MeshConfig
+from train.errors import InputError
 from train.saved_config import load_config
 
 _ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
@@ -26,9 +28,9 @@ _ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
 class Command:
     """Exports a checkpoint of a run as a folder that `transformers` loads."""
 
-    workdir: tyro.conf.Positional[Path]
+    workdir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="WORKDIR")]
     """Folder of a run or of an import."""
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
     """Folder to write; it must not exist, or be empty."""
     step: int | None = None
     """Step of the checkpoint; None for the newest one."""
@@ -42,16 +44,11 @@ class Command:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
-    command = tyro.cli(
-        Command, args=list(arguments), prog="train/export_checkpoint.py", use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-    )  # fmt: skip
-    try:
-        _export(command)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return COMPLETE
+    return exit_code(
+        lambda: _export(parse(Command, arguments, prog="train/export_checkpoint.py")),
+        outcome="Nothing was exported",
+        memory_advice="On a larger --mesh.model or --mesh.fsdp each device holds less of the parameters",
+    )
 
 
 def _export(command: Command) -> None:
@@ -62,10 +59,8 @@ def _export(command: Command) -> None:
     import jax
 
     from models.families import write_config
-    from models.hugging_face import export_parameters
     from train.init_from import load_parameters
     from train.mesh import configure_jax, make_mesh
-    from train.percent import Percent
     from train.step import Trainer
 
     try:
@@ -79,21 +74,51 @@ def _export(command: Command) -> None:
         params, path, part = load_parameters(
             command.workdir, config, Trainer(config, mesh), step=command.step, evaluated=evaluated
         )
-        kept = command.workdir / "hugging_face"
-        before = _read_json(kept / "config.json")
-        length = max(before.get("max_position_embeddings", 0), config.data.sequence_length)
-        command.folder.mkdir(parents=True, exist_ok=True)
-        with Percent("exported") as percent:
-            written = export_parameters(
-                command.folder, config.model, params, length=length, dtype=_dtype(command.dtype), report=percent.report
-            )
+        with _filled(command.folder):
+            _write(command, config, params)
+    which = "the running mean of the parameters" if part == "ema" else "the parameters"
+    print(f"exported   {which} of {path} as {command.folder}")
+
+
+@contextlib.contextmanager
+def _filled(folder: Path) -> Iterator[None]:
+    """Makes a folder, and empties it again if it could not be filled.
+
+    Raises:
+      InputError: It cannot be made.
+    """
+    existed = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"FOLDER must be a folder that can be made: {folder}: {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        for file in folder.iterdir():
+            file.unlink()
+        if not existed:
+            folder.rmdir()
+        raise
+
+
+def _write(command: Command, config: Config, params: Any) -> None:
+    """Writes the files of an export into its folder, which exists."""
+    from models.hugging_face import export_parameters
+    from train.percent import Percent
+
+    kept = command.workdir / "hugging_face"
+    before = _read_json(kept / "config.json")
+    length = max(before.get("max_position_embeddings", 0), config.data.sequence_length)
+    with Percent("exported") as percent:
+        written = export_parameters(
+            command.folder, config.model, params, length=length, dtype=_dtype(command.dtype), report=percent.report
+        )
     for file in kept.glob("*") if kept.is_dir() else ():
         shutil.copy2(file, command.folder / file.name)
     # Keys of the imported file that say nothing of the architecture, such as the ids of special tokens, are kept.
     kept_keys = {key: value for key, value in before.items() if key not in ("torch_dtype", "rope_scaling")}
     (command.folder / "config.json").write_text(json.dumps(kept_keys | written, indent=2) + "\n")
-    which = "the running mean of the parameters" if part == "ema" else "the parameters"
-    print(f"exported   {which} of {path} as {command.folder}")
 
 
 def _dtype(name: str | None) -> Any:

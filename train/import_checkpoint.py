@@ -17,17 +17,20 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from models.config import TransformerConfig
 from models.families import Family
+from train.checkpoint_command import exit_code, parse
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config_check import check
-from train.errors import COMPLETE, InputError, RunError
+from train.errors import InputError
 from train.saved_config import PRESET, as_preset
 
+IMPORTED = "imported"
+"""The folder of the checkpoint that an import makes."""
 _UNKNOWN_TOKENIZER = "the imported checkpoint"
 _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
 
@@ -36,7 +39,7 @@ _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_
 class Command:
     """Imports a checkpoint of the Llama 3, Qwen 3 or Gemma families into a workdir."""
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
     """Folder with config.json and safetensors files."""
     workdir: Path
     """Folder that becomes a workdir; it must not have an import or a run."""
@@ -50,22 +53,15 @@ class Command:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
-    command = tyro.cli(
-        Command, args=list(arguments), prog="train/import_checkpoint.py", use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-    )  # fmt: skip
-    try:
-        _import(command)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return COMPLETE
+    return exit_code(
+        lambda: _import(parse(Command, arguments, prog="train/import_checkpoint.py")),
+        outcome="Nothing was imported",
+        memory_advice="--param_dtype bfloat16, or a larger --mesh.model or --mesh.fsdp, needs less on each device",
+    )
 
 
 def _import(command: Command) -> None:
-    taken = [name for name in (PRESET, "config.json", "checkpoints", "imported") if (command.workdir / name).exists()]
-    if taken:
-        raise InputError(f"--workdir must have no import or run: {command.workdir} has {', '.join(taken)}")
+    _require_unused(command.workdir)
     try:
         from models.hugging_face import load_config
 
@@ -77,27 +73,27 @@ def _import(command: Command) -> None:
     config = Config(
         workdir=str(command.workdir),
         steps=1000,
-        init_from=str(command.workdir / "imported"),
+        init_from=str(command.workdir / IMPORTED),
         mesh=command.mesh,
         model=model,
         data=DataConfig(tokenizer=_tokenizer(command, model), separator=ends[0] if ends else None),
         eval=EvalConfig(stop_tokens=tuple(ends[1:])),
     )
     check(config)
-    _import_parameters(command, config, family)
-    kept = command.workdir / "hugging_face"
-    kept.mkdir(exist_ok=True)
-    for pattern in _KEPT:
-        for file in command.folder.glob(pattern):
-            shutil.copy2(file, kept / file.name)
-    if (command.folder / "tokenizer.json").is_file():
-        shutil.copy2(command.folder / "tokenizer.json", command.workdir / "tokenizer.json")
-    (command.workdir / PRESET).write_text(as_preset(config, "imported"))
+    _write(command, config, family)
     print(f"imported   {command.folder} as {command.workdir}")
     print(f"train      python train/run.py {command.workdir / PRESET} --data.path TEXT")
     print(f"sample     python train/sample.py {command.workdir} --prompt TEXT")
     if config.data.tokenizer == _UNKNOWN_TOKENIZER:
         print("tokenizer  FOLDER has no tokenizer.json: give one with --data.tokenizer to train, --tokenizer to sample")
+
+
+def _require_unused(workdir: Path) -> None:
+    taken = [name for name in (PRESET, "config.json", "checkpoints", IMPORTED) if (workdir / name).exists()]
+    if taken == [IMPORTED]:
+        raise InputError(f"--workdir has what is left of an import that was killed; delete {workdir / IMPORTED}")
+    if taken:
+        raise InputError(f"--workdir must have no import or run: {workdir} has {', '.join(taken)}")
 
 
 def _tokenizer(command: Command, model: TransformerConfig) -> str:
@@ -126,7 +122,7 @@ def _end_tokens(folder: Path) -> list[int]:
     return ends
 
 
-def _import_parameters(command: Command, config: Config, family: Family) -> None:
+def _write(command: Command, config: Config, family: Family) -> None:
     import jax
     import jax.numpy as jnp
 
@@ -142,6 +138,7 @@ def _import_parameters(command: Command, config: Config, family: Family) -> None
     mesh = make_mesh(config.mesh)
     check_model_fits_mesh(config, mesh.shape)
     with jax.set_mesh(mesh), open_workdir(command.workdir) as work:
+        _require_unused(work.root)  # another import may have ended just before
         abstract: Any = Trainer(config, mesh).abstract_state().params
         try:
             with Percent("imported") as percent:
@@ -149,10 +146,27 @@ def _import_parameters(command: Command, config: Config, family: Family) -> None
         except ValueError as error:
             raise InputError(str(error)) from error
         state = TrainState(params, None, jnp.int32(0), jax.random.key_data(jax.random.key(0)))
-        with Checkpoints(work.root / "imported", keep=1) as checkpoints:
-            identity = RunIdentity({}, {}, architecture(config))
-            checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
-            checkpoints.wait()
+        try:
+            with Checkpoints(work.root / IMPORTED, keep=1) as checkpoints:
+                identity = RunIdentity({}, {}, architecture(config))
+                checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
+                checkpoints.wait()
+            _copy_what_is_kept(command)
+            (command.workdir / PRESET).write_text(as_preset(config, "imported"))
+        except BaseException:
+            shutil.rmtree(work.root / IMPORTED, ignore_errors=True)
+            raise
+
+
+def _copy_what_is_kept(command: Command) -> None:
+    """Copies the configuration and the files of the tokenizer, for export, and the tokenizer, for the run."""
+    kept = command.workdir / "hugging_face"
+    kept.mkdir(exist_ok=True)
+    for pattern in _KEPT:
+        for file in command.folder.glob(pattern):
+            shutil.copy2(file, kept / file.name)
+    if (command.folder / "tokenizer.json").is_file():
+        shutil.copy2(command.folder / "tokenizer.json", command.workdir / "tokenizer.json")
 
 
 if __name__ == "__main__":

@@ -195,7 +195,11 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[
             f"{' x '.join(named)} must multiply to the number of devices: there are {devices} {kind} devices".replace(
                 "  ", " "
             )
-            + ("; change the mesh, or mesh.cpu_devices" if "cpu" in kind else "; change the mesh")
+            + (
+                "; change the mesh, or simulate another number with --mesh.platform cpu --mesh.cpu_devices N"
+                if "cpu" in kind
+                else "; change the mesh"
+            )
         )
     return inferred
 

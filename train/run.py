@@ -5,17 +5,22 @@ script compiles the training step for those chips, which do not need to be there
 fast it would be. The exit codes are those of train/errors.py, and docs/operations.md says what to do after each.
 """
 
-import contextlib
-import errno
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from train.command import Command, as_json, parse
-from train.errors import COMPLETE, INTERRUPTED, OutOfMemoryError, RunError, StorageError
+from train.errors import COMPLETE, INTERRUPTED, RunError
+from train.explained_errors import explained_memory_errors, explained_storage_errors
 from train.monitor import Link, supervise
 from train.signals import StopRequest
 
-_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
+_MEMORY_ADVICE = (
+    "No checkpoint was changed. Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 "
+    "parameters; --dry-run says beforehand what fits a TPU"
+)
+_STORAGE_ADVICE = (
+    "Nothing that was complete is lost; started again with a disk that works, the run continues from its checkpoint"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,44 +59,8 @@ def _train(command: Command, link: Link | None) -> int:
     with StopRequest(shared=link is not None) as stop:
         from train.lifecycle import train
 
-        with _explained_memory_errors(), _explained_storage_errors():
+        with explained_memory_errors(_MEMORY_ADVICE), explained_storage_errors(_STORAGE_ADVICE):
             return train(command, stop, link)
-
-
-@contextlib.contextmanager
-def _explained_memory_errors() -> Iterator[None]:
-    """Turns a failed allocation, on a device or on the host, into an OutOfMemoryError."""
-    try:
-        yield
-    except MemoryError as error:
-        raise OutOfMemoryError(_advice("the host", str(error))) from error
-    except RuntimeError as error:  # jax.errors.JaxRuntimeError is one
-        if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
-            raise
-        raise OutOfMemoryError(_advice("a device", str(error).partition("\n")[0])) from error
-
-
-@contextlib.contextmanager
-def _explained_storage_errors() -> Iterator[None]:
-    """Turns the failure of a disk, wherever it is noticed, into a StorageError."""
-    try:
-        yield
-    except RunError:
-        raise
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            raise
-        raise StorageError(
-            f"{error.filename or 'a file of the workdir'} could not be written or read: {error.strerror}. Nothing "
-            "that was complete is lost; started again with a disk that works, the run continues from its checkpoint"
-        ) from error
-
-
-def _advice(where: str, cause: str) -> str:
-    return (
-        f"{where} has too little memory ({cause}). No checkpoint was changed. Use a smaller data.batch_size, "
-        "--model.remat layer, a larger mesh.model or bfloat16 parameters; --dry-run says beforehand what fits a TPU"
-    )
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ import itertools
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
 
+from train.checkpoint_command import exit_code, parse
 from train.config import Config, MeshConfig
-from train.errors import COMPLETE, InputError, RunError
+from train.errors import InputError
 from train.saved_config import load_config
 from train.tokenizer import Tokenizer, is_file
 
@@ -22,7 +24,7 @@ from train.tokenizer import Tokenizer, is_file
 class Command:
     """Continues a prompt with the newest checkpoint of a run or of an import."""
 
-    workdir: tyro.conf.Positional[Path]
+    workdir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="WORKDIR")]
     """Folder of a run or of an import; it must come first."""
     prompt: str | None = None
     """The text to continue."""
@@ -50,21 +52,20 @@ class Command:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
-    try:
-        if not arguments or (arguments[0].startswith("-") and not {"-h", "--help"} & set(arguments)):
-            raise InputError("WORKDIR must come first; --help lists the options")
-        config, workdir = Config("", 1), Path(arguments[0])
-        if not arguments[0].startswith("-"):
-            config = load_config(workdir)
-        command = tyro.cli(
-            Command, args=list(arguments), prog="train/sample.py", use_underscores=True,
-            default=Command(workdir, mesh=config.mesh), config=(tyro.conf.FlagConversionOff,),
-        )  # fmt: skip
-        _sample(command, dataclasses.replace(config, mesh=command.mesh))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return COMPLETE
+    return exit_code(
+        lambda: _run(arguments),
+        outcome="No checkpoint was changed",
+        memory_advice="A smaller --batch or --cache, or a larger --mesh.model or --mesh.fsdp, needs less on a device",
+    )
+
+
+def _run(arguments: Sequence[str]) -> None:
+    if not arguments or (arguments[0].startswith("-") and not {"-h", "--help"} & set(arguments)):
+        raise InputError("WORKDIR must come first; --help lists the options")
+    config = Config("", 1) if arguments[0].startswith("-") else load_config(Path(arguments[0]))
+    default = Command(tyro.MISSING, mesh=config.mesh)  # the mesh of the run
+    command = parse(Command, arguments, prog="train/sample.py", default=default)
+    _sample(command, dataclasses.replace(config, mesh=command.mesh))
 
 
 def _sample(command: Command, config: Config) -> None:

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import filelock
 import numpy as np
@@ -57,21 +57,31 @@ def tokenize_files(files: list[Path], tokenizer: Tokenizer, folder: Path, *, sep
     with filelock.FileLock(path.with_suffix(".lock")):
         if not path.is_file():
             temporary = path.with_suffix(".tmp")
-            with open(temporary, "wb") as out, Percent("tokenized") as percent:
-                total, done = max(sum(size for _, size, _ in described), 1), 0
-                for name, batch in _batches(files):
-                    encoded = tokenizer.inner.encode_batch([piece.text for piece in batch], add_special_tokens=False)
-                    for piece, encoding in zip(batch, encoded, strict=True):
-                        tokens = [*tokenizer.prefix, *encoding.ids] if piece.begins else encoding.ids
-                        if piece.ends and separator is not None:
-                            tokens = [*tokens, separator]
-                        out.write(np.asarray(tokens, np.uint32).tobytes())
-                        done += piece.used
-                    percent.report(name, done, total)
-                out.flush()
-                os.fsync(out.fileno())
-            temporary.rename(path)
+            try:
+                with open(temporary, "wb") as out:
+                    total = sum(size for _, size, _ in described)
+                    _write(out, files, tokenizer, separator, total=max(total, 1))
+                    out.flush()
+                    os.fsync(out.fileno())
+                temporary.rename(path)
+            finally:
+                temporary.unlink(missing_ok=True)  # what a bad file or Ctrl-C has left may be large
     return path
+
+
+def _write(out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separator: int | None, *, total: int) -> None:
+    """Writes the tokens of some files, which have `total` bytes."""
+    done = 0
+    with Percent("tokenized") as percent:
+        for name, batch in _batches(files):
+            encoded = tokenizer.inner.encode_batch([piece.text for piece in batch], add_special_tokens=False)
+            for piece, encoding in zip(batch, encoded, strict=True):
+                tokens = [*tokenizer.prefix, *encoding.ids] if piece.begins else encoding.ids
+                if piece.ends and separator is not None:
+                    tokens = [*tokens, separator]
+                out.write(np.asarray(tokens, np.uint32).tobytes())
+                done += piece.used
+            percent.report(name, done, total)
 
 
 def _batches(files: Iterable[Path]) -> Iterator[tuple[str, list[Piece]]]:

@@ -209,7 +209,12 @@ def test_a_type_that_is_not_floating_point_is_named(tmp_path):
 def test_a_folder_without_files_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"must be a folder with config.json"):
         load_config(tmp_path)
-    with pytest.raises(ValueError, match=r"there is neither model.safetensors nor"):
+    with pytest.raises(
+        ValueError, match=r"there is neither model.safetensors nor model.safetensors.index.json in \S+$"
+    ):
+        TensorFiles(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"; pytorch_model.bin cannot be read, save them as safetensors first"):
         TensorFiles(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):

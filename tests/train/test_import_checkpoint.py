@@ -5,6 +5,7 @@ tests/train/test_whole_way.py trains, and compares with `transformers`.
 
 import dataclasses
 import json
+import logging
 import os
 
 import jax
@@ -58,6 +59,7 @@ def test_an_import_is_exported_with_equal_tensors(folder, tmp_path, capsys):
     assert (config.data.separator, config.eval.stop_tokens) == (1, (0, 2))
     assert config.data.tokenizer == str(workdir / "tokenizer.json")
     assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0, capsys.readouterr().err
+    assert "exported 100%" in capsys.readouterr().out
     before, after = (load_file(place / "model.safetensors") for place in (folder, out))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
@@ -145,3 +147,57 @@ def test_a_folder_that_cannot_be_imported_is_refused(folder, tmp_path, changes, 
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "preset.py").exists()
     assert not (tmp_path / "run" / "imported").exists()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_an_import_that_is_interrupted_leaves_nothing_and_can_be_repeated(folder, tmp_path, monkeypatch, capsys):
+    workdir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(import_checkpoint, "_copy_what_is_kept", interrupt)  # the checkpoint has just been saved
+        assert run_import(folder, workdir) == 130
+    assert "error: interrupted. Nothing was imported" in capsys.readouterr().err
+    assert not (workdir / "imported").exists()
+    assert run_import(folder, workdir) == 0
+
+
+def test_what_is_left_of_an_import_that_was_killed_is_named(folder, tmp_path, capsys):
+    (tmp_path / "run" / "imported").mkdir(parents=True)
+    assert run_import(folder, tmp_path / "run") == 2
+    assert f"an import that was killed; delete {tmp_path / 'run' / 'imported'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_an_export_that_is_interrupted_leaves_nothing_and_can_be_repeated(
+    existed, folder, tmp_path, monkeypatch, capsys
+):
+    workdir, out = tmp_path / "run", tmp_path / "out"
+    assert run_import(folder, workdir) == 0
+    if existed:
+        out.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(export_checkpoint.shutil, "copy2", interrupt)  # the tensors have just been written
+        assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 130
+    assert "error: interrupted. Nothing was exported" in capsys.readouterr().err
+    assert out.exists() == existed
+    assert not existed or not list(out.iterdir())
+    assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused(folder, tmp_path, capsys):
+    workdir, file = tmp_path / "run", tmp_path / "file"
+    assert run_import(folder, workdir) == 0
+    file.touch()
+    assert export_checkpoint.main([str(workdir), str(file / "out"), *MESH]) == 2
+    assert f"FOLDER must be a folder that can be made: {file / 'out'}: Not a directory" in capsys.readouterr().err
+
+
+def test_reading_a_checkpoint_says_nothing(folder, tmp_path, caplog):
+    """The package that reads it would otherwise log a warning for each of its options that reading does not use."""
+    assert run_import(folder, tmp_path / "run") == 0
+    logging.getLogger("absl").setLevel(logging.NOTSET)
+    with Checkpoints.to_read(tmp_path / "run" / "imported"):
+        pass
+    assert not caplog.records

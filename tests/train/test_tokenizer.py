@@ -114,6 +114,14 @@ def test_text_that_is_not_utf8_is_refused(tokenizer, tmp_path):
         opened(tmp_path / "a.txt", tokenizer)
 
 
+def test_a_bad_file_leaves_no_tokens(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_data, "BATCH_PIECES", 1)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{}\n')  # the tokens of the first line have been written
+    with pytest.raises(InputError, match="line 2"):
+        opened(tmp_path / "a.jsonl", tokenizer)
+    assert [file.suffix for file in (tmp_path / "tokens").iterdir()] == [".lock"]
+
+
 def test_a_file_of_tokens_is_used_as_it_is(tokenizer, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(20, dtype=np.uint16))
     corpus = opened(tmp_path / "a.npy", tokenizer)

@@ -31,7 +31,7 @@ routes shared all links of a ring evenly. They are fitted to a ring of 8 on a 2x
 PLAYED_RINGS, PLAYED_ROWS, PLAYED_BYTES = (4, 8), 128, 2**18
 """The rings on which the exchange was played, and the most rows and the largest array there."""
 GAINS = 0.2
-"""The share of XLA's seconds that the exchange has to gain. Predicted gains were up to 0.14 of them too large."""
+"""The share of XLA's seconds that the exchange has to gain. Predicted gains were up to 0.17 of them too large."""
 ONE_STEP_BYTES = 2**19
 """The largest array, in bytes times R squared, that is exchanged in one step."""
 TILE_BYTES = 4 * 2**10
