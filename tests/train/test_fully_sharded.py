@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+from flaxasync.transport import direct
+from tests.simulator.split_pairs import session
 from train.checkpoint import Checkpoints
 from train.mesh import make_mesh, sequence_order, token_spec
 from train.record import identify_run
@@ -60,7 +62,7 @@ def losses(on, trainer_of):
     """A function (sizes, initial state, overlap) -> (losses of twenty steps, the state that they began with)."""
 
     def run(sizes, began=None, overlap="xla"):
-        remat = "layer" if overlap == "prefetch" else "none"
+        remat = "none" if overlap == "xla" else "layer"
         config, mesh = on(sizes, model={"fsdp_overlap": overlap, "remat": remat})
         with jax.set_mesh(mesh):
             trainer = trainer_of(config, mesh)
@@ -105,6 +107,20 @@ def test_twenty_steps_have_the_losses_of_one_device_and_the_state_stays_sharded(
     history, _ = losses(sizes, began, overlap)
     np.testing.assert_allclose(history, expected, atol=1e-4)
     assert history[-1] < 0.8 * history[0]
+
+
+@pytest.mark.slow
+def test_twenty_steps_with_direct_copies_have_the_losses_of_one_device(losses):
+    """On four devices of the simulator with race detection: the kernels of the form need TPUs."""
+    expected, began = losses(MESHES[0])
+    kinds = direct.all_gather, direct.all_to_all
+    for kind in kinds:
+        kind.cache_clear()
+    with session(mode="eager", delayed={2: 0.01}) as report:
+        history, _ = losses((1, 4, 1, 1), began, "prefetch_pallas")
+    assert all(kind.cache_info().currsize for kind in kinds), "no array of this model travels by direct copies"
+    assert report.problems() == set()
+    np.testing.assert_allclose(history, expected, atol=1e-4)
 
 
 def test_a_state_that_is_not_sharded_over_fsdp_is_noticed(on):
