@@ -59,11 +59,12 @@ def train(trainer, config, mesh, state, steps, start=0):
 
 @pytest.fixture
 def losses(on, trainer_of):
-    """A function (sizes, initial state, overlap) -> (losses of twenty steps, the state that they began with)."""
+    """A function (sizes, initial state, overlap, sections) -> (losses of twenty steps, the state at the beginning)."""
 
-    def run(sizes, began=None, overlap="xla"):
+    def run(sizes, began=None, overlap="xla", **sections):
         remat = "none" if overlap == "xla" else "layer"
-        config, mesh = on(sizes, model={"fsdp_overlap": overlap, "remat": remat})
+        model = sections.pop("model", {}) | {"fsdp_overlap": overlap, "remat": remat}
+        config, mesh = on(sizes, model=model, **sections)
         with jax.set_mesh(mesh):
             trainer = trainer_of(config, mesh)
             if began is None:
@@ -112,15 +113,18 @@ def test_twenty_steps_have_the_losses_of_one_device_and_the_state_stays_sharded(
 @pytest.mark.slow
 def test_twenty_steps_with_direct_copies_have_the_losses_of_one_device(losses):
     """On four devices of the simulator with race detection: the kernels of the form need TPUs."""
-    expected, began = losses(MESHES[0])
+    # Blocks of 128 columns, on four devices, are whole tiles. So wide a model needs smaller steps to learn steadily.
+    options = {"model": {"width": 512, "head_dim": 2}, "optimizer": {"learning_rate": 30.0}}
+    expected, began = losses(MESHES[0], **options)
     kinds = direct.all_gather, direct.all_to_all
     for kind in kinds:
         kind.cache_clear()
     with session(mode="eager", delayed={2: 0.01}) as report:
-        history, _ = losses((1, 4, 1, 1), began, "prefetch_pallas")
+        history, _ = losses((1, 4, 1, 1), began, "prefetch_pallas", **options)
     assert all(kind.cache_info().currsize for kind in kinds), "no array of this model travels by direct copies"
     assert report.problems() == set()
     np.testing.assert_allclose(history, expected, atol=1e-4)
+    assert history[-1] < 0.8 * history[0]
 
 
 def test_a_state_that_is_not_sharded_over_fsdp_is_noticed(on):
