@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 type Remat = Literal["none", "dots", "layer"]
-type FsdpOverlap = Literal["xla", "prefetch"]
+type FsdpOverlap = Literal["xla", "prefetch", "prefetch_pallas"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
 
@@ -77,7 +77,8 @@ class TransformerConfig:
     """The most MiB for which a layer keeps the rows that a product gathers, until its gradient, instead of sending them
     again. Attention and MLP of each layer may keep as much; with remat "dots" or "layer", of one layer at a time."""
     fsdp_overlap: FsdpOverlap = "xla"
-    """Who hides gathers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights (prefetch)."""
+    """Who hides the transfers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights while one
+    computes, by permutes (prefetch) or, on TPUs, by copies of Pallas kernels (prefetch_pallas)."""
 
     @property
     def head_features(self) -> int:
@@ -128,14 +129,15 @@ def check_fits(
             f"width must be divisible by the 'fsdp' axis: got width={config.width} on {fsdp} devices; use "
             f"{-(-config.width // fsdp) * fsdp}, or a smaller axis"
         )
-    if config.fsdp_overlap == "prefetch" and (fsdp == 1 or config.remat != "layer"):
+    if config.fsdp_overlap != "xla" and (fsdp == 1 or config.remat != "layer"):
         raise ValueError(
-            "fsdp_overlap='prefetch' needs an 'fsdp' axis of 2 devices or more, and remat='layer', because it computes "
-            f"each layer again: got {fsdp} devices and remat={config.remat!r}; use fsdp_overlap='xla' otherwise"
+            f"fsdp_overlap={config.fsdp_overlap!r} needs an 'fsdp' axis of 2 devices or more, and remat='layer', "
+            f"because it computes each layer again: got {fsdp} devices and remat={config.remat!r}; use "
+            "fsdp_overlap='xla' otherwise"
         )
-    if config.fsdp_overlap == "prefetch" and config.alternating_window is not None:
+    if config.fsdp_overlap != "xla" and config.alternating_window is not None:
         raise ValueError(
-            "fsdp_overlap='prefetch' applies the same function to all layers, which alternating_window="
+            f"fsdp_overlap={config.fsdp_overlap!r} applies the same function to all layers, which alternating_window="
             f"{config.alternating_window} does not: use fsdp_overlap='xla'"
         )
     devices = mesh_shape["model"]

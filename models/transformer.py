@@ -176,11 +176,12 @@ class Transformer(nnx.Module):
             return _with_remat(self.config.remat)(layer, x_BLD, segment_ids_BL, mask)
 
         x_BLD = self._embed(tokens_BL)
-        if self.config.fsdp_overlap == "prefetch" and self.fsdp_axis is not None:
+        if self.config.fsdp_overlap != "xla" and self.fsdp_axis is not None:
             ids = () if segment_ids_BL is None else (segment_ids_BL,)
             return self._logits(fa.nn.scan_with_prefetch(
                 lambda layer, x_BLD, *ids: layer(x_BLD, *ids), self.layers, x_BLD, *ids,
                 fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
+                backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
             ))  # fmt: skip
         return self._logits(run(self.layers, self._windowed_layers(), x_BLD))
 

@@ -6,18 +6,23 @@ backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   w_{i-
                                                                            dw_shard_{i+1} = reduce_scatter(dw_{i+1})
 ```
 
-What stands side by side does not depend on each other, so the transfers of a turn have the whole turn to finish. Gather
-and reduce-scatter are rings of permutes, because these are asynchronous on every TPU. They are not loops, so that XLA
-can place each hop anywhere in the turn. Each weight is gathered once forward and once backward. What is kept for the
-backward pass are the inputs of the layers, from which each layer is computed again, as with `jax.checkpoint` around it.
-The weights of two layers are whole at a time. Whether this is faster on a TPU than `nnx.scan` with the gathers that XLA
-places has not been measured yet.
+What stands side by side does not depend on each other, so the transfers of a turn have the whole turn to finish. Each
+weight is gathered once forward and once backward. What is kept for the backward pass are the inputs of the layers, from
+which each layer is computed again, as with `jax.checkpoint` around it. The weights of two layers are whole at a time.
+
+| backend | what moves weights and gradients |
+|---|---|
+| `"xla"` | rings of permutes, asynchronous on every TPU; not loops, so that XLA can place each hop anywhere |
+| `"pallas"` | copies from each device to each other one (`flaxasync.transport.direct`), beside the whole layer |
+
+What direct copies cannot move, because its blocks are not in whole tiles, goes by XLA's collectives: scales and biases.
+Nothing of this has run on a TPU yet; docs/scaling.md has estimates from compiled programs.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +32,22 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from flaxasync.mesh import cast_to_varying, mesh_axis_size
+from flaxasync.mesh import cast_to_varying, check_tpu, mesh_axis_size
 from flaxasync.nn.fully_sharded import names_of, without_axis
+from flaxasync.transport import Future, direct, tie
+from flaxasync.transport.direct import in_whole_tiles
 
 type Leaves = tuple[Array, ...]
 
 
 def scan_with_prefetch(
-    apply: Callable[..., Array], layers: nnx.Module, x: Array, *args: Array, fsdp_axis: str, dtype: DTypeLike
+    apply: Callable[..., Array],
+    layers: nnx.Module,
+    x: Array,
+    *args: Array,
+    fsdp_axis: str,
+    dtype: DTypeLike,
+    backend: Literal["xla", "pallas"] = "xla",
 ) -> Array:
     """Applies a stack of layers one after the other, as `nnx.scan` over it does, on a mesh of Explicit axes.
 
@@ -46,13 +59,20 @@ def scan_with_prefetch(
       *args: Arrays of integers or booleans that every layer is given. They have no gradient.
       fsdp_axis: The axis that was given to the layers as their `fsdp_axis`.
       dtype: The dtype in which weights are gathered: that of the computation.
+      backend: What moves weights and gradients: "xla" on every device, or "pallas" on TPUs.
 
     Raises:
-      ValueError: The axes of the mesh are not Explicit, it lacks the axis, the layers have other state, x is not
-        sharded over the axis, an argument is of floats, or a parameter names another axis after this one.
+      NotImplementedError: The backend is "pallas", and the mesh is not of TPUs.
+      ValueError: The backend is unknown, the axes of the mesh are not Explicit, it lacks the axis, the layers have
+        other state, x is not sharded over the axis, an argument is of floats, or a parameter names another axis after
+        this one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     mesh_axis_size("scan_with_prefetch", fsdp_axis)
+    if backend not in ("xla", "pallas"):
+        raise ValueError(f"scan_with_prefetch has the backends 'xla' and 'pallas': got {backend!r}")
+    if backend == "pallas":
+        check_tpu("scan_with_prefetch with backend='pallas'", "backend='xla', which runs on every device")
     if any(kind != AxisType.Explicit for kind in mesh.axis_types):
         raise ValueError(
             "scan_with_prefetch reads from types how arrays are sharded: got a mesh with the axis types "
@@ -91,7 +111,7 @@ def scan_with_prefetch(
         without_axis(layer, fsdp_axis)
         return apply(layer, x, *args)
 
-    run = functools.partial(_run, _Scan(apply_whole, fsdp_axis, dims, jnp.dtype(dtype)))
+    run = functools.partial(_run, _Scan(apply_whole, fsdp_axis, dims, jnp.dtype(dtype), backend))
     return jax.shard_map(run, in_specs=(specs, x_spec, arg_specs), out_specs=x_spec)(tuple(leaves), x, args)
 
 
@@ -104,34 +124,118 @@ class _Scan:
       axis: The fsdp axis.
       dims: The dimension of each parameter of one layer that the axis shards; None for none.
       dtype: The dtype in which parameters are gathered.
+      backend: What moves weights and gradients.
     """
 
     apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]
     axis: str
     dims: tuple[int | None, ...]
     dtype: Any
+    backend: str
 
-    def gather(self, stacked: Leaves, layer: Any) -> Leaves:
-        """Returns the parameters of one layer, whole."""
+    @property
+    def unroll(self) -> int:
+        """The turns in the body of the loop. In the second of two, the buffers of the weights are back in their places.
+
+        With one turn XLA copies all weights that were gathered, from where they arrived to where the loop carries them.
+        """
+        return 2 if self.backend == "pallas" else 1
+
+    def gather(self, stacked: Leaves, layer: Any) -> "Transfers":
+        """Begins to gather the parameters of one layer."""
         with jax.named_scope("prefetch_parameters"):
             shards = (lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in stacked)
-            return tuple(
-                shard if dim is None else ring_all_gather(shard.astype(self.dtype), self.axis, dim)
+            begun = [
+                Transfer(shard) if dim is None else start_gather(shard.astype(self.dtype), self.axis, dim, self.backend)
                 for shard, dim in zip(shards, self.dims, strict=True)
-            )
+            ]
+        return Transfers(begun, "prefetch_parameters")
 
-    def scatter(self, stacked: Leaves, gradients: Leaves, sums: Leaves, layer: Any) -> Leaves:
-        """Writes the gradients of one layer, reduced over the axis in the dtype of the parameter, into `sums`."""
+    def reduce(self, stacked: Leaves, gradients: Leaves) -> "Transfers":
+        """Begins to sum the gradients of one layer over the axis, in the dtype of the parameter."""
         with jax.named_scope("scatter_gradients"):
-            reduced = (
-                gradient.astype(leaf.dtype)
-                if dim is None
-                else ring_reduce_scatter(gradient.astype(leaf.dtype), self.axis, dim)
-                for leaf, gradient, dim in zip(stacked, gradients, self.dims, strict=True)
-            )
-            return tuple(
-                lax.dynamic_update_index_in_dim(total, one, layer, 0) for total, one in zip(sums, reduced, strict=True)
-            )
+            cast = (gradient.astype(leaf.dtype) for leaf, gradient in zip(stacked, gradients, strict=True))
+            begun = [
+                Transfer(gradient) if dim is None else start_reduce_scatter(gradient, self.axis, dim, self.backend)
+                for gradient, dim in zip(cast, self.dims, strict=True)
+            ]
+        return Transfers(begun, "scatter_gradients")
+
+
+@dataclasses.dataclass
+class Transfer:
+    """An array that arrives.
+
+    Attributes:
+      x: What is sent while the transfer is under way; what arrived, if there is no future.
+      future: The future of a direct transfer; None where XLA schedules the transfer, or nothing travels.
+      is_summed: Whether the blocks that arrive are to be added.
+    """
+
+    x: Array
+    future: Future | None = None
+    is_summed: bool = False
+
+    def done(self) -> Array:
+        """Waits, and returns what arrived."""
+        if self.future is None:
+            return self.x
+        arrived = self.future.pair.done(self.x, self.future)
+        return jnp.sum(arrived, 0) if self.is_summed else arrived
+
+
+@dataclasses.dataclass
+class Transfers:
+    """The transfers of all parameters of a layer, or of their gradients."""
+
+    begun: list[Transfer]
+    scope: str
+
+    def done(self) -> Leaves:
+        """Waits for all of them, and returns what arrived."""
+        with jax.named_scope(self.scope):
+            return tuple(transfer.done() for transfer in self.begun)
+
+
+def meanwhile[T](transfers: list[Transfers], compute: Callable[..., T], *operands: Array) -> T:
+    """Returns `compute(*operands)`, which runs after direct transfers were started and before they are waited for.
+
+    XLA schedules its own transfers. Nothing ties them to the computation.
+    """
+    started = [transfer for group in transfers for transfer in group.begun if transfer.future is not None]
+    if not started:
+        return compute(*operands)
+    sent, operands = tie([transfer.x for transfer in started], operands)
+    sent, result = tie(sent, compute(*operands))
+    for transfer, x in zip(started, sent, strict=True):
+        transfer.x = x
+    return result
+
+
+def start_gather(shard: Array, axis: str, dim: int, backend: str) -> Transfer:
+    """Begins to gather shards along `dim`."""
+    if backend == "xla":
+        return Transfer(ring_all_gather(shard, axis, dim))
+    if not in_whole_tiles(shard, dim):
+        return Transfer(lax.all_gather(shard, axis, axis=dim, tiled=True))
+    return Transfer(*direct.all_gather(axis, lax.axis_size(axis), dim).start(shard))
+
+
+def start_reduce_scatter(x: Array, axis: str, dim: int, backend: str) -> Transfer:
+    """Begins to sum `x` over the axis, of which each device gets its shard along `dim`."""
+    size = lax.axis_size(axis)
+    if backend == "xla":
+        return Transfer(ring_reduce_scatter(x, axis, dim))
+    shape = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+    if not in_whole_tiles(jax.ShapeDtypeStruct(shape, x.dtype), dim):
+        return Transfer(lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True))
+    return Transfer(*direct.all_to_all(axis, size, dim).start(x), is_summed=True)
+
+
+def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
+    """Writes the gradients of one layer into those of all layers."""
+    pairs = zip(sums, gradients, strict=True)
+    return tuple(lax.dynamic_update_index_in_dim(total, one, layer, 0) for total, one in pairs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -140,40 +244,42 @@ def _run(scan: _Scan, stacked: Leaves, x: Array, args: tuple[Array, ...]) -> Arr
 
 
 def _run_fwd(scan: _Scan, stacked: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
+    layers = stacked[0].shape[0]
+
     def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], Array]:
         x, whole = carry
-        following = scan.gather(stacked, layer + 1)
-        return (scan.apply(_varying(whole, x), x, args), following), x
+        # The last turn gathers its own layer again: the backward pass begins with it.
+        following = scan.gather(stacked, jnp.minimum(layer + 1, layers - 1))
+        y = meanwhile([following], lambda x: scan.apply(_varying(whole, x), x, args), x)
+        return (y, following.done()), x
 
-    layers = stacked[0].shape[0]
-    (last, whole), inputs = lax.scan(turn, (x, scan.gather(stacked, 0)), jnp.arange(layers - 1, dtype=jnp.int32))
-    return scan.apply(_varying(whole, x), last, args), (stacked, inputs, last, args)
+    carry, steps = (x, scan.gather(stacked, 0).done()), jnp.arange(layers, dtype=jnp.int32)
+    (y, whole), inputs = lax.scan(turn, carry, steps, unroll=scan.unroll)
+    return y, (stacked, inputs, whole, args)
 
 
 def _run_bwd(scan: _Scan, saved: tuple, dy: Array) -> tuple[Leaves, Array, None]:
-    stacked, inputs, last, args = saved
+    stacked, inputs, whole, args = saved
     layers = stacked[0].shape[0]
 
     def pull(whole: Leaves, x: Array, dy: Array) -> tuple[Leaves, Array]:
         return jax.vjp(lambda whole, x: scan.apply(whole, x, args), _varying(whole, x), x)[1](dy)
 
     def turn(carry: tuple, step: tuple[Array, Array]) -> tuple[tuple, None]:
-        dy, x, whole, gradients, sums = carry
-        layer, input_before = step
-        preceding = scan.gather(stacked, layer - 1)
+        dy, whole, gradients, sums = carry
+        layer, x = step
+        preceding = scan.gather(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
+        reduced = scan.reduce(stacked, gradients)
+        gradients, dy = meanwhile([preceding, reduced], functools.partial(pull, whole), x, dy)
         # In the first turn no gradients are waiting. The zeros that are written then are replaced in the second turn.
-        sums = scan.scatter(stacked, gradients, sums, jnp.minimum(layer + 1, layers - 1))
-        gradients, dy = pull(whole, x, dy)
-        return (dy, input_before, preceding, gradients, sums), None
+        sums = _write(sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
+        return (dy, preceding.done(), gradients, sums), None
 
-    whole = scan.gather(stacked, layers - 1)
     none = tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
     sums = tuple(jnp.zeros_like(leaf) for leaf in _varying(stacked, dy))
-    steps = jnp.arange(1, layers, dtype=jnp.int32), inputs
-    (dy, x, whole, gradients, sums), _ = lax.scan(turn, (dy, last, whole, none, sums), steps, reverse=True)
-    sums = scan.scatter(stacked, gradients, sums, min(1, layers - 1))
-    gradients, dx = pull(whole, x, dy)
-    sums = scan.scatter(stacked, gradients, sums, 0)
+    steps = jnp.arange(layers, dtype=jnp.int32), inputs
+    (dx, _, gradients, sums), _ = lax.scan(turn, (dy, whole, none, sums), steps, reverse=True, unroll=scan.unroll)
+    sums = _write(sums, scan.reduce(stacked, gradients).done(), 0)
     return tuple(map(_sum_like, sums, stacked)), dx, None
 
 

@@ -11,6 +11,7 @@ stateful   the transport on Refs, and the public permute on Refs
 values     the base class of transports that move values, and their channel
 pair       makes a start and a done from two kernel bodies
 local      copies within a device
+direct     an all-gather and an all-to-all in which each device sends to all others
 schedule   keeps compute between a start and its done
 ```
 """

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.nn.prefetch import ring_all_gather, ring_reduce_scatter
+from tests.simulator.split_pairs import session
 
 AXES = ("data", "fsdp", "context", "model")
 
@@ -23,9 +24,9 @@ def mesh_of(*sizes, axis_type=AxisType.Explicit):
 class Block(nnx.Module):
     """A norm, whose scale every device has, and an MLP with biases."""
 
-    def __init__(self, *, fsdp_axis, dtype, rngs):
-        self.norm = nnx.RMSNorm(16, rngs=rngs)
-        self.mlp = fa.nn.ParallelMLP(16, 32, use_bias=True, fsdp_axis=fsdp_axis, dtype=dtype, rngs=rngs)
+    def __init__(self, *, fsdp_axis, dtype, features=16, rngs):
+        self.norm = nnx.RMSNorm(features, rngs=rngs)
+        self.mlp = fa.nn.ParallelMLP(features, 2 * features, use_bias=True, fsdp_axis=fsdp_axis, dtype=dtype, rngs=rngs)
 
     def __call__(self, x, *ids):
         y = self.norm(x)
@@ -34,11 +35,11 @@ class Block(nnx.Module):
         return x + self.mlp(y).astype(x.dtype)
 
 
-def stack(layers, fsdp_axis="fsdp", dtype=None):
+def stack(layers, fsdp_axis="fsdp", dtype=None, features=16):
     @nnx.split_rngs(splits=layers)
     @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def make(rngs):
-        return Block(fsdp_axis=fsdp_axis, dtype=dtype, rngs=rngs)
+        return Block(fsdp_axis=fsdp_axis, dtype=dtype, features=features, rngs=rngs)
 
     return make(nnx.Rngs(0))
 
@@ -51,9 +52,9 @@ def scan(layers, x, *ids):
     return run(layers, x)
 
 
-def prefetch(layers, x, *ids, dtype=jnp.float32):
+def prefetch(layers, x, *ids, dtype=jnp.float32, backend="xla"):
     return fa.nn.scan_with_prefetch(
-        lambda layer, x, *ids: layer(x, *ids), layers, x, *ids, fsdp_axis="fsdp", dtype=dtype
+        lambda layer, x, *ids: layer(x, *ids), layers, x, *ids, fsdp_axis="fsdp", dtype=dtype, backend=backend
     )
 
 
@@ -80,6 +81,34 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, l
         for (path, one), (_, other) in zip(nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True):
             close(one[...], other[...], err_msg=str(path))
             assert one[...].sharding.spec == other[...].sharding.spec, path
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_direct_copies_in_the_simulator(layers):
+    """Four devices with race detection. The up and down projections travel along rows and along columns."""
+    with jax.set_mesh(mesh_of(1, 4, 1, 1)):
+        module = stack(layers, features=512)
+        x = jax.device_put(np.random.default_rng(0).standard_normal((4, 2, 512)).astype(np.float32), P("fsdp"))
+        want_loss, (want, want_dx) = jax.tree.map(np.asarray, gradients(module, x, run=scan))
+        with session(mode="eager", delayed={1: 0.02}) as report:
+            found = gradients(module, x, run=functools.partial(prefetch, backend="pallas"))
+            loss, (got, dx) = jax.tree.map(np.asarray, found)
+    assert report.problems() == set()
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves((got, dx)), jax.tree.leaves((want, want_dx)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_direct_copies_need_tpus():
+    x = np.ones((4, 2, 16), np.float32)
+    with jax.set_mesh(mesh_of(1, 4, 1, 1)):
+        module, x = stack(1), jax.device_put(x, P("fsdp"))
+        with pytest.raises(
+            NotImplementedError, match="backend='pallas' is made of TPU kernels, and this mesh is of cpu"
+        ):
+            prefetch(module, x, backend="pallas")
+        with pytest.raises(ValueError, match="has the backends 'xla' and 'pallas': got 'stateful'"):
+            prefetch(module, x, backend="stateful")
 
 
 @pytest.mark.slow

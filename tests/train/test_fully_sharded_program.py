@@ -23,12 +23,13 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 FSDP = 4
 
 
-def program(topology, *, data, fsdp, remat="layer"):
+def program(topology, *, data, fsdp, remat="layer", overlap="xla", layers=2):
     """Compiles the step of a decoder of two layers, of the preset llama_8b otherwise, and returns its module."""
     preset = llama_8b()
     model = dataclasses.replace(
-        preset.model, vocab_size=1024, layers=2, width=512, heads=8, kv_heads=8, mlp_width=1024, remat=remat
-    )
+        preset.model, vocab_size=1024, layers=layers, width=512, heads=8, kv_heads=8, mlp_width=1024, remat=remat,
+        fsdp_overlap=overlap,
+    )  # fmt: skip
     config = dataclasses.replace(
         preset, mesh=MeshConfig(data=data, fsdp=fsdp, model=2), model=model, backend="xla",
         data=DataConfig(sequence_length=512, batch_size=8),
@@ -69,7 +70,7 @@ def check_weights(module, *, forward, backward, gradients):
         is_backward = "rematted_computation" in one.op_name or "transpose(" in one.op_name
         counts[one.opcode, is_backward] += 1
         if one.opcode == "all-reduce":
-            summed += [shape for shape in (one.shape.elements or (one.shape,)) if np.prod(shape.dimensions) > 2 * 512]
+            summed += [shape for shape in (one.shape.elements or (one.shape,)) if np.prod(shape.dimensions) > 4 * 512]
     assert summed == [], f"all-reduce over fsdp of more than the scales of norms: {summed}"
     found = counts["all-gather", False], counts["all-gather", True], counts["reduce-scatter", True]
     assert found == (forward, backward, gradients), f"gathers forward, backward, reduce-scatters: {dict(counts)}"
@@ -99,3 +100,35 @@ def test_gradients_that_are_summed_on_every_device_are_noticed():
     """The negative test: a data axis of the same size keeps all weights, and sums gradients with all-reduce."""
     with pytest.raises(AssertionError, match=re.escape("all-reduce over fsdp of more than the scales of norms")):
         check_weights(program("v5e:2x4", data=FSDP, fsdp=1), forward=0, backward=0, gradients=0)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
+def test_direct_copies_last_as_long_as_a_layer(topology):
+    """Every weight is gathered, and every gradient sent, by a pair whose two ends enclose a layer in the same turn.
+
+    The loops have two layers in a body. One gather is before the forward loop, and one exchange after the backward one.
+    """
+    module = program(topology, data=1, fsdp=FSDP, overlap="prefetch_pallas", layers=4)
+    check_weights(module, forward=OUTSIDE_OF_LAYERS, backward=0, gradients=OUTSIDE_OF_LAYERS)
+    found = fa.check.audit(module)
+    assert not [finding for finding in found.findings if finding.severity == "error"]
+    assert "loop-copies" not in {finding.code for finding in found.findings}
+    pairs = collections.Counter()
+    for operation in async_operations(module):
+        if operation.spelling != "kernel" or not operation.name.startswith(("all_gather", "all_to_all")):
+            continue
+        kind, _ = operation.name.split("_start")
+        (window,) = operation.windows
+        assert window.computation == operation.computation
+        assert window.crosses == ()
+        assert window.copies == ()
+        inside = [i for s in window.spans for i in module.computations[s.computation].instructions[s.first : s.stop]]
+        pairs[kind, sum("dot_general" in i.op_name for i in inside) >= KERNELS_OF_A_LAYER] += 1
+    assert pairs == {
+        ("all_gather", True): 4 * KERNELS_OF_A_LAYER,
+        ("all_gather", False): KERNELS_OF_A_LAYER,
+        ("all_to_all", True): 2 * KERNELS_OF_A_LAYER,
+        ("all_to_all", False): KERNELS_OF_A_LAYER,
+    }

@@ -1,0 +1,116 @@
+"""All-gather and all-to-all as start/done pairs in which every device sends to every other one directly. TPU only.
+
+```
+all_gather     x [.., n, ..]     ->  y [.., R n, ..]    block d of y is the x of device d
+all_to_all     x [.., R n, ..]   ->  y [R, .., n, ..]   y[d] is the block of device d's x that belongs to this device
+```
+
+A reduce-scatter is an all-to-all whose blocks the receiver adds up. A ring would send fewer bytes over each link:
+(R - 1) / 2 blocks in each direction where these send about R^2 / 8. But every hop of a ring is work for the core, which
+starts the next one, while these are one start and one done, and the core is free between them. They are for transfers
+that have long to finish, on rings of few devices.
+
+The start waits until all other devices of the axis have entered it, because all of them write here. Block d of y is
+written by device d alone, and this device's own block by a local copy.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync.mesh import device_at
+from flaxasync.transport.pair import Pair, Ref, Scalar, Semaphore
+
+LANES, SUBLANE_BYTES = 128, 32  # of a tile in HBM: 8 rows of 32 bits, or more rows of fewer bits
+
+
+def in_whole_tiles(block: jax.Array | jax.ShapeDtypeStruct, dim: int) -> bool:
+    """Returns whether blocks that lie side by side along `dim` begin and end at the borders of tiles in HBM."""
+    if block.ndim < 2 or block.size == 0:
+        return False
+    if dim == block.ndim - 1:
+        return block.shape[dim] % LANES == 0
+    return dim < block.ndim - 2 or block.shape[dim] * block.dtype.itemsize % SUBLANE_BYTES == 0
+
+
+@functools.cache
+def all_gather(axis_name: str, size: int, dim: int) -> Pair:
+    """Returns the pair that gathers blocks along `dim` over the devices of an axis, of which there are `size`."""
+
+    block = functools.partial(_block, size, dim)
+
+    def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
+        target = functools.partial(block, ref=y_ref)
+        _send_to_all(axis_name, size, "all_gather", lambda _: x_ref, target, send_sem, recv_sem)
+
+    def done_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
+        _wait_for_all(size, x_ref, y_ref, send_sem, recv_sem)
+
+    def out(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([x] * size, dim)
+
+    return Pair("all_gather", start_body, done_body, out=out, semaphores=2, remote=True)
+
+
+@functools.cache
+def all_to_all(axis_name: str, size: int, dim: int) -> Pair:
+    """Returns the pair that sends block d along `dim` to device d of an axis that has `size` devices."""
+
+    block = functools.partial(_block, size, dim)
+
+    def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
+        source = functools.partial(block, ref=x_ref)
+        _send_to_all(axis_name, size, "all_to_all", source, lambda me: y_ref.at[me], send_sem, recv_sem)
+
+    def done_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
+        _wait_for_all(size, y_ref.at[0], y_ref, send_sem, recv_sem)
+
+    def out(x: jax.Array) -> jax.Array:
+        return jnp.stack(jnp.split(x, size, dim))
+
+    return Pair("all_to_all", start_body, done_body, out=out, semaphores=2, remote=True)
+
+
+def _block(size: int, dim: int, device: Scalar, ref: Ref) -> Ref:
+    """Returns the part of `ref` that block number `device` of `size` blocks along `dim` takes."""
+    rows = ref.shape[dim] // size
+    return ref.at[*(slice(None),) * dim, pl.ds(pl.multiple_of(device * rows, rows), rows)]
+
+
+def _send_to_all(
+    axis_name: str,
+    size: int,
+    name: str,
+    source: Callable[[Scalar], Ref],
+    target: Callable[[Scalar], Ref],
+    send_sem: Semaphore,
+    recv_sem: Semaphore,
+) -> None:
+    """Starts sending `source(device)` to `target(me)` on each device of the axis, this one included."""
+    me = lax.axis_index(axis_name)
+    others = sorted(range(1, size), key=lambda hop: -min(hop, size - hop))  # the farthest first
+    barrier = pltpu.get_barrier_semaphore(f"flaxasync.{name} {axis_name}")
+    with jax.named_scope("enter"):
+        for hop in others:
+            pl.semaphore_signal(barrier, device_id=device_at(axis_name, hop))
+        pl.semaphore_wait(barrier, size - 1)
+    with jax.named_scope("send"):
+        for hop in others:
+            there = device_at(axis_name, hop)
+            pltpu.make_async_remote_copy(
+                source(there[axis_name]), target(me), send_sem, recv_sem, device_id=there
+            ).start()
+        pltpu.make_async_copy(source(me), target(me), recv_sem).start()
+
+
+def _wait_for_all(size: int, block_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
+    """Waits until all blocks were sent, each of the size of block_ref, and all of y_ref has arrived."""
+    with jax.named_scope("wait"):
+        for _ in range(size - 1):
+            pltpu.make_async_copy(block_ref, block_ref, send_sem).wait()
+        pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()

@@ -1,0 +1,115 @@
+"""The direct all-gather and all-to-all on simulated devices with race detection; then planted faults, each caught."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+from flaxasync.transport import direct, while_travelling
+from tests.simulator.split_pairs import session
+
+SIZE = 4
+
+
+def on_devices(fn, xs, *, mode="eager", delayed=None):
+    """Runs `fn` on each device's array of `xs` [4, ...]; returns the results of all devices, and a report."""
+    mesh = jax.make_mesh((SIZE,), ("x",), devices=jax.devices()[:SIZE])
+    with jax.set_mesh(mesh), session(mode=mode, delayed=delayed) as report:
+        run = jax.jit(jax.shard_map(lambda x: fn(x[0])[None], in_specs=P("x"), out_specs=P("x")))
+        got = np.asarray(run(jax.device_put(xs, P("x"))))
+    return got, report
+
+
+def transfer(pair, x):
+    """Adds up x while it is on its way, and returns what arrived, changed by nothing that the sum did."""
+    x, future = pair.start(x)
+    x, total = while_travelling(x, jnp.sum, x)
+    return pair.done(x, future) + (total - total).astype(x.dtype)
+
+
+def integers(*shape, dtype=np.float32):
+    return np.random.default_rng(0).integers(-8, 8, (SIZE, *shape)).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "mode", "delayed"),
+    [((16, 128), 0, "eager", None), ((8, 256), 1, "on_wait", {1: 0.05}), ((2, 8, 128), 0, "eager", {3: 0.05})],
+)
+def test_all_gather(shape, dim, mode, delayed):
+    xs = integers(*shape)
+    gather = direct.all_gather("x", SIZE, dim)
+    got, report = on_devices(lambda x: transfer(gather, x), xs, mode=mode, delayed=delayed)
+    want = np.concatenate(list(xs), dim)
+    for device in range(SIZE):
+        np.testing.assert_array_equal(got[device], want)
+    assert report.problems() == set()
+
+
+@pytest.mark.parametrize(("shape", "dim", "mode"), [((64, 128), 0, "on_wait"), ((8, 1024), 1, "eager")])
+def test_all_to_all(shape, dim, mode):
+    xs = integers(*shape)
+    exchange = direct.all_to_all("x", SIZE, dim)
+    got, report = on_devices(lambda x: transfer(exchange, x), xs, mode=mode, delayed={2: 0.05})
+    for device in range(SIZE):
+        want = np.stack([np.split(x, SIZE, dim)[device] for x in xs])
+        np.testing.assert_array_equal(got[device], want)
+    assert report.problems() == set()
+
+
+def test_several_at_once_and_one_after_the_other():
+    """Every start uses the same barrier: a device that is two starts ahead of another would break it."""
+    xs, gather = integers(16, 128), direct.all_gather("x", SIZE, 0)
+
+    def run(x):
+        started = [gather.start(x + i) for i in range(3)]
+        for x_i, future in started:
+            x = x + gather.done(x_i, future)[:16]
+        return transfer(gather, x)
+
+    got, report = on_devices(run, xs, delayed={0: 0.05})
+    want = np.concatenate([x + 3 * xs[0] + 3 for x in xs])
+    np.testing.assert_array_equal(got, np.broadcast_to(want, (SIZE, *want.shape)))
+    assert report.problems() == set()
+
+
+def test_a_start_without_a_barrier_is_caught(monkeypatch):
+    monkeypatch.setattr(direct.pl, "semaphore_wait", lambda *_: None)
+    monkeypatch.setattr(direct.pl, "semaphore_signal", lambda *_, **__: None)
+    direct.all_gather.cache_clear()
+    gather = direct.all_gather("x", SIZE, 0)
+    _, report = on_devices(lambda x: transfer(gather, x), integers(16, 128), delayed={1: 0.2})
+    direct.all_gather.cache_clear()
+    assert "early_writes" in report.problems()
+
+
+@pytest.mark.parametrize(("forgotten", "problem"), [("send_sem", "leftover_semaphores"), ("recv_sem", "races")])
+def test_a_done_that_does_not_wait_is_caught(monkeypatch, forgotten, problem):
+    def wait(size, block_ref, y_ref, send_sem, recv_sem):
+        if forgotten == "recv_sem":
+            for _ in range(size - 1):
+                pltpu.make_async_copy(block_ref, block_ref, send_sem).wait()
+        else:
+            pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()
+
+    monkeypatch.setattr(direct, "_wait_for_all", wait)
+    gather = direct.all_gather("x", SIZE, 0)
+    _, report = on_devices(lambda x: transfer(gather, x), integers(16, 128), delayed={1: 0.2})
+    assert problem in report.problems()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "dim", "fits"),
+    [
+        ((8, 128), np.float32, 0, True),
+        ((8, 128), jnp.bfloat16, 0, False),
+        ((16, 100), jnp.bfloat16, 0, True),
+        ((3, 128), np.float32, 1, True),
+        ((8, 64), np.float32, 1, False),
+        ((3, 5, 7), np.float32, 0, True),
+        ((1024,), np.float32, 0, False),
+    ],
+)
+def test_blocks_that_are_whole_tiles(shape, dtype, dim, fits):
+    assert direct.in_whole_tiles(jax.ShapeDtypeStruct(shape, dtype), dim) == fits
