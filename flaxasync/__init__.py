@@ -30,6 +30,7 @@ Ops on the local shards of a `jax.shard_map`:
   all_gather_matmul          Multiplies the gathered rows of all devices, each block as it arrives.
   matmul_reduce_scatter      Multiplies and sums over devices; each device ends with its own rows.
   matmul_all_reduce          Multiplies and sums over devices; each device ends with all rows.
+  save_matmuls               Policy of jax.checkpoint that keeps the results of matmuls, those of these ops included.
   mesh_matmul                Multiplies operands that split the contraction over different mesh axes.
   ring_attention             Exact attention over a sequence that is split over devices.
   attention                  The same attention over the rows of one device.
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from flaxasync.ops.matmul.api import all_gather_matmul as all_gather_matmul
     from flaxasync.ops.matmul.api import matmul_all_reduce as matmul_all_reduce
     from flaxasync.ops.matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
+    from flaxasync.ops.matmul.saved import save_matmuls as save_matmuls
     from flaxasync.ops.mesh_matmul import mesh_matmul as mesh_matmul
     from flaxasync.ops.plan import plan as plan
     from flaxasync.transport import copy_done as copy_done
@@ -91,6 +93,7 @@ _HOMES = {
     "flaxasync.ops.attention.api": ("attention", "ring_attention"),
     "flaxasync.ops.attention.layouts": ("sequence_order",),
     "flaxasync.ops.matmul.api": ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"),
+    "flaxasync.ops.matmul.saved": ("save_matmuls",),
     "flaxasync.ops.mesh_matmul": ("mesh_matmul",),
     "flaxasync.ops.plan": ("plan",),
     "flaxasync.transport": (

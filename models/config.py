@@ -75,7 +75,7 @@ class TransformerConfig:
     """What the backward pass does again: nothing; all but matmuls ("dots"); or each whole layer ("layer")."""
     gathered_mib: int = 0
     """The most MiB for which a layer keeps the rows that a product gathers, until its gradient, instead of sending them
-    again. Attention and MLP of each layer may keep as much; with remat "dots" or "layer", of one layer at a time."""
+    again. Attention and MLP of a layer may keep as much: of all layers, or of one at a time with remat "layer"."""
     fsdp_overlap: FsdpOverlap = "xla"
     """Who hides gathers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights (prefetch)."""
 

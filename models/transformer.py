@@ -296,8 +296,4 @@ def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None, Ar
 
     if remat == "none":
         return apply
-    policies = {
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        "layer": None,
-    }
-    return nnx.remat(apply, policy=policies[remat])
+    return nnx.remat(apply, policy={"dots": fa.save_matmuls, "layer": None}[remat])

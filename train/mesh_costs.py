@@ -112,7 +112,7 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
         fsdp_wait += count * (times * gather + scatter)
         shard = int(whole / fsdp * itemsize(model.param_dtype))
         reduce_wait += count * collective_seconds("all-reduce", shard, shard, mesh["data"] * context, chip)
-    memory = predicted_memory(config, mesh)
+    memory = predicted_memory(config, mesh, chip)
     state = memory["parameters"] + memory["optimizer state"]
     optimizer = (2 * state + 2 * memory["gradients"]) / (chip.hbm_bandwidth * chip.hbm_efficiency)
     work = parts * (model.layers * layer_work + head_work) + optimizer
@@ -143,8 +143,9 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
     bytes_each = {"itemsize": itemsize(model.dtype)}
     work = wait = 0.0
     for op, x, w in matmuls:
+        limit = {"gathered_bytes": model.gathered_mib * 2**20} if op == "all_gather_matmul" else {}
         for backward in (True, False)[: 1 + ("matmuls" in repeated)]:
-            busy, waiting = _cost(chip, ring, op, (x, w), config.backend, backward=backward, **bytes_each)
+            busy, waiting = _cost(chip, ring, op, (x, w), config.backend, backward=backward, **bytes_each, **limit)
             work, wait = work + busy, wait + waiting
     q, k = (batch, length, heads, head), (batch, length, kv_heads, head)
     options = bytes_each | ({"layout": config.mesh.context_layout} if context > 1 else {})
