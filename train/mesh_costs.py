@@ -25,7 +25,7 @@ from typing import Any
 import flaxasync as fa
 from flaxasync.check.estimate.collective_time import collective_seconds
 from flaxasync.hardware import Chip
-from models.config import TransformerConfig
+from models.config import Remat, TransformerConfig
 from train.config import Config
 from train.mesh import CONTEXT, FSDP, batch_shards
 from train.mesh_memory import itemsize, parameters_of_a_layer, parameters_outside, predicted_memory
@@ -46,6 +46,7 @@ class Prediction:
 
     Attributes:
       mesh: The sizes of the axes data, fsdp, context and model.
+      remat: What the backward pass computes again, as `model.remat`.
       memory: The bytes of a device, by use.
       work: Seconds in which the core works.
       waits: Seconds in which it waits for other devices, by the axis and the transfer.
@@ -54,6 +55,7 @@ class Prediction:
     """
 
     mesh: Mapping[str, int]
+    remat: Remat
     memory: Mapping[str, int]
     work: float
     waits: Mapping[str, float]
@@ -125,7 +127,8 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     tokens, devices = config.data.batch_size * config.data.sequence_length, batch_shards(mesh) * context * ring
     flops = tokens * model_flops_per_token(model, config.data.sequence_length)
     seconds = work + sum(waits.values())
-    return Prediction(dict(mesh), memory, work, waits, flops / (seconds * devices * chip.flops), round(chip.hbm_bytes))
+    mfu = flops / (seconds * devices * chip.flops)
+    return Prediction(dict(mesh), model.remat, memory, work, waits, mfu, round(chip.hbm_bytes))
 
 
 def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ring: int) -> tuple[float, float, float]:
