@@ -90,6 +90,7 @@ class Case:
 CASES = (
     Case("v6e:4x4", OURS, (1, 4, 4)),
     Case("v6e:4x4", OURS, (1, 4, 4), remat="dots"),
+    Case("v6e:4x4", OURS, (1, 4, 4), remat="cheap"),
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1)),
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1), remat="dots"),
     Case("v6e:4x4", AUTOMATIC, (1, 4, 4)),
@@ -98,6 +99,7 @@ CASES = (
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1), flags="asynchronous"),
     Case("v5p:2x2x2", OURS, (1, 4, 2)),
     Case("v5p:2x2x2", OURS, (1, 4, 2), remat="dots"),
+    Case("v5p:2x2x2", OURS, (1, 4, 2), remat="cheap"),
     Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1)),
     Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), remat="dots"),
     Case("v5p:2x2x2", AUTOMATIC, (1, 4, 2)),

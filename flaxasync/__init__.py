@@ -31,6 +31,7 @@ Ops on the local shards of a `jax.shard_map`:
   matmul_reduce_scatter      Multiplies and sums over devices; each device ends with its own rows.
   matmul_all_reduce          Multiplies and sums over devices; each device ends with all rows.
   save_matmuls               Policy of jax.checkpoint that keeps the results of matmuls, those of these ops included.
+  save_costly                Policy of jax.checkpoint that also keeps the results of attention and gathered kernels.
   mesh_matmul                Multiplies operands that split the contraction over different mesh axes.
   ring_attention             Exact attention over a sequence that is split over devices.
   attention                  The same attention over the rows of one device.
@@ -72,9 +73,10 @@ if TYPE_CHECKING:
     from flaxasync.ops.matmul.api import all_gather_matmul as all_gather_matmul
     from flaxasync.ops.matmul.api import matmul_all_reduce as matmul_all_reduce
     from flaxasync.ops.matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
-    from flaxasync.ops.matmul.saved import save_matmuls as save_matmuls
     from flaxasync.ops.mesh_matmul import mesh_matmul as mesh_matmul
     from flaxasync.ops.plan import plan as plan
+    from flaxasync.ops.saved import save_costly as save_costly
+    from flaxasync.ops.saved import save_matmuls as save_matmuls
     from flaxasync.transport import copy_done as copy_done
     from flaxasync.transport import copy_start as copy_start
     from flaxasync.transport import ppermute as ppermute
@@ -93,9 +95,9 @@ _HOMES = {
     "flaxasync.ops.attention.api": ("attention", "ring_attention"),
     "flaxasync.ops.attention.layouts": ("sequence_order",),
     "flaxasync.ops.matmul.api": ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"),
-    "flaxasync.ops.matmul.saved": ("save_matmuls",),
     "flaxasync.ops.mesh_matmul": ("mesh_matmul",),
     "flaxasync.ops.plan": ("plan",),
+    "flaxasync.ops.saved": ("save_costly", "save_matmuls"),
     "flaxasync.transport": (
         "copy_done", "copy_start", "ppermute", "ppermute_done", "ppermute_done_stateful", "ppermute_start",
         "ppermute_start_stateful", "slice_done", "slice_start", "while_travelling",

@@ -288,7 +288,7 @@ def _rope_scaling(config: TransformerConfig) -> fa.nn.RopeScaling | None:
 def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None, Array | None], Array]:
     """Returns a function that applies a layer to its input, and says what the backward pass does again.
 
-    With an fsdp axis, each weight is gathered once forward and, unless "none" keeps it, once backward.
+    With an fsdp axis, each weight is gathered once forward and, unless "none" or "cheap" keeps it, once backward.
     """
 
     def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None, mask: Array | None) -> Array:
@@ -296,4 +296,4 @@ def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None, Ar
 
     if remat == "none":
         return apply
-    return nnx.remat(apply, policy={"dots": fa.save_matmuls, "layer": None}[remat])
+    return nnx.remat(apply, policy={"cheap": fa.save_costly, "dots": fa.save_matmuls, "layer": None}[remat])

@@ -105,7 +105,7 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     layer_work, model_wait, context_wait = _layer(config, chip, batch, length, context, ring)
     head_work, head_wait = _head(model, chip, batch, length, ring)
     layer, outside = parameters_of_a_layer(model), parameters_outside(model)
-    gathers = 1 if model.remat == "none" else 2
+    gathers = 1 if model.remat in ("none", "cheap") else 2
     fsdp_wait = reduce_wait = 0.0
     for parameters, count, times in ((layer, model.layers, gathers), (outside, 1, 1)):
         whole = parameters / ring
@@ -142,7 +142,7 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
         ("all_gather_matmul", (batch, rows, width), (width, 2 * hidden)),
         ("matmul_reduce_scatter", (batch, length, hidden), (hidden, width)),
     )
-    repeated = {"none": (), "dots": ("attention",), "layer": ("matmuls", "attention")}[model.remat]
+    repeated = {"dots": ("attention",), "layer": ("matmuls", "attention")}.get(model.remat, ())
     bytes_each = {"itemsize": itemsize(model.dtype)}
     work = wait = 0.0
     for op, x, w in matmuls:
@@ -157,7 +157,7 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
         busy, waiting = _cost(chip, context, "ring_attention", (q, k), config.backend, backward=backward, **options)
         work, context_wait = work + busy, context_wait + waiting
     moved = batch * (ROWS_MOVED * rows * width + HIDDEN_MOVED * length * hidden) * itemsize(model.dtype)
-    return work + (3 + bool(repeated)) * moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait, context_wait
+    return work + (3 + (model.remat != "none")) * moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait, context_wait
 
 
 def _head(model: TransformerConfig, chip: Chip, batch: int, length: int, ring: int) -> tuple[float, float]:

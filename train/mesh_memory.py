@@ -40,14 +40,15 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
                        model.param_dtype count with the gradients
     optimizer state    two moments like the parameters; a float32 running mean if the run keeps one
     gradients          like the parameters; with micro-batches a float32 sum beside them
-    kept               for each layer what `model.remat` keeps; with fsdp and remat none its gathered kernels as well;
-                       with remat none or dots the rows that `model.gathered_mib` lets it keep
+    kept               for each layer what `model.remat` keeps, with none and cheap its gathered kernels as well; and with
+                       all but layer the rows that `model.gathered_mib` lets it keep
     working            the larger of two sums: the activations of one layer and the whole kernels of two, with remat
                        layer the kept rows as well; the logits and the whole kernel of the output projection
     ```
 
     Remat dots keeps the results of matmuls that the gradient needs: all but that of the down projection, which is only
-    added, unless a norm follows it.
+    added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result
+    twice: for its own gradient and for that of the projection after it, each of which is in a `shard_map` of its own.
 
     The activations of a layer include its attention scores, in float32, where all of them are in memory: with
     attention_softcap or alternating_window.
@@ -72,7 +73,13 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     if model.attention_softcap is not None or model.alternating_window is not None:
         everything += 4 * rows * config.data.sequence_length * -(-model.heads // ring)
     whole = 0.0 if fsdp == 1 else kernels / ring * computed
-    kept = {"layer": stream, "dots": stream + products, "none": everything + whole}[model.remat]
+    attention = rows / ring * (2 * q_width * computed + 4 * model.heads)
+    kept = {
+        "layer": stream,
+        "dots": stream + products,
+        "cheap": stream + products + attention + whole,
+        "none": everything + whole,
+    }[model.remat]
     gathered = gathered_bytes(config, mesh, chip)
     kept += gathered if model.remat != "layer" else 0
     again = gathered if model.remat == "layer" else 0

@@ -106,7 +106,8 @@ def test_scores_are_counted_where_all_of_them_are_in_memory(step):
 
 @pytest.mark.parametrize("gathered_mib", [0, 1])
 @pytest.mark.parametrize("post_norms", [False, True])
-def test_what_remat_dots_keeps_is_what_the_gradient_of_the_model_saves(post_norms, gathered_mib):
+@pytest.mark.parametrize("remat", ["dots", "cheap"])
+def test_what_remat_keeps_is_what_the_gradient_of_the_model_saves(remat, post_norms, gathered_mib):
     """All residuals that have the dimension of the layers, but those of remat layer too: its input and kernels."""
     sizes = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 8, "kv_heads": 4, "mlp_width": 24, "head_dim": 4}
     config = llama_8b()
@@ -123,14 +124,19 @@ def test_what_remat_dots_keeps_is_what_the_gradient_of_the_model_saves(post_norm
         kept = sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.ndim > 2 and leaf.shape[0] == model.layers)
         return kept // 8, predicted_memory(dataclasses.replace(config, model=model, data=data), mesh.shape)["kept"]
 
-    (dots, predicted_dots), (layer, predicted_layer) = saved_and_predicted("dots"), saved_and_predicted("layer")
-    assert dots - layer == predicted_dots - predicted_layer > 0
+    (kept, predicted_kept), (layer, predicted_layer) = saved_and_predicted(remat), saved_and_predicted("layer")
+    assert kept - layer == predicted_kept - predicted_layer > 0
 
 
 def test_gathered_rows_are_counted_where_they_are_kept(step):
     """16 sequences of 4096 rows on 4 x 4 v6e: each gather of a layer brings 128 MiB, and so does a limit of 128 MiB."""
     step = functools.partial(step, fsdp=4, model=4, chip="v6e", vocab_size=1024)
-    for remat, use, layers in (("none", "kept", 32), ("dots", "kept", 32), ("layer", "working", 1)):
+    for remat, use, layers in (
+        ("none", "kept", 32),
+        ("cheap", "kept", 32),
+        ("dots", "kept", 32),
+        ("layer", "working", 1),
+    ):
         plain, kept, less = (step(remat=remat, gathered_mib=limit) for limit in (0, 128, 127))
         more = {name: kept.memory[name] - plain.memory[name] for name in plain.memory}
         assert more == {**dict.fromkeys(plain.memory, 0), use: layers * gathers_that_gain(step) * 128 * 2**20}, remat

@@ -21,7 +21,7 @@ matmul_all_reduce        x [..., m, k]     w [k, n]   y [..., m, n]
 The rules assume valid input in which all operands vary over the same mesh axes. Saved for the backward pass are x and w
 as they were given, both of them shards. Only where `all_gather_matmul` is told to keep what it gathers, it saves
 all_gather(x) instead of x, which spares the second trip. Several w share one trip of x, and several products are summed
-before they travel. The forward rules name y and the kept all_gather(x), for policies of `jax.checkpoint`; see `saved`.
+before they travel. The forward rules name y and the kept all_gather(x) for policies of `jax.checkpoint`: `ops.saved`.
 
 The weight gradient is summed over the blocks in one of two ways. `all_gather_matmul` has nothing but these products to
 hide the second trip of x behind, so it multiplies each block while the next one travels. `matmul_reduce_scatter` has
@@ -41,7 +41,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.ops.matmul.products import Arrays, dot, weight_gradient, weight_gradients
-from flaxasync.ops.matmul.saved import GATHERED, PRODUCT
+from flaxasync.ops.saved import GATHERED, PRODUCT
 
 
 class Executor(Protocol):

@@ -1,7 +1,8 @@
-"""The names of what collective matmuls compute forward, and a policy of `jax.checkpoint` that keeps it.
+"""The names of what ops and layers compute forward, and policies of `jax.checkpoint` that keep it.
 
 A policy sees a collective matmul as one operation that is no `dot_general`, because it has a VJP rule of its own. So
-JAX's policies for matmuls compute it again, and its transfers with it. The rules therefore name their results with
+JAX's policies for matmuls compute it again, and its transfers with it. The rules therefore name their results, as those
+of attention and of fully sharded parameters do, with
 `jax.ad_checkpoint.checkpoint_name`, which changes nothing under any policy that does not ask for these names.
 """
 
@@ -14,9 +15,17 @@ PRODUCT = "flaxasync_product"
 GATHERED = "flaxasync_gathered"
 """The all_gather(x) that `all_gather_matmul` keeps for its weight gradient, where `gathered_bytes` allows it."""
 
-_policy = jax.checkpoint_policies.save_from_both_policies(
+ATTENTION = "flaxasync_attention"
+"""The result of attention, and the log-sum-exp of each row, from which its gradient computes the weights again."""
+PARAMETER = "flaxasync_parameter"
+"""A parameter of a fully sharded layer, as it was gathered for the layer."""
+
+_matmuls = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(PRODUCT, GATHERED),
+)
+_costly = jax.checkpoint_policies.save_from_both_policies(
+    _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, PARAMETER)
 )
 
 
@@ -39,4 +48,25 @@ def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     Returns:
       Whether the result is kept.
     """
-    return _policy(primitive, *operands, **parameters)
+    return _matmuls(primitive, *operands, **parameters)
+
+
+def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Policy of `jax.checkpoint` that keeps what is costly to compute or to transfer again.
+
+    It keeps what `save_matmuls` keeps, the results of attention, and the gathered kernels of fully sharded layers. The
+    backward pass repeats what is between them: norms, rotary positions, activations.
+
+    ```
+    jax.checkpoint(layer, policy=fa.save_costly)
+    ```
+
+    Args:
+      primitive: The operation whose result may be kept.
+      *operands: The types of its operands.
+      **parameters: Its parameters.
+
+    Returns:
+      Whether the result is kept.
+    """
+    return _costly(primitive, *operands, **parameters)
