@@ -45,7 +45,7 @@ from train.step_phases import Phases
 AUTOMATIC, OURS = "automatic", "flaxasync"
 BATCH = 16
 SEQUENCE = {"v5e": 4096, "v6e": 4096, "v5p": 8192}
-ASYNCHRONOUS = {
+ASYNCHRONOUS = {  # libtpu refuses this fusion on v6e: it supports it on v5e alone
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
@@ -96,7 +96,6 @@ CASES = (
     Case("v6e:4x4", AUTOMATIC, (1, 4, 4)),
     Case("v6e:4x4", AUTOMATIC, (1, 1, 16)),
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1), flags="windowed"),
-    Case("v6e:4x4", AUTOMATIC, (1, 16, 1), flags="asynchronous"),
     Case("v5p:2x2x2", OURS, (1, 4, 2)),
     Case("v5p:2x2x2", OURS, (1, 4, 2), remat="dots"),
     Case("v5p:2x2x2", OURS, (1, 4, 2), remat="cheap"),
@@ -104,7 +103,7 @@ CASES = (
     Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), remat="dots"),
     Case("v5p:2x2x2", AUTOMATIC, (1, 4, 2)),
     Case("v5p:2x2x2", AUTOMATIC, (1, 1, 8)),
-    Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), flags="asynchronous"),
+    Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), flags="windowed"),
     Case("v5e:4x4", OURS, (1, 4, 4)),
     Case("v5e:4x4", AUTOMATIC, (1, 16, 1)),
     Case("v5e:4x4", AUTOMATIC, (1, 4, 4)),

@@ -40,7 +40,7 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
                        model.param_dtype count with the gradients
     optimizer state    two moments like the parameters; a float32 running mean if the run keeps one
     gradients          like the parameters; with micro-batches a float32 sum beside them
-    kept               for each layer what `model.remat` keeps, with none and cheap its gathered kernels as well; and with
+    kept               for each layer what `model.remat` keeps, with none and cheap its gathered kernels too; and with
                        all but layer the rows that `model.gathered_mib` lets it keep
     working            the larger of two sums: the activations of one layer and the whole kernels of two, with remat
                        layer the kept rows as well; the logits and the whole kernel of the output projection
