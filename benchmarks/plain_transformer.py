@@ -3,8 +3,10 @@
 This is what a user would write without flaxasync. The kernels are annotated as those of models/transformer.py (columns,
 then rows), the residual stream is constrained to the same layout, and XLA chooses every collective operation. The
 parameters have the same names and shapes, so that either model loads the parameters of the other. The mesh must have
-Auto axes.
+Auto axes. With an fsdp axis, kernels are stored sharded over it as well, and XLA gathers them.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,33 @@ import flaxasync as fa
 from models.config import TransformerConfig
 from models.transformer import RMSNorm
 
-COLUMNS, ROWS = (None, "model"), ("model", None)
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which mesh axes shard what.
+
+    Attributes:
+      batch: The axes that shard the batch.
+      fsdp: The axis over which kernels are sharded as well; None for none.
+      flash: Whether attention is the kernel of `flaxasync.attention`, which XLA cannot partition itself.
+    """
+
+    batch: tuple[str, ...] = ("data",)
+    fsdp: str | None = None
+    flash: bool = False
+
+    @property
+    def columns(self) -> tuple[str | None, ...]:
+        """The sharding of a kernel whose output features are split."""
+        return (self.fsdp, "model")
+
+    @property
+    def rows(self) -> tuple[str | None, ...]:
+        """The sharding of a kernel whose input features are split."""
+        return ("model", self.fsdp)
+
+
+PLAIN = Layout()
 
 
 def linear(inputs: int, outputs: int, sharding: tuple, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Linear:
@@ -33,7 +61,7 @@ def linear(inputs: int, outputs: int, sharding: tuple, config: TransformerConfig
     )
 
 
-def constrain(x: Array, *spec: str | None) -> Array:
+def constrain(x: Array, *spec: str | tuple[str, ...] | None) -> Array:
     """Constrains the sharding of `x`."""
     return lax.with_sharding_constraint(x, P(*spec))
 
@@ -41,49 +69,55 @@ def constrain(x: Array, *spec: str | None) -> Array:
 class PlainMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) if gated, else down(silu(up(x)))."""
 
-    def __init__(self, config: TransformerConfig, *, gated: bool = True, rngs: nnx.Rngs):
-        self.up = linear(config.width, config.mlp_width, COLUMNS, config, rngs)
-        self.gate = linear(config.width, config.mlp_width, COLUMNS, config, rngs) if gated else None
-        self.down = linear(config.mlp_width, config.width, ROWS, config, rngs)
+    def __init__(self, config: TransformerConfig, *, gated: bool = True, layout: Layout = PLAIN, rngs: nnx.Rngs):
+        self.layout = layout
+        self.up = linear(config.width, config.mlp_width, layout.columns, config, rngs)
+        self.gate = linear(config.width, config.mlp_width, layout.columns, config, rngs) if gated else None
+        self.down = linear(config.mlp_width, config.width, layout.rows, config, rngs)
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         hidden = jax.nn.silu(self.up(x)) if self.gate is None else jax.nn.silu(self.gate(x)) * self.up(x)
-        return constrain(self.down(constrain(hidden, "data", None, "model")), "data", "model", None)
+        batch = self.layout.batch
+        return constrain(self.down(constrain(hidden, batch, None, "model")), batch, "model", None)
 
 
 class PlainAttention(nnx.Module):
     """Causal self-attention with rotary positions and grouped key-value heads."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
+        self.layout = layout
         self.head_dim = config.width // config.heads
         self.rope_theta = config.rope_theta
-        self.query = linear(config.width, config.heads * self.head_dim, COLUMNS, config, rngs)
-        self.key = linear(config.width, config.kv_heads * self.head_dim, COLUMNS, config, rngs)
-        self.value = linear(config.width, config.kv_heads * self.head_dim, COLUMNS, config, rngs)
-        self.out = linear(config.heads * self.head_dim, config.width, ROWS, config, rngs)
+        self.query = linear(config.width, config.heads * self.head_dim, layout.columns, config, rngs)
+        self.key = linear(config.width, config.kv_heads * self.head_dim, layout.columns, config, rngs)
+        self.value = linear(config.width, config.kv_heads * self.head_dim, layout.columns, config, rngs)
+        self.out = linear(config.heads * self.head_dim, config.width, layout.rows, config, rngs)
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         q, k, v = (
-            constrain(y.reshape(*y.shape[:-1], -1, self.head_dim), "data", None, "model", None)
+            constrain(y.reshape(*y.shape[:-1], -1, self.head_dim), self.layout.batch, None, "model", None)
             for y in (self.query(x), self.key(x), self.value(x))
         )
         q, k = (fa.nn.rotary_embedding(y, theta=self.rope_theta) for y in (q, k))
         out = self.attend(q, k, v)
-        return constrain(self.out(out.reshape(*out.shape[:-2], -1)), "data", "model", None)
+        return constrain(self.out(out.reshape(*out.shape[:-2], -1)), self.layout.batch, "model", None)
 
     def attend(self, q: Float[Array, "B L H A"], k: Float[Array, "B L K A"], v: Float[Array, "B L K A"]) -> Array:
         """Returns the causal attention [B, L, H, A] of heads."""
+        if self.layout.flash:
+            heads = P(self.layout.batch, None, "model", None)
+            return jax.shard_map(fa.attention, in_specs=(heads, heads, heads), out_specs=heads)(q, k, v)
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 class PlainLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config, rngs=rngs)
-        self.attention = PlainAttention(config, rngs=rngs)
+        self.attention = PlainAttention(config, layout=layout, rngs=rngs)
         self.mlp_norm = RMSNorm(config, rngs=rngs)
-        self.mlp = PlainMLP(config, rngs=rngs)
+        self.mlp = PlainMLP(config, layout=layout, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         x = x + self.attention(self.attention_norm(x))
@@ -91,35 +125,40 @@ class PlainLayer(nnx.Module):
 
 
 class PlainTransformer(nnx.Module):
-    """The whole decoder from tokens to logits, without rematerialization."""
+    """The whole decoder from tokens to logits, with the rematerialization that `config` names."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
+        self.layout, self.remat = layout, config.remat
         self.embed = nnx.Embed(
             config.vocab_size,
             config.width,
             dtype=jnp.dtype(config.dtype),
             param_dtype=jnp.dtype(config.param_dtype),
             embedding_init=nnx.initializers.normal(0.02),
-            embedding_metadata={"out_sharding": ROWS},
+            embedding_metadata={"out_sharding": layout.rows},
             rngs=rngs,
         )
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
         def stack(rngs: nnx.Rngs) -> PlainLayer:
-            return PlainLayer(config, rngs=rngs)
+            return PlainLayer(config, layout=layout, rngs=rngs)
 
         self.layers = stack(rngs)
         self.final_norm = RMSNorm(config, rngs=rngs)
-        self.output = linear(config.width, config.vocab_size, COLUMNS, config, rngs)
+        self.output = linear(config.width, config.vocab_size, layout.columns, config, rngs)
 
     def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L V"]:
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
         def run(layer: PlainLayer, x: Array) -> Array:
-            return layer(x)
+            if self.remat == "none":
+                return layer(x)
+            policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "layer": None}
+            return nnx.remat(lambda layer, x: layer(x), policy=policies[self.remat])(layer, x)
 
-        x = constrain(self.embed(tokens), "data", "model", None)
-        return constrain(self.output(self.final_norm(run(self.layers, x))), "data", None, "model")
+        batch = self.layout.batch
+        x = constrain(self.embed(tokens), batch, "model", None)
+        return constrain(self.output(self.final_norm(run(self.layers, x))), batch, None, "model")
 
     def loss(self, tokens: Int[Array, "B L"], targets: Int[Array, "B L"]) -> Float[Array, ""]:
         """Returns the mean cross-entropy of the targets, in nats per token."""

@@ -77,7 +77,7 @@ def compiled(preset: str, topology: str, results: pathlib.Path | None) -> list[t
         if results is not None and row.source == COMPILED:  # a crash or a time limit may not repeat itself
             results.write_text("".join(f"{line}\n" for line in [*lines, json.dumps([key, dataclasses.asdict(row)])]))
     speed = "-" if row.seconds is None else f"{SEQUENCE[chip] / row.seconds:,.0f}"
-    memory, step, mfu, exposed, by_what, source = row.cells()[4:]
+    memory, step, mfu, exposed, by_what, source = row.cells()[5:]
     before = predicted(preset, chip, chips)
     return [
         (preset, topology, *before[2:]),
@@ -86,9 +86,12 @@ def compiled(preset: str, topology: str, results: pathlib.Path | None) -> list[t
 
 
 def fingerprint(config: Config) -> str:
-    """Returns a digest of what decides a compiled row beside its mesh: the configuration and the compiler."""
+    """Returns a digest of what decides a compiled row beside its mesh: configuration, compiler, and its figures."""
     versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")]
-    return hashlib.sha256(json.dumps([dataclasses.asdict(config), versions], sort_keys=True).encode()).hexdigest()[:16]
+    figures = [field.name for field in dataclasses.fields(Row)]
+    return hashlib.sha256(
+        json.dumps([dataclasses.asdict(config), versions, figures], sort_keys=True).encode()
+    ).hexdigest()[:16]
 
 
 def _mesh(prediction: Prediction) -> str:

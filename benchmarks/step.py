@@ -37,7 +37,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.plain_transformer import PlainAttention, PlainLayer
+from benchmarks.plain_transformer import Layout, PlainLayer
 from benchmarks.table import print_table, write_between_markers
 from configs.llama_8b import llama_8b
 from flaxasync import hardware
@@ -101,14 +101,6 @@ def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology:
     return 3 * forward / topology_size(topology) / hardware.chip(topology).flops
 
 
-class FlashAttention(PlainAttention):
-    """The attention of the plain layer with the kernel of `flaxasync.attention`, which XLA cannot partition itself."""
-
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        heads = P("data", None, "model", None)
-        return jax.shard_map(fa.attention, in_specs=(heads, heads, heads), out_specs=heads)(q, k, v)
-
-
 def make_layer(variant: str, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
     """Makes the layer of a variant, for the ambient mesh."""
     if variant in OURS:
@@ -116,9 +108,7 @@ def make_layer(variant: str, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.M
             config, axis_name="model", fsdp_axis=None, context_axis=None, context_layout="contiguous", backend=None,
             rngs=rngs,
         )  # fmt: skip
-    layer = PlainLayer(config, rngs=rngs)
-    layer.attention = FlashAttention(config, rngs=rngs)
-    return layer
+    return PlainLayer(config, layout=Layout(flash=True), rngs=rngs)
 
 
 def ring(devices: Sequence[Any], variant: str) -> Mesh:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-type Remat = Literal["none", "dots", "layer"]
+type Remat = Literal["none", "cheap", "dots", "layer"]
 type FsdpOverlap = Literal["xla", "prefetch", "prefetch_pallas"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
@@ -72,10 +72,11 @@ class TransformerConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters and of the optimizer's state."""
     remat: Remat = "none"
-    """What the backward pass does again: nothing; all but matmuls ("dots"); or each whole layer ("layer")."""
+    """What the backward pass does again: nothing; only what is cheap, so neither matmuls nor attention nor gathers of
+    kernels; all but matmuls ("dots"); or each whole layer."""
     gathered_mib: int = 0
     """The most MiB for which a layer keeps the rows that a product gathers, until its gradient, instead of sending them
-    again. Attention and MLP of each layer may keep as much; with remat "dots" or "layer", of one layer at a time."""
+    again. Attention and MLP of a layer may keep as much: of all layers, or of one at a time with remat "layer"."""
     fsdp_overlap: FsdpOverlap = "xla"
     """Who hides the transfers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights while one
     computes, by permutes (prefetch) or, on TPUs, by copies of Pallas kernels (prefetch_pallas)."""

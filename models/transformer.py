@@ -289,7 +289,7 @@ def _rope_scaling(config: TransformerConfig) -> fa.nn.RopeScaling | None:
 def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None, Array | None], Array]:
     """Returns a function that applies a layer to its input, and says what the backward pass does again.
 
-    With an fsdp axis, each weight is gathered once forward and, unless "none" keeps it, once backward.
+    With an fsdp axis, each weight is gathered once forward and, unless "none" or "cheap" keeps it, once backward.
     """
 
     def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None, mask: Array | None) -> Array:
@@ -297,8 +297,4 @@ def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None, Ar
 
     if remat == "none":
         return apply
-    policies = {
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        "layer": None,
-    }
-    return nnx.remat(apply, policy=policies[remat])
+    return nnx.remat(apply, policy={"cheap": fa.save_costly, "dots": fa.save_matmuls, "layer": None}[remat])

@@ -1,21 +1,24 @@
 """`run.py --dry-run --compare-meshes --topology v5e:4x4` says which mesh of those chips a run should take.
 
-All grids of data x fsdp x context x model are ranked by predicted cost and memory, without compiling anything. The best
-few are then compiled, in a process apart, and their times are estimated from the compiled step as in a dry run. A mesh
-that the compiler refuses, or that it cannot compile, is replaced by the next one of the ranking.
+All grids of data x fsdp x context x model are ranked by predicted cost and memory, without compiling anything, each
+with the policy of rematerialization that is predicted to be the fastest of those that fit. The best few are then
+compiled, in a process apart, and their times are estimated from the compiled step as in a dry run. A mesh that the
+compiler refuses, or that it cannot compile, is replaced by the next one of the ranking.
 """
 
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import jax
 
 from flaxasync import check
 from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
+from models.config import Remat
 from train.config import Config
 from train.dry_run_report import gib, time_text
 from train.errors import InputError
@@ -30,7 +33,8 @@ AXES = ("data", "fsdp", "context", "model")
 COMPILE_SECONDS = 1800  # time limit of one compilation
 COMPILED, PREDICTED, FAILED = "compiled", "predicted", "predicted; it could not be compiled"  # sources of figures
 LISTED = 12  # number of predicted meshes in the printed table; the file has all of them
-HEADER = ("data", "fsdp", "context", "model", "memory", "step", "MFU", "exposed", "by what", "figures are")
+ROOM = 0.9  # share of the memory up to which a policy that keeps more than each layer's input is chosen
+HEADER = ("data", "fsdp", "context", "model", "remat", "memory", "step", "MFU", "exposed", "by what", "figures are")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Row:
 
     Attributes:
       mesh: The sizes of the four axes.
+      remat: What the backward pass computes again.
       memory: The bytes that a device needs.
       fits: Whether a device has them.
       seconds: The time of a step; None if it does not fit and was not estimated.
@@ -50,6 +55,7 @@ class Row:
     """
 
     mesh: tuple[int, ...]
+    remat: Remat
     memory: int
     fits: bool
     seconds: float | None
@@ -67,6 +73,7 @@ class Row:
         memory = gib(self.memory) if self.memory else "-"
         return (
             *map(str, self.mesh),
+            self.remat,
             memory + ("" if self.fits else " (too much)"),
             *figures,
             self.by_what,
@@ -78,7 +85,8 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     """Prints the table, saves all of it in the folder `dry_run` of the workdir, and returns the exit code.
 
     Args:
-      config: The run; its own mesh is not read, except for the layout of sequences.
+      config: The run; its own mesh is not read, except for the layout of sequences, and neither is its policy of
+        rematerialization.
       topology: The chips.
       trust: The kernels that compiled steps take.
       compiled: The number of meshes to compile. One that does not fit is replaced by the next one
@@ -93,12 +101,15 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
         devices = len(check.topology_devices(topology))
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    ranked = rank(config, check.CHIPS[topology.partition(":")[0]], devices)
+    ranked = rank(config, check.CHIPS[topology.partition(":")[0]], devices, remats=_policies(config))
     fitting = sum(one.fits for one in ranked)
     say(f"meshes     {len(ranked)} of {topology} divide the model and the batch; {fitting} are predicted to fit")
     tried = _compile_best(config, topology, ranked, trust, compiled)
     rows = sorted([*tried, *map(row_of, ranked[len(tried) :])], key=_order)
     say(text := table([row.cells() for row in rows[: max(LISTED, compiled)]]))
+    if rows[0].fits and rows[0].source != FAILED:
+        options = " ".join(f"--mesh.{name} {size}" for name, size in zip(AXES, rows[0].mesh, strict=True))
+        say(f"best       {options} --model.remat {rows[0].remat}, by figures that are {rows[0].source}")
     if len(rows) > LISTED:
         say(f"           {len(rows) - LISTED} more meshes are in meshes.json")
     folder = Path(config.workdir) / "dry_run"
@@ -115,8 +126,15 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     return 0
 
 
-def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:
+def rank(config: Config, chip: Chip, devices: int, remats: Sequence[Remat] = ()) -> list[Prediction]:
     """Returns all meshes on which the run can be laid out: those that fit by their time, then the others by memory.
+
+    Args:
+      config: The run; its own mesh is not read, except for the layout of sequences.
+      chip: The chip of all devices.
+      devices: Their number.
+      remats: Policies of rematerialization, of which each mesh takes the fastest that fits with room to spare, or that
+        which needs the least memory; by default that of the run.
 
     Raises:
       InputError: No mesh divides the model and the batch; the message says why one of them does not, and names one that
@@ -130,7 +148,7 @@ def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:
         except InputError as error:
             refusals.append((not _fits_another_batch(config, shape), f"{_text(sizes)} is refused because {error}"))
         else:
-            predictions.append(predict(config, chip, shape))
+            predictions.append(_fastest_policy(config, chip, shape, remats or (config.model.remat,)))
     if not predictions:
         _, reason = min(refusals, key=lambda refusal: refusal[0])  # a batch is easier to change than a model
         raise InputError(f"no mesh of {devices} devices divides the model and the batch; {reason}")
@@ -149,6 +167,7 @@ def row_of(prediction: Prediction) -> Row:
     """Returns the row of a mesh that was not compiled."""
     return Row(
         _sizes(prediction),
+        prediction.remat,
         prediction.needed,
         prediction.fits,
         prediction.seconds,
@@ -165,8 +184,8 @@ def compiled_row(config: Config, topology: str, prediction: Prediction, trust: M
     Raises:
       InputError: The backend of the run cannot serve it on this mesh.
     """
-    sizes = _sizes(prediction)
-    config = _with_sizes(config, sizes)
+    sizes, remat = _sizes(prediction), prediction.remat
+    config = _with_remat(_with_sizes(config, sizes), remat)
     try:
         mesh = mesh_over(check.topology_devices(topology), config.mesh, topology)
         with jax.set_mesh(mesh), trusting(trust), backend_limits_are_input_errors(config):
@@ -181,7 +200,7 @@ def compiled_row(config: Config, topology: str, prediction: Prediction, trust: M
             )
     except check.HbmError as error:
         say(f"           does not fit: it needs {gib(error.needed)}")
-        return Row(sizes, error.needed, False, None, None, None, "memory", COMPILED)
+        return Row(sizes, remat, error.needed, False, None, None, None, "memory", COMPILED)
     except RuntimeError as error:  # a crash, a timeout, a refusal for another reason than memory
         say(f"           not compiled: {error}")
         return dataclasses.replace(row_of(prediction), source=FAILED)
@@ -192,6 +211,7 @@ def compiled_row(config: Config, topology: str, prediction: Prediction, trust: M
     waits = Phases(program).waits(timeline)
     return Row(
         sizes,
+        remat,
         program.bytes_by_kind["total"],
         True,
         timeline.seconds,
@@ -220,9 +240,26 @@ def _compile_best(config: Config, topology: str, ranked: list[Prediction], trust
         if done == wanted or (number > wanted and not one.fits):
             break
         shape = " x ".join(f"{name} {size}" for name, size in one.mesh.items())
-        say(f"compiling  {done + 1} of {min(wanted, len(ranked))}: {shape} ...")
+        say(f"compiling  {done + 1} of {min(wanted, len(ranked))}: {shape}, remat {one.remat} ...")
         rows.append(compiled_row(config, topology, one, trust))
     return rows
+
+
+def _policies(config: Config) -> tuple[Remat, ...]:
+    """Returns the policies of rematerialization that a run can take."""
+    return ("layer",) if config.model.fsdp_overlap == "prefetch" else get_args(Remat.__value__)
+
+
+def _fastest_policy(config: Config, chip: Chip, shape: Mapping[str, int], remats: Sequence[Remat]) -> Prediction:
+    """Returns the prediction of a mesh with one of some policies; see `rank`.
+
+    Predictions of memory are no better than a few percent, and a step that is refused would take the place of one that
+    is only a little slower, so a policy that keeps more than another one must leave some memory.
+    """
+    predictions = [predict(_with_remat(config, remat), chip, shape) for remat in remats]
+    least = min(predictions, key=lambda one: one.needed)
+    roomy = [one for one in predictions if one.needed <= ROOM * one.available]
+    return min([least, *roomy], key=lambda one: one.seconds) if least.fits else least
 
 
 def _order(row: Row) -> tuple[int, float]:
@@ -254,6 +291,10 @@ def _with_sizes(config: Config, sizes: tuple[int, ...]) -> Config:
     return dataclasses.replace(
         config, mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, context=context, model=model)
     )
+
+
+def _with_remat(config: Config, remat: Remat) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
 
 
 def _sizes(prediction: Prediction) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ COLOURS = {
     "repeat": "#dfe5ee",
 }
 LABELS = {
-    "matmul": "matmuls",
+    "matmul": "matmuls, kernels",
     "work": "other work",
     "stall": "waits for other devices",
     "collective": "synchronous collective",

@@ -25,7 +25,7 @@ from typing import Any
 import flaxasync as fa
 from flaxasync.check.estimate.collective_time import collective_seconds
 from flaxasync.hardware import Chip
-from models.config import TransformerConfig
+from models.config import Remat, TransformerConfig
 from train.config import Config
 from train.mesh import CONTEXT, FSDP, batch_shards
 from train.mesh_memory import itemsize, parameters_of_a_layer, parameters_outside, predicted_memory
@@ -46,6 +46,7 @@ class Prediction:
 
     Attributes:
       mesh: The sizes of the axes data, fsdp, context and model.
+      remat: What the backward pass computes again, as `model.remat`.
       memory: The bytes of a device, by use.
       work: Seconds in which the core works.
       waits: Seconds in which it waits for other devices, by the axis and the transfer.
@@ -54,6 +55,7 @@ class Prediction:
     """
 
     mesh: Mapping[str, int]
+    remat: Remat
     memory: Mapping[str, int]
     work: float
     waits: Mapping[str, float]
@@ -103,7 +105,7 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     layer_work, model_wait, context_wait = _layer(config, chip, batch, length, context, ring)
     head_work, head_wait = _head(model, chip, batch, length, ring)
     layer, outside = parameters_of_a_layer(model), parameters_outside(model)
-    gathers = 1 if model.remat == "none" else 2
+    gathers = 1 if model.remat in ("none", "cheap") else 2
     fsdp_wait = reduce_wait = 0.0
     for parameters, count, times in ((layer, model.layers, gathers), (outside, 1, 1)):
         whole = parameters / ring
@@ -112,7 +114,7 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
         fsdp_wait += count * (times * gather + scatter)
         shard = int(whole / fsdp * itemsize(model.param_dtype))
         reduce_wait += count * collective_seconds("all-reduce", shard, shard, mesh["data"] * context, chip)
-    memory = predicted_memory(config, mesh)
+    memory = predicted_memory(config, mesh, chip)
     state = memory["parameters"] + memory["optimizer state"]
     optimizer = (2 * state + 2 * memory["gradients"]) / (chip.hbm_bandwidth * chip.hbm_efficiency)
     work = parts * (model.layers * layer_work + head_work) + optimizer
@@ -125,7 +127,8 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     tokens, devices = config.data.batch_size * config.data.sequence_length, batch_shards(mesh) * context * ring
     flops = tokens * model_flops_per_token(model, config.data.sequence_length)
     seconds = work + sum(waits.values())
-    return Prediction(dict(mesh), memory, work, waits, flops / (seconds * devices * chip.flops), round(chip.hbm_bytes))
+    mfu = flops / (seconds * devices * chip.flops)
+    return Prediction(dict(mesh), model.remat, memory, work, waits, mfu, round(chip.hbm_bytes))
 
 
 def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ring: int) -> tuple[float, float, float]:
@@ -139,12 +142,13 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
         ("all_gather_matmul", (batch, rows, width), (width, 2 * hidden)),
         ("matmul_reduce_scatter", (batch, length, hidden), (hidden, width)),
     )
-    repeated = {"none": (), "dots": ("attention",), "layer": ("matmuls", "attention")}[model.remat]
+    repeated = {"dots": ("attention",), "layer": ("matmuls", "attention")}.get(model.remat, ())
     bytes_each = {"itemsize": itemsize(model.dtype)}
     work = wait = 0.0
     for op, x, w in matmuls:
+        limit = {"gathered_bytes": model.gathered_mib * 2**20} if op == "all_gather_matmul" else {}
         for backward in (True, False)[: 1 + ("matmuls" in repeated)]:
-            busy, waiting = _cost(chip, ring, op, (x, w), config.backend, backward=backward, **bytes_each)
+            busy, waiting = _cost(chip, ring, op, (x, w), config.backend, backward=backward, **bytes_each, **limit)
             work, wait = work + busy, wait + waiting
     q, k = (batch, length, heads, head), (batch, length, kv_heads, head)
     options = bytes_each | ({"layout": config.mesh.context_layout} if context > 1 else {})
@@ -153,7 +157,7 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
         busy, waiting = _cost(chip, context, "ring_attention", (q, k), config.backend, backward=backward, **options)
         work, context_wait = work + busy, context_wait + waiting
     moved = batch * (ROWS_MOVED * rows * width + HIDDEN_MOVED * length * hidden) * itemsize(model.dtype)
-    return work + (3 + bool(repeated)) * moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait, context_wait
+    return work + (3 + (model.remat != "none")) * moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait, context_wait
 
 
 def _head(model: TransformerConfig, chip: Chip, batch: int, length: int, ring: int) -> tuple[float, float]:

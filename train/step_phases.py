@@ -19,7 +19,7 @@ class Phases:
         self._module = check.parse(program.as_text())
         instructions = [i for computation in self._module.computations.values() for i in computation.instructions]
         self._by_name = {i.name: i for i in instructions}
-        self._matmuls = {i.name for i in instructions if self._module.contains_matmul(i)}
+        self._matmuls = {i.name for i in instructions if i.kernel_flops or self._module.contains_matmul(i)}
 
     def path(self, instruction: str) -> str:
         """Returns the name of the JAX operation that an instruction came from; "" if the program does not say."""
@@ -27,7 +27,7 @@ class Phases:
         return found.op_name if found is not None else ""
 
     def multiplies(self, instruction: str) -> bool:
-        """Says whether an instruction is a matmul, or a fusion that contains one."""
+        """Says whether an instruction is a matmul, a fusion that contains one, or a Pallas kernel that multiplies."""
         return instruction in self._matmuls
 
     def phase(self, instruction: str) -> str:

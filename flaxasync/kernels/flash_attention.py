@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
 from flaxasync.kernels.engine.operands import LANES
-from flaxasync.kernels.flash_attention_grid import Grid, largest_tile
+from flaxasync.kernels.flash_attention_grid import Grid, is_triangle, largest_tile
 
 KV_ROWS = 4096  # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, and 16 MiB with the copies
 VMEM_LIMIT = 64 * 2**20  # bytes; these kernels use less than half of them
@@ -87,19 +87,22 @@ class Flash:
         k_rows = largest_tile(product.k_rows, KV_ROWS)
         count = product.k_rows // k_rows
 
-        def one_call(index: Any, gradients: Gradients) -> Gradients:
-            some = dataclasses.replace(
+        def part(index: Any) -> Product:
+            return dataclasses.replace(
                 product,
                 k_block=product.k_block * count + index,
                 k_rows=k_rows,
                 k_start=product.k_start + index * k_rows,
             )
-            return self._backward_call(scores, q, kv, segments, do, rows, some, gradients)
+
+        def one_call(index: Any, gradients: Gradients) -> Gradients:
+            every = [part(call) for call in range(count)]
+            return self._backward_call(scores, q, kv, segments, do, rows, part(index), every, gradients)
 
         return one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
 
     def _grid(self, scores: Scores, q: Array, kv: Array, product: Product, square: int) -> Grid:
-        tiles = (square, square) if _is_triangle(scores, product) else (self.q_tile, self.kv_tile)
+        tiles = (square, square) if product.masked and is_triangle(scores.mask) else (self.q_tile, self.kv_tile)
         return Grid.of(q, kv, product, *tiles, self.sub_block)
 
     def _backward_call(
@@ -111,8 +114,10 @@ class Flash:
         do: Array,
         rows: Array,
         product: Product,
+        every: Sequence[Product],
         gradients: Gradients,
     ) -> Gradients:
+        """Adds one product of several that a loop makes; its cost is the mean of all, because their mask differs."""
         grid = self._grid(scores, q, kv, product, self.triangle_tiles[1])
         queries, statistics = grid.queries(), grid.statistics()
         return _call(
@@ -123,7 +128,7 @@ class Flash:
             segments,
             zip(gradients, (grid.sums(), grid.key_gradients()), strict=True),
             compiler_params=_compiler_params("arbitrary"),
-            cost_estimate=grid.cost(scores.mask, product, matmuls=5, q=q, bytes_per_row=8),
+            cost_estimate=grid.cost(scores.mask, product, matmuls=5, q=q, bytes_per_row=8, every=every),
             name="flash_attention_backward",
         )
 
@@ -279,18 +284,13 @@ def _where_reached(scores: Scores, grid: Grid, product: Product, at: Any, add: C
         return
     q, k = _starts(grid, at)
     tile, mask = (q, grid.q_tile, k, grid.k_tile), scores.mask
-    # Blocks begin at multiples of their rows, so square tiles are above the diagonal, on it, or below.
-    if _is_triangle(scores, product) and grid.q_tile == grid.k_tile:
+    if grid.has_triangles(mask, product):
         pl.when(k < q)(lambda: add(Part.WHOLE))
         pl.when(k == q)(lambda: add(Part.LOWER))
         return
     covers = mask.covers(*tile)
     pl.when(covers)(lambda: add(Part.WHOLE))
     pl.when(mask.reaches(*tile) & jnp.logical_not(covers))(lambda: add(Part.SOME))
-
-
-def _is_triangle(scores: Scores, product: Product) -> bool:
-    return product.masked and scores.mask.causal and scores.mask.window is None
 
 
 def _queries(grid: Grid, part: Part, rows: Any) -> Any:

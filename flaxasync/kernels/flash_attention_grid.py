@@ -1,6 +1,8 @@
 """The grid of the flash attention kernels: which block of each array every step has in vector memory."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -102,26 +104,50 @@ class Grid:
         """Returns the block [1, k_tile] of the segment ids [b, 1, t] of keys."""
         return pl.BlockSpec((None, 1, self.k_tile), lambda b, n, g, i, j, s: (b, 0, s[1] * self.k_tiles + j))
 
-    def cost(self, mask: Mask, product: Product, *, matmuls: int, q: Array, bytes_per_row: int) -> pl.CostEstimate:
-        """Returns the cost of a call with this number of matmuls for each pair of tiles."""
+    def cost(
+        self,
+        mask: Mask,
+        product: Product,
+        *,
+        matmuls: int,
+        q: Array,
+        bytes_per_row: int,
+        every: Sequence[Product] = (),
+    ) -> pl.CostEstimate:
+        """Returns the cost of a call with this number of matmuls for each pair of tiles.
+
+        Where a loop makes the call, `every` has the products of all its iterations, and the cost is their mean.
+        """
         heads = self.batch * self.groups * self.heads
-        scores = int(heads * self.q_rows * self.k_rows * self._reached(mask, product))
+        shares = [self._reached(mask, each) for each in every or [product]]
+        scores = int(heads * self.q_rows * self.k_rows * sum(shares) / len(shares))
         kv_bytes = 2 * heads * self.q_tiles * self.k_rows * self.head_size * q.dtype.itemsize
         q_bytes = heads * self.q_rows * self.head_size * (q.dtype.itemsize + bytes_per_row)
         return pl.CostEstimate(
             flops=2 * matmuls * scores * self.head_size, transcendentals=scores, bytes_accessed=kv_bytes + q_bytes
         )
 
+    def has_triangles(self, mask: Mask, product: Product) -> bool:
+        """Says whether tiles are above the diagonal of a causal product, on it, or below: blocks begin at multiples of
+        their rows, so square tiles are."""
+        return product.masked and is_triangle(mask) and self.q_tile == self.k_tile
+
     def _reached(self, mask: Mask, product: Product) -> float:
-        """Returns the share of the tiles that are computed; 1 if the positions are traced values."""
+        """Returns the share of the scores that are computed; 1 if the positions are traced values."""
         if not product.masked or not all(isinstance(start, int) for start in (product.q_start, product.k_start)):
             return 1.0
-        reached = [
-            mask.reaches(product.q_start + i * self.q_tile, self.q_tile, product.k_start + j * self.k_tile, self.k_tile)
-            for i in range(self.q_tiles)
-            for j in range(self.k_tiles)
-        ]
-        return sum(map(bool, reached)) / len(reached)
+        # On the diagonal each sub-block of keys is multiplied with the queries from its own first row on.
+        on_diagonal = (1 + self.sub_block / self.k_tile) / 2 if self.has_triangles(mask, product) else 1.0
+        shares = []
+        for i, j in itertools.product(range(self.q_tiles), range(self.k_tiles)):
+            tile = product.q_start + i * self.q_tile, self.q_tile, product.k_start + j * self.k_tile, self.k_tile
+            shares.append(1.0 if mask.covers(*tile) else on_diagonal if mask.reaches(*tile) else 0.0)
+        return sum(shares) / len(shares)
+
+
+def is_triangle(mask: Mask) -> bool:
+    """Says whether a mask is causal without a window."""
+    return mask.causal and mask.window is None
 
 
 def largest_tile(rows: int, limit: int) -> int:

@@ -25,11 +25,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn.options import LayerSettings
+from flaxasync.ops.saved import PARAMETER
 
 
 def stored_parameter(
@@ -141,16 +143,16 @@ def gather(parameter: Array, stored: P | None, like: Array, axis_name: str, dtyp
       dtype: The dtype of the computation.
     """
     varying = jax.typeof(like).mat.varying - {axis_name}
-    held = jax.typeof(parameter).mat.varying
+    held, whole = jax.typeof(parameter).mat.varying, parameter
     for dim, entry in enumerate(stored or ()):
         for axis in reversed([name for name in names_of(entry) if name != axis_name and name in held]):
             with jax.named_scope("gather_parameter"):
                 if axis in varying:
-                    parameter = cast_to_varying(parameter, varying)
-                    parameter = _gather(parameter, axis, dim, jnp.dtype(dtype), parameter.dtype)
+                    whole = cast_to_varying(whole, varying)
+                    whole = _gather(whole, axis, dim, jnp.dtype(dtype), whole.dtype)
                 else:  # the batch is the same on all devices of the axis, and so is the gradient
-                    parameter = lax.all_gather(parameter.astype(dtype), axis, axis=dim, tiled=True, to="invarying")
-    return parameter
+                    whole = lax.all_gather(whole.astype(dtype), axis, axis=dim, tiled=True, to="invarying")
+    return parameter if whole is parameter else checkpoint_name(whole, PARAMETER)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))

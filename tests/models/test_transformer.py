@@ -119,12 +119,28 @@ def check_against_the_plain_decoder(config, axis_type, tolerance=2e-5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["dots", "layer"])
+@pytest.mark.parametrize("remat", ["cheap", "dots", "layer"])
 def test_remat_changes_nothing_but_memory(remat):
     loss, grads, _ = loss_and_gradients(dataclasses.replace(CONFIG, remat=remat), AxisType.Explicit)
     want, want_grads, _ = loss_and_gradients(CONFIG, AxisType.Explicit)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     assert_gradients_close(grads, want_grads)
+
+
+def test_remat_dots_and_cheap_repeat_no_product_and_no_transfer_of_a_layer():
+    """With "dots", only attention is computed again: two products, of queries and keys, and of scores and values."""
+
+    def counts(remat):
+        with jax.set_mesh(make_mesh()):
+            params, loss = split(dataclasses.replace(CONFIG, remat=remat), backend="none")
+            text = str(jax.make_jaxpr(jax.grad(loss))(params, *place(P("data", None))))
+        return text.count(" dot_general["), text.count(" all_gather["), text.count(" reduce_scatter[")
+
+    products, gathers, scatters = counts("none")
+    assert counts("cheap") == (products, gathers, scatters)
+    assert counts("dots") == (products + 2, gathers, scatters)
+    # Negative test: a whole layer has four collective matmuls, of which the gradient does not need the last one again.
+    assert counts("layer") == (products + 2 + 6, gathers + 2, scatters + 1)
 
 
 def test_no_position_sees_a_later_token():

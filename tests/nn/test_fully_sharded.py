@@ -273,18 +273,25 @@ def test_parallelize_stores_a_dense_model_fully_sharded():
         assert model.down.kernel[...].sharding.spec == P("model", "fsdp")
 
 
-@pytest.mark.parametrize("policy", [None, "dots_with_no_batch_dims_saveable"])
-def test_a_checkpointed_layer_gathers_its_parameters_again_in_the_backward_pass(policy):
+@pytest.mark.parametrize(
+    ("policy", "gathers"),
+    [
+        (None, 6),
+        (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, 6),
+        (fa.save_matmuls, 6),
+        (fa.save_costly, 3),
+    ],
+)
+def test_a_checkpointed_layer_gathers_its_parameters_again_unless_the_policy_keeps_them(policy, gathers):
     x, _ = data(16)
     with jax.set_mesh(mesh_of(2, 2, 1, 2)):
         layer = fa.nn.ParallelMLP(16, 32, fsdp_axis="fsdp", backend="none", rngs=nnx.Rngs(0))
         x = jax.device_put(x, ROWS)
-        policy = policy and getattr(jax.checkpoint_policies, policy)
         counts = [
             sum(kind == "all_gather" and axes == ("fsdp",) for kind, _, axes in collectives(layer, x, wrap))
             for wrap in (lambda apply: apply, functools.partial(jax.checkpoint, policy=policy))
         ]
-    assert counts == [3, 6]
+    assert counts == [3, gathers]
 
 
 def test_a_bias_that_the_axis_does_not_divide_is_stored_whole_over_it():

@@ -46,6 +46,30 @@ def test_a_refusal_names_a_mesh_and_prefers_one_that_the_batch_alone_rules_out(c
         rank(config, CHIPS["v5e"], 7)
 
 
+def test_each_mesh_takes_the_fastest_policy_that_fits_with_room_to_spare():
+    """Of the 8B preset, v6e has the memory for all that is costly, v5e has not, and "none" fits neither."""
+    config = llama_8b()
+    policies = ("none", "cheap", "dots", "layer")
+    for chip, remat in (("v5e", "layer"), ("v6e", "cheap")):
+        alone = {policy: rank(with_remat(config, policy), CHIPS[chip], 16) for policy in policies}
+        best = rank(config, CHIPS[chip], 16, remats=policies)[0]
+        assert (best.remat, best.mesh) == (remat, {"data": 1, "fsdp": 4, "model": 4})
+        assert best == alone[remat][0]
+        assert not alone["none"][0].fits
+    little = dataclasses.replace(CHIPS["v6e"], hbm_bytes=best.needed / module.ROOM - 1)
+    assert best.needed < little.hbm_bytes
+    assert rank(config, little, 16, remats=("cheap", "layer"))[0].remat == "layer"  # it would fit barely
+
+
+def test_a_step_that_gathers_in_advance_keeps_its_policy(config, replace):
+    assert set(module._policies(config)) == {"none", "cheap", "dots", "layer"}
+    assert module._policies(replace(config, model={"fsdp_overlap": "prefetch", "remat": "layer"})) == ("layer",)
+
+
+def with_remat(config, remat):
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+
+
 def meshes(predictions):
     return [tuple(one.mesh.get(name, 1) for name in module.AXES) for one in predictions]
 
@@ -64,6 +88,8 @@ def test_without_compiling_the_table_has_predictions_only(preset, tmp_path, caps
     assert {row["source"] for row in rows} == {"predicted"}
     assert rows[0]["seconds"] == min(row["seconds"] for row in rows)
     assert (tmp_path / "run" / "dry_run" / "meshes.txt").read_text() in out
+    sizes = " ".join(f"--mesh.{name} {size}" for name, size in rows[0]["mesh"].items())
+    assert f"best       {sizes} --model.remat {rows[0]['remat']}, by figures that are predicted" in out
 
 
 @pytest.fixture

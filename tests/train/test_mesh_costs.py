@@ -6,10 +6,14 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+import flaxasync as fa
 from configs.llama_8b import llama_8b
 from configs.llama_70b import llama_70b
 from flaxasync.hardware import CHIPS
+from models.config import TransformerConfig
+from models.transformer import Transformer
 from train.mesh import make_mesh
 from train.mesh_costs import predict
 from train.mesh_memory import predicted_memory
@@ -98,6 +102,53 @@ def test_scores_are_counted_where_all_of_them_are_in_memory(step):
             capped = step(remat=remat, **option).memory
             more = {name: (capped[name] - plain[name]) / (4 * GIB) for name in plain if capped[name] != plain[name]}
             assert more == pytest.approx(uses), (option, remat)
+
+
+@pytest.mark.parametrize("gathered_mib", [0, 1])
+@pytest.mark.parametrize("post_norms", [False, True])
+@pytest.mark.parametrize("remat", ["dots", "cheap"])
+def test_what_remat_keeps_is_what_the_gradient_of_the_model_saves(remat, post_norms, gathered_mib):
+    """All residuals that have the dimension of the layers, but those of remat layer too: its input and kernels."""
+    sizes = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 8, "kv_heads": 4, "mlp_width": 24, "head_dim": 4}
+    config = llama_8b()
+    data = dataclasses.replace(config.data, batch_size=4, sequence_length=8, microbatches=1)
+
+    def saved_and_predicted(remat):
+        model = TransformerConfig(**sizes, post_norms=post_norms, remat=remat, gathered_mib=gathered_mib)
+        mesh = jax.make_mesh((2, 4), ("data", "model"))
+        with jax.set_mesh(mesh):
+            graph, params = nnx.split(nnx.eval_shape(lambda: Transformer(model, backend="none", rngs=nnx.Rngs(0))))
+            tokens = jax.ShapeDtypeStruct((4, 8), np.int32, sharding=jax.NamedSharding(mesh, jax.P("data", None)))
+            loss = lambda params, tokens: nnx.merge(graph, params).loss(tokens, tokens)  # noqa: E731
+            saved = jax.tree.leaves(jax.eval_shape(lambda *xs: jax.vjp(loss, *xs)[1], params, tokens))
+        kept = sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.ndim > 2 and leaf.shape[0] == model.layers)
+        return kept // 8, predicted_memory(dataclasses.replace(config, model=model, data=data), mesh.shape)["kept"]
+
+    (kept, predicted_kept), (layer, predicted_layer) = saved_and_predicted(remat), saved_and_predicted("layer")
+    assert kept - layer == predicted_kept - predicted_layer > 0
+
+
+def test_gathered_rows_are_counted_where_they_are_kept(step):
+    """16 sequences of 4096 rows on 4 x 4 v6e: each gather of a layer brings 128 MiB, and so does a limit of 128 MiB."""
+    step = functools.partial(step, fsdp=4, model=4, chip="v6e", vocab_size=1024)
+    for remat, use, layers in (
+        ("none", "kept", 32),
+        ("cheap", "kept", 32),
+        ("dots", "kept", 32),
+        ("layer", "working", 1),
+    ):
+        plain, kept, less = (step(remat=remat, gathered_mib=limit) for limit in (0, 128, 127))
+        more = {name: kept.memory[name] - plain.memory[name] for name in plain.memory}
+        assert more == {**dict.fromkeys(plain.memory, 0), use: layers * gathers_that_gain(step) * 128 * 2**20}, remat
+        assert kept.seconds < plain.seconds
+        assert (less.memory, less.seconds) == (plain.memory, plain.seconds)
+
+
+def gathers_that_gain(step):
+    """Returns how many gathers of a layer `fa.plan` keeps on this mesh, of query, key and value, and of the MLP."""
+    shapes = [((4, 1024, 4096), (4096, columns)) for columns in (8 * 128 + 2 * 2 * 128, 2 * 14336 // 4)]
+    options = {"chip": "v6e", "ring": 4, "gathered_bytes": 128 * 2**20}
+    return sum("keep_gathered" in fa.plan("all_gather_matmul", *each, **options).settings for each in shapes)
 
 
 def test_the_70b_preset_needs_many_chips(step):

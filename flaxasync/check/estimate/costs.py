@@ -20,7 +20,6 @@ bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. A Palla
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 
 from flaxasync.check.estimate.collective_time import collective_seconds
@@ -153,7 +152,7 @@ class Costs:
         shapes = [i.shape] + [made.shape for o in i.operands if (made := computation.by_name.get(o))]
         if any(leaf.memory_space == SEMAPHORE for shape in shapes for _, leaf in shape.leaves()):
             return 0.0, "nothing"  # one half of an asynchronous pair
-        moved, flops = self._bytes_seconds(computation, i), _flops_of_cost_estimate(i)
+        moved, flops = self._bytes_seconds(computation, i), i.kernel_flops
         return (moved, "bytes") if flops is None else (max(moved, flops / self.chip.flops), "estimate")
 
     def _given(self, kernel: str) -> float | None:
@@ -184,12 +183,6 @@ class Costs:
     def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:
         made = (computation.by_name.get(o) for o in i.operands[skip:])
         return sum(m.shape.bytes for m in made if m is not None)
-
-
-def _flops_of_cost_estimate(kernel: Instruction) -> int | None:
-    """Returns the FLOPs in the `cost_estimate` of a Pallas kernel; None if it was written without one."""
-    found = re.search(r'"cost_estimate":\{"flops":"(\d+)"', kernel.attributes.get("backend_config", ""))
-    return int(found[1]) if found else None
 
 
 def _without_number(name: str) -> str:

@@ -16,6 +16,7 @@ from flaxasync.check.hlo.source_location import op_name, read_stack_frames, sour
 
 _ALIAS = re.compile(r"\{([\d, ]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d, ]*)\}")
 _REFERENCE = re.compile(r"%?([\w.\-]+)")
+_KERNEL_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d{1,18})"')
 
 # The attributes that name one computation each, and those that list several.
 _CALL_LISTS = ("called_computations", "branch_computations")
@@ -118,6 +119,12 @@ class Instruction:
         """The compiler's own estimate, for fusions, copies and reductions on TPU; None if it made none."""
         window = self.backend_config.get("window_config")
         return _small_int(str(window.get("estimated_cycles", ""))) if isinstance(window, dict) else None
+
+    @property
+    def kernel_flops(self) -> int | None:
+        """The FLOPs in the `cost_estimate` of a Pallas kernel; None if it was written without one, or for no kernel."""
+        found = _KERNEL_FLOPS.search(self.attributes.get("backend_config", ""))
+        return int(found[1]) if found and self.custom_call_target == "tpu_custom_call" else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync import transport
 from flaxasync.kernels.attention_block import Carry, Gradients
@@ -28,6 +29,7 @@ from flaxasync.mesh import UnsupportedError
 from flaxasync.ops.attention import gathered, ring
 from flaxasync.ops.attention.blocks import Reference, finish
 from flaxasync.ops.attention.shards import Call, Shards
+from flaxasync.ops.saved import ATTENTION
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -37,7 +39,7 @@ def attention(call: Call, q: Array, kv: Array, ids: Array | None) -> Array:
 
 def _attention_fwd(call: Call, q: Array, kv: Array, ids: Array | None) -> tuple[Array, tuple]:
     q, kv = _first_derivative_only(call)(q, kv)
-    out, log_sum_exp = _forward(call, q, kv, ids)
+    out, log_sum_exp = checkpoint_name(_forward(call, q, kv, ids), ATTENTION)
     return out, (q, kv, ids, out, log_sum_exp)
 
 

@@ -88,7 +88,7 @@ def all_gather_matmul(
         With "none", and with "xla" on rings of two to four, XLA merges trips of the same x where no scan over layers
         separates them, so that all_gather(x) is kept in any case. To a policy of `jax.checkpoint` the op is one
         operation, and no matmul. Where it is computed again, x travels again for y, and only what that trip gathers is
-        kept, from there to dw.
+        kept, from there to dw. `flaxasync.save_matmuls` is a policy that keeps y and the gathered rows.
 
     Returns:
       y, in the dtype of x; a tuple if w is one.

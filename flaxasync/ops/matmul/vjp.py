@@ -21,7 +21,7 @@ matmul_all_reduce        x [..., m, k]     w [k, n]   y [..., m, n]
 The rules assume valid input in which all operands vary over the same mesh axes. Saved for the backward pass are x and w
 as they were given, both of them shards. Only where `all_gather_matmul` is told to keep what it gathers, it saves
 all_gather(x) instead of x, which spares the second trip. Several w share one trip of x, and several products are summed
-before they travel.
+before they travel. The forward rules name y and the kept all_gather(x) for policies of `jax.checkpoint`: `ops.saved`.
 
 The weight gradient is summed over the blocks in one of two ways. `all_gather_matmul` has nothing but these products to
 hide the second trip of x behind, so it multiplies each block while the next one travels. `matmul_reduce_scatter` has
@@ -38,8 +38,10 @@ from typing import Any, Protocol
 
 import jax
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.ops.matmul.products import Arrays, dot, weight_gradient, weight_gradients
+from flaxasync.ops.saved import GATHERED, PRODUCT
 
 
 class Executor(Protocol):
@@ -95,9 +97,9 @@ def all_gather_matmul(executor: Executor, keep: bool, x: Array, ws: Arrays) -> A
 def _all_gather_matmul_fwd(executor: Executor, keep: bool, x: Array, ws: Arrays) -> tuple[Arrays, tuple[Array, Arrays]]:
     """Saves all_gather(x) if `keep`, and x if not."""
     if not keep:
-        return all_gather_matmul(executor, keep, x, ws), (x, ws)
+        return checkpoint_name(all_gather_matmul(executor, keep, x, ws), PRODUCT), (x, ws)
     ys, gathered = _gather_and_keep(executor, x, ws)
-    return ys, (gathered, ws)
+    return checkpoint_name(ys, PRODUCT), (checkpoint_name(gathered, GATHERED), ws)
 
 
 def _all_gather_matmul_bwd(
@@ -148,7 +150,7 @@ def matmul_reduce_scatter(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
 
 
 def _matmul_reduce_scatter_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
-    return matmul_reduce_scatter(executor, xs, ws), (xs, ws)
+    return checkpoint_name(matmul_reduce_scatter(executor, xs, ws), PRODUCT), (xs, ws)
 
 
 def _matmul_reduce_scatter_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
@@ -171,7 +173,7 @@ def matmul_all_reduce(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
 
 
 def _matmul_all_reduce_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
-    return matmul_all_reduce(executor, xs, ws), (xs, ws)
+    return checkpoint_name(matmul_all_reduce(executor, xs, ws), PRODUCT), (xs, ws)
 
 
 def _matmul_all_reduce_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:

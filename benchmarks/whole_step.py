@@ -1,0 +1,234 @@
+"""The whole training step of the 8B preset: automatic sharding and flaxasync, estimated without a TPU.
+
+    python benchmarks/whole_step.py --results FILE                      all steps; each takes minutes to compile
+    python benchmarks/whole_step.py --results FILE --only v6e --limit 1 compiles one more of v6e, and prints what it has
+    python benchmarks/whole_step.py --results FILE --limit 0 --write docs/scaling.md
+
+A step has 16 sequences, float32 parameters and Adam, activations in bfloat16. "automatic" is the decoder of
+benchmarks/plain_transformer.py, whose collective operations XLA chooses, with the attention kernel of
+`flaxasync.attention`; "flaxasync" is the step of train/run.py. Both have the same optimizer, and each the policies of
+rematerialization that fit. FLAGS has the sets of XLA's flags that are tried.
+
+Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step, in which kernels
+take what their own cost estimates say. Nothing has run on a TPU. FILE keeps what was compiled, and nothing in it is
+compiled again with the same configuration, JAX and libtpu.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+from jaxtyping import Array, Float, Int
+
+from benchmarks.plain_transformer import Layout, PlainTransformer
+from benchmarks.step import WINDOWED
+from benchmarks.table import print_table, write_between_markers
+from configs.llama_8b import llama_8b
+from flaxasync import check
+from flaxasync.ops.trust import trusting
+from train.config import Config
+from train.dry_run_report import gib, time_text
+from train.mesh import FSDP, mesh_over
+from train.model_flops import model_flops_per_token
+from train.step import Trainer, TrainState
+from train.step_phases import Phases
+
+AUTOMATIC, OURS = "automatic", "flaxasync"
+BATCH = 16
+SEQUENCE = {"v5e": 4096, "v6e": 4096, "v5p": 8192}
+ASYNCHRONOUS = {  # libtpu refuses this fusion on v6e: it supports it on v5e alone
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+}
+FLAGS: dict[str, dict[str, str]] = {"": {}, "windowed": WINDOWED, "asynchronous": ASYNCHRONOUS}
+COMPILE_SECONDS = 3000
+HEADER = (
+    "chips",
+    "program",
+    "data x fsdp x model",
+    "remat",
+    "flags",
+    "memory",
+    "step",
+    "MFU",
+    "exposed",
+    "longest wait",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step to compile.
+
+    Attributes:
+      topology: The chips.
+      program: AUTOMATIC or OURS.
+      mesh: The sizes of the axes data, fsdp and model.
+      remat: What the backward pass computes again; see `TransformerConfig.remat`.
+      flags: The name of a set of XLA's flags.
+    """
+
+    topology: str
+    program: str
+    mesh: tuple[int, int, int]
+    remat: str = "layer"
+    flags: str = ""
+
+
+CASES = (
+    Case("v6e:4x4", OURS, (1, 4, 4)),
+    Case("v6e:4x4", OURS, (1, 4, 4), remat="dots"),
+    Case("v6e:4x4", OURS, (1, 4, 4), remat="cheap"),
+    Case("v6e:4x4", AUTOMATIC, (1, 16, 1)),
+    Case("v6e:4x4", AUTOMATIC, (1, 16, 1), remat="dots"),
+    Case("v6e:4x4", AUTOMATIC, (1, 4, 4)),
+    Case("v6e:4x4", AUTOMATIC, (1, 1, 16)),
+    Case("v6e:4x4", AUTOMATIC, (1, 16, 1), flags="windowed"),
+    Case("v5p:2x2x2", OURS, (1, 4, 2)),
+    Case("v5p:2x2x2", OURS, (1, 4, 2), remat="dots"),
+    Case("v5p:2x2x2", OURS, (1, 4, 2), remat="cheap"),
+    Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1)),
+    Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), remat="dots"),
+    Case("v5p:2x2x2", AUTOMATIC, (1, 4, 2)),
+    Case("v5p:2x2x2", AUTOMATIC, (1, 1, 8)),
+    Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), flags="windowed"),
+    Case("v5e:4x4", OURS, (1, 4, 4)),
+    Case("v5e:4x4", AUTOMATIC, (1, 16, 1)),
+    Case("v5e:4x4", AUTOMATIC, (1, 4, 4)),
+    Case("v5e:4x4", AUTOMATIC, (1, 1, 16)),
+    Case("v5e:4x4", AUTOMATIC, (1, 4, 4), flags="windowed"),
+    Case("v5e:4x4", AUTOMATIC, (1, 16, 1), flags="asynchronous"),
+)
+
+
+class AutomaticTransformer(PlainTransformer):
+    """The plain decoder with a loss whose logits stay split over the vocabulary."""
+
+    def loss(self, tokens: Int[Array, "B L"], targets: Int[Array, "B L"]) -> Float[Array, ""]:
+        """Returns the mean cross-entropy of the targets; it picks their logits without an index, which XLA gathers."""
+        logits = self(tokens).astype(jnp.float32)
+        vocabulary = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
+        picked = jnp.sum(jnp.where(vocabulary == targets[..., None], logits, 0), axis=-1)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+class AutomaticTrainer(Trainer):
+    """The training step of a run with the plain decoder, on a mesh of Auto axes."""
+
+    def _build(self, key: jax.Array) -> Any:
+        fsdp = FSDP if self._mesh.shape.get(FSDP, 1) > 1 else None
+        layout = Layout(("data", FSDP) if FSDP in self._mesh.shape else ("data",), fsdp, flash=True)
+        return AutomaticTransformer(self._config.model, layout=layout, rngs=nnx.Rngs(params=key))
+
+    def abstract_state(self) -> TrainState:
+        """Returns the state with the shardings that annotate the parameters; moments are sharded as these are."""
+        model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
+        specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.split(model)[1]))
+        by_name = {jax.tree_util.keystr(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
+
+        def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            name = jax.tree_util.keystr(path)
+            spec = next((spec for parameter, spec in by_name.items() if name.endswith(parameter)), jax.P())
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(self._mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(place, self._jitted_init.eval_shape(self._config.seed))
+
+
+def config_of(case: Case) -> Config:
+    """Returns the run of a case."""
+    config = llama_8b()
+    data, fsdp, model = case.mesh
+    length = SEQUENCE[case.topology.partition(":")[0]]
+    return dataclasses.replace(
+        config,
+        mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, model=model),
+        model=dataclasses.replace(config.model, remat=case.remat),
+        data=dataclasses.replace(config.data, batch_size=BATCH, sequence_length=length, microbatches=1),
+    )
+
+
+def mesh_of(program: str, config: Config, devices: Sequence[Any], kind: str) -> Mesh:
+    """Makes the mesh of a run, with the axis types that the program needs."""
+    mesh = mesh_over(devices, config.mesh, kind)
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    return mesh if program == OURS else Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+
+
+def estimated(case: Case) -> dict[str, Any]:
+    """Compiles a step and returns its memory and the estimate of its time; without a time if it does not fit."""
+    config = config_of(case)
+    mesh = mesh_of(case.program, config, check.topology_devices(case.topology), case.topology)
+    with jax.set_mesh(mesh), trusting("predicted"):
+        trainer = (Trainer if case.program == OURS else AutomaticTrainer)(config, mesh)
+        state, batch = trainer.abstract_state(), trainer.abstract_batch()
+        options = {**check.HLO_ONLY, **FLAGS[case.flags]}
+        try:
+            program = check.compile_for(
+                case.topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS, compiler_options=options
+            )
+        except check.HbmError as error:
+            return {"memory": error.needed}
+    timeline = check.timeline(program)
+    tokens = config.data.batch_size * config.data.sequence_length
+    flops = tokens * model_flops_per_token(config.model, config.data.sequence_length)
+    return {
+        "memory": program.bytes_by_kind["total"],
+        "seconds": timeline.seconds,
+        "exposed": timeline.exposed,
+        "mfu": flops / (timeline.seconds * len(program.coords) * check.CHIPS[program.chip].flops),
+        "waits": Phases(program).waits(timeline)[:8],
+    }
+
+
+def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
+    """Makes the row of a case."""
+    named = (case.topology, case.program, " x ".join(map(str, case.mesh)), case.remat, case.flags or "-")
+    if "seconds" not in found:
+        return (*named, f"{gib(found['memory'])} (too much)", "-", "-", "-", "-")
+    longest = found["waits"][0][0] if found["waits"] else "-"
+    exposed = f"{found['exposed'] / found['seconds']:.1%}"
+    return (*named, gib(found["memory"]), time_text(found["seconds"]), f"{found['mfu']:.1%}", exposed, longest)
+
+
+def key_of(case: Case) -> str:
+    """Returns what identifies a result: the case, its configuration, its flags, and the versions of the compiler."""
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")]
+    content = [dataclasses.asdict(config_of(case)), FLAGS[case.flags], versions]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{' '.join(map(str, dataclasses.astuple(case)))} {digest}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=pathlib.Path, required=True, metavar="FILE", help="file of compiled steps")
+    parser.add_argument("--only", default="", metavar="CHIP", help="compile only steps of topologies that begin so")
+    parser.add_argument("--limit", type=int, default=len(CASES), metavar="N", help="compile N steps at most")
+    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
+    chosen = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
+    missing = [case for case in CASES if key_of(case) not in results and case.topology.startswith(chosen.only)]
+    for case in missing[: chosen.limit]:
+        print("compiling", *row(case, {"memory": 0})[:5], flush=True)
+        results[key_of(case)] = estimated(case)
+        chosen.results.write_text(json.dumps(results, indent=1) + "\n")
+        print(*row(case, results[key_of(case)]), flush=True)
+    text = print_table(HEADER, [row(case, results[key_of(case)]) for case in CASES if key_of(case) in results])
+    if chosen.write:
+        write_between_markers(chosen.write, "whole step", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The names of what ops and layers compute forward, and policies of `jax.checkpoint` that keep it.
+
+A policy sees a collective matmul as one operation that is no `dot_general`, because it has a VJP rule of its own. So
+JAX's policies for matmuls compute it again, and its transfers with it. The rules therefore name their results, as those
+of attention and of fully sharded parameters do, with
+`jax.ad_checkpoint.checkpoint_name`, which changes nothing under any policy that does not ask for these names.
+"""
+
+from typing import Any
+
+import jax
+
+PRODUCT = "flaxasync_product"
+"""The result of a collective matmul: y of `all_gather_matmul`, `matmul_reduce_scatter` and `matmul_all_reduce`."""
+GATHERED = "flaxasync_gathered"
+"""The all_gather(x) that `all_gather_matmul` keeps for its weight gradient, where `gathered_bytes` allows it."""
+
+ATTENTION = "flaxasync_attention"
+"""The result of attention, and the log-sum-exp of each row, from which its gradient computes the weights again."""
+PARAMETER = "flaxasync_parameter"
+"""A parameter of a fully sharded layer, as it was gathered for the layer."""
+
+_matmuls = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(PRODUCT, GATHERED),
+)
+_costly = jax.checkpoint_policies.save_from_both_policies(
+    _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, PARAMETER)
+)
+
+
+def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Policy of `jax.checkpoint` that keeps the results of matmuls, those of collective matmuls included.
+
+    It is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, and keeps what the ops of this package return as
+    well, with the rows that `gathered_bytes` lets `all_gather_matmul` keep. So the backward pass repeats neither their
+    products nor the transfers of their forward pass. Attention and the gathers of fully sharded kernels are repeated.
+
+    ```
+    jax.checkpoint(layer, policy=fa.save_matmuls)
+    ```
+
+    Args:
+      primitive: The operation whose result may be kept.
+      *operands: The types of its operands.
+      **parameters: Its parameters.
+
+    Returns:
+      Whether the result is kept.
+    """
+    return _matmuls(primitive, *operands, **parameters)
+
+
+def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Policy of `jax.checkpoint` that keeps what is costly to compute or to transfer again.
+
+    It keeps what `save_matmuls` keeps, the results of attention, and the gathered kernels of fully sharded layers. The
+    backward pass repeats what is between them: norms, rotary positions, activations.
+
+    ```
+    jax.checkpoint(layer, policy=fa.save_costly)
+    ```
+
+    Args:
+      primitive: The operation whose result may be kept.
+      *operands: The types of its operands.
+      **parameters: Its parameters.
+
+    Returns:
+      Whether the result is kept.
+    """
+    return _costly(primitive, *operands, **parameters)
