@@ -67,7 +67,8 @@ class Instruction:
 
     @property
     def control_predecessors(self) -> tuple[str, ...]:
-        return tuple(_REFERENCE.findall(self.attributes.get("control-predecessors", "")))
+        text = self.attributes.get("control-predecessors")
+        return tuple(_REFERENCE.findall(text)) if text else ()
 
     @property
     def backend_config(self) -> dict:
@@ -77,9 +78,9 @@ class Instruction:
     @property
     def called_computations(self) -> tuple[str, ...]:
         """The names of the computations that this instruction calls: of a loop the body, then the condition."""
-        if _CALLS.isdisjoint(self.attributes):
+        keys = [key for key in self.attributes if key in _CALLS]
+        if not keys:
             return ()
-        keys = _CALLS.intersection(self.attributes)
         names: list[str] = []
         for key in keys if len(keys) == 1 else sorted(keys, key=_CALL_ORDER.index):
             value = self.attributes[key]
