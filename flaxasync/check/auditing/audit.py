@@ -14,6 +14,7 @@ from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
 from flaxasync.check.auditing.overlap import loop_copies, overlap_findings, pair_of, synchronous_collectives
 from flaxasync.check.auditing.pairing_rules import check_async_rules
 from flaxasync.check.auditing.report import Audit
+from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
 from flaxasync.check.hlo.from_compiled import chip_of, module_of
@@ -69,6 +70,8 @@ def audit(
     found += loop_copies(module, runs, known=copied_in_flight)
     counts = [runs.get(f.computation, 1) for f in found]
     found = [dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)]
+    if module.is_scheduled:
+        found += wide_transfers(module, costs, operations, runs)
     found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
     return Audit(module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None))
 
