@@ -199,7 +199,8 @@ class HloModule:
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
-                for name in dict.fromkeys(instruction.called_computations):
+                called = instruction.called_computations
+                for name in dict.fromkeys(called) if len(called) > 1 else called:
                     callers.setdefault(name, []).append((computation, instruction))
         return callers
 
