@@ -10,16 +10,20 @@ from collections.abc import Iterable, Mapping
 
 from flaxasync.check.auditing.findings import Finding, Severity, finding
 from flaxasync.check.auditing.report import size_text
-from flaxasync.check.auditing.wide_values import WIDE, WideValues, follow, narrowed
+from flaxasync.check.auditing.wide_values import WideValues, follow, narrowed
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, collective_in_fusion
+from flaxasync.check.hlo.async_operations import AsyncOperation
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 
 LARGE = 1 << 20  # bytes; transfers of less, together, are reported as information only
 
 
 def wide_transfers(
-    module: HloModule, costs: Costs, operations: Iterable[AsyncOperation], runs: Mapping[str, int]
+    module: HloModule,
+    costs: Costs,
+    operations: Iterable[AsyncOperation],
+    holding: Iterable[tuple[Computation, Instruction, Instruction]],
+    runs: Mapping[str, int],
 ) -> list[Finding]:
     """Returns a finding for each line of Python whose transfers carry a wider type than is kept. Its gain is of a run.
 
@@ -27,10 +31,16 @@ def wide_transfers(
       module: The program, which is scheduled.
       costs: The times of its instructions.
       operations: Its asynchronous operations.
+      holding: Its synchronous collectives, as (computation, instruction, collective).
       runs: How often each computation runs.
     """
     lines: dict[str, list[tuple[Computation, Instruction, WideValues]]] = {}
-    for computation, i in _transfers(module, operations, runs):
+    started = [
+        (module.computations[op.computation], op.start)
+        for op in operations
+        if op.communicates and op.spelling == "first-class" and op.windows
+    ]
+    for computation, i in (*started, *((c, i) for c, i, _ in holding)):
         if (values := follow(module, computation, i)) is not None:
             lines.setdefault(module.source(i) or i.name, []).append((computation, i, values))
     if not lines:
@@ -56,23 +66,6 @@ def wide_transfers(
             )
         )  # fmt: skip
     return found
-
-
-def _transfers(
-    module: HloModule, operations: Iterable[AsyncOperation], runs: Iterable[str]
-) -> list[tuple[Computation, Instruction]]:
-    """Returns the starts of transfers, and the synchronous collectives, that carry arrays of a wide type."""
-    found = [
-        (module.computations[op.computation], op.start)
-        for op in operations
-        if op.communicates and op.spelling == "first-class" and op.windows
-    ]
-    for name in runs:
-        for i in module.computations[name].instructions:
-            inside = collective_in_fusion(module, i) if i.opcode == "fusion" else i
-            if inside is not None and inside.opcode in COLLECTIVES and inside.opcode not in ("send", "recv"):
-                found.append((module.computations[name], i))
-    return [(c, i) for c, i in found if any(leaf.element_type in WIDE for _, leaf in i.shape.leaves())]
 
 
 def _bytes(computation: Computation, i: Instruction) -> int:
