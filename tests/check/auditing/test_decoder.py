@@ -11,7 +11,7 @@ import functools
 import jax
 import pytest
 
-from flaxasync.check import HLO_ONLY, CompiledProgram, audit, compile_for, parse, timeline, topology_mesh
+from flaxasync.check import HLO_ONLY, CompiledProgram, Finding, audit, compile_for, parse, timeline, topology_mesh
 from flaxasync.check.hlo.participants import replica_groups
 from flaxasync.hardware import chip
 from tests.check.plain_decoder import Decoder, training_step
@@ -37,13 +37,31 @@ def compiled(decoder: Decoder) -> CompiledProgram:
         return compile_for("v5e:4x4", step, *decoder.arguments(mesh), compiler_options=HLO_ONLY)
 
 
-def findings(decoder: Decoder):
-    return sorted(audit(compiled(decoder)).findings, key=lambda f: -f.gain)
+# Programs are compiled in fixtures of the module, whose time does not count as that of a test.
 
 
-def test_it_is_read_audited_and_estimated():
-    assert audit(compiled(WRITTEN)).ok
-    t = timeline(compiled(WRITTEN))
+@pytest.fixture(scope="module")
+def written():
+    return compiled(WRITTEN)
+
+
+@pytest.fixture(scope="module", params=[WRITTEN, NARROWER], ids=["width 4096", "width 2048"])
+def before_and_after(request):
+    return compiled(request.param), compiled(dataclasses.replace(request.param, float32_sums=False))
+
+
+@pytest.fixture(scope="module")
+def computed_again_and_saved():
+    return compiled(Decoder()), compiled(Decoder(save_attention=True))
+
+
+def findings(program: CompiledProgram) -> list[Finding]:
+    return sorted(audit(program).findings, key=lambda f: -f.gain)
+
+
+def test_it_is_read_audited_and_estimated(written):
+    assert audit(written).ok
+    t = timeline(written)
     # The FLOPs of the matmuls at the peak of the chip, with the forward pass of the layers computed twice.
     d = WRITTEN
     per_token = d.width * (2 * d.heads * d.head_size + 2 * d.kv_heads * d.head_size + 3 * d.hidden)
@@ -52,13 +70,13 @@ def test_it_is_read_audited_and_estimated():
     assert t.seconds < 2.5 * flops / CHIP.flops  # the scores of attention, vector work and transfers are the rest
 
 
-def test_the_three_worst_findings():
+def test_the_three_worst_findings(written):
     """All are about the projections whose sums travel in float32, in loops of four layers.
 
     The first is that type. The second is the sum of 128 MiB over "tensor" that the backward pass computes again. The
     third is a permute of 32 MiB, a quarter of the sum of the down projection, with nearly nothing to hide it.
     """
-    wide, recomputed, permute = findings(WRITTEN)[:3]
+    wide, recomputed, permute = findings(written)[:3]
     assert all("plain_decoder.py" in found.source for found in (wide, recomputed, permute))
     assert wide.source == recomputed.source == permute.source
 
@@ -76,7 +94,7 @@ def test_the_three_worst_findings():
     assert "save_only_these_names" in recomputed.remedy
     traffic = 4 * 32 * 2**20 / (CHIP.hbm_bandwidth * CHIP.hbm_efficiency)
     assert recomputed.gain == pytest.approx(LAYERS * (around_the_ring(128 * 2**20) - traffic), rel=0.02)
-    module = parse(compiled(WRITTEN).as_text())
+    module = parse(written.as_text())
     instruction = module.computations[recomputed.computation].by_name[recomputed.instruction]
     (groups,) = (replica_groups(i, 16) for i in module.instructions_in(instruction) if i.opcode == "all-reduce")
     assert groups == tuple(tuple(range(n, n + RING)) for n in range(0, 16, RING))
@@ -87,24 +105,23 @@ def test_the_three_worst_findings():
     assert 0.9 * LAYERS * alone < permute.gain < LAYERS * alone
 
 
-@pytest.mark.parametrize("decoder", [WRITTEN, NARROWER], ids=["width 4096", "width 2048"])
-def test_mending_the_worst_finding_gains_what_was_predicted(decoder):
+def test_mending_the_worst_finding_gains_what_was_predicted(before_and_after):
     """The second decoder was not looked at while the prediction was written. XLA sends its sums in another way."""
-    wide = findings(decoder)[0]
+    before, after = before_and_after
+    wide = findings(before)[0]
     assert wide.code == "wide-transfer"
-    mended = dataclasses.replace(decoder, float32_sums=False)
-    assert "wide-transfer" not in {f.code for f in findings(mended)}
-    gain = timeline(compiled(decoder)).seconds - timeline(compiled(mended)).seconds
+    assert "wide-transfer" not in audit(after).codes()
+    gain = timeline(before).seconds - timeline(after).seconds
     assert gain == pytest.approx(wide.gain, rel=0.2)
 
 
-def test_mending_a_recomputed_reduce_scatter():
+def test_mending_a_recomputed_reduce_scatter(computed_again_and_saved):
     """The reduce-scatter and its matmul are gone from the backward pass, and the step is faster.
 
     The gain is less than predicted: docs/history.md has the figures.
     """
-    program, saved = compiled(Decoder()), compiled(Decoder(save_attention=True))
-    recomputed = next(f for f in findings(Decoder()) if "save_only_these_names" in f.remedy)
+    program, saved = computed_again_and_saved
+    recomputed = next(f for f in findings(program) if "save_only_these_names" in f.remedy)
     path = "rematted_computation/blf,fd->bld/dot_general"
 
     def recomputations(which):
