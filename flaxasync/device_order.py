@@ -98,6 +98,34 @@ def order_devices(devices: Sequence[Any], shape: Sizes) -> np.ndarray | None:
     return ordered
 
 
+def order_slices(devices: Sequence[Any], shape: Sizes, names: Sequence[str]) -> np.ndarray | None:
+    """Returns the devices of one or several slices as an array of a mesh's shape; None if a slice does not fill a grid.
+
+    The first axis whose devices can be divided among the slices is divided, but never the last one.
+
+    Args:
+      devices: TPU devices, real ones or those of a topology.
+      shape: The number of devices on each mesh axis.
+      names: The names of the axes.
+
+    Raises:
+      ValueError: No axis but the last one can be divided among the slices.
+    """
+    slices = slices_of(devices)
+    axis = _axis_across_slices(shape, names, len(slices))
+    in_slice = tuple(n // len(slices) if i == axis else n for i, n in enumerate(shape))
+    ordered = [placed for one in slices if (placed := order_devices(one, in_slice)) is not None]
+    return np.concatenate(ordered, axis) if len(ordered) == len(slices) else None
+
+
+def slices_of(devices: Sequence[Any]) -> list[list[Any]]:
+    """Returns the devices of each slice. Devices of topologies and of single slices may have no slice index."""
+    by_slice: dict[int, list[Any]] = {}
+    for device in devices:
+        by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    return [by_slice[index] for index in sorted(by_slice)]
+
+
 @functools.cache
 def ring_order(grid: DeviceGrid, shape: Sizes) -> np.ndarray:
     """Returns the coordinates of the device at each position of a mesh, int [*shape, dimensions].
@@ -118,6 +146,19 @@ def ring_order(grid: DeviceGrid, shape: Sizes) -> np.ndarray:
             best = cost, order
     assert best is not None  # the factorization that fills one dimension after the other always exists
     return best[1]
+
+
+def _axis_across_slices(shape: Sizes, names: Sequence[str], slices: int) -> int:
+    """Returns the first axis, the last one excepted, whose devices can be divided among the slices."""
+    if slices == 1:
+        return 0
+    for axis, size in enumerate(shape[:-1]):
+        if size % slices == 0:
+            return axis
+    raise ValueError(
+        f"rings are kept within a slice, so an axis before {names[-1]!r} must be divisible by the {slices} slices: got "
+        f"{dict(zip(names, shape, strict=True))}; add an axis of {slices}, such as 'data', in front"
+    )
 
 
 def _coordinates(device: Any) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from flaxasync import hardware
-from flaxasync.device_order import DeviceGrid, order_devices
+from flaxasync.device_order import DeviceGrid, order_slices, slices_of
 
 
 class UnsupportedError(NotImplementedError):
@@ -69,13 +69,10 @@ def make_mesh(
             f"{len(found)} devices"
         )
     found = found[:size]
-    slices = _slices(found)
-    axis = _axis_across_slices(shape, names, len(slices))
-    in_slice = tuple(n // len(slices) if i == axis else n for i, n in enumerate(shape))
-    ordered = [placed for one in slices if (placed := order_devices(one, in_slice)) is not None]
-    if len(ordered) < len(slices):
+    ordered = order_slices(found, shape, names)
+    if ordered is None:
         return jax.make_mesh(shape, names, types, devices=found)
-    return Mesh(np.concatenate(ordered, axis), names, axis_types=types)
+    return Mesh(ordered, names, axis_types=types)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +112,12 @@ def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
 
     `print(*fa.mesh_report(mesh), sep="\\n")` prints one line for each axis.
     """
-    slices = _slices(list(mesh.devices.flat))
+    slices = slices_of(list(mesh.devices.flat))
     grid = DeviceGrid.of(slices[0])
     reports = []
     for axis, name in enumerate(mesh.axis_names):
         lines = np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.devices.shape[axis])
-        across = any(len(_slices(list(line))) > 1 for line in lines)
+        across = any(len(slices_of(list(line))) > 1 for line in lines)
         hops: tuple[int, ...] = ()
         if grid is not None and not across:
             order = np.array([[grid.position(device) for device in line] for line in lines])
@@ -129,27 +126,6 @@ def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
             )
         reports.append(AxisReport(name, hops, across))
     return tuple(reports)
-
-
-def _slices(devices: list[Any]) -> list[list[Any]]:
-    """Returns the devices of each slice. Devices of topologies and of single slices may have no slice index."""
-    by_slice: dict[int, list[Any]] = {}
-    for device in devices:
-        by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
-    return [by_slice[index] for index in sorted(by_slice)]
-
-
-def _axis_across_slices(shape: tuple[int, ...], names: tuple[str, ...], slices: int) -> int:
-    """Returns the first axis, the last one excepted, whose devices can be divided among the slices."""
-    if slices == 1:
-        return 0
-    for axis, size in enumerate(shape[:-1]):
-        if size % slices == 0:
-            return axis
-    raise ValueError(
-        f"make_mesh keeps rings within a slice, so an axis before {names[-1]!r} must be divisible by the {slices} "
-        f"slices: got {dict(zip(names, shape, strict=True))}; add an axis of {slices}, such as 'data', in front"
-    )
 
 
 def mesh_axis_size(caller: str, axis_name: str) -> int:

@@ -16,7 +16,6 @@ import sys
 
 from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import Severity
-from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.hlo.files import read_module
 from flaxasync.hardware import CHIPS
 
@@ -77,6 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
         report = audit(module, chip=chosen.chip, expect=expect)
         print(report.to_json() if chosen.json else report)
         if chosen.timeline or chosen.trace or chosen.picture:
+            from flaxasync.check.estimate.estimator import timeline  # here, because the table does without it
+
             t = timeline(module, chosen.chip or report.chip)
             if chosen.timeline:
                 print(f"\n{t}", file=sys.stderr if chosen.json else sys.stdout)

@@ -31,6 +31,31 @@ ENTRY %e (x: f32[65536]) -> f32[65536] {
 }
 """
 
+# A product in float32 whose sum over four devices is rounded by the fusion that follows.
+WIDE_SUM = """HloModule m, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%rounded (p: f32[512,4096]) -> (bf16[512,4096], bf16[512,4096]) {
+  %p = f32[512,4096]{1,0} parameter(0)
+  %c = bf16[512,4096]{1,0} convert(%p)
+  %n = bf16[512,4096]{1,0} negate(%c)
+  ROOT %t = (bf16[512,4096]{1,0}, bf16[512,4096]{1,0}) tuple(%c, %n)
+}
+
+ENTRY %e {
+  %x = bf16[2048,1024]{1,0} parameter(0)
+  %w = bf16[1024,4096]{1,0} parameter(1)
+  %y = f32[2048,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %r = f32[512,4096]{1,0} reduce-scatter(%y), dimensions={0}, replica_groups=[1,4]<=[4], to_apply=%add
+  ROOT %f = (bf16[512,4096]{1,0}, bf16[512,4096]{1,0}) fusion(%r), kind=kLoop, calls=%rounded
+}
+"""
+
 # A kernel pair that sends one buffer, with work between its start and its done.
 KERNELS = proposal.module(
     "%z = f32[4096]{0:T(1024)} negate(%operand0)",

@@ -35,6 +35,8 @@ class Decoder:
 
     Attributes:
       save_attention: Whether the backward pass takes the output of attention from memory and does not compute it again.
+      float32_sums: Whether the products of the projections back to the model width are asked for in float32, and are
+        rounded to bfloat16 after the sum over the devices.
     """
 
     layers: int = 4
@@ -47,6 +49,7 @@ class Decoder:
     batch: int = 16
     length: int = 2048
     save_attention: bool = False
+    float32_sums: bool = False
 
     def parameter_shapes(self) -> dict[str, tuple[tuple[int, ...], P]]:
         """Returns the shape and the sharding of each parameter. Those of the layers are stacked."""
@@ -126,7 +129,7 @@ def attention(decoder: Decoder, weights: Parameters, x_BLD: jax.Array) -> jax.Ar
     v_BLKA = heads("value", decoder.kv_heads)
     o_BLHA = jax.nn.dot_product_attention(q_BLHA, k_BLKA, v_BLKA, is_causal=True)
     o_BLF = lax.with_sharding_constraint(o_BLHA.reshape(B, L, -1), P("fsdp", None, "tensor"))
-    return jnp.einsum("blf,fd->bld", o_BLF, weights["out"].astype(jnp.bfloat16))
+    return project(decoder, o_BLF, weights["out"])
 
 
 def mlp(decoder: Decoder, weights: Parameters, x_BLD: jax.Array) -> jax.Array:
@@ -134,7 +137,14 @@ def mlp(decoder: Decoder, weights: Parameters, x_BLD: jax.Array) -> jax.Array:
     gate_BLF = jnp.einsum("bld,df->blf", x_BLD, weights["gate"].astype(jnp.bfloat16))
     up_BLF = jnp.einsum("bld,df->blf", x_BLD, weights["up"].astype(jnp.bfloat16))
     hidden_BLF = lax.with_sharding_constraint(jax.nn.silu(gate_BLF) * up_BLF, P("fsdp", None, "tensor"))
-    return jnp.einsum("blf,fd->bld", hidden_BLF, weights["down"].astype(jnp.bfloat16))
+    return project(decoder, hidden_BLF, weights["down"])
+
+
+def project(decoder: Decoder, x_BLF: jax.Array, kernel_FD: jax.Array) -> jax.Array:
+    """Returns the product that goes back to the model width. Its sum over F is a sum over the "tensor" devices."""
+    dtype = jnp.float32 if decoder.float32_sums else jnp.bfloat16
+    y_BLD = jnp.einsum("blf,fd->bld", x_BLF, kernel_FD.astype(jnp.bfloat16), preferred_element_type=dtype)
+    return lax.with_sharding_constraint(y_BLD, RESIDUAL).astype(jnp.bfloat16)
 
 
 def normalise(x_BLD: jax.Array, scale_D: jax.Array) -> jax.Array:

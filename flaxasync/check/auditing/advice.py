@@ -76,7 +76,7 @@ def independent_work(
 ) -> list[tuple[float, Instruction]]:
     """Returns the work of a computation that `starts` do not need and that does not need `ends`, the longest first.
 
-    Each is (seconds, instruction). Collectives and what takes less than a microsecond do not count.
+    Each is (seconds, instruction). Collectives, loops, branches and what takes less than a microsecond do not count.
     """
     needed = {i.name for i in _closure(computation, starts, forward=False)}
     dependent = {i.name for i in _closure(computation, ends, forward=True)}
@@ -84,8 +84,8 @@ def independent_work(
         (seconds, i)
         for i in computation.instructions
         if i.name not in needed and i.name not in dependent and i.opcode not in COLLECTIVES
-        if costs.explained(computation, i)[1] not in ("links", "body", "nothing")
-        and (seconds := costs.seconds(computation, i)) >= 1e-6
+        if i.opcode == "call" or costs.explained(computation, i)[1] not in ("links", "body", "nothing")
+        if (seconds := costs.seconds(computation, i)) >= 1e-6
     ]
     return sorted(found, key=lambda item: -item[0])
 

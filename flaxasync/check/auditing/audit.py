@@ -11,10 +11,18 @@ from typing import Any
 
 from flaxasync.check.auditing.findings import CODES, Finding, finding
 from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
-from flaxasync.check.auditing.overlap import loop_copies, overlap_findings, pair_of, synchronous_collectives
+from flaxasync.check.auditing.overlap import (
+    collectives_that_hold_the_chip,
+    loop_copies,
+    overlap_findings,
+    pair_of,
+    synchronous_collectives,
+)
 from flaxasync.check.auditing.pairing_rules import check_async_rules
 from flaxasync.check.auditing.report import Audit
+from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.estimate.limits import limits
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
 from flaxasync.check.hlo.from_compiled import chip_of, module_of
 from flaxasync.check.hlo.module import HloModule
@@ -64,11 +72,14 @@ def audit(
     else:
         message = f"{module.name or 'the text'} is not scheduled"
         found.append(finding("not-scheduled", message, module.entry.name, ""))
-    found += synchronous_collectives(module, costs, runs)
+    holding = collectives_that_hold_the_chip(module, runs)
+    found += synchronous_collectives(module, costs, holding)
     copied_in_flight = {(f.computation, f.instruction) for f in found if f.code == "in-flight-copied"}
     found += loop_copies(module, runs, known=copied_in_flight)
     counts = [runs.get(f.computation, 1) for f in found]
     found = [dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)]
+    if module.is_scheduled:
+        found += wide_transfers(module, costs, operations, holding, runs)
     found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
     return Audit(module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None))
 
@@ -83,7 +94,7 @@ def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str
         for i in computation.instructions
     ):
         notes.append("the text has no cycle estimates (it is no TPU program): work is timed by its bytes only")
-    return tuple(notes)
+    return (*notes, *limits(module, costs.chip.name))
 
 
 def _unfinished_kernels(module: HloModule, operations: list[AsyncOperation]) -> list[Finding]:

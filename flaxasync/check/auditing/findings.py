@@ -83,6 +83,11 @@ CODES = {
         _WARNING, "a loop copies a buffer that it carries, on every iteration",
         "unroll the loop by two, so that the carried buffers can swap places",
     ),
+    "wide-transfer": Code(
+        _WARNING, "a transfer carries a wider type than the program keeps of what arrives",
+        "round before the transfer: preferred_element_type=jnp.bfloat16 in the einsum whose product is summed over the "
+        "devices, or .astype before the sharding constraint; a sum over devices is then rounded in each step",
+    ),
     "not-scheduled": Code(
         _WARNING, "the module is not scheduled: the text has no order, so windows and stalls cannot be told",
         "audit the compiled program (jitted.lower(...).compile(), or compile_for), not the lowered one",
@@ -168,7 +173,8 @@ def finding(
     severity: Severity | None = None,
     advice: str = "",
     gain: float = 0.0,
+    count: int = 1,
 ) -> Finding:
-    """Makes a finding, whose severity is that of its code unless another one is given. `gain` is that of one run."""
+    """Makes a finding, whose severity is that of its code unless another one is given."""
     chosen = CODES[code].severity if severity is None else severity
-    return Finding(code, message, computation, instruction, source, chosen, advice=advice, gain=gain)
+    return Finding(code, message, computation, instruction, source, chosen, count, advice, gain)

@@ -15,6 +15,7 @@ from flaxasync.check.hlo.value_flow import Span
 
 LARGE = 1 << 20  # bytes; a smaller collective is limited by its latency, so it is reported as information only
 COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported
+_SYNCHRONOUS = frozenset(COLLECTIVES) - {"send", "recv"}
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
 
@@ -78,32 +79,46 @@ def overlap_findings(module: HloModule, costs: Costs, op: AsyncOperation, pair: 
     return []
 
 
-def synchronous_collectives(module: HloModule, costs: Costs, runs: Iterable[str]) -> list[Finding]:
-    """Returns a finding for each collective that holds the chip, alone or within a fusion.
+def collectives_that_hold_the_chip(
+    module: HloModule, runs: Iterable[str]
+) -> list[tuple[Computation, Instruction, Instruction]]:
+    """Returns each collective without a start and a done, as (computation, instruction, collective).
 
-    Args:
-      module: The program.
-      costs: The times of its instructions.
-      runs: The computations that run.
+    The instruction is the collective itself, or the fusion that contains it.
     """
     found = []
     for name in runs:
         computation = module.computations[name]
         for i in computation.instructions:
             collective = collective_in_fusion(module, i) if i.opcode == "fusion" else i
-            if collective is None or collective.opcode not in COLLECTIVES or collective.opcode in ("send", "recv"):
-                continue
-            seconds = costs.seconds(computation, i)
-            moved = max([i.shape.bytes] + [m.shape.bytes for o in i.operands if (m := computation.by_name.get(o))])
-            message = f"{i.name} ({collective.opcode}, {size_text(moved)}) holds the chip for {time_text(seconds)}"
-            severity = None if moved >= LARGE else Severity.INFO
-            advice = advise(module, costs, computation, i, collective)
-            found.append(
-                finding(
-                    "synchronous-collective", message, name, i.name, source=module.source(i), severity=severity,
-                    advice=advice.text, gain=advice.gain,
-                )
-            )  # fmt: skip
+            if collective is not None and collective.opcode in _SYNCHRONOUS:
+                found.append((computation, i, collective))
+    return found
+
+
+def synchronous_collectives(
+    module: HloModule, costs: Costs, holding: Iterable[tuple[Computation, Instruction, Instruction]]
+) -> list[Finding]:
+    """Returns a finding for each collective that holds the chip, alone or within a fusion.
+
+    Args:
+      module: The program.
+      costs: The times of its instructions.
+      holding: What `collectives_that_hold_the_chip` returned.
+    """
+    found = []
+    for computation, i, collective in holding:
+        seconds = costs.seconds(computation, i)
+        moved = max([i.shape.bytes] + [m.shape.bytes for o in i.operands if (m := computation.by_name.get(o))])
+        message = f"{i.name} ({collective.opcode}, {size_text(moved)}) holds the chip for {time_text(seconds)}"
+        severity = None if moved >= LARGE else Severity.INFO
+        advice = advise(module, costs, computation, i, collective)
+        found.append(
+            finding(
+                "synchronous-collective", message, computation.name, i.name, source=module.source(i), severity=severity,
+                advice=advice.text, gain=advice.gain,
+            )
+        )  # fmt: skip
     return found
 
 

@@ -6,7 +6,7 @@ when they read its text.
 """
 
 from flaxasync.check.auditing.findings import Finding, finding
-from flaxasync.check.hlo.async_operations import FIRST_CLASS, spelling_of_start, step_of_opcode
+from flaxasync.check.hlo.async_operations import FIRST_CLASS, spelling_of_opcode, step_of_opcode
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import Shape
 
@@ -19,8 +19,7 @@ def check_async_rules(module: HloModule) -> tuple[Finding, ...]:
     found: list[Finding] = []
     for computation in module.computations.values():
         for instruction in computation.instructions:
-            spelling = spelling_of_start(module, instruction)
-            if spelling in ("generic", "sugar", "first-class"):
+            if spelling := spelling_of_opcode(instruction.opcode):
                 found += _check_start(module, computation, instruction, spelling)
             elif step_of_opcode(instruction.opcode):
                 found += _check_step(module, computation, instruction)

@@ -45,7 +45,7 @@ def compile_for(
     """Compiles a function for a TPU topology in a child process, without a TPU.
 
     Args:
-      topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...
+      topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...; "v5e:2x4*2" for two slices.
       fn: A jitted function, or a function of global arrays.
       *args: Arrays or jax.ShapeDtypeStruct, or pytrees of them. Shardings on a `topology_mesh` are taken as they are.
         Shardings on another mesh of the same size (8 CPU devices, for example) are moved to a mesh of the topology

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from flaxasync.check.compile.process import ENVIRONMENT, busy_message
-from flaxasync.device_order import order_devices
+from flaxasync.device_order import order_slices
 
 # The topologies that libtpu 0.0.51 describes. The sizes count chips and not cores: a tpu7x chip is two devices.
 TOPOLOGIES = {
@@ -23,7 +23,7 @@ TOPOLOGIES = {
 }
 MAX_CHIPS = 9216  # a larger topology is refused before libtpu is asked for it
 
-_NAME = re.compile(r"([a-z0-9]+):([1-9]\d{0,3})x([1-9]\d{0,3})(?:x([1-9]\d{0,3}))?")
+_NAME = re.compile(r"([a-z0-9]+):([1-9]\d{0,3})x([1-9]\d{0,3})(?:x([1-9]\d{0,3}))?(\*[1-9]\d{0,3})?")
 
 
 def topology_mesh(
@@ -32,13 +32,15 @@ def topology_mesh(
     """Returns the mesh that `flaxasync.make_mesh` makes over the devices of a topology, with Auto axes by default.
 
     Args:
-      topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...
+      topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...; with "*2" for two slices, "v5e:2x4*2". An axis
+        before the last one is divided among the slices.
       axis_shapes: The number of devices on each mesh axis. They must multiply to the devices of the topology.
       axis_names: One name for each axis.
       axis_types: As for jax.sharding.Mesh; Auto by default.
 
     Raises:
-      ValueError: The topology is unknown, or the axes do not multiply to its devices.
+      ValueError: The topology is unknown, or the axes do not multiply to its devices or cannot be divided among its
+        slices.
       ImportError: libtpu is not installed.
     """
     devices = topology_devices(topology)
@@ -50,8 +52,8 @@ def topology_mesh(
             f"axis_shapes must multiply to the {len(devices)} devices of {topology}: got {shape}, which is "
             f"{np.prod(shape)}; change the mesh, or choose a topology of that size"
         )
-    ordered = order_devices(devices, shape)
-    assert ordered is not None  # the devices of a topology fill its grid
+    ordered = order_slices(devices, shape, names)
+    assert ordered is not None  # the devices of each slice fill its grid
     return Mesh(ordered, names, axis_types=axis_types)
 
 
@@ -71,14 +73,17 @@ def topology_devices(topology: str) -> list:
     match = _NAME.fullmatch(topology) if isinstance(topology, str) else None
     known = "; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in TOPOLOGIES.items())
     wanted = f"topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}; there are {known}"
-    if not match or match[1] not in TOPOLOGIES or np.prod([int(n) for n in match.groups()[1:] if n]) > MAX_CHIPS:
+    sizes = [int(n.lstrip("*")) for n in match.groups()[1:] if n] if match else []
+    if not match or match[1] not in TOPOLOGIES or np.prod(sizes) > MAX_CHIPS:
         raise ValueError(wanted)
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError("compiling for a TPU needs libtpu, no TPU: install flaxasync with its 'tpu' or 'dev' extra")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        return topologies.get_topology_desc(topology, platform="tpu").devices
+        name, _, slices = topology.partition("*")
+        several = {"num_slices": int(slices)} if slices else {}
+        return topologies.get_topology_desc(name, platform="tpu", **several).devices
     except jax.errors.JaxRuntimeError as error:
         if "lock" in str(error) or "in use" in str(error):
             raise RuntimeError(busy_message(error)) from error

@@ -49,7 +49,9 @@ def compile_request(request: dict) -> dict:
     from jax.experimental import topologies
     from jaxlib.mlir import ir
 
-    described: list[Any] = list(topologies.get_topology_desc(request["topology"], platform="tpu").devices)
+    name, _, slices = request["topology"].partition("*")
+    several = {"num_slices": int(slices)} if slices else {}
+    described: list[Any] = list(topologies.get_topology_desc(name, platform="tpu", **several).devices)
     devices = {device.id: device for device in described}
     chosen = tuple(devices[i] for i in request["device_ids"])
     with mlir.make_ir_context():

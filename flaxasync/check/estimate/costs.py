@@ -52,6 +52,7 @@ class Costs:
       kernels: Seconds of Pallas kernels, by the name of the instruction, with or without its number.
       copies: "cycles" or "bytes": what the time of a copy is taken from.
       known: A cache of what `explained` returned, by computation and instruction.
+      known_trips: A cache of what `trips` returned, by the names of the loop and of its body.
     """
 
     module: HloModule
@@ -59,6 +60,7 @@ class Costs:
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     copies: str = "cycles"
     known: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
+    known_trips: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
         """Returns the time that the core spends on an instruction. A start and a done take none."""
@@ -81,8 +83,11 @@ class Costs:
 
     def trips(self, loop: Instruction) -> int:
         """Returns the trip count of a loop; 1 if the text does not determine it."""
-        count = trip_count(self.module, loop)
-        return 1 if count is None else count
+        key = f"{loop.name}/{loop.loop_body}"
+        if key not in self.known_trips:
+            count = trip_count(self.module, loop)
+            self.known_trips[key] = 1 if count is None else count
+        return self.known_trips[key]
 
     def executions(self) -> dict[str, int]:
         """Returns how often each computation of the control flow runs: the entry, loop bodies, branches and calls."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.estimate.limits import limits
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
 from flaxasync.check.hlo.from_compiled import chip_of, module_of
@@ -96,7 +97,7 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
         notes.append(
             f"Pallas kernels without a cost estimate count as their bytes: {named}; give kernels={{name: seconds}}"
         )
-    return tuple(notes)
+    return (*notes, *limits(module, lockstep.costs.chip.name))
 
 
 def _basis(chip: Chip, copies: str) -> str:

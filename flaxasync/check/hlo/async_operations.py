@@ -106,11 +106,11 @@ def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
     marks = (_FUSED_START, _FUSED_DONE)
     if opcode == "custom-call" and instruction.custom_call_target not in marks and _new_semaphores(instruction):
         return "kernel"
-    return _spelling_of_opcode(opcode)
+    return spelling_of_opcode(opcode)
 
 
 @functools.lru_cache(maxsize=1024)  # a program has few opcodes
-def _spelling_of_opcode(opcode: str) -> str:
+def spelling_of_opcode(opcode: str) -> str:
     """Returns the spelling of an opcode that is a start in every instruction; "" for any other opcode."""
     if opcode == "async-start":
         return "generic"

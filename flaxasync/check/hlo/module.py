@@ -68,7 +68,8 @@ class Instruction:
 
     @property
     def control_predecessors(self) -> tuple[str, ...]:
-        return tuple(_REFERENCE.findall(self.attributes.get("control-predecessors", "")))
+        text = self.attributes.get("control-predecessors")
+        return tuple(_REFERENCE.findall(text)) if text else ()
 
     @property
     def backend_config(self) -> dict:
@@ -78,9 +79,9 @@ class Instruction:
     @property
     def called_computations(self) -> tuple[str, ...]:
         """The names of the computations that this instruction calls: of a loop the body, then the condition."""
-        if _CALLS.isdisjoint(self.attributes):
+        keys = [key for key in self.attributes if key in _CALLS]
+        if not keys:
             return ()
-        keys = _CALLS.intersection(self.attributes)
         names: list[str] = []
         for key in keys if len(keys) == 1 else sorted(keys, key=_CALL_ORDER.index):
             value = self.attributes[key]
@@ -205,7 +206,8 @@ class HloModule:
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
-                for name in dict.fromkeys(instruction.called_computations):
+                called = instruction.called_computations
+                for name in dict.fromkeys(called) if len(called) > 1 else called:
                     callers.setdefault(name, []).append((computation, instruction))
         return callers
 

@@ -235,7 +235,8 @@ class _Reader(Cursor):
             operands = self.operands(inside)
         attributes = self.attributes_of_line()
         instruction = Instruction(name, shape, opcode, operands, attributes, is_root, literal, line)
-        check_participants(instruction)
+        if "replica_groups" in attributes or "source_target_pairs" in attributes:
+            check_participants(instruction)
         return instruction
 
     def operands(self, text: str) -> tuple[str, ...]:
@@ -243,14 +244,14 @@ class _Reader(Cursor):
 
         The shapes repeat what the definitions say, so they are dropped.
         """
+        names: list[str] = _OPERAND.findall(text)
+        if text.count(",") + 1 == len(names) and "(" not in text and "/*" not in text:
+            return tuple(names)
         at = self.at - 1 - len(text)
         if "/*" in text:
             text = _COMMENT.sub("", text)
         if not text.strip():
             return ()
-        names: list[str] = _OPERAND.findall(text)
-        if text.count(",") + 1 == len(names) and "(" not in text:
-            return tuple(names)
         names = []
         for operand in split_at_commas(text):
             match = _BARE_OPERAND.search(operand)

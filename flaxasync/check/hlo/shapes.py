@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 # The memory space that a TPU layout names as S(n). A layout without S(n) means HBM.
-HBM, VMEM, SEMAPHORE, SMEM = 0, 1, 2, 4
+HBM, VMEM, SEMAPHORE, SMEM, HOST = 0, 1, 2, 4, 5
 
 # Bits per element of the types whose name does not contain their size.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}

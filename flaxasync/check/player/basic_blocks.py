@@ -24,6 +24,10 @@ from flaxasync.check.player.errors import UnknownOperationError
 
 _EXTERNAL_UNITS = ("dma", "vwait", "vsyncadd", "vsyncset", "vsyncpa", "vsyncmov", "shalt", "inlined_call")
 _SPARSE_CORE = "sparse_core"
+_OFF_THE_SPARSE_CORE = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "false"
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -199,7 +203,7 @@ class Code:
     def _unknown(self, operation: Operation, index: int, error: Exception) -> str:
         if _SPARSE_CORE in operation.name:
             what = f"{operation.name} drives a SparseCore, which the player does not model"
-            remedy = "compile with collectives kept off the SparseCore"
+            remedy = f"to keep collectives off it, compile with compiler_options={_OFF_THE_SPARSE_CORE}"
         else:
             what = f"{error} is unknown to the player ({operation.name}, {self.chip.name})"
             remedy = (

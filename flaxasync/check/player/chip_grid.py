@@ -64,6 +64,8 @@ def chip_grid(name: str) -> ChipGrid:
       PlayerError: The text is not such a name.
     """
     match = _NAME.fullmatch(name)
+    if not match and "*" in name:
+        raise PlayerError(f"the player simulates one slice: got {name!r}; compile for {name.partition('*')[0]!r}")
     if not match:
         raise PlayerError(f"topology must be a chip and its grid, like 'v5e:2x4' or 'v5p:2x2x2': got {name!r}")
     shape = tuple(int(n or 1) for n in match.groups()[1:])

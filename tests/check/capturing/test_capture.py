@@ -63,6 +63,16 @@ def test_every_module_of_a_training_script(compilations, tmp_path):
     assert "no transfer is exposed" in str(view)
 
 
+@pytest.mark.slow
+def test_the_overhead_is_below_two_percent_of_the_compile_time(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from check_dump import overhead
+
+    with jax.numpy_dtype_promotion("standard"):
+        compiling, capturing = overhead(rounds=3)
+    assert 0 < capturing < 0.02 * compiling
+
+
 def test_nothing_is_recorded_outside_of_the_block():
     from jax._src import compiler
 

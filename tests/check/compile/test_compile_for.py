@@ -7,7 +7,7 @@ from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import CHIPS, HbmError, compile_for, parse, topology_mesh
+from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh
 from flaxasync.check.compile.hbm_error import hbm_error
 from flaxasync.check.hlo.host_callbacks import callback_name, is_host_callback
 from tests.check.compile.matmul_program import matmul
@@ -26,6 +26,21 @@ def test_it_is_the_program_that_jax_compiles(mesh):
     assert program.memory_analysis().temp_size_in_bytes == here.memory_analysis().temp_size_in_bytes
     assert program.cost_analysis()["flops"] == here.cost_analysis()["flops"]
     assert (program.chip, program.topology) == ("v5e", "v5e:2x2")
+
+
+def test_several_slices():
+    """The sum over "data" leaves its slice as a send of the partial sum of one device; the other stays within it."""
+    mesh = topology_mesh("v5e:2x2*2", (2, 4), ("data", "model"))
+    x = jax.ShapeDtypeStruct((8192, 512), jnp.float32, sharding=NamedSharding(mesh, P("data", "model")))
+    total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P("model")))
+    program = compile_for("v5e:2x2*2", total, x)
+    assert (program.chip, program.topology) == ("v5e", "v5e:2x2*2")
+    assert len(program.coords) == 8
+    (sent,) = (i for i in parse(program.text).entry.instructions if i.opcode == "send")
+    assert "xla_megascale" in sent.attributes["frontend_attributes"]
+    (pair,) = (p for p in audit(program).pairs if p.kind == "send")
+    assert pair.bytes == 512 // 4 * 4
+    assert "between slices" in " ".join(audit(program).notes)
 
 
 def test_bytes_by_kind(mesh):

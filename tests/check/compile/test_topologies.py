@@ -44,7 +44,34 @@ def test_the_size_of_a_topology():
         topology_size("v5e:5")
 
 
-@pytest.mark.parametrize("name", ["v9:2x2", "v5e", "v5e:axb", "v5e:0x2", "v5e:3x3", "v5e:9999x9999", "", 5])
+def test_several_slices():
+    """The first axis that can be divided among the slices goes across them, and the rings of the last one do not."""
+    assert topology_size("v5e:2x2*2") == 8
+    mesh = topology_mesh("v5e:2x2*2", (1, 2, 4), ("stage", "data", "model"))
+    assert [{d.slice_index for d in row} for row in mesh.devices.reshape(2, 4)] == [{0}, {1}]
+    for row in mesh.devices.reshape(2, 4):
+        assert hops([device.coords for device in row]) == {1}
+    with pytest.raises(ValueError, match=r"must be divisible by the 2 slices: got \{'model': 8\}"):
+        topology_mesh("v5e:2x2*2", (8,), ("model",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "v5e:2x2*0",
+        "v5e:2x2*",
+        "v5e:2x2*-1",
+        "v5e:16x16*99",
+        "v9:2x2",
+        "v5e",
+        "v5e:axb",
+        "v5e:0x2",
+        "v5e:3x3",
+        "v5e:9999x9999",
+        "",
+        5,
+    ],
+)
 def test_an_unknown_topology_lists_those_that_exist(name):
     with pytest.raises(ValueError, match=r"v5e: 1x1, 2x2, 2x4.*tpu7x: 1x1x1"):
         topology_mesh(name, (2, 2), ("x", "y"))

@@ -31,6 +31,11 @@ def test_meshes_that_do_not_fit(name, devices, coords, message):
         coords_of_partitions(chip_grid(name), devices, coords)
 
 
+def test_several_slices_are_refused():
+    with pytest.raises(PlayerError, match=r"simulates one slice: got 'v5e:2x4\*2'; compile for 'v5e:2x4'"):
+        chip_grid("v5e:2x4*2")
+
+
 @pytest.mark.parametrize("name", ["v5e", "v5e:4", "", "v5e:2x"])
 def test_what_is_not_a_topology(name):
     with pytest.raises(PlayerError, match="topology must be"):
