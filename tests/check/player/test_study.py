@@ -69,8 +69,8 @@ def test_the_published_times_of_the_fused_kernel(fused):
     assert importlib.metadata.version("libtpu") in result.basis
 
 
-# VmHWM is the most memory that this program had resident. `ru_maxrss` would be wrong: the kernel carries it over from the
-# process that started this one, here a test process that may have used more.
+# VmHWM is the most memory that this program had resident. `ru_maxrss` would be wrong: the kernel carries it over from
+# the process that started this one, here a test process that may have used more.
 ALONE = """
 import sys
 from flaxasync.check.player.__main__ import main
