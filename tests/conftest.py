@@ -31,8 +31,8 @@ hypothesis.settings.load_profile("flaxasync")
 
 
 def pytest_collection_modifyitems(items):
-    """Runs tests/train first, because its processes wait for each other and should not be the last to run."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
+    """Runs the folders with the longest tests first: a long test at the end would leave the other worker idle."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/train/", "tests/verify/")))
 
 
 def pytest_collection_finish():
