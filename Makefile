@@ -46,7 +46,7 @@ train-2: .venv/.train  ## the same with two processes of four devices each
 	$(CPU) $(BIN)/python train/local_processes.py 2 configs/tiny.py --mesh.cpu_devices 4 $(ARGS)
 
 PYTEST := $(CPU) $(BIN)/python -m pytest
-EVERYTHING := -n 2 --dist loadfile --no-loadscope-reorder tests
+EVERYTHING := -n 2 --dist worksteal tests
 
 test: .venv/.dev  ## run the tests that every change needs; ARGS='tests/test_ring.py -k both' selects some of them
 	$(PYTEST) $(or $(ARGS),$(EVERYTHING))

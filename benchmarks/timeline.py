@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import Timeline, audit, compile_for, save_picture, timeline, topology_mesh
+from flaxasync.check import HLO_ONLY, Timeline, audit, compile_for, save_picture, timeline, topology_mesh
 
 BATCH, SEQUENCE, MODEL, HIDDEN, RING = 8, 2048, 8192, 28672, 8
 BEGIN, END = "<!-- timeline table -->", "<!-- end of timeline table -->"
@@ -155,7 +155,7 @@ def run(name: str) -> Row:
     """Compiles one variant and estimates its time."""
     make, topology, options = VARIANTS[name]
     fn, arrays = make()
-    program = compile_for(topology, fn, *arrays, compiler_options=options)
+    program = compile_for(topology, fn, *arrays, compiler_options={**HLO_ONLY, **options})
     pairs = [p for p in audit(program).pairs if p.communicates]
     best, by_bytes = timeline(program), timeline(program, copies="bytes")
     overlapped = sum(p.overlapped for p in pairs)

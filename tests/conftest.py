@@ -1,6 +1,7 @@
 """The settings of every test process: eight CPU devices, libtpu as a compiler without a TPU, and a watchdog."""
 
 import faulthandler
+import gc
 import os
 
 # These variables must be set before jax is imported. Tests that compile for a TPU topology need the TPU_* variables,
@@ -30,8 +31,17 @@ hypothesis.settings.load_profile("flaxasync")
 
 
 def pytest_collection_modifyitems(items):
-    """Runs long files first, so that both workers end together."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
+    """Runs the folders with the longest tests first: a long test at the end would leave the other worker idle."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/train/", "tests/verify/")))
+
+
+def pytest_collection_finish():
+    """Collects garbage less often, because tracing makes many objects, and few of them are in cycles.
+
+    The objects that exist now, mostly imported modules, are left out of all later collections.
+    """
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)

@@ -247,7 +247,7 @@ def _compile_best(config: Config, topology: str, ranked: list[Prediction], trust
 
 def _policies(config: Config) -> tuple[Remat, ...]:
     """Returns the policies of rematerialization that a run can take."""
-    return ("layer",) if config.model.fsdp_overlap == "prefetch" else get_args(Remat.__value__)
+    return ("layer",) if config.model.fsdp_overlap != "xla" else get_args(Remat.__value__)
 
 
 def _fastest_policy(config: Config, chip: Chip, shape: Mapping[str, int], remats: Sequence[Remat]) -> Prediction:

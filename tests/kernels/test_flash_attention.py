@@ -57,7 +57,8 @@ def blocks(form, *, kernel):
     [
         pytest.param({"causal": True, "window": None, "segments": False, "q_rows": 256}, marks=pytest.mark.slow),
         {"causal": True, "window": 100, "segments": True, "q_rows": 128},
-        {"causal": True, "window": None, "segments": False, "q_rows": 256, "square": 256},
+        pytest.param({"causal": True, "window": None, "segments": False, "q_rows": 256, "square": 256},
+                     marks=pytest.mark.slow),
         pytest.param({"causal": True, "window": None, "segments": True, "q_rows": 256, "square": 256},
                      marks=pytest.mark.slow),
         pytest.param({"causal": True, "window": None, "segments": False, "q_rows": 256, "square": 128},

@@ -47,7 +47,8 @@ def close(got, want, tolerance=1e-5):
 @pytest.mark.parametrize(("size", "options"), [
     pytest.param(2, {"directions": 1}, marks=pytest.mark.slow),  # the neighbour is one and the same; see partial tiles
     (3, {"directions": 2, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"}),
-    (4, {"directions": 2, "batch": 4, "m": 8, "n": 384, "tiles": None}),  # all of the contraction at once
+    # All of the contraction at once.
+    pytest.param(4, {"directions": 2, "batch": 4, "m": 8, "n": 384, "tiles": None}, marks=pytest.mark.slow),
     pytest.param(4, {"m": 64, "ks": (384,), "transposed": True, "mode": "eager"}, marks=pytest.mark.slow),
     (2, {"directions": 2, "m": 8, "n": 128, "mode": "eager"}),  # one tile: nothing can be fetched ahead of its sum
 ])  # fmt: skip

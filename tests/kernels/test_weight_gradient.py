@@ -43,7 +43,7 @@ def close(got, want, tolerance=1e-5):
 @pytest.mark.parametrize(("size", "options"), [
     pytest.param(2, {"directions": 1, "k": 384, "mode": "eager"}, marks=pytest.mark.slow),
     (3, {"directions": 2, "batch": 4, "m": 64, "ns": (256, 128)}),
-    (4, {"directions": 2, "m": 256, "mode": "eager"}),
+    pytest.param(4, {"directions": 2, "m": 256, "mode": "eager"}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_values(size, options):
     close(*run(size, **options))

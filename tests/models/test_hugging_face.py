@@ -76,7 +76,7 @@ def assert_equal(got, want):
 @pytest.mark.parametrize(
     ("name", "dtype", "shard_bytes"),
     [
-        ("llama", "float32", 10**9),
+        pytest.param("llama", "float32", 10**9, marks=pytest.mark.slow),
         ("gemma2", "bfloat16", 1000),
         *(pytest.param(name, "float32", 1000, marks=pytest.mark.slow) for name in FAMILIES),
         *(pytest.param(name, "bfloat16", 10**9, marks=pytest.mark.slow) for name in FAMILIES),

@@ -61,7 +61,10 @@ def pair(heads, kv_heads, *, head_dim=4, causal=True, rope_theta=100.0, use_bias
     return make, plain
 
 
-@pytest.mark.parametrize(("size", "groups"), [(1, 2), (2, 1), (3, 2), (5, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("size", "groups"),
+    [(1, 2), (2, 1), (3, 2), *(pytest.param(*ring, marks=pytest.mark.slow) for ring in [(5, 1), (8, 2)])],
+)
 def test_parity_on_every_ring(parity, size, groups):
     make, plain = pair(size * groups, size)
     parity(make, plain, (3, 3 * size, 8), size=size)
@@ -73,7 +76,9 @@ def test_parity_on_a_sub_axis(parity, axis_type, backend):
     parity(make, plain, (2, 8, 8), size=4, data=2, axis_type=axis_type)
 
 
-@pytest.mark.parametrize("form", [{"causal": False, "window": 3}, {"rope_theta": None}])
+@pytest.mark.parametrize(
+    "form", [{"causal": False, "window": 3}, pytest.param({"rope_theta": None}, marks=pytest.mark.slow)]
+)
 def test_parity_of_other_forms(parity, form):
     make, plain = pair(4, 4, **form)
     parity(make, plain, (2, 8, 8), size=4)

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 X = np.random.default_rng(0).standard_normal((2, 6, 16)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("axis_type", "prompt"), [(AxisType.Auto, 4), (AxisType.Explicit, 3)])
+@pytest.mark.parametrize(
+    ("axis_type", "prompt"), [pytest.param(AxisType.Auto, 4, marks=pytest.mark.slow), (AxisType.Explicit, 3)]
+)
 def test_rows_are_decoded_as_by_the_plain_layer(axis_type, prompt):
     """A prompt at once and then single rows, where the plain layer takes one row at a time."""
     plain = drawn(lambda: nnx.MultiHeadAttention(4, 16, num_kv_heads=2, decode=True, rngs=nnx.Rngs(0)))

@@ -105,7 +105,8 @@ def data(features, *, rows=8):
 
 
 @pytest.mark.parametrize(("name", "axis_type"), [
-    ("mlp", AxisType.Explicit), ("attention", AxisType.Explicit), ("mlp", AxisType.Auto),
+    ("mlp", AxisType.Explicit), ("attention", AxisType.Explicit),
+    pytest.param("mlp", AxisType.Auto, marks=pytest.mark.slow),
     *(pytest.param(name, AxisType.Explicit, marks=pytest.mark.slow) for name in LAYERS if name not in FAST),
     pytest.param("attention", AxisType.Auto, marks=pytest.mark.slow),
 ])  # fmt: skip

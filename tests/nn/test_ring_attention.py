@@ -74,7 +74,10 @@ def check_ring(layout, axis_type, *, told):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "axis_type"), [("contiguous", AxisType.Explicit), ("zigzag", AxisType.Auto)])
+@pytest.mark.parametrize(
+    ("layout", "axis_type"),
+    [pytest.param("contiguous", AxisType.Explicit, marks=pytest.mark.slow), ("zigzag", AxisType.Auto)],
+)
 def test_ring_alone(layout, axis_type):
     check_ring(layout, axis_type, told=layout)
 

@@ -89,8 +89,10 @@ def test_kernels_on_any_mesh(backend, shape, mode, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 3), (3, 2)])
-@pytest.mark.parametrize("backend", ["fused", "overlapped"])
+@pytest.mark.parametrize(
+    ("backend", "shape"),
+    [*(("overlapped", shape) for shape in [(2, 4), (4, 2), (2, 3), (3, 2)]), ("fused", (2, 4)), ("fused", (3, 2))],
+)
 def test_kernels_on_more_devices(backend, shape):
     options = PARTIAL if backend == "overlapped" else {}
     parity(shape, "eager", backend=backend, **options | {"m": 192, "k": 1536 if 3 in shape else 1024})

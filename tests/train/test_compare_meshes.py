@@ -11,6 +11,7 @@ from benchmarks import scaling
 from configs.llama_8b import llama_8b
 from flaxasync import check
 from flaxasync.hardware import CHIPS
+from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train import compare_meshes as module
 from train.command import parse
 from train.compare_meshes import grids, rank
@@ -242,7 +243,15 @@ def test_the_benchmark_refuses_a_preset_without_a_topology(capsys, monkeypatch):
 
 
 @pytest.mark.slow  # two minutes of processor time
-def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted():
+def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted_and_is_read_as_jaxlib_reads_it(monkeypatch):
+    """It is compiled for v5e, because jaxlib's parser aborts on the SparseCore gathers of programs for v5p."""
+    compile_for, programs = check.compile_for, []
+
+    def keep(*args, **options):
+        programs.append(compile_for(*args, **options))
+        return programs[-1]
+
+    monkeypatch.setattr(check, "compile_for", keep)
     config = llama_8b()
     assert config.data.batch_size == 16
     assert config.data.sequence_length == 4096
@@ -253,3 +262,7 @@ def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted():
     assert row.fits
     assert row.memory == pytest.approx(best.needed, rel=0.15)
     assert row.seconds == pytest.approx(best.seconds, rel=0.15)
+    text = programs[-1].as_text()
+    read = check.parse(text)
+    assert counts_of_jaxlib([text]) == [counts(read)]
+    assert check.parse(check.format_module(read)) == read

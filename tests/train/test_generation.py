@@ -35,6 +35,7 @@ def test_near_temperature_zero_every_token_is_the_most_likely_one(config, traine
         window[:, position] = token
 
 
+@pytest.mark.slow
 def test_a_short_prompt_is_used_completely(config, trainer):
     assert generate(trainer, trainer.init(), np.arange(3), config)[0] == [0, 1, 2]
     assert PROMPT_TOKENS >= 3

@@ -75,6 +75,7 @@ def test_an_import_is_exported_with_equal_tensors(folder, tmp_path, capsys):
     assert "must be a step that is in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_import_can_be_used_from_any_directory_and_moved(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_import(folder, "run") == 0
@@ -101,6 +102,7 @@ def test_text_is_refused_without_the_tokenizer_of_the_import(folder, tmp_path, t
     assert "tokens of the imported checkpoint, and nothing says how" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_parameters_that_validation_uses_are_exported(folder, tmp_path, capsys):
     workdir = tmp_path / "run"
     assert run_import(folder, workdir) == 0

@@ -96,12 +96,11 @@ def kill_at(process: Run, moment: Callable[[], bool]) -> None:
     process.communicate()
 
 
-# A run compiles with all optimizations, which takes longer than the whole test with few of them.
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", ["little", "fully"])
-def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(compiled, start, preset, compile_little, tmp_path):
+def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(start, preset, compile_little, tmp_path):
+    """The program has all optimizations, as that of a real run."""
     one, killed = tmp_path / "one", tmp_path / "killed"
-    little = {"JAX_DISABLE_MOST_OPTIMIZATIONS": {"little": "1", "fully": "0"}[compiled]}
+    little = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
     command = [str(preset()), "--steps", str(STEPS), "--workdir"]
 
     # The first run is started as a user starts it, the others are forked; they must give the same results.

@@ -202,6 +202,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, finished):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_divergence_before_the_first_checkpoint_is_explained(run):
     code, _, err = run("--steps", 60, "--optimizer.learning_rate", 1e30)
     assert code == 3

@@ -17,7 +17,9 @@ def test_step(check_overlap):
 
 
 @pytest.fixture
-def run(capsys):
+def run(capsys, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # looking for other plugins takes longer than the test
+
     def run(folder, *options):
         """Runs pytest in this process, because a process of its own takes seconds to start."""
         status = pytest.main([str(folder), "-q", "-W", "ignore", "-p", pytest_plugin.__name__,

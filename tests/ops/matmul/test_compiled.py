@@ -25,7 +25,7 @@ def compiled(fn, shapes, in_specs, out_specs):
         for shape, spec in zip(shapes, in_specs, strict=True)
     ]
     mapped = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-    return check.compile_for(TOPOLOGY, mapped, *args)
+    return check.compile_for(TOPOLOGY, mapped, *args, compiler_options=check.HLO_ONLY)
 
 
 def scheduled(text):

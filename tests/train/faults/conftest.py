@@ -1,8 +1,10 @@
 """Fixtures of the tests of the fault table."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,12 +33,21 @@ def expected(undisturbed, place, tmp_path) -> list[float]:
     return undisturbed["losses"]
 
 
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("stopped") / "run"
+
+
 @pytest.fixture
-def stopped(place) -> Workplace:
-    """A workplace whose run was stopped after some checkpoints."""
-    process = place.start()
-    after_step(process, 16)
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60)[1] == ""
-    assert process.returncode == 75
+def stopped(place, kept) -> Workplace:
+    """A workplace whose run was stopped after some checkpoints: a copy of one run, which is stopped once."""
+    if not kept.exists():
+        process = place.start()
+        after_step(process, 16)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[1] == ""
+        assert process.returncode == 75
+        shutil.copytree(place.work, kept)
+    else:
+        shutil.copytree(kept, place.work)
     return place

@@ -44,18 +44,18 @@ def test_kill_while_saving(place, expected):
     assert not [path for path in (place.work / "checkpoints").iterdir() if not path.name.isdigit()]
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
-)
 @fault("SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C")
-def test_signal(number, code, place, expected):
-    process = place.start()
-    after_step(process, 8)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (code, "")
-    step = int(re.search(rf"stopped by {number.name} after step (\d+), saved in", out)[1])
-    assert max(place.steps_saved()) == step
+def test_signal(place, expected):
+    """One run is stopped by each of them in turn."""
+    step = 0
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+        process = place.start()
+        after_step(process, step + 4)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (code, "")
+        step = int(re.search(rf"stopped by {number.name} after step (\d+), saved in", out)[1])
+        assert max(place.steps_saved()) == step
     assert place.completes() == ""
     assert place.losses() == expected
 

@@ -93,7 +93,7 @@ def after_step(process, step: int) -> None:
 
 
 def after_checkpoint(place: Workplace, process) -> None:
-    """Waits until a run has reported step 7 and the checkpoint of step 5, written beside the steps, is complete."""
+    """Waits until a run has reported step 7 and its checkpoint of step 5, written beside the steps, is complete."""
     after_step(process, 7)
     latest = time.monotonic() + 30
     while not place.steps_saved():
