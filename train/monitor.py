@@ -28,6 +28,7 @@ from train.peers import Ending, Member, Peers, death
 CRASHED = 1
 GRACE_SECONDS = 3.0  # a child that fails because another process died fails before that is known
 TAIL_LINES = 30  # of native output
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
@@ -73,16 +74,20 @@ def supervise(train: Callable[[Link], int], heartbeat_seconds: float) -> int:
     reading, writing = os.pipe()
     native = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process ends)
     monitor = os.getpid()
+    # A signal waits until the monitor can forward it, and until the child can end as it does later.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
     if child == 0:
         os.close(reading)
         port = listener.getsockname()[1]
         listener.close()
         _become_child(monitor, native)
-        _run_child(train, Link(port, open(writing, "w")))  # noqa: SIM115 (used until the process ends)
+        _run_child(train, Link(port, open(writing, "w")), mask)  # noqa: SIM115 (used until the process ends)
     os.close(writing)
     with open(reading, "rb", buffering=0) as from_child:
-        return _Monitor(child, from_child, listener, native, heartbeat_seconds).watch()
+        watching = _Monitor(child, from_child, listener, native, heartbeat_seconds)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return watching.watch()
 
 
 class _Monitor:
@@ -97,7 +102,7 @@ class _Monitor:
         self._interrupted_early = False  # by Ctrl-C, before the other processes were known
         self._received = b""
         os.set_blocking(from_child.fileno(), False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        for number in _FORWARDED:
             signal.signal(number, self._forward)
 
     def watch(self) -> int:
@@ -226,9 +231,10 @@ def _become_child(monitor: int, native: IO[bytes]) -> None:
         os.dup2(native.fileno(), stream)
 
 
-def _run_child(train: Callable[[Link], int], link: Link) -> NoReturn:
-    """Trains, tells the monitor about an error, and exits."""
+def _run_child(train: Callable[[Link], int], link: Link, mask: set[signal.Signals | int]) -> NoReturn:
+    """Trains with this mask of blocked signals, tells the monitor about an error, and exits."""
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = train(link)
     except RunError as error:
         link.failed(error.exit_code, str(error))
