@@ -3,7 +3,8 @@
 The transfers of one line of Python are one finding, because one change of that line mends them all. The gain is the
 difference of two estimates: of the program, and of the same program with the narrow type in all arrays between the
 products and the conversions. The second one has shorter transfers and less traffic in memory, and the same schedule.
-The compiler's cycle estimates of matmuls are kept, although a matmul that writes less can be faster.
+What the compiler would then schedule in another way is not predicted; docs/history.md has an example. The compiler's
+cycle estimates of matmuls are kept, although a matmul that writes less can be faster.
 """
 
 from collections.abc import Iterable, Mapping
