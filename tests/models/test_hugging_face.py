@@ -4,6 +4,7 @@ tests/models/test_transformers.py compares with the package `transformers`.
 """
 
 import dataclasses
+import errno
 import json
 import math
 import struct
@@ -18,7 +19,7 @@ from jax.sharding import NamedSharding
 from models.config import TransformerConfig
 from models.families import FAMILIES, read_config, write_config
 from models.hugging_face import export_parameters, import_parameters, load_config
-from models.safetensors_files import TensorFiles
+from models.safetensors_files import TensorFiles, write
 from models.transformer import Transformer
 from tests.models.test_transformer import make_mesh
 
@@ -197,6 +198,15 @@ def test_a_shard_that_is_missing_and_a_tensor_that_it_lacks_are_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=rf"{shards[0].name} is missing; .*{shards[1].name} lacks extra"):
         import_again(tmp_path, make_mesh(1, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_full_disk_is_an_error_with_its_number(dtype, tmp_path):
+    value = np.ones(1 << 20, jnp.dtype(dtype))
+    (tmp_path / ".model.safetensors.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as raised:
+        write(tmp_path, iter([("a", value)]), {"a": value.nbytes}, shard_bytes=1 << 30)
+    assert raised.value.errno == errno.ENOSPC
 
 
 def test_a_type_that_is_not_floating_point_is_named(tmp_path):
