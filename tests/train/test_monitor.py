@@ -32,14 +32,30 @@ def train(link):
 
 sys.exit(supervise(train, 10.0))
 """
+# Sends SIGINT to the monitor as soon as it has forked, before it can have a handler; the child starts a little later.
+INTERRUPTED_FORK = """
+import os, signal, time
+fork = os.fork
+
+def fork_and_interrupt():
+    child = fork()
+    if child:
+        os.kill(os.getpid(), signal.SIGINT)
+    else:
+        time.sleep(0.5)
+    return child
+
+os.fork = fork_and_interrupt
+"""
+EARLY = "error: interrupted before the processes had joined; nothing was changed\n"
 JOIN = "join(link) or time.sleep(0.5) or "
 
 
-def start(folder: Path, *codes: str) -> list[subprocess.Popen]:
+def start(folder: Path, *codes: str, program: str = PROCESS) -> list[subprocess.Popen]:
     """Starts one process for each expression, which is what its child evaluates and returns."""
     return [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(rank), str(len(codes)), str(folder), code],
+            [sys.executable, "-c", program, str(rank), str(len(codes)), str(folder), code],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -76,5 +92,8 @@ def test_ctrl_c_before_the_processes_have_joined(tmp_path):
     (process,) = start(tmp_path, waits + "time.sleep(60)")
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGINT)
-    message = "error: interrupted before the processes had joined; nothing was changed\n"
-    assert end([process]) == ([130], [message])
+    assert end([process]) == ([130], [EARLY])
+
+
+def test_ctrl_c_between_the_fork_and_the_handlers(tmp_path):
+    assert end(start(tmp_path, "time.sleep(60)", program=INTERRUPTED_FORK + PROCESS)) == ([130], [EARLY])
