@@ -60,7 +60,7 @@ def _export(command: Command) -> None:
 
     from models.families import write_config
     from train.init_from import load_parameters
-    from train.mesh import configure_jax, make_mesh
+    from train.mesh import check_model_fits_mesh, configure_jax, make_mesh
     from train.step import Trainer
 
     try:
@@ -70,6 +70,7 @@ def _export(command: Command) -> None:
     configure_jax(config.mesh)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
+    check_model_fits_mesh(config, mesh.shape)
         evaluated = command.parameters == "evaluated"
         params, path, part = load_parameters(
             command.workdir, config, Trainer(config, mesh), step=command.step, evaluated=evaluated
