@@ -23,13 +23,15 @@ def parse[T](kind: type[T], arguments: Sequence[str], *, prog: str, default: Any
     )  # fmt: skip
 
 
-def exit_code(action: Callable[[], None], *, outcome: str, memory_advice: str) -> int:
+def exit_code(action: Callable[[], None], *, outcome: str, memory_advice: str, reader_may_leave: bool = False) -> int:
     """Runs a command and returns its exit code; an error that a person can act on is one line on standard error.
 
     Args:
       action: The command.
       outcome: What a command that did not finish has done, as a sentence without a period: "Nothing was imported".
       memory_advice: What needs less memory, as a sentence without a period.
+      reader_may_leave: Whether the command does nothing but print, so that it is complete once nobody reads its output.
+        A command that writes files must go on without a reader: it prints by `train.output.print_line`.
     """
     try:
         with explained_memory_errors(f"{outcome}. {memory_advice}"), explained_storage_errors(outcome):
@@ -41,6 +43,8 @@ def exit_code(action: Callable[[], None], *, outcome: str, memory_advice: str) -
         print(f"\nerror: interrupted. {outcome}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
+        if not reader_may_leave:
+            raise
         # Whoever read the output, such as `head`, has enough of it. Python would complain again when it flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return COMPLETE

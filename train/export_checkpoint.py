@@ -19,6 +19,7 @@ import tyro
 from train.checkpoint_command import exit_code, parse
 from train.config import Config, MeshConfig
 from train.errors import InputError
+from train.output import print_line
 from train.saved_config import load_config
 
 _ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
@@ -69,8 +70,8 @@ def _export(command: Command) -> None:
         raise InputError(str(error)) from error
     configure_jax(config.mesh)
     mesh = make_mesh(config.mesh)
-    with jax.set_mesh(mesh):
     check_model_fits_mesh(config, mesh.shape)
+    with jax.set_mesh(mesh):
         evaluated = command.parameters == "evaluated"
         params, path, part = load_parameters(
             command.workdir, config, Trainer(config, mesh), step=command.step, evaluated=evaluated
@@ -78,7 +79,7 @@ def _export(command: Command) -> None:
         with _filled(command.folder):
             _write(command, config, params)
     which = "the running mean of the parameters" if part == "ema" else "the parameters"
-    print(f"exported   {which} of {path} as {command.folder}")
+    print_line(f"exported   {which} of {path} as {command.folder}")
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from train.checkpoint_command import exit_code, parse
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config_check import check
 from train.errors import InputError
+from train.output import print_line
 from train.saved_config import PRESET, as_preset
 
 IMPORTED = "imported"
@@ -81,11 +82,13 @@ def _import(command: Command) -> None:
     )
     check(config)
     _write(command, config, family)
-    print(f"imported   {command.folder} as {command.workdir}")
-    print(f"train      python train/run.py {command.workdir / PRESET} --data.path TEXT")
-    print(f"sample     python train/sample.py {command.workdir} --prompt TEXT")
+    print_line(f"imported   {command.folder} as {command.workdir}")
+    print_line(f"train      python train/run.py {command.workdir / PRESET} --data.path TEXT")
+    print_line(f"sample     python train/sample.py {command.workdir} --prompt TEXT")
     if config.data.tokenizer == _UNKNOWN_TOKENIZER:
-        print("tokenizer  FOLDER has no tokenizer.json: give one with --data.tokenizer to train, --tokenizer to sample")
+        print_line(
+            "tokenizer  FOLDER has no tokenizer.json: give one with --data.tokenizer to train, --tokenizer to sample"
+        )
 
 
 def _require_unused(workdir: Path) -> None:

@@ -4,6 +4,8 @@ import sys
 from types import TracebackType
 from typing import Self
 
+from train.output import print_line
+
 
 class Percent:
     """Reports parts of a whole. Use it as a context manager; `report` is a `models.hugging_face.Report`.
@@ -24,7 +26,7 @@ class Percent:
         self._bar.update(self._task, completed=done, total=total, description=f"{self._verb} {what}")
         if self._bar.disable and done * 10 // total > self._tenths:
             self._tenths = done * 10 // total
-            print(f"{self._verb} {self._tenths * 10}% ({what})", flush=True)
+            print_line(f"{self._verb} {self._tenths * 10}% ({what})")
 
     def __enter__(self) -> Self:
         self._bar.start()

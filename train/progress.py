@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from train.metrics import Line
-from train.show import print_line
+from train.output import print_line
 
 _WIDTH_FOR_BAR = 110  # columns of a terminal; a narrower one has room for the numbers only
 

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         lambda: _run(arguments),
         outcome="No checkpoint was changed",
         memory_advice="A smaller --batch or --cache, or a larger --mesh.model or --mesh.fsdp, needs less on a device",
+        reader_may_leave=True,
     )
 
 

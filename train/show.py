@@ -1,32 +1,18 @@
 """What the script prints before and after training: the configuration, the devices, the data and the sample."""
 
 import dataclasses
-import os
-import sys
 
 import jax
 
 from train.config import Config
 from train.corpus import Corpus
+from train.output import print_line
 
 
 def say(text: str) -> None:
     """Prints a line and flushes it, in the first of several processes only."""
     if jax.process_index() == 0:
         print_line(text)
-
-
-def print_line(text: str) -> None:
-    """Prints a line and flushes it; once nobody reads standard output any more, nothing more is printed there.
-
-    A run goes on when its terminal is closed, or when the program that its output is piped to ends.
-    """
-    try:
-        print(text, flush=True)
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 def show_setup(

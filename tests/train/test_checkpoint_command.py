@@ -34,7 +34,10 @@ def test_an_error_that_a_person_can_act_on_is_one_line(error, code, message, cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a defect"), FileNotFoundError(errno.ENOENT, "no file")])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("a defect"), FileNotFoundError(errno.ENOENT, "no file"), BrokenPipeError(errno.EPIPE, "no reader")],
+)
 def test_any_other_error_keeps_its_traceback(error):
     with pytest.raises(type(error)) as raised:
         run(error)
@@ -50,7 +53,7 @@ def test_output_that_nobody_reads_any_more_is_no_error():
             sys.stdin.readline()  # until the reader of the output is gone
             print("text" * 100_000, flush=True)
 
-        sys.exit(exit_code(action, outcome="", memory_advice=""))"""
+        sys.exit(exit_code(action, outcome="", memory_advice="", reader_may_leave=True))"""
     child = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
