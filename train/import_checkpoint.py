@@ -64,6 +64,8 @@ def main(arguments: Sequence[str]) -> int:
 def _import(command: Command) -> None:
     _require_unused(command.workdir)
     try:
+    # The preset names paths in the workdir relative to itself; only an absolute one is never a part of other text.
+    command = dataclasses.replace(command, workdir=command.workdir.absolute())
         from models.hugging_face import load_config
 
         family, fields = load_config(command.folder)
