@@ -27,11 +27,13 @@ from train.checkpoint_command import exit_code, parse
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config_check import check
 from train.errors import InputError
+from train.files import write_atomically
 from train.output import print_line
 from train.saved_config import PRESET, as_preset
 
 IMPORTED = "imported"
 """The folder of the checkpoint that an import makes."""
+_KEPT_FOLDER, _TOKENIZER = "hugging_face", "tokenizer.json"
 _UNKNOWN_TOKENIZER = "the imported checkpoint"
 _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
 
@@ -62,10 +64,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _import(command: Command) -> None:
-    _require_unused(command.workdir)
-    try:
     # The preset names paths in the workdir relative to itself; only an absolute one is never a part of other text.
     command = dataclasses.replace(command, workdir=command.workdir.absolute())
+    _require_unused(command.workdir)
+    try:
         from models.hugging_face import load_config
 
         family, fields = load_config(command.folder)
@@ -103,13 +105,13 @@ def _require_unused(workdir: Path) -> None:
 
 def _tokenizer(command: Command, model: TransformerConfig) -> str:
     """Returns the file that the tokenizer will have, or a name that makes text be refused until a file is given."""
-    file = command.folder / "tokenizer.json"
+    file = command.folder / _TOKENIZER
     if not file.is_file():
         return _UNKNOWN_TOKENIZER
     from train.tokenizer import Tokenizer
 
     Tokenizer.open(file, vocab_size=model.vocab_size, field="FOLDER/tokenizer.json")
-    return str(command.workdir / "tokenizer.json")
+    return str(command.workdir / _TOKENIZER)
 
 
 def _end_tokens(folder: Path) -> list[int]:
@@ -151,27 +153,31 @@ def _write(command: Command, config: Config, family: Family) -> None:
         except ValueError as error:
             raise InputError(str(error)) from error
         state = TrainState(params, None, jnp.int32(0), jax.random.key_data(jax.random.key(0)))
+        # What was there before, such as a download in hugging_face/, is not removed after an error.
+        made = [work.root / name for name in (PRESET, IMPORTED, _KEPT_FOLDER, _TOKENIZER)]
+        made = [path for path in made if not path.exists()]
         try:
             with Checkpoints(work.root / IMPORTED, keep=1) as checkpoints:
                 identity = RunIdentity({}, {}, architecture(config))
                 checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
                 checkpoints.wait()
             _copy_what_is_kept(command)
-            (command.workdir / PRESET).write_text(as_preset(config, "imported"))
+            write_atomically(work.root / PRESET, as_preset(config, "imported"))
         except BaseException:
-            shutil.rmtree(work.root / IMPORTED, ignore_errors=True)
+            for path in made:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
             raise
 
 
 def _copy_what_is_kept(command: Command) -> None:
     """Copies the configuration and the files of the tokenizer, for export, and the tokenizer, for the run."""
-    kept = command.workdir / "hugging_face"
+    kept = command.workdir / _KEPT_FOLDER
     kept.mkdir(exist_ok=True)
     for pattern in _KEPT:
         for file in command.folder.glob(pattern):
             shutil.copy2(file, kept / file.name)
-    if (command.folder / "tokenizer.json").is_file():
-        shutil.copy2(command.folder / "tokenizer.json", command.workdir / "tokenizer.json")
+    if (command.folder / _TOKENIZER).is_file():
+        shutil.copy2(command.folder / _TOKENIZER, command.workdir / _TOKENIZER)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import logging
 import os
+import resource
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from tests.train.test_tokenizer import train_tokenizer
 from train import export_checkpoint, import_checkpoint, run, sample
 from train.checkpoint import Checkpoints
 from train.command import load_preset, parse
+from train.config import Config
 from train.init_from import load_parameters
 from train.mesh import make_mesh as make_training_mesh
 from train.record import RunIdentity
@@ -102,6 +105,39 @@ def test_text_is_refused_without_the_tokenizer_of_the_import(folder, tmp_path, t
     assert "tokens of the imported checkpoint, and nothing says how" in capsys.readouterr().err
 
 
+def test_a_workdir_can_be_the_working_directory(folder, tmp_path, monkeypatch):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    monkeypatch.chdir(workdir)
+    assert run_import(folder, ".", "--param_dtype", "bfloat16") == 0
+    config = load_config(workdir)
+    assert (config.model.param_dtype, config.mesh.platform) == ("bfloat16", "auto")
+    assert (config.workdir, config.data.tokenizer) == (str(workdir), str(workdir / "tokenizer.json"))
+
+
+def test_an_import_and_an_export_go_on_when_nobody_reads_their_output(folder, tmp_path, monkeypatch):
+    workdir, out = tmp_path / "run", tmp_path / "out"
+    for command, arguments in (
+        (import_checkpoint, [folder, "--workdir", workdir]),
+        (export_checkpoint, [workdir, out]),
+    ):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with open(writing, "w") as unread, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", unread)
+            assert command.main([*map(str, arguments), *MESH]) == 0
+    assert (workdir / "preset.py").is_file()
+    assert (out / "config.json").is_file()
+
+
+def test_an_export_onto_a_mesh_that_does_not_divide_the_model_is_refused(tmp_path, monkeypatch, capsys):
+    config = Config(str(tmp_path), 1, model=dataclasses.replace(CONFIG, mlp_width=26))
+    monkeypatch.setattr(export_checkpoint, "load_config", lambda workdir: config)
+    assert export_checkpoint.main([str(tmp_path), str(tmp_path / "out"), *MESH]) == 2
+    assert "got mlp_width=26 on 4 devices" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_the_parameters_that_validation_uses_are_exported(folder, tmp_path, capsys):
     workdir = tmp_path / "run"
@@ -162,6 +198,28 @@ def test_an_import_that_is_interrupted_leaves_nothing_and_can_be_repeated(folder
         assert run_import(folder, workdir) == 130
     assert "error: interrupted. Nothing was imported" in capsys.readouterr().err
     assert not (workdir / "imported").exists()
+    assert run_import(folder, workdir) == 0
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_an_import_onto_a_full_disk_leaves_nothing_and_can_be_repeated(existed, folder, tmp_path, monkeypatch, capsys):
+    """The limit on the size of files makes the system write a part of the preset, and refuse the rest of it."""
+    workdir = tmp_path / "run"
+    (workdir / "hugging_face" if existed else workdir).mkdir(parents=True)
+    limits, as_preset = resource.getrlimit(resource.RLIMIT_FSIZE), import_checkpoint.as_preset
+
+    def limited(*arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        return as_preset(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(import_checkpoint, "as_preset", limited)
+        try:
+            assert run_import(folder, workdir) == 74
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "Nothing was imported" in capsys.readouterr().err
+    assert {path.name for path in workdir.iterdir()} == {".lock", *(["hugging_face"] if existed else [])}
     assert run_import(folder, workdir) == 0
 
 
