@@ -3,7 +3,7 @@
 All grids of data x fsdp x context x model are ranked by predicted cost and memory, without compiling anything, each
 with the policy of rematerialization that is predicted to be the fastest of those that fit. The best few are then
 compiled, in a process apart, and their times are estimated from the compiled step as in a dry run. A mesh that the
-compiler refuses, or that it cannot compile, is replaced by the next one of the ranking.
+compiler refuses, that it cannot compile, or that a backend cannot serve, is replaced by the next one of the ranking.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ class Row:
       mfu: Model FLOPs utilization, 0 to 1, or None.
       exposed: The share of the step in which a device waits for others, or None.
       by_what: What it waits for longest.
-      source: What the figures are: COMPILED, PREDICTED, or FAILED for predicted figures of a step that libtpu could not
-        compile.
+      source: What the figures are: COMPILED, PREDICTED, or FAILED for predicted figures of a step that could not be
+        compiled.
     """
 
     mesh: tuple[int, ...]
@@ -93,9 +93,14 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
         that is predicted to fit.
 
     Raises:
-      InputError: The topology is unknown, libtpu is missing, no mesh of it divides the model and the batch, a backend
-        cannot serve the run, or the compiler crashed on every mesh.
+      InputError: The topology is unknown or has several slices, libtpu is missing, no mesh of it divides the model and
+        the batch, or no mesh that was tried could be compiled.
     """
+    if "*" in topology:
+        raise InputError(
+            "--compare-meshes must have a topology of one slice, as it does not know the network between slices: got "
+            f"--topology {topology}; use {topology.partition('*')[0]}, or leave out --compare-meshes to try one mesh"
+        )
     jax.config.update("jax_platforms", "cpu")  # tracing must not occupy the chips of this machine
     try:
         devices = len(check.topology_devices(topology))
@@ -179,11 +184,7 @@ def row_of(prediction: Prediction) -> Row:
 
 
 def compiled_row(config: Config, topology: str, prediction: Prediction, trust: Mode) -> Row:
-    """Compiles the step on one mesh, in a child process, and returns its row.
-
-    Raises:
-      InputError: The backend of the run cannot serve it on this mesh.
-    """
+    """Compiles the step on one mesh, in a child process, and returns its row."""
     sizes, remat = _sizes(prediction), prediction.remat
     config = _with_remat(_with_sizes(config, sizes), remat)
     try:
@@ -201,7 +202,7 @@ def compiled_row(config: Config, topology: str, prediction: Prediction, trust: M
     except check.HbmError as error:
         say(f"           does not fit: it needs {gib(error.needed)}")
         return Row(sizes, remat, error.needed, False, None, None, None, "memory", COMPILED)
-    except RuntimeError as error:  # a crash, a timeout, a refusal for another reason than memory
+    except (RuntimeError, InputError) as error:  # a crash, a timeout, a mesh or a backend that cannot serve the run
         say(f"           not compiled: {error}")
         return dataclasses.replace(row_of(prediction), source=FAILED)
     timeline = check.timeline(program)

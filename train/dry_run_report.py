@@ -114,6 +114,7 @@ class DryRun:
             "model_flops": FORMULA,
             "basis": t.basis,
             "known_error": t.known_error,
+            "notes": list(t.notes),
             "audit_ok": self.audit.ok,
         }
 
@@ -177,7 +178,8 @@ def _speed_lines(report: DryRun) -> list[str]:
     for part, seconds in Phases(report.program).waits(t)[:LISTED]:
         if seconds > 1e-3 * t.seconds:
             lines.append(f"           waits {time_text(seconds)} ({seconds / t.seconds:.1%}) in {part}")
-    return [*lines, f"basis      {t.basis}", f"           known error: {t.known_error}"]
+    notes = [f"           note: {note}" for note in t.notes]
+    return [*lines, f"basis      {t.basis}", f"           known error: {t.known_error}", *notes]
 
 
 def _audit_lines(audit: Audit) -> list[str]:

@@ -169,10 +169,26 @@ def test_a_compiler_that_crashes_on_every_mesh_ends_the_comparison_with_code_2(p
     assert [row["source"] for row in rows] == ["predicted"] * 6 + [module.FAILED] * 4
 
 
-def test_bad_input_is_not_taken_for_a_crash_of_the_compiler(preset, capsys, monkeypatch):
-    monkeypatch.setattr(check, "compile_for", lambda *args, **options: raise_(NotImplementedError("no such kernel")))
-    assert main(options(preset, "--compiled-meshes", "1")) == 2
-    assert "cannot serve this run: no such kernel" in capsys.readouterr().err
+def test_a_mesh_that_a_backend_cannot_serve_is_replaced(compare, capsys):
+    rows, tried = compare([NotImplementedError("no such kernel"), 3.0], 1)
+    assert "not compiled: backend=auto cannot serve this run: no such kernel" in capsys.readouterr().out
+    assert tuple(rows[0]["mesh"].values()) == tried[1]
+    assert [row["source"] for row in rows] == ["compiled"] + ["predicted"] * 8 + [module.FAILED]
+
+
+def test_a_mesh_that_cannot_be_laid_out_is_replaced(compare, monkeypatch, capsys):
+    monkeypatch.setattr(module, "mesh_over", lambda *arguments: raise_(InputError("no ring")))
+    rows, _ = compare([CRASH, 3.0], 1)
+    assert "not compiled: no ring" in capsys.readouterr().out
+    assert rows[-1]["source"] == module.FAILED
+
+
+def test_several_slices_are_refused(preset, capsys):
+    arguments = [str(preset("auto")), "--dry-run", "--compare-meshes", "--topology", "v5e:2x2*2"]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "must have a topology of one slice" in error
+    assert "got --topology v5e:2x2*2; use v5e:2x2" in error
 
 
 def test_bad_options_are_refused():

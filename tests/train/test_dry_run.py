@@ -142,6 +142,8 @@ def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(
     figures = json.loads((tmp_path / "run" / "dry_run" / "report.json").read_text())
     assert (figures["fits"], figures["estimates_are_of"]) == (False, options)
     assert figures["bytes_needed"] == 40 * GIB
+    assert figures["notes"]
+    assert all(f"note: {note}\n" in out for note in figures["notes"])
     state = compiled_once[-1][1]
     assert ("bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)}) == (refusals > 1)
 
