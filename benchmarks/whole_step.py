@@ -6,8 +6,8 @@
 
 A step has 16 sequences, float32 parameters and Adam, activations in bfloat16. "automatic" is the decoder of
 benchmarks/plain_transformer.py, whose collective operations XLA chooses, with the attention kernel of
-`flaxasync.attention`; "flaxasync" is the step of train/run.py. Both have the same optimizer, and each the policies of
-rematerialization that fit. FLAGS has the sets of XLA's flags that are tried.
+`flaxasync.attention`; "flaxasync" is the step of train/run.py. Both have the same optimizer. The plain decoder has no
+policy of rematerialization that is like "cheap". FLAGS has the sets of XLA's flags that are tried.
 
 Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step, in which kernels
 take what their own cost estimates say. Nothing has run on a TPU. FILE keeps what was compiled, and nothing in it is
@@ -189,6 +189,8 @@ def estimated(case: Case) -> dict[str, Any]:
             )
         except check.HbmError as error:
             return {"memory": error.needed}
+        except RuntimeError as error:  # the compiler crashed, took too long or refused a flag
+            return {"error": str(error).partition("\n")[0]}
     timeline = check.timeline(program)
     tokens = config.data.batch_size * config.data.sequence_length
     flops = tokens * model_flops_per_token(config.model, config.data.sequence_length)
@@ -206,6 +208,8 @@ def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
     mesh = " x ".join(map(str, case.mesh))
     named = (case.topology, case.program, mesh, case.remat, overlap, case.flags or "-")
+    if "error" in found:
+        return (*named, "-", "-", "-", "-", f"not compiled: {found['error']}")
     if "seconds" not in found:
         return (*named, f"{gib(found['memory'])} (too much)", "-", "-", "-", "-")
     longest = found["waits"][0][0] if found["waits"] else "-"
