@@ -6,8 +6,8 @@
 
 A step has 16 sequences, float32 parameters and Adam, activations in bfloat16. "automatic" is the decoder of
 benchmarks/plain_transformer.py, whose collective operations XLA chooses, with the attention kernel of
-`flaxasync.attention`; "flaxasync" is the step of train/run.py. Both have the same optimizer, and each the policies of
-rematerialization that fit. FLAGS has the sets of XLA's flags that are tried.
+`flaxasync.attention`; "flaxasync" is the step of train/run.py. Both have the same optimizer. The plain decoder has no
+policy of rematerialization that is like "cheap". FLAGS has the sets of XLA's flags that are tried.
 
 Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step, in which kernels
 take what their own cost estimates say. Nothing has run on a TPU. FILE keeps what was compiled, and nothing in it is
@@ -59,6 +59,7 @@ HEADER = (
     "program",
     "data x fsdp x model",
     "remat",
+    "fsdp overlap",
     "flags",
     "memory",
     "step",
@@ -78,6 +79,8 @@ class Case:
       mesh: The sizes of the axes data, fsdp and model.
       remat: What the backward pass computes again; see `TransformerConfig.remat`.
       flags: The name of a set of XLA's flags.
+      overlap: What hides the transfers of fsdp; see `TransformerConfig.fsdp_overlap`.
+      kept: The MiB of gathered rows that are kept; see `TransformerConfig.gathered_mib`.
     """
 
     topology: str
@@ -85,12 +88,16 @@ class Case:
     mesh: tuple[int, int, int]
     remat: str = "layer"
     flags: str = ""
+    overlap: str = "xla"
+    kept: int = 0
 
 
 CASES = (
     Case("v6e:4x4", OURS, (1, 4, 4)),
     Case("v6e:4x4", OURS, (1, 4, 4), remat="dots"),
     Case("v6e:4x4", OURS, (1, 4, 4), remat="cheap"),
+    Case("v6e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas"),
+    Case("v6e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas", kept=128),
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1)),
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1), remat="dots"),
     Case("v6e:4x4", AUTOMATIC, (1, 4, 4)),
@@ -99,12 +106,14 @@ CASES = (
     Case("v5p:2x2x2", OURS, (1, 4, 2)),
     Case("v5p:2x2x2", OURS, (1, 4, 2), remat="dots"),
     Case("v5p:2x2x2", OURS, (1, 4, 2), remat="cheap"),
+    Case("v5p:2x2x2", OURS, (1, 2, 4), overlap="prefetch_pallas"),
     Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1)),
     Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), remat="dots"),
     Case("v5p:2x2x2", AUTOMATIC, (1, 4, 2)),
     Case("v5p:2x2x2", AUTOMATIC, (1, 1, 8)),
     Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), flags="windowed"),
     Case("v5e:4x4", OURS, (1, 4, 4)),
+    Case("v5e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas"),
     Case("v5e:4x4", AUTOMATIC, (1, 16, 1)),
     Case("v5e:4x4", AUTOMATIC, (1, 4, 4)),
     Case("v5e:4x4", AUTOMATIC, (1, 1, 16)),
@@ -154,7 +163,7 @@ def config_of(case: Case) -> Config:
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, model=model),
-        model=dataclasses.replace(config.model, remat=case.remat),
+        model=dataclasses.replace(config.model, remat=case.remat, fsdp_overlap=case.overlap, gathered_mib=case.kept),
         data=dataclasses.replace(config.data, batch_size=BATCH, sequence_length=length, microbatches=1),
     )
 
@@ -180,6 +189,8 @@ def estimated(case: Case) -> dict[str, Any]:
             )
         except check.HbmError as error:
             return {"memory": error.needed}
+        except RuntimeError as error:  # the compiler crashed, took too long or refused a flag
+            return {"error": str(error).partition("\n")[0]}
     timeline = check.timeline(program)
     tokens = config.data.batch_size * config.data.sequence_length
     flops = tokens * model_flops_per_token(config.model, config.data.sequence_length)
@@ -194,7 +205,11 @@ def estimated(case: Case) -> dict[str, Any]:
 
 def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     """Makes the row of a case."""
-    named = (case.topology, case.program, " x ".join(map(str, case.mesh)), case.remat, case.flags or "-")
+    overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
+    mesh = " x ".join(map(str, case.mesh))
+    named = (case.topology, case.program, mesh, case.remat, overlap, case.flags or "-")
+    if "error" in found:
+        return (*named, "-", "-", "-", "-", f"not compiled: {found['error']}")
     if "seconds" not in found:
         return (*named, f"{gib(found['memory'])} (too much)", "-", "-", "-", "-")
     longest = found["waits"][0][0] if found["waits"] else "-"
@@ -221,7 +236,7 @@ def main() -> None:
     results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
     missing = [case for case in CASES if key_of(case) not in results and case.topology.startswith(chosen.only)]
     for case in missing[: chosen.limit]:
-        print("compiling", *row(case, {"memory": 0})[:5], flush=True)
+        print("compiling", *row(case, {"memory": 0})[:6], flush=True)
         results[key_of(case)] = estimated(case)
         chosen.results.write_text(json.dumps(results, indent=1) + "\n")
         print(*row(case, results[key_of(case)]), flush=True)

@@ -136,6 +136,11 @@ def check_fits(
             f"because it computes each layer again: got {fsdp} devices and remat={config.remat!r}; use "
             "fsdp_overlap='xla' otherwise"
         )
+    if config.fsdp_overlap == "prefetch_pallas" and config.width % (128 * fsdp):
+        raise ValueError(
+            "fsdp_overlap='prefetch_pallas' moves blocks of whole tiles, so width must be a multiple of 128 x the "
+            f"'fsdp' axis: got width={config.width} on {fsdp} devices; use fsdp_overlap='prefetch' otherwise"
+        )
     if config.fsdp_overlap != "xla" and config.alternating_window is not None:
         raise ValueError(
             f"fsdp_overlap={config.fsdp_overlap!r} applies the same function to all layers, which alternating_window="

@@ -73,6 +73,12 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     if model.attention_softcap is not None or model.alternating_window is not None:
         everything += 4 * rows * config.data.sequence_length * -(-model.heads // ring)
     whole = 0.0 if fsdp == 1 else kernels / ring * computed
+    # A scan that prefetches also has the gradients of two layers, and those that arrive or were cast; and, meanwhile,
+    # keeps the weights of the last layer.
+    arriving = {"xla": 0.0, "prefetch": 2 * whole + kernels / ring * stored, "prefetch_pallas": 3 * whole}[
+        model.fsdp_overlap
+    ]
+    last = whole if arriving else 0.0
     attention = rows / ring * (2 * q_width * computed + 4 * model.heads)
     kept = {
         "layer": stream,
@@ -90,7 +96,7 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
         "optimizer state": share * (2 * state + 4 * bool(optimizer.ema_decay)),
         "gradients": share * (stored * (1 + optimizer.master_copies) + 4 * (parts > 1)),
         "kept": model.layers * kept,
-        "working": max(WORKING_ROWS * everything + 2 * whole + again, logits + output),
+        "working": max(WORKING_ROWS * everything + 2 * whole + again + arriving, logits + output + last),
     }
     return {name: round(size) for name, size in sizes.items()}
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from flaxasync.mesh import mesh_report, platform
 from models.transformer import Transformer
 from train.config import Config
 from train.errors import InputError
@@ -170,6 +171,7 @@ class Trainer:
         return tokens != jnp.int32(self._config.data.separator)
 
     def _train_step(self, state: TrainState, *batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        _check_overlap(self._config, self._mesh)
         dtype = jnp.dtype(self._config.model.param_dtype)
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), state.params)
         loss, grads = loss_and_gradient(self._loss, self._targets, params, batch, self._config.data.microbatches)
@@ -207,6 +209,22 @@ def backend_limits_are_input_errors(config: Config) -> Iterator[None]:
         yield
     except NotImplementedError as error:
         raise InputError(f"backend={config.backend} cannot serve this run: {error}") from error
+
+
+def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises InputError where the devices of the mesh cannot send to each other as `model.fsdp_overlap` needs it."""
+    if config.model.fsdp_overlap != "prefetch_pallas":
+        return
+    if platform() not in ("tpu", None):
+        raise InputError(
+            f"model.fsdp_overlap=prefetch_pallas is made of TPU kernels, and the mesh is of {platform()} devices; use "
+            "--model.fsdp_overlap prefetch, which runs on every device"
+        )
+    if any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh)):
+        raise InputError(
+            "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across slices, which none "
+            "connects; put mesh.data across them, or use --model.fsdp_overlap prefetch"
+        )
 
 
 def count_parameters(params: Any) -> int:

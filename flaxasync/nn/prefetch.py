@@ -15,7 +15,8 @@ which each layer is computed again, as with `jax.checkpoint` around it. The weig
 | `"xla"` | rings of permutes, asynchronous on every TPU; not loops, so that XLA can place each hop anywhere |
 | `"pallas"` | copies from each device to each other one (`flaxasync.transport.direct`), beside the whole layer |
 
-What direct copies cannot move, because its blocks are not in whole tiles, goes by XLA's collectives: scales and biases.
+What direct copies cannot move, because its blocks are not in whole tiles (`flaxasync.transport.direct.in_whole_tiles`),
+goes by XLA's collectives: biases, and kernels whose blocks of columns are no multiple of 128.
 Nothing of this has run on a TPU yet; docs/scaling.md has estimates from compiled programs.
 """
 
@@ -138,6 +139,7 @@ class _Scan:
         """The turns in the body of the loop. In the second of two, the buffers of the weights are back in their places.
 
         With one turn XLA copies all weights that were gathered, from where they arrived to where the loop carries them.
+        An odd layer runs by itself; JAX then copies the inputs of all layers once, which the backward pass keeps.
         """
         return 2 if self.backend == "pallas" else 1
 
@@ -154,10 +156,11 @@ class _Scan:
     def reduce(self, stacked: Leaves, gradients: Leaves) -> "Transfers":
         """Begins to sum the gradients of one layer over the axis, in the dtype of the parameter."""
         with jax.named_scope("scatter_gradients"):
-            cast = (gradient.astype(leaf.dtype) for leaf, gradient in zip(stacked, gradients, strict=True))
             begun = [
-                Transfer(gradient) if dim is None else start_reduce_scatter(gradient, self.axis, dim, self.backend)
-                for gradient, dim in zip(cast, self.dims, strict=True)
+                Transfer(gradient.astype(leaf.dtype))
+                if dim is None
+                else start_reduce_scatter(gradient, leaf.dtype, self.axis, dim, self.backend)
+                for leaf, gradient, dim in zip(stacked, gradients, self.dims, strict=True)
             ]
         return Transfers(begun, "scatter_gradients")
 
@@ -169,19 +172,19 @@ class Transfer:
     Attributes:
       x: What is sent while the transfer is under way; what arrived, if there is no future.
       future: The future of a direct transfer; None where XLA schedules the transfer, or nothing travels.
-      is_summed: Whether the blocks that arrive are to be added.
+      summed_in: The dtype in which the blocks that arrive are added; None if they are not.
     """
 
     x: Array
     future: Future | None = None
-    is_summed: bool = False
+    summed_in: DTypeLike | None = None
 
     def done(self) -> Array:
         """Waits, and returns what arrived."""
         if self.future is None:
             return self.x
         arrived = self.future.pair.done(self.x, self.future)
-        return jnp.sum(arrived, 0) if self.is_summed else arrived
+        return arrived if self.summed_in is None else jnp.sum(arrived.astype(self.summed_in), 0)
 
 
 @dataclasses.dataclass
@@ -221,15 +224,18 @@ def start_gather(shard: Array, axis: str, dim: int, backend: str) -> Transfer:
     return Transfer(*direct.all_gather(axis, lax.axis_size(axis), dim).start(shard))
 
 
-def start_reduce_scatter(x: Array, axis: str, dim: int, backend: str) -> Transfer:
-    """Begins to sum `x` over the axis, of which each device gets its shard along `dim`."""
+def start_reduce_scatter(x: Array, dtype: DTypeLike, axis: str, dim: int, backend: str) -> Transfer:
+    """Begins to sum `x` in a dtype over the axis, of which each device gets its shard along `dim`.
+
+    Nothing is added on the way of direct copies, so that they move x as it is, and it is cast where it arrives.
+    """
     size = lax.axis_size(axis)
     if backend == "xla":
-        return Transfer(ring_reduce_scatter(x, axis, dim))
+        return Transfer(ring_reduce_scatter(x.astype(dtype), axis, dim))
     shape = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     if not in_whole_tiles(jax.ShapeDtypeStruct(shape, x.dtype), dim):
-        return Transfer(lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True))
-    return Transfer(*direct.all_to_all(axis, size, dim).start(x), is_summed=True)
+        return Transfer(lax.psum_scatter(x.astype(dtype), axis, scatter_dimension=dim, tiled=True))
+    return Transfer(*direct.all_to_all(axis, size, dim).start(x), summed_in=dtype)
 
 
 def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
@@ -340,8 +346,14 @@ def _dimension(fsdp_axis: str, path: tuple, spec: P) -> int | None:
     """Returns the dimension of one layer that the axis shards, from the spec of a stack, or None.
 
     Raises:
-      ValueError: The same dimension has another axis after it. What is gathered over it alone would be out of order.
+      ValueError: The same dimension has another axis after it: what is gathered over it alone would be out of order. Or
+        the layers themselves are sharded.
     """
+    if len(spec) and names_of(spec[0]):
+        raise ValueError(
+            "scan_with_prefetch needs all layers of a stack on every device: "
+            f"{'.'.join(map(str, path))} is stored {spec}, whose first dimension is that of the layers"
+        )
     for dim, entry in enumerate(spec):
         if fsdp_axis in names_of(entry):
             if names_of(entry)[-1] != fsdp_axis:

@@ -12,6 +12,10 @@ that have long to finish, on rings of few devices.
 
 The start waits until all other devices of the axis have entered it, because all of them write here. Block d of y is
 written by device d alone, and this device's own block by a local copy.
+
+All starts of a kind on an axis share one barrier, and a device may count a signal of the next start of a fast device in
+place of a late one of this start. That is harmless: a device that has signalled its next start has passed this one, for
+which every other device had entered it.
 """
 
 import functools

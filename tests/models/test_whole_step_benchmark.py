@@ -91,4 +91,4 @@ def test_a_result_is_known_by_its_configuration_and_flags(monkeypatch):
 
 def test_a_step_that_does_not_fit_has_no_time():
     row = whole_step.row(whole_step.CASES[0], {"memory": 40 << 30})
-    assert row[5:] == ("40 GiB (too much)", "-", "-", "-", "-")
+    assert row[6:] == ("40 GiB (too much)", "-", "-", "-", "-")

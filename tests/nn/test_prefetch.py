@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.nn.prefetch import ring_all_gather, ring_reduce_scatter
+from flaxasync.transport import direct
 from tests.simulator.split_pairs import session
 
 AXES = ("data", "fsdp", "context", "model")
@@ -83,20 +84,41 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, l
             assert one[...].sharding.spec == other[...].sharding.spec, path
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_direct_copies_in_the_simulator(layers):
+@pytest.mark.parametrize(
+    ("sizes", "layers"),
+    [
+        ((1, 4, 1, 1), 2),
+        pytest.param((1, 4, 1, 1), 1, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1, 1), 3, marks=pytest.mark.slow),
+    ],
+)
+def test_direct_copies_in_the_simulator(sizes, layers):
     """Four devices with race detection. The up and down projections travel along rows and along columns."""
-    with jax.set_mesh(mesh_of(1, 4, 1, 1)):
+    kinds = direct.all_gather, direct.all_to_all
+    for kind in kinds:
+        kind.cache_clear()
+    with jax.set_mesh(mesh_of(*sizes)):
         module = stack(layers, features=512)
-        x = jax.device_put(np.random.default_rng(0).standard_normal((4, 2, 512)).astype(np.float32), P("fsdp"))
+        x = np.random.default_rng(0).standard_normal((4, 2, 512)).astype(np.float32)
+        x = jax.device_put(x, P(("data", "fsdp")))
         want_loss, (want, want_dx) = jax.tree.map(np.asarray, gradients(module, x, run=scan))
         with session(mode="eager", delayed={1: 0.02}) as report:
             found = gradients(module, x, run=functools.partial(prefetch, backend="pallas"))
             loss, (got, dx) = jax.tree.map(np.asarray, found)
     assert report.problems() == set()
+    assert [kind.cache_info().currsize for kind in kinds] == [2, 2], "along rows and along columns"
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for one, other in zip(jax.tree.leaves((got, dx)), jax.tree.leaves((want, want_dx)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_a_stack_whose_layers_are_sharded_is_refused():
+    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+        x = jax.device_put(np.ones((8, 8, 16), np.float32), P(("data", "fsdp"), "model", None))
+        module = stack(2)
+        module.norm.scale = nnx.Param(jax.device_put(np.ones((2, 16), np.float32), P("data")))
+        with pytest.raises(ValueError, match=r"needs all layers of a stack on every device: norm\.scale is stored"):
+            prefetch(module, x)
 
 
 def test_direct_copies_need_tpus():

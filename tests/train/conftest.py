@@ -136,7 +136,8 @@ def preset(text, tmp_path):
 
     def write(platform: str = "cpu") -> Path:
         path = tmp_path / f"minuscule_{platform}.py"
-        path.write_text(PRESET.format(workdir=tmp_path / "run", text=text, platform=platform))
+        if not path.exists():  # a process that was started a moment ago may be reading it
+            path.write_text(PRESET.format(workdir=tmp_path / "run", text=text, platform=platform))
         return path
 
     return write

@@ -13,6 +13,7 @@ from train.config import MeshConfig
 from train.dry_run import _topology_mesh
 from train.errors import InputError
 from train.mesh import check_fits_mesh, check_model_fits_mesh, infer_sizes, make_mesh, token_spec
+from train.step import Trainer
 
 
 @given(sizes=st.lists(st.integers(1, 16), min_size=4, max_size=4))
@@ -102,6 +103,21 @@ def test_a_scan_that_prefetches_needs_an_fsdp_axis_and_remat_of_layers(config, r
         with pytest.raises(InputError, match=message.format(fsdp, remat)):
             check_fits_mesh(changed, {"data": 2, "fsdp": fsdp, "model": 2})
     check_fits_mesh(replace(changed, model={"remat": "layer"}), {"data": 2, "fsdp": 2, "model": 2})
+
+
+def test_direct_copies_need_whole_tiles_and_tpus(config, replace):
+    model = {"fsdp_overlap": "prefetch_pallas", "remat": "layer"}
+    sizes = {"data": 1, "fsdp": 4, "model": 2}
+    with pytest.raises(InputError, match=r"must be a multiple of 128 x the 'fsdp' axis: got width=16 on 4 devices"):
+        check_fits_mesh(replace(config, model=model), sizes)
+    wide = replace(config, mesh=sizes, model=model | {"width": 512})
+    check_fits_mesh(wide, sizes)
+    mesh = make_mesh(wide.mesh)
+    with jax.set_mesh(mesh):
+        trainer = Trainer(wide, mesh)
+        arguments = trainer.abstract_state(), *trainer.abstract_batch()
+        with pytest.raises(InputError, match=r"the mesh is of cpu devices; use --model\.fsdp_overlap prefetch,"):
+            trainer.train_step.eval_shape(*arguments)
 
 
 def test_a_model_that_the_model_axis_does_not_divide_is_refused(config):

@@ -59,7 +59,7 @@ def test_all_to_all(shape, dim, mode):
 
 
 def test_several_at_once_and_one_after_the_other():
-    """Every start uses the same barrier: a device that is two starts ahead of another would break it."""
+    """Every start uses the same barrier, and one device enters each of them late."""
     xs, gather = integers(16, 128), direct.all_gather("x", SIZE, 0)
 
     def run(x):
