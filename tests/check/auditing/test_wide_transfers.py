@@ -25,12 +25,32 @@ def changed(*replacements):
     return text
 
 
-def test_the_gain_is_half_of_the_transfer_and_of_the_traffic():
+DOT = "%y = f32[2048,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+CALLED = """%product (x: bf16[2048,1024], w: bf16[1024,4096]) -> f32[2048,4096] {
+  %x = bf16[2048,1024]{1,0} parameter(0)
+  %w = bf16[1024,4096]{1,0} parameter(1)
+  ROOT %y = f32[2048,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY"""
+
+
+@pytest.mark.parametrize(
+    ("replacements", "written"),
+    [
+        ([], 32 * 2**20),
+        ([(DOT, '%y = f32[2048,4096]{1,0} custom-call(%x, %w), custom_call_target="tpu_custom_call"')], 32 * 2**20),
+        ([(DOT, "%y = f32[2048,4096]{1,0} parameter(2)")], 0),
+        ([(DOT, "%y = f32[2048,4096]{1,0} call(%x, %w), to_apply=%product"), ("ENTRY", CALLED)], 0),
+    ],
+    ids=["dot", "kernel", "argument", "call"],
+)
+def test_the_gain_is_half_of_the_transfer_and_of_the_traffic(replacements, written):
+    """The traffic is of what makes the sent array. Where a call makes it, the products in there are not followed."""
     v5e = chip("v5e")
-    (finding,) = found(WIDE_SUM)
+    (finding,) = found(changed(*replacements))
     links = 3 / 4 * 32 * 2**20 / (2 * v5e.link_bandwidth)  # of the 32 MiB in float32, both directions of the ring
-    written, read = 32 * 2**20, 8 * 2**20  # by the product, and by the fusion that rounds
-    memory = (written + read) / (v5e.hbm_bandwidth * v5e.hbm_efficiency)
+    memory = (written + 8 * 2**20) / (v5e.hbm_bandwidth * v5e.hbm_efficiency)  # the fusion that rounds reads 8 MiB
     assert finding.gain == pytest.approx((links + memory) / 2, rel=0.01)
     assert finding.instruction == "r"
     assert "f32 that is rounded to bf16" in finding.message
