@@ -28,6 +28,7 @@ def changed(*replacements):
     return text
 
 
+SCATTER = "%r = f32[512,4096]{1,0} reduce-scatter(%y), dimensions={0}, replica_groups=[1,4]<=[4], to_apply=%add"
 DOT = "%y = f32[2048,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 CALLED = """%product (x: bf16[2048,1024], w: bf16[1024,4096]) -> f32[2048,4096] {
   %x = bf16[2048,1024]{1,0} parameter(0)
@@ -58,6 +59,26 @@ def test_the_gain_is_half_of_the_transfer_and_of_the_traffic(replacements, writt
     assert finding.instruction == "r"
     assert "f32 that is rounded to bf16" in finding.message
     assert "preferred_element_type" in finding.remedy
+
+
+def test_what_a_fused_transfer_on_the_way_takes_is_narrowed_too():
+    """A reduce-scatter takes the result of a fusion with an all-reduce, which takes what a product or a kernel made."""
+    kernel = '%y = f32[2048,4096]{1,0} custom-call(%x, %w), custom_call_target="tpu_custom_call"'
+    fused = """%fused (q: f32[2048,4096]) -> f32[2048,4096] {
+  %q = f32[2048,4096]{1,0} parameter(0)
+  ROOT %sum = f32[2048,4096]{1,0} all-reduce(%q), replica_groups=[1,4]<=[4], to_apply=%add
+}
+
+ENTRY"""
+    taken = "%all = f32[2048,4096]{1,0} fusion(%y), kind=kCustom, calls=%fused\n  " + SCATTER.replace("(%y)", "(%all)")
+    line = ', metadata={source_file="model.py" source_line=7}'
+    gains = [
+        f.gain
+        for makers in ([], [(DOT, kernel)])
+        for f in found(changed((SCATTER, taken + line), ("ENTRY", fused), *makers))
+        if f.source == "model.py:7"
+    ]
+    assert gains == pytest.approx([gains[0]] * 2, rel=0.01)
 
 
 def test_a_sum_that_is_rounded_before_it_travels_is_not_reported():
@@ -114,7 +135,6 @@ def test_the_values_are_followed_through_sums_slices_and_a_permute():
     assert finding.gain > block  # half of both
 
 
-SCATTER = "%r = f32[512,4096]{1,0} reduce-scatter(%y), dimensions={0}, replica_groups=[1,4]<=[4], to_apply=%add"
 SCATTER_START = SCATTER.replace("%r = f32[512,4096]{1,0} reduce-scatter(", "%s = SHAPE reduce-scatter-start(")
 
 
