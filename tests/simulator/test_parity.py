@@ -1,5 +1,7 @@
 """The parity suites of ops and layers on four simulated TPUs, where Pallas kernels start and end each transfer."""
 
+import itertools
+
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -25,21 +27,27 @@ repeats = pytest.mark.slow  # repeats what another test shows for one op, one mo
 
 
 FORMS = [("on_wait", "pallas", 2), ("eager", "pallas", 1), ("eager", "stateful", 2),
-         ("on_wait", "pallas", 1), ("eager", "pallas", 2), ("on_wait", "stateful", 2)]  # fmt: skip
+         ("eager", "pallas", 2), ("on_wait", "pallas", 1), ("on_wait", "stateful", 2)]  # fmt: skip
+CASES = [
+    pytest.param(op, *form, marks=[] if i + j == 2 else repeats)  # one of the first three forms for each op
+    for i, op in enumerate(ops.OPS)
+    for j, form in enumerate(FORMS)
+    if (i + j) % 2 == 0  # each op has three forms, and each form has an op
+]
 
 
-@pytest.mark.parametrize(
-    ("op", "simulator", "backend", "directions"),
-    [
-        pytest.param(op, *form, marks=[] if i + j == 2 else repeats)  # one of the first three forms for each op
-        for i, op in enumerate(ops.OPS)
-        for j, form in enumerate(FORMS)
-        if (i + j) % 2 == 0  # each op has three forms, and each form has an op
-    ],
-    indirect=["simulator"],
-)
+@pytest.mark.parametrize(("op", "simulator", "backend", "directions"), CASES, indirect=["simulator"])
 def test_ops(op, backend, directions):
     ops.parity(op, 4, rows=3, batch=2, backend=backend, directions=directions)
+
+
+def test_every_op_has_every_mode_backend_and_number_of_directions():
+    """The cases that `make test-slow` adds count too."""
+    values = ({"on_wait", "eager"}, {"pallas", "stateful"}, {1, 2})
+    for n, expected in enumerate(values, start=1):
+        covered = {(case.values[0], case.values[n]) for case in CASES}
+        assert covered == set(itertools.product(ops.OPS, expected))
+    assert {case.values[1:] for case in CASES} == set(FORMS)
 
 
 @pytest.mark.parametrize("op", [ops.OPS[0], *(pytest.param(op, marks=repeats) for op in ops.OPS[1:])])

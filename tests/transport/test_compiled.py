@@ -1,6 +1,7 @@
 """Every form in compiled TPU programs; and broken forms, which the same checks notice."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -21,16 +22,28 @@ from tests.transport.compiled import DEVICES, compile_form, faults
 from tests.transport.forms import FORMS
 
 HOPS = 7
+CASES = sparse(FORMS, DEVICES, keep=lambda i, k: (k - i) % 5 < 2)
 pallas = PallasTransport()
 
 
-@pytest.mark.parametrize(("name", "topology"), sparse(FORMS, DEVICES, keep=lambda i, k: (k - i) % 5 < 2))
+def rows_of(name, topology):
+    """Returns the rows of a block of 2 MiB or of 32 MiB; each form has both of them in `make test`."""
+    return (1024, 16384)[(list(DEVICES).index(topology) - list(FORMS).index(name)) % 5 % 2]
+
+
+@pytest.mark.parametrize(("name", "topology"), CASES)
 def test_every_form(name, topology):
-    """Blocks of 2 MiB and of 32 MiB alternate, so that every form and every topology has both."""
-    form = FORMS[name]
-    rows = (1024, 16384)[(list(FORMS).index(name) + list(DEVICES).index(topology)) % 2]
+    form, rows = FORMS[name], rows_of(name, topology)
     program = compile_form(lambda x: tuple(form.run(x, HOPS)), topology, rows=rows)
     assert faults(program, pairs=form.pairs(HOPS, DEVICES[topology])) == set()
+
+
+def test_every_form_and_every_topology_has_both_sizes_of_blocks():
+    """This holds for what `make test` runs alone, and so for all cases too."""
+    kept = [case.values for case in CASES if not case.marks]
+    for n, names in enumerate((FORMS, DEVICES)):
+        covered = {(case[n], rows_of(*case)) for case in kept}
+        assert covered == set(itertools.product(names, (1024, 16384)))
 
 
 @pytest.mark.slow

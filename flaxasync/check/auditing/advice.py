@@ -76,7 +76,8 @@ def independent_work(
 ) -> list[tuple[float, Instruction]]:
     """Returns the work of a computation that `starts` do not need and that does not need `ends`, the longest first.
 
-    Each is (seconds, instruction). Collectives, loops, branches and what takes less than a microsecond do not count.
+    Each is (seconds, instruction). Collectives, calls of computations that contain one, loops, branches and what takes
+    less than a microsecond do not count.
     """
     needed = {i.name for i in _closure(computation, starts, forward=False)}
     dependent = {i.name for i in _closure(computation, ends, forward=True)}
@@ -84,10 +85,27 @@ def independent_work(
         (seconds, i)
         for i in computation.instructions
         if i.name not in needed and i.name not in dependent and i.opcode not in COLLECTIVES
-        if i.opcode == "call" or costs.explained(computation, i)[1] not in ("links", "body", "nothing")
+        if (
+            not _communicates(costs.module, i)
+            if i.opcode == "call"
+            else costs.explained(computation, i)[1] not in ("links", "body", "nothing")
+        )
         if (seconds := costs.seconds(computation, i)) >= 1e-6
     ]
     return sorted(found, key=lambda item: -item[0])
+
+
+def _communicates(module: HloModule, call: Instruction) -> bool:
+    """Says whether the computations that a call runs, at any depth, contain a collective or the start of one."""
+    pending, seen = [call], {""}
+    while pending:
+        i = pending.pop()
+        if i.opcode.removesuffix("-start") in COLLECTIVES:
+            return True
+        if not seen.issuperset(i.called_computations):
+            seen.update(i.called_computations)
+            pending += module.instructions_in(i)
+    return False
 
 
 def _beside(costs: Costs, computation: Computation, i: Instruction, kind: str) -> Advice:

@@ -113,37 +113,43 @@ class _Walk:
         return True
 
     def backward(self, computation: Computation, i: Instruction) -> None:
-        """Follows the values back to the products that make them, as far as they are only moved and added."""
-        pending: list[tuple[Computation, str, tuple[int, ...]]] = [(computation, o, ()) for o in i.operands]
+        """Follows the values back to the products that make them, as far as they are only moved and added.
+
+        What a transfer takes is always among them, because its bytes are the time of most transfers. It may be an
+        argument of the program or the result of a kernel: then it is as if that had the narrow type to begin with.
+        """
+        pending: list[tuple[Computation, str, tuple[int, ...], bool]] = [(computation, o, (), True) for o in i.operands]
         if i.opcode == "fusion":
-            pending = [(computation, i.operands[n], ()) for n in self._entered_by_collective(i)]
+            pending = [(computation, i.operands[n], (), True) for n in self._entered_by_collective(i)]
         while pending:
-            at, name, element = pending.pop()
+            at, name, element, is_sent = pending.pop()
             step = at.by_name.get(name)
             if step is None or (shape := step.shape.at(element)) is None:
                 continue
             if _step_of_move(step, "-start") and ((at.name, name), None) not in self.holders:
                 self.holders.add(((at.name, name), None))
-                pending += [(at, o, ()) for o in step.operands[:1]]
+                pending += [(at, o, (), _is_transfer(step)) for o in step.operands[:1]]
             if shape.element_type != self.wide or ((at.name, name), element) in self.holders:
                 continue
+            if is_sent:
+                self.holders.add(((at.name, name), element))
             if step.opcode in _MOVES or _step_of_move(step, "-done") or step.custom_call_target == _JOINS:
                 self.holders.add(((at.name, name), element))
-                pending += [(at, o, ()) for o in step.operands]
+                pending += [(at, o, (), _is_transfer(step)) for o in step.operands]
             elif step.opcode == "get-tuple-element" and step.tuple_index is not None and step.operands:
                 self.holders.add(((at.name, name), element))
-                pending.append((at, step.operands[0], (step.tuple_index,)))
+                pending.append((at, step.operands[0], (step.tuple_index,), False))
             elif step.opcode == "parameter":
                 for c, fusion in self._fusions(at):
                     if (n := step.parameter_number) is not None and n < len(fusion.operands):
                         self.holders.add(((at.name, name), element))
-                        pending.append((c, fusion.operands[n], ()))
+                        pending.append((c, fusion.operands[n], (), is_sent))
             elif step.opcode == "fusion" and (body := self._body(step)) is not None and body.root is not None:
                 self.holders.add(((at.name, name), element))
                 made = (
                     body.root.operands[element[0] :] if body.root.opcode == "tuple" and element else (body.root.name,)
                 )
-                pending += [(body, name, ()) for name in made[:1]]
+                pending += [(body, name, (), False) for name in made[:1]]
             elif step.opcode not in _STAYS:  # a product, above all: it can round its result
                 self.holders.add(((at.name, name), element))
 
@@ -197,6 +203,10 @@ def _first(i: Instruction) -> Element:
 def _step_of_move(i: Instruction, suffix: str) -> bool:
     """Says whether an instruction is the start or the done of something that only moves or adds its operands."""
     return i.opcode.endswith(suffix) and i.opcode.removesuffix(suffix) in _MOVES
+
+
+def _is_transfer(i: Instruction) -> bool:
+    return i.opcode.removesuffix("-start") in COLLECTIVES
 
 
 def _promoted(module: HloModule, i: Instruction) -> bool:

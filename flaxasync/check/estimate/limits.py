@@ -8,6 +8,7 @@ from flaxasync.check.hlo.module import HloModule
 from flaxasync.check.hlo.shapes import HOST
 
 _GPU_CALLS = ("__cublas", "__cudnn", "__cusolver", "__triton")
+_GPU_NOTES = ('"operation_queue_id"', '"__triton')  # in a backend_config: XLA for GPUs writes the first to what it runs
 
 
 def limits(module: HloModule, chip: str) -> list[str]:
@@ -27,6 +28,7 @@ def limits(module: HloModule, chip: str) -> list[str]:
                 with_host += any(leaf.memory_space == HOST for _, leaf in i.shape.leaves())
             elif i.opcode == "custom-call":
                 on_gpu = on_gpu or i.custom_call_target.startswith(_GPU_CALLS)
+            on_gpu = on_gpu or any(note in i.attributes.get("backend_config", "") for note in _GPU_NOTES)
     notes = []
     if on_gpu:
         notes.append(

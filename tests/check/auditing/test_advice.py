@@ -200,6 +200,46 @@ def test_an_empty_window_names_the_longest_work_that_could_move_in():
     assert found.gain == pytest.approx(work, rel=1e-3)
 
 
+ALL_REDUCE = "all-reduce(%v), replica_groups=[1,4]<=[4], to_apply=%add"
+CALLS = f"""
+%deep (v: bf16[4096,4096]) -> bf16[4096,4096] {{
+  %v = bf16[4096,4096]{{1,0}} parameter(0)
+  ROOT %sum = bf16[4096,4096]{{1,0}} {ALL_REDUCE}
+}}
+
+%called (v: bf16[4096,4096]) -> bf16[4096,4096] {{
+  %v = bf16[4096,4096]{{1,0}} parameter(0)
+  %started = bf16[4096,4096]{{1,0}} OPERATION
+  %done = bf16[4096,4096]{{1,0}} ENDED(%started)
+  ROOT %exp = bf16[4096,4096]{{1,0}} exponential(%done)
+}}
+{BODY}
+  %start = (bf16[2048,4096]{{1,0}}, bf16[2048,4096]{{1,0}}, u32[], u32[]) collective-permute-start(%x), \
+source_target_pairs={{{{0,1}},{{1,2}},{{2,3}},{{3,0}}}}
+  %done = bf16[2048,4096]{{1,0}} collective-permute-done(%start)
+  %own = bf16[4096,4096]{{1,0}} call(%w), to_apply=%called
+  ROOT %t = (bf16[4096,4096]{{1,0}}, bf16[2048,4096]{{1,0}}) tuple(%own, %done)
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("operation", "ended", "code"),
+    [
+        ("negate(%v)", "copy", "empty-window"),
+        (ALL_REDUCE, "copy", "serialised"),
+        (ALL_REDUCE.replace("(%v)", "-start(%v)"), "all-reduce-done", "serialised"),
+        ("call(%v), to_apply=%deep", "copy", "serialised"),
+    ],
+    ids=["work", "collective", "start", "nested"],
+)
+def test_a_call_is_independent_work_unless_it_contains_a_collective(operation, ended, code):
+    """The window of a permute is empty, and there is a call that does not depend on it."""
+    found = audit(HEAD + CALLS.replace("OPERATION", operation).replace("ENDED", ended), chip="v5e").findings
+    (permute,) = (f for f in found if f.instruction == "start")
+    assert permute.code == code
+
+
 def test_the_gain_counts_every_iteration_and_orders_the_findings():
     body = """
 %body (p: (s32[], bf16[2048,4096])) -> (s32[], bf16[2048,4096]) {
