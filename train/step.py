@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from flaxasync.mesh import mesh_report, platform
+from flaxasync.mesh import check_tpu, mesh_report
 from models.transformer import Transformer
 from train.config import Config
 from train.errors import InputError
@@ -215,11 +215,10 @@ def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError where the devices of the mesh cannot send to each other as `model.fsdp_overlap` needs it."""
     if config.model.fsdp_overlap != "prefetch_pallas":
         return
-    if platform() not in ("tpu", None):
-        raise InputError(
-            f"model.fsdp_overlap=prefetch_pallas is made of TPU kernels, and the mesh is of {platform()} devices; use "
-            "--model.fsdp_overlap prefetch, which runs on every device"
-        )
+    try:
+        check_tpu("model.fsdp_overlap=prefetch_pallas", "--model.fsdp_overlap prefetch, which runs on every device")
+    except NotImplementedError as error:
+        raise InputError(str(error)) from error
     if any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh)):
         raise InputError(
             "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across slices, which none "

@@ -116,7 +116,7 @@ def test_direct_copies_need_whole_tiles_and_tpus(config, replace):
     with jax.set_mesh(mesh):
         trainer = Trainer(wide, mesh)
         arguments = trainer.abstract_state(), *trainer.abstract_batch()
-        with pytest.raises(InputError, match=r"the mesh is of cpu devices; use --model\.fsdp_overlap prefetch,"):
+        with pytest.raises(InputError, match=r"this mesh is of cpu devices; use --model\.fsdp_overlap prefetch,"):
             trainer.train_step.eval_shape(*arguments)
 
 
