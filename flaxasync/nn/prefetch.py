@@ -7,8 +7,11 @@ backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   w_{i-
 ```
 
 What stands side by side does not depend on each other, so the transfers of a turn have the whole turn to finish. Each
-weight is gathered once forward and once backward. What is kept for the backward pass are the inputs of the layers, from
-which each layer is computed again, as with `jax.checkpoint` around it. The weights of two layers are whole at a time.
+weight is gathered once forward and once backward, but for two: the last turn forward gathers the last layer again, with
+which the backward pass begins, and the last turn backward gathers the first layer again, which nothing uses. So all
+turns are alike. What is kept for the backward pass are those weights and the inputs of the layers, from which each
+layer is computed again, as with `jax.checkpoint` around it. The weights and the gradients of two layers are whole at a
+time.
 
 | backend | what moves weights and gradients |
 |---|---|
