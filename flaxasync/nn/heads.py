@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from flaxasync.mesh import cast_to_varying
 from flaxasync.nn.context import Context
-from flaxasync.nn.rotary import RopeScaling, rotary_embedding
+from flaxasync.nn.rotary import RopeScaling, rotary_tables, rotate
 from flaxasync.ops.attention.api import attention, ring_attention
 from flaxasync.ops.attention.dense import Additions, dense_attention, positional_mask
 from flaxasync.ops.attention.layouts import Mask, positions
@@ -162,6 +162,7 @@ class HeadAttention:
         segment_ids: Array | None,
         additions: Additions = Additions(),  # noqa: B008 (it is frozen)
         norms: tuple[Array | None, Array | None] = (None, None),
+        tables: tuple[Array, Array] | None = None,
     ) -> Array:
         """Returns the attention [b, s, h, d] of this device's heads, from projections [b, s, h * d].
 
@@ -173,7 +174,9 @@ class HeadAttention:
           additions: The mask, the bias and the key of the dropout.
           norms: The scales of the norms of queries and of keys; None for no norm.
         """
-        q, k, v = self.split(query, key, value, norms, None if self.context is None else self._positions(query))
+        q, k, v = self.split(
+            query, key, value, norms, None if self.context is None else self._positions(query), tables
+        )
         causal, window, context = self.causal, self.window, self.context
         options = self.options
         if additions.some or options.needs_all_scores or q.shape[1] != k.shape[1]:
@@ -195,6 +198,7 @@ class HeadAttention:
         value: Array,
         norms: tuple[Array | None, Array | None],
         positions: Array | None,
+        tables: tuple[Array, Array] | None = None,
     ) -> tuple[Array, Array, Array]:
         """Returns the heads [b, s, h, d] of projections [b, s, h * d], normalized, and rotated by their positions.
 
@@ -205,9 +209,18 @@ class HeadAttention:
             x if scale is None else _normalize(x, scale, self.options) for x, scale in zip((q, k), norms, strict=True)
         )
         if self.rope_theta is not None:
-            theta, scaling = self.rope_theta, self.options.rope_scaling
-            q, k = (rotary_embedding(x, theta=theta, positions=positions, scaling=scaling) for x in (q, k))
+            if tables is None:
+                tables = self.rotary_tables(query, query.shape[1], positions)
+            q, k = rotate(q, tables), rotate(k, tables)
         return q, k, v
+
+    def rotary_tables(self, x: Array, rows: int, positions: Array | None = None) -> tuple[Array, Array] | None:
+        """Returns the cosines and sines of the rotary position embedding of rows 0 .. rows - 1; None for no embedding."""
+        if self.rope_theta is None:
+            return None
+        heads = jax.ShapeDtypeStruct((rows, 1, self.head_dim), x.dtype)
+        tables = rotary_tables(heads, theta=self.rope_theta, positions=positions, scaling=self.options.rope_scaling)
+        return lax.optimization_barrier(tables)
 
     def _attend_dense(self, q: Array, k: Array, v: Array, segment_ids: Array | None, additions: Additions) -> Array:
         options = self.options

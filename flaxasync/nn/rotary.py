@@ -7,6 +7,7 @@ the public Llama checkpoints.
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -58,12 +59,30 @@ def rotary_embedding(
     Returns:
       The rotated rows, in the dtype of x.
     """
+    return rotate(x, rotary_tables(x, theta=theta, positions=positions, scaling=scaling))
+
+
+def rotary_tables(
+    x: Float[Array, "*batch s h d"] | jax.ShapeDtypeStruct,
+    *,
+    theta: float,
+    positions: Int[Array, "*s"] | None = None,
+    scaling: RopeScaling | None = None,
+) -> tuple[Float[Array, "s d/2"], Float[Array, "s d/2"]]:
+    """Returns the cosines and sines by which `rotate` rotates heads like `x`."""
     rows, dim = x.shape[-3], x.shape[-1]
     dtype = accumulator_dtype(x)
     frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
     frequency = frequency if scaling is None else scaling.apply(frequency)
     position = jnp.arange(rows) if positions is None else positions
     angle = position.astype(dtype)[:, None] * frequency
-    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "*batch s h d"], tables: tuple[Float[Array, "s d/2"], Float[Array, "s d/2"]]
+) -> Float[Array, "*batch s h d"]:
+    """Rotates heads by the angles of `rotary_tables`; see `rotary_embedding`."""
+    cos, sin = (table[:, None, :] for table in tables)
+    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

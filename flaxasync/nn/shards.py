@@ -54,7 +54,7 @@ def column(x: Array, linears: tuple[Linear, ...], settings: LinearSettings, *, r
         )  # fmt: skip
     else:
         ys = tuple(dot(x, kernel, settings.precision).astype(settings.dtype) for kernel in kernels)
-    return tuple(_finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
+    return tuple(finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
 
 
 def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -> Array:
@@ -71,7 +71,7 @@ def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -
     else:
         op = {"sequence": matmul_reduce_scatter, "replicated": matmul_all_reduce}[layout]
         y = op(x, kernel, settings.axis_name, backend=settings.backend, precision=settings.precision)
-    return _finish(y, bias, settings)
+    return finish(y, bias, settings)
 
 
 def take_columns(linear: Linear, shares: Shares, axis_name: str) -> Linear:
@@ -132,7 +132,7 @@ def _multiplies_locally(settings: LinearSettings) -> bool:
     return wider or settings.dot_general is not lax.dot_general
 
 
-def _finish(y: Array, bias: Array | None, settings: LinearSettings) -> Array:
+def finish(y: Array, bias: Array | None, settings: LinearSettings) -> Array:
     """Adds the bias, and returns the dtype that the caller prefers; that of a local product stays as it is."""
     y = y if bias is None else y + cast(bias, y, settings.dtype).astype(y.dtype)
     return y if _multiplies_locally(settings) else y.astype(settings.preferred_element_type or settings.dtype)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from flaxasync.ops.dtypes import accumulator_dtype
 
@@ -60,3 +61,8 @@ def scatter_then_gather(reduce: Callable[[Arrays], Array], xs: Arrays, axis_name
     y_shard = reduce(padded)
     y = lax.all_gather(y_shard, axis_name, axis=y_shard.ndim - 2, tiled=True, to="invarying")
     return lax.slice_in_dim(y, 0, rows, axis=-2)
+
+
+def row_major(x: Array) -> Array:
+    """Returns x with its last dimension along lanes. XLA would put a transposition off, and compute in its layout."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
