@@ -38,8 +38,9 @@ from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying, check_tpu, mesh_axis_size
 from flaxasync.nn.fully_sharded import names_of, without_axis
-from flaxasync.transport import Future, direct, tie
+from flaxasync.transport import direct
 from flaxasync.transport.direct import in_whole_tiles
+from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
 
 type Leaves = tuple[Array, ...]
 
@@ -146,7 +147,7 @@ class _Scan:
         """
         return 2 if self.backend == "pallas" else 1
 
-    def gather(self, stacked: Leaves, layer: Any) -> "Transfers":
+    def gather(self, stacked: Leaves, layer: Any) -> Transfers:
         """Begins to gather the parameters of one layer."""
         with jax.named_scope("prefetch_parameters"):
             shards = (lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in stacked)
@@ -156,7 +157,7 @@ class _Scan:
             ]
         return Transfers(begun, "prefetch_parameters")
 
-    def reduce(self, stacked: Leaves, gradients: Leaves) -> "Transfers":
+    def reduce(self, stacked: Leaves, gradients: Leaves) -> Transfers:
         """Begins to sum the gradients of one layer over the axis, in the dtype of the parameter."""
         with jax.named_scope("scatter_gradients"):
             begun = [
@@ -166,56 +167,6 @@ class _Scan:
                 for leaf, gradient, dim in zip(stacked, gradients, self.dims, strict=True)
             ]
         return Transfers(begun, "scatter_gradients")
-
-
-@dataclasses.dataclass
-class Transfer:
-    """An array that arrives.
-
-    Attributes:
-      x: What is sent while the transfer is under way; what arrived, if there is no future.
-      future: The future of a direct transfer; None where XLA schedules the transfer, or nothing travels.
-      summed_in: The dtype in which the blocks that arrive are added; None if they are not.
-    """
-
-    x: Array
-    future: Future | None = None
-    summed_in: DTypeLike | None = None
-
-    def done(self) -> Array:
-        """Waits, and returns what arrived."""
-        if self.future is None:
-            return self.x
-        arrived = self.future.pair.done(self.x, self.future)
-        return arrived if self.summed_in is None else jnp.sum(arrived.astype(self.summed_in), 0)
-
-
-@dataclasses.dataclass
-class Transfers:
-    """The transfers of all parameters of a layer, or of their gradients."""
-
-    begun: list[Transfer]
-    scope: str
-
-    def done(self) -> Leaves:
-        """Waits for all of them, and returns what arrived."""
-        with jax.named_scope(self.scope):
-            return tuple(transfer.done() for transfer in self.begun)
-
-
-def meanwhile[T](transfers: list[Transfers], compute: Callable[..., T], *operands: Array) -> T:
-    """Returns `compute(*operands)`, which runs after direct transfers were started and before they are waited for.
-
-    XLA schedules its own transfers. Nothing ties them to the computation.
-    """
-    started = [transfer for group in transfers for transfer in group.begun if transfer.future is not None]
-    if not started:
-        return compute(*operands)
-    sent, operands = tie([transfer.x for transfer in started], operands)
-    sent, result = tie(sent, compute(*operands))
-    for transfer, x in zip(started, sent, strict=True):
-        transfer.x = x
-    return result
 
 
 def start_gather(shard: Array, axis: str, dim: int, backend: str) -> Transfer:

@@ -14,8 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from flaxasync.mesh import cast_to_varying
-from flaxasync.nn import exchanged_heads, shards
+from flaxasync.nn import exchange_heads, shards
 from flaxasync.nn.checks import check_input
 from flaxasync.nn.heads import HeadAttention, check_segments
 from flaxasync.nn.linear import (
@@ -30,8 +29,6 @@ from flaxasync.nn.options import LinearSettings
 from flaxasync.nn.placement import Layout, Placement, place
 from flaxasync.nn.shares import Shares
 from flaxasync.ops.attention.dense import Additions
-from flaxasync.ops.matmul.products import row_major
-from flaxasync.ops.matmul.api import gathered_product, gathered_product_transposed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,47 +215,10 @@ def _run(
     if dropout_key is not None:
         dropout_key = _local_key(dropout_key, x, axis_name)
     if call.exchange:
-        return _run_exchanged(call, x, linears, norms, ids)
+        return exchange_heads.run(call, x, linears, norms, ids)
     q, k, v = project_inputs(call, x, key, value, linears[:3])
     heads = call.attention.attend(q, k, v, ids, Additions(mask, bias, dropout_key), norms)
     return project_output(call, heads, linears[3])
-
-
-def _run_exchanged(
-    call: Call,
-    x: Array,
-    linears: tuple[shards.Linear, ...],
-    norms: tuple[Array | None, Array | None],
-    ids: Array | None,
-) -> Array:
-    """Applies the layer to rows that its axis shards, with heads that travel; see `exchanged_heads`."""
-    settings, axis_name = call.settings, call.settings.axis_name
-    (*inputs, (out, out_bias)), dtype = linears, settings.dtype
-    size, rows = lax.axis_size(axis_name), x.shape[1]
-    x = x.astype(dtype)
-    kernel = jnp.concatenate([shards.cast(kernel, x, dtype).T for kernel, _ in inputs])
-    widths = [kernel.shape[1] for kernel, _ in inputs]
-    options: Any = {"backend": settings.backend, "precision": settings.precision}
-    zs = gathered_product(kernel, tuple(x), axis_name, **options)
-    biases = tuple(None if bias is None else shards.cast(bias, x, dtype) for _, bias in inputs)
-    scales = tuple(None if scale is None else cast_to_varying(scale, jax.typeof(x).mat.varying) for scale in norms)
-    tables = call.attention.rotary_tables(x, size * rows)
-
-    def attend(z: Array, i: Array | None, tables, shared: Any) -> Array:
-        biases, scales = shared
-        projected = row_major(z.transpose(0, 2, 1)).reshape(1, size * rows, -1)
-        q, k, v = (
-            y if bias is None else y + bias
-            for y, bias in zip(lax.split(projected, widths, 2), biases, strict=True)
-        )
-        heads = call.attention.attend(q, k, v, i, norms=scales, tables=tables)
-        return row_major(heads.reshape(size, rows, -1)).transpose(0, 2, 1)
-
-    exchange = exchanged_heads.Exchange(axis_name, attend, call.exchange == "direct")
-    others = tuple((None if ids is None else ids[i : i + 1], tables) for i in range(x.shape[0]))
-    heads = exchanged_heads.exchanged(exchange, zs, others, (biases, scales))
-    ys = gathered_product_transposed(shards.cast(out, x, dtype), heads, axis_name, **options)
-    return shards.finish(jnp.stack(ys), out_bias, settings)
 
 
 def norm_scales(layer: SelfAttention) -> tuple[Array | None, Array | None]:

@@ -220,75 +220,27 @@ def matmul_all_reduce(
     return vjp.matmul_all_reduce(executor, *_cast_to_vary_alike(xs, ws, axis_name))
 
 
-def gathered_product(
-    w: Float[Array, "m k"],
-    xs: tuple[Float[Array, "rows k"], ...],
-    axis_name: str,
-    *,
-    backend: str | None = None,
-    precision: lax.PrecisionLike = None,
-    keep: bool = False,
-) -> tuple[Float[Array, "all_m rows"], ...]:
-    """Multiplies the weights of all devices with rows of this device, each block of weights as it arrives.
-
-    ```
-    w  [m, k]      this device's outputs of a transposed weight       (R devices on axis_name)
-    x  [r, k]      rows of this device
-    z  [R*m, r]    all_gather(w) @ x.T
-    ```
-
-    Where a device has more rows than m, less travels than in `all_gather_matmul`, which multiplies the rows of all
-    devices with its own weights. The gradient is `gathered_product_transposed`, and a ring of partial sums for dw.
+def executor_for_weights(
+    op: str, w: Array, rows: int, axis_name: str, *, backend: str | None, precision: lax.PrecisionLike
+) -> Executor:
+    """Returns what executes products of all_gather(w), [R*m, k], with rows of this device.
 
     Args:
-      w: This device's part of the weight.
-      xs: Arrays that share one trip of w.
+      op: The name in messages.
+      w: This device's part of the weight, [m, k].
+      rows: The number of rows of this device.
       axis_name: The mesh axis along which w is sharded.
       backend: As in `all_gather_matmul`; None stands for what is predicted to be fastest there, for the same shapes.
-      precision: The precision of the matmuls, as in `lax.dot_general`; they accumulate in float32.
-      keep: Whether all_gather(w) is kept for the backward pass. Otherwise w travels again.
-
-    Returns:
-      A z for each x.
+      precision: The precision of the matmuls.
 
     Raises:
-      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown.
+      ValueError: No `shard_map` maps `axis_name`; the backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    executor, w, xs = _choose_for_weights("gathered_product", w, xs, axis_name, backend, precision)
-    return vjp.gathered_product(executor, keep, w, xs)
-
-
-def gathered_product_transposed(
-    w: Float[Array, "m k"],
-    zs: tuple[Float[Array, "all_m rows"], ...],
-    axis_name: str,
-    *,
-    backend: str | None = None,
-    precision: lax.PrecisionLike = None,
-) -> tuple[Float[Array, "rows k"], ...]:
-    """Returns y = z.T @ all_gather(w), [r, k], for each z [R*m, r]; see `gathered_product`, whose gradient it is."""
-    executor, w, zs = _choose_for_weights("gathered_product_transposed", w, zs, axis_name, backend, precision)
-    return vjp.gathered_product_transposed(executor, w, zs)
-
-
-def _choose_for_weights(
-    op: str, w: Array, others: Arrays, axis_name: str, backend: str | None, precision: lax.PrecisionLike
-) -> tuple[Executor, Array, Arrays]:
-    """Checks the operands of a product whose weights travel, and returns what executes it, and the operands."""
     options = _Options(backend, None, 2, precision, None)
-    size = _check_call(op, (w,), others, axis_name, options)
-    dim, length = (1, w.shape[-1]) if op == "gathered_product" else (0, size * w.shape[0])
-    for other in others:
-        if w.ndim != 2 or other.shape[dim] != length:
-            raise ValueError(
-                f"{op} on {size} devices needs w [m, k] and arrays whose dimension {dim} has {length} entries: got w "
-                f"{list(w.shape)} and {list(other.shape)}"
-            )
-    shapes = [w.shape, (w.shape[1], sum(other.shape[1 - dim] for other in others))]
-    executor = _choose_executor("all_gather_matmul", shapes, w.dtype, axis_name, size, options)
-    (w,), others = _cast_to_vary_alike((w,), others, axis_name)
-    return executor, w, others
+    size = _check_call(op, (w,), (w,), axis_name, options)
+    shapes = [w.shape, (w.shape[1], rows)]
+    return _choose_executor("all_gather_matmul", shapes, w.dtype, axis_name, size, options)
 
 
 def _as_tuple(value: OneOrMore) -> Arrays:

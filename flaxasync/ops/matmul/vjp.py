@@ -16,14 +16,6 @@ matmul_all_reduce        x [..., m, k]     w [k, n]   y [..., m, n]
     forward   y  = all_reduce(x @ w)
               dx = dy @ w.T                             no communication
               dw = x.T @ dy                             no communication
-gathered_product         w [m, k]          x [r, k]   z [R*m, r]
-    forward   z  = all_gather(w) @ x.T
-              dw = reduce_scatter(dz @ x)
-              dx = dz.T @ all_gather(w)                 w travels again, or was kept
-gathered_product_transposed    w [m, k]    z [R*m, r] y [r, k]
-    forward   y  = z.T @ all_gather(w)                  the dx of gathered_product, which is its gradient
-              dw = reduce_scatter(z @ dy)
-              dz = all_gather(w) @ dy.T
 ```
 
 The rules assume valid input in which all operands vary over the same mesh axes. Saved for the backward pass are x and w
@@ -48,7 +40,7 @@ import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from flaxasync.ops.matmul.products import Arrays, dot, row_major, weight_gradient, weight_gradients
+from flaxasync.ops.matmul.products import Arrays, dot, weight_gradient, weight_gradients
 from flaxasync.ops.saved import GATHERED, PRODUCT
 
 
@@ -195,58 +187,3 @@ def _matmul_all_reduce_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy:
 
 
 matmul_all_reduce.defvjp(_matmul_all_reduce_fwd, _matmul_all_reduce_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gathered_product(executor: Executor, keep: bool, w: Array, xs: Arrays) -> Arrays:
-    with jax.named_scope("gathered_product"):
-        return executor.gather(w, xs, transposed=True)[0]
-
-
-def _gathered_product_fwd(
-    executor: Executor, keep: bool, w: Array, xs: Arrays
-) -> tuple[Arrays, tuple[Array, Array | None, Arrays]]:
-    with jax.named_scope("gathered_product"):
-        zs, gathered = executor.gather(w, xs, transposed=True, keep=keep)
-    return checkpoint_name(zs, PRODUCT), (w, gathered, xs)
-
-
-def _gathered_product_bwd(
-    executor: Executor, keep: bool, saved: tuple[Array, Array | None, Arrays], dzs: Arrays
-) -> tuple[Array, Arrays]:
-    w, gathered, xs = saved
-    with jax.named_scope("gathered_product_dx"):
-        if gathered is None:
-            dxs = gathered_product_transposed(executor, w, dzs)
-        else:
-            dxs = tuple(weight_gradient(dz, gathered, executor.precision).astype(w.dtype) for dz in dzs)
-    with jax.named_scope("gathered_product_dw"):
-        return executor.reduce(dzs, xs), dxs
-
-
-gathered_product.defvjp(_gathered_product_fwd, _gathered_product_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gathered_product_transposed(executor: Executor, w: Array, zs: Arrays) -> Arrays:
-    with jax.named_scope("gathered_product_transposed"):
-        return tuple(row_major(y.T) for y in executor.weight_gradient(w, zs))
-
-
-def _gathered_product_transposed_fwd(
-    executor: Executor, w: Array, zs: Arrays
-) -> tuple[Arrays, tuple[Array, Arrays]]:
-    return checkpoint_name(gathered_product_transposed(executor, w, zs), PRODUCT), (w, zs)
-
-
-def _gathered_product_transposed_bwd(
-    executor: Executor, saved: tuple[Array, Arrays], dys: Arrays
-) -> tuple[Array, Arrays]:
-    w, zs = saved
-    with jax.named_scope("gathered_product_transposed_dz"):
-        dzs = gathered_product(executor, False, w, dys)
-    with jax.named_scope("gathered_product_transposed_dw"):
-        return executor.reduce(zs, dys), dzs
-
-
-gathered_product_transposed.defvjp(_gathered_product_transposed_fwd, _gathered_product_transposed_bwd)

@@ -1,0 +1,187 @@
+"""A whole attention block in which weights and heads travel, where the usual form sends rows.
+
+A block that gathers rows sends all features of all rows four times in a forward and backward pass: before the
+projections of queries, keys and values, after that of the output, and for the gradients of both. Here every device
+projects its own rows, with the weights of all devices, which travel behind the products. An all-to-all turns its rows
+of all heads into all rows of its heads, and a second one turns the result back.
+
+```
+x       [r, k]       for each sequence, this device's rows                          (R devices on the axis)
+w       [n, k]       the projections of this device's heads, transposed
+z       [R*n, r]     all_gather(w) @ x.T, whose block d has the heads of device d
+        all-to-all   [R, n, r]: all rows of this device's heads, block d those of device d
+heads   [R, m, r]    attention
+        all-to-all   [R*m, r]: this device's rows of all heads
+out     [m, k]       this device's rows of the output projection
+y       [r, k]       heads.T @ all_gather(out)
+
+backward   dheads = all_gather(out) @ dy.T                   the all-to-alls again, in the other order
+           dout   = reduce_scatter(heads @ dy)
+           dx     = dz.T @ all_gather(w)                     w travels again, or was kept
+           dw     = reduce_scatter(dz @ x)
+```
+
+The sequences of the batch are exchanged one by one. While one of them attends, the next ones arrive and the one before
+leaves. The first arrival of the backward pass has the product of dout beside it, and the last departure the products of
+dx, if w was kept.
+
+Where the rows of all devices are more than the features of the weights, less travels in this form. The all-to-all is
+that of Jacobs et al., "DeepSpeed Ulysses" (2023), where the weights are whole on every device.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from flaxasync.ops.matmul.products import Arrays, row_major, weight_gradient
+from flaxasync.ops.matmul.vjp import Executor
+from flaxasync.ops.saved import GATHERED, PRODUCT
+from flaxasync.transport import direct
+from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
+
+IN_FLIGHT = 2  # sequences that are on their way to this device's heads at a time; the links stay busy with two
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangedAttention:
+    """What is static in a block. Hashable.
+
+    Attributes:
+      projections: What sends and multiplies the weights of the input projections.
+      output: The same for the output projection.
+      attend: A function (z [R, n, r], constants, shared) -> heads [R, m, r] of one sequence.
+      direct: Whether Pallas copies make the exchanges, beside what is computed meanwhile, or XLA's all-to-all.
+      keep: Whether all_gather(w) is kept for the backward pass.
+    """
+
+    projections: Executor
+    output: Executor
+    attend: Callable[[Array, Any, Any], Array]
+    direct: bool
+    keep: bool
+
+    def exchange(self, x: Array) -> Transfers:
+        """Begins to send block d of [R*n, r] to device d; what arrives is [R, n, r]."""
+        axis_name = self.projections.axis_name
+        size = lax.axis_size(axis_name)
+        if self.direct:
+            begun = Transfer(*direct.all_to_all(axis_name, size, 0).start(x))
+        else:
+            begun = Transfer(lax.all_to_all(x.reshape(size, -1, x.shape[-1]), axis_name, 0, 0))
+        return Transfers([begun], "exchange_heads")
+
+    def through[T](
+        self,
+        xs: Arrays,
+        compute: Callable[[int, Array], tuple[Array, T]],
+        while_first_arrives: Callable[[list[Transfers]], Any],
+        while_last_leaves: Callable[[list[Transfers], Arrays], Any],
+    ) -> tuple[Arrays, list[T]]:
+        """Sends each sequence to where it is computed with, and the results back.
+
+        Args:
+          xs: The sequences, [R*n, r].
+          compute: A function (number of the sequence, [R, n, r]) -> [R, m, r], and what is returned beside it.
+          while_first_arrives: Is called with the transfers that are then under way.
+          while_last_leaves: Likewise, and with the results of all sequences but the last.
+
+        Returns:
+          The results, [R*m, r], and what was returned beside them.
+        """
+        arriving, leaving, more = [self.exchange(xs[0])], [], []
+        while_first_arrives(arriving)
+        arriving += [self.exchange(x) for x in xs[1:IN_FLIGHT]]
+        for i in range(len(xs)):
+            (x,) = arriving[i].done()
+            arriving += [self.exchange(x) for x in xs[i + IN_FLIGHT : i + IN_FLIGHT + 1]]
+            y, beside = meanwhile(leaving[-1:] + arriving[i + 1 :], functools.partial(compute, i), x)
+            leaving.append(self.exchange(y.reshape(-1, y.shape[-1])))
+            more.append(beside)
+        back = tuple(_blocks_as_rows(transfers) for transfers in leaving[:-1])
+        while_last_leaves(leaving[-1:], back)
+        return (*back, _blocks_as_rows(leaving[-1])), more
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def exchanged_attention(
+    block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
+) -> Arrays:
+    """Applies a block to the rows of this device.
+
+    Args:
+      block: What is static.
+      xs: This device's rows of each sequence, [r, k].
+      w: The projections of this device's heads, transposed, [n, k].
+      out: This device's rows of the output projection, [m, k].
+      constants: What `attend` is given beside each sequence and has no gradient.
+      shared: What it is given beside all of them, such as the scales of norms.
+
+    Returns:
+      y of each sequence, [r, k].
+    """
+    return _forward(block, xs, w, out, constants, shared)[0]
+
+
+def _forward(
+    block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
+) -> tuple[Arrays, tuple]:
+    with jax.named_scope("project_inputs"):
+        zs, gathered = block.projections.gather(w, xs, transposed=True, keep=block.keep)
+    zs = checkpoint_name(zs, PRODUCT)
+    gathered = None if gathered is None else checkpoint_name(gathered, GATHERED)
+
+    def attend(i: int, z: Array) -> tuple[Array, Any]:
+        return jax.vjp(lambda z, shared: block.attend(z, constants[i], shared), z, shared)
+
+    heads, pulls = block.through(zs, attend, lambda arriving: None, lambda leaving, back: None)
+    with jax.named_scope("project_output"):
+        ys = checkpoint_name(_transposed_product(block.output, out, heads), PRODUCT)
+    return ys, (xs, w, gathered, out, heads, pulls)
+
+
+def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arrays, Array, Array, None, Any]:
+    xs, w, gathered, out, heads, pulls = saved
+    found: dict[str, Any] = {}
+    with jax.named_scope("project_output_dx"):
+        dheads, _ = block.output.gather(out, dys, transposed=True)
+
+    def reduce_dout(arriving: list[Transfers]) -> None:
+        with jax.named_scope("project_output_dw"):
+            found["dout"] = meanwhile(arriving, lambda *dys: block.output.reduce(heads, dys), *dys)
+
+    def local_dx(*dzs: Array) -> Arrays:
+        with jax.named_scope("project_inputs_dx"):
+            return tuple(weight_gradient(dz, gathered, block.projections.precision).astype(w.dtype) for dz in dzs)
+
+    def first_dxs(leaving: list[Transfers], dzs: Arrays) -> None:
+        if gathered is not None and dzs:
+            found["dxs"] = meanwhile(leaving, local_dx, *dzs)
+
+    dzs, dshared = block.through(dheads, lambda i, dy: pulls[i](dy), reduce_dout, first_dxs)
+    if gathered is None:
+        with jax.named_scope("project_inputs_dx"):
+            dxs = _transposed_product(block.projections, w, dzs)
+    else:
+        dxs = (*found.get("dxs", ()), *local_dx(dzs[-1]))
+    with jax.named_scope("project_inputs_dw"):
+        dw = block.projections.reduce(dzs, xs)
+    return dxs, dw, found["dout"], None, jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *dshared)
+
+
+exchanged_attention.defvjp(_forward, _backward)
+
+
+def _transposed_product(executor: Executor, w: Array, zs: Arrays) -> Arrays:
+    """Returns z.T @ all_gather(w) for each z [R*m, r]."""
+    return tuple(row_major(y.T) for y in executor.weight_gradient(w, zs))
+
+
+def _blocks_as_rows(transfers: Transfers) -> Array:
+    (y,) = transfers.done()
+    return y.reshape(-1, y.shape[-1])
