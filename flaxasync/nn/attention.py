@@ -59,6 +59,7 @@ class ParallelAttention(SelfAttention):
       window: A row attends only to rows fewer than `window` positions away; None for any distance.
       rope_theta: The base of the rotary position embedding; None for none.
       context: The mesh axis that splits sequences, their layout and backend; see `ParallelSelfAttention`.
+      exchange_heads: Whether weights and heads travel instead of rows; see `ParallelSelfAttention`.
       rngs: The random streams; the layer draws from `params`, and from `dropout` where it drops.
       **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. If you give
         `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
@@ -83,6 +84,7 @@ class ParallelAttention(SelfAttention):
         window: int | None = None,
         rope_theta: float | None = None,
         context: tuple[str | None, AttentionLayout, str | None] = (None, "contiguous", None),
+        exchange_heads: bool | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[ParallelAttentionOptions],
     ):
@@ -104,6 +106,7 @@ class ParallelAttention(SelfAttention):
             layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
             context=split, options=ScoreOptions(**scores), precision=self.settings.precision,
         )  # fmt: skip
+        self.exchange_heads = exchange_heads
         self.deterministic = attention.options.deterministic
         self.rngs = rngs.dropout.fork() if attention.options.dropout_rate else nnx.data(None)
         devices = mesh_axis_size(layer, self.settings.axis_name)

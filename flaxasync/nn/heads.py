@@ -173,10 +173,9 @@ class HeadAttention:
           segment_ids: The segment of each row; None for one segment.
           additions: The mask, the bias and the key of the dropout.
           norms: The scales of the norms of queries and of keys; None for no norm.
+          tables: What `rotary_tables` returns for these rows, where it was computed before.
         """
-        q, k, v = self.split(
-            query, key, value, norms, None if self.context is None else self._positions(query), tables
-        )
+        q, k, v = self.split(query, key, value, norms, None if self.context is None else self._positions(query), tables)
         causal, window, context = self.causal, self.window, self.context
         options = self.options
         if additions.some or options.needs_all_scores or q.shape[1] != k.shape[1]:
@@ -208,18 +207,20 @@ class HeadAttention:
         q, k = (
             x if scale is None else _normalize(x, scale, self.options) for x, scale in zip((q, k), norms, strict=True)
         )
-        if self.rope_theta is not None:
-            if tables is None:
-                tables = self.rotary_tables(query, query.shape[1], positions)
-            q, k = rotate(q, tables), rotate(k, tables)
+        tables = self.rotary_tables(query, query.shape[1], positions) if tables is None else tables
+        k_tables = tables if key.shape[1] == query.shape[1] else self.rotary_tables(key, key.shape[1], positions)
+        if tables is not None and k_tables is not None:
+            q, k = rotate(q, tables), rotate(k, k_tables)
         return q, k, v
 
     def rotary_tables(self, x: Array, rows: int, positions: Array | None = None) -> tuple[Array, Array] | None:
-        """Returns the cosines and sines of the rotary position embedding of rows 0 .. rows - 1; None for no embedding."""
+        """Returns the cosines and sines of the rotary position embedding of a number of rows; None for no embedding."""
         if self.rope_theta is None:
             return None
-        heads = jax.ShapeDtypeStruct((rows, 1, self.head_dim), x.dtype)
-        tables = rotary_tables(heads, theta=self.rope_theta, positions=positions, scaling=self.options.rope_scaling)
+        tables = rotary_tables(
+            rows, self.head_dim, accumulator_dtype(x), theta=self.rope_theta, positions=positions,
+            scaling=self.options.rope_scaling,
+        )  # fmt: skip
         return lax.optimization_barrier(tables)
 
     def _attend_dense(self, q: Array, k: Array, v: Array, segment_ids: Array | None, additions: Additions) -> Array:

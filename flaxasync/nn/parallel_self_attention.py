@@ -41,6 +41,10 @@ class ParallelSelfAttention(ParallelAttention):
         input is then in the order of `flaxasync.sequence_order`.
       context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default `backend`, where ring
         attention has it.
+      exchange_heads: Whether weights and heads travel instead of rows, where x is sharded by rows: each device projects
+        its own rows with the weights of all devices, and an all-to-all turns its rows of all heads into all rows of its
+        heads. Less travels where a device has more rows than the weights have features. None, the default, stands for
+        what is predicted to be faster on the chips of the mesh, and for False on other devices.
       rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default.
         If you give `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
@@ -48,7 +52,8 @@ class ParallelSelfAttention(ParallelAttention):
     Raises:
       TypeError: A keyword is unknown.
       ValueError: No mesh is set, it lacks an axis, or the heads do not divide by each other.
-      NotImplementedError: An option needs all scores of a row, and sequences are split.
+      NotImplementedError: An option needs all scores of a row, and sequences are split. In a call: with
+        `exchange_heads=True` what that form lacks.
     """
 
     def __init__(
@@ -65,13 +70,15 @@ class ParallelSelfAttention(ParallelAttention):
         context_axis: str | None = None,
         context_layout: AttentionLayout = "contiguous",
         context_backend: str | None = None,
+        exchange_heads: bool | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[ParallelAttentionOptions],
     ):
         options.setdefault("use_bias", False)
         super().__init__(
             features, heads, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal, window=window,
-            rope_theta=rope_theta, context=(context_axis, context_layout, context_backend), rngs=rngs, **options,
+            rope_theta=rope_theta, context=(context_axis, context_layout, context_backend),
+            exchange_heads=exchange_heads, rngs=rngs, **options,
         )  # fmt: skip
 
     def __call__(  # type: ignore[override]

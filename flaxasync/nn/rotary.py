@@ -7,8 +7,8 @@ the public Llama checkpoints.
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flaxasync.ops.dtypes import accumulator_dtype
@@ -59,19 +59,22 @@ def rotary_embedding(
     Returns:
       The rotated rows, in the dtype of x.
     """
-    return rotate(x, rotary_tables(x, theta=theta, positions=positions, scaling=scaling))
+    tables = rotary_tables(
+        x.shape[-3], x.shape[-1], accumulator_dtype(x), theta=theta, positions=positions, scaling=scaling
+    )
+    return rotate(x, tables)
 
 
 def rotary_tables(
-    x: Float[Array, "*batch s h d"] | jax.ShapeDtypeStruct,
+    rows: int,
+    dim: int,
+    dtype: DTypeLike,
     *,
     theta: float,
     positions: Int[Array, "*s"] | None = None,
     scaling: RopeScaling | None = None,
 ) -> tuple[Float[Array, "s d/2"], Float[Array, "s d/2"]]:
-    """Returns the cosines and sines by which `rotate` rotates heads like `x`."""
-    rows, dim = x.shape[-3], x.shape[-1]
-    dtype = accumulator_dtype(x)
+    """Returns the cosines and sines with which `rotate` rotates rows of heads of `dim` features."""
     frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
     frequency = frequency if scaling is None else scaling.apply(frequency)
     position = jnp.arange(rows) if positions is None else positions

@@ -3,9 +3,8 @@
 import dataclasses
 import functools
 import operator
-import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +62,7 @@ class Call:
       out_layout: The layout of a row-parallel output projection; None for one that every device has whole.
       shares: Which query heads and which key-value heads each device has; None where every device has all.
       stored: How the parameters of the four projections are stored.
+      exchange_heads: Whether heads travel instead of rows; None for what is predicted to be faster.
     """
 
     settings: LinearSettings
@@ -71,7 +71,7 @@ class Call:
     out_layout: Layout | None
     shares: tuple[Shares, Shares] | None
     stored: tuple[shards.Stored, ...]
-    exchange: Literal["", "xla", "direct"] = ""
+    exchange_heads: bool | None = False
 
 
 class SelfAttention(nnx.Module):
@@ -81,6 +81,7 @@ class SelfAttention(nnx.Module):
     """
 
     settings: LinearSettings
+    exchange_heads: bool | None = None
 
     def _build(
         self,
@@ -170,7 +171,9 @@ class SelfAttention(nnx.Module):
         kv_sharded = rows_sharded if kv_placement is None else kv_placement.rows_sharded
         attention = dataclasses.replace(self.attention, causal=self.attention.causal or is_causal)
         stored = tuple(map(parameter_specs, projections))
-        call = Call(settings, attention, (rows_sharded, kv_sharded), out_layout, self.shares, stored, os.environ.get("EXCHANGE", ""))
+        call = Call(
+            settings, attention, (rows_sharded, kv_sharded), out_layout, self.shares, stored, self.exchange_heads
+        )
         norms = norm_scales(self)
         kv_spec = None if kv_placement is None else kv_placement.in_spec
 
@@ -214,8 +217,9 @@ def _run(
         )
     if dropout_key is not None:
         dropout_key = _local_key(dropout_key, x, axis_name)
-    if call.exchange:
-        return exchange_heads.run(call, x, linears, norms, ids)
+    others = {"inputs_k": key, "inputs_v": value, "mask": mask, "bias": bias, "dropout": dropout_key}
+    if (exchange := exchange_heads.choose(call, x, linears, others)) is not None:
+        return exchange_heads.run(call, exchange, x, linears, norms, ids)
     q, k, v = project_inputs(call, x, key, value, linears[:3])
     heads = call.attention.attend(q, k, v, ids, Additions(mask, bias, dropout_key), norms)
     return project_output(call, heads, linears[3])

@@ -44,7 +44,7 @@ def column(x: Array, linears: tuple[Linear, ...], settings: LinearSettings, *, r
     x = x.astype(settings.dtype)
     kernels = tuple(cast(kernel, x, settings.dtype) for kernel, _ in linears)
     ys: Any
-    if _multiplies_locally(settings):
+    if multiplies_locally(settings):
         rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True) if rows_sharded else x
         ys = [_multiply(rows, kernel, settings) for kernel in kernels]
     elif rows_sharded:
@@ -62,7 +62,7 @@ def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -
     kernel, bias = linear
     x = x.astype(settings.dtype)
     kernel = cast(kernel, x, settings.dtype)
-    if _multiplies_locally(settings):
+    if multiplies_locally(settings):
         y = _multiply(x, kernel, settings)
         if layout == "sequence":
             y = lax.psum_scatter(y, settings.axis_name, scatter_dimension=y.ndim - 2, tiled=True)
@@ -113,7 +113,7 @@ def _multiply(x: Array, kernel: Array, settings: LinearSettings) -> Array:
     return y
 
 
-def _multiplies_locally(settings: LinearSettings) -> bool:
+def multiplies_locally(settings: LinearSettings) -> bool:
     """Says whether one product of all rows is needed: by the caller's function, or in a dtype that the ops lack.
 
     The ops return the dtype of their operands, which is that of the computation.
@@ -135,4 +135,4 @@ def _multiplies_locally(settings: LinearSettings) -> bool:
 def finish(y: Array, bias: Array | None, settings: LinearSettings) -> Array:
     """Adds the bias, and returns the dtype that the caller prefers; that of a local product stays as it is."""
     y = y if bias is None else y + cast(bias, y, settings.dtype).astype(y.dtype)
-    return y if _multiplies_locally(settings) else y.astype(settings.preferred_element_type or settings.dtype)
+    return y if multiplies_locally(settings) else y.astype(settings.preferred_element_type or settings.dtype)

@@ -17,10 +17,12 @@ MESH_AXES = ("x", "y")
 BACKENDS: dict[str, tuple[str, ...]] = {
     **{op: support.backends for op, support in backends.OPS.items()},
     "ppermute": ("xla", "pallas"),
+    "all_gather": ("xla", "pallas"),
+    "all_to_all": ("xla", "pallas"),
     "attention": ("reference", "flash"),
 }
 """The backends of everything that is verified. Those of `attention` are what its argument `kernel` names."""
-PLAIN = {"ppermute": "xla", "attention": "reference"}
+PLAIN = {"ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "attention": "reference"}
 """The backend that is plain XLA and serves as the reference of times; "none" for ops that are not listed here."""
 PAIRS = ("pallas", "stateful")
 """Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels cannot do."""
@@ -128,7 +130,7 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
             ways: tuple[int | None, ...] = (None,)
             if ring > 2 and _is_ring(op, backend):
                 ways = (1, 2)
-            gradients = (True,) if quick else (False, True)
+            gradients = (False,) if op in ("all_gather", "all_to_all") else (True,) if quick else (False, True)
             these = [case]
             if backend == "exchange":  # in one step and in two, each beside XLA's sum of the same rows
                 shapes = [_few_rows(case, count) for count in (1, 2)]
@@ -204,4 +206,6 @@ def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:
         return (batch, sequence, heads, head), (batch, sequence, heads // 2, head)
     if op == "lookup_reduce_scatter":
         return (batch, ring * rows), (wide, wide)
+    if op == "all_to_all":
+        return ((ring * rows, wide),)
     return ((rows, wide),)

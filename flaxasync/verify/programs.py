@@ -7,6 +7,7 @@ multiplies its blocks with the kernel "reference": with "flash" on both sides, a
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,13 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.vocabulary import lookup_reduce_scatter
+from flaxasync.transport import direct
+from flaxasync.transport.pair import Pair
 from flaxasync.verify.cases import AXIS, MESH_AXES, Case
 
 BY_ROWS, BY_COLUMNS = P(None, AXIS, None), P(None, None, AXIS)
+DIRECT = {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
+"""The start/done pairs in which every device sends to every other one."""
 NAME = "verified"
 """The name of the jitted function, by which a profile shows its runs."""
 
@@ -51,6 +56,8 @@ LAYOUTS = {
     "attention": Layout((P(AXIS),) * 3, P(AXIS), ("q", "k", "v")),
     "lookup_reduce_scatter": Layout((P(), P(AXIS, None)), BY_ROWS, ("table",)),
     "ppermute": Layout((P(AXIS),), P(AXIS), ("x",)),
+    "all_gather": Layout((P(AXIS),), P(None, AXIS), ("x",)),
+    "all_to_all": Layout((P(AXIS),), P(None, AXIS), ("x",)),
 }
 
 
@@ -67,7 +74,18 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def shift_blocks(x: jax.Array) -> jax.Array:
     """Moves the block of each device to the next one."""
-    return jnp.roll(x, x.shape[0] // jax.sharding.get_abstract_mesh().shape[AXIS], axis=0)
+    return jnp.roll(x, x.shape[0] // _devices(), axis=0)
+
+
+def tile_whole(x: jax.Array) -> jax.Array:
+    """Puts the whole array on every device: block d of the columns is what device d gathers."""
+    return jnp.tile(x, (1, _devices()))
+
+
+def transpose_blocks(x: jax.Array) -> jax.Array:
+    """Gives device d, as block d of the columns, block d of the rows of every device."""
+    blocks = x.reshape(_devices(), _devices(), -1, x.shape[1])
+    return blocks.transpose(0, 2, 1, 3).reshape(-1, _devices() * x.shape[1])
 
 
 FORMULAS: dict[str, Callable] = {
@@ -79,8 +97,14 @@ FORMULAS: dict[str, Callable] = {
     "attention": causal_attention,
     "lookup_reduce_scatter": lambda ids, table: table[ids],
     "ppermute": shift_blocks,
+    "all_gather": tile_whole,
+    "all_to_all": transpose_blocks,
 }
 """Each op as a formula of its global arrays."""
+
+
+def _devices() -> int:
+    return jax.sharding.get_abstract_mesh().shape[AXIS]
 
 
 def make_mesh(case: Case, devices: Sequence[Any] | None = None) -> Mesh:
@@ -149,6 +173,8 @@ def _op(case: Case, kernel: str | None = None) -> Callable:
         return lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=case.backend)
     if case.op == "ppermute":
         return lambda x: fa.ppermute(x, AXIS, 1, case.backend)
+    if case.op in DIRECT:
+        return _plain(case) if case.backend == "xla" else functools.partial(_direct, DIRECT[case.op])
     if case.op == "lookup_reduce_scatter":
         return lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=case.backend)
     fn = getattr(fa, case.op)
@@ -156,7 +182,18 @@ def _op(case: Case, kernel: str | None = None) -> Callable:
     return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions, **options)
 
 
+def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:
+    """Starts a direct transfer of the rows of `x`, and waits for it."""
+    chosen = pair(AXIS, lax.axis_size(AXIS), 0)
+    y = chosen.done(*chosen.start(x))
+    return y.reshape(-1, y.shape[-1])
+
+
 def _plain(case: Case) -> Callable:
+    if case.op == "all_gather":
+        return lambda x: lax.all_gather(x, AXIS, tiled=True)
+    if case.op == "all_to_all":
+        return lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True)
     if case.op == "ppermute":
         return lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % case.devices) for i in range(case.devices)])
     return _op(dataclasses.replace(case, backend="none", directions=None), kernel="reference")

@@ -94,7 +94,8 @@ class ExchangedAttention:
         Returns:
           The results, [R*m, r], and what was returned beside them.
         """
-        arriving, leaving, more = [self.exchange(xs[0])], [], []
+        arriving, more = [self.exchange(xs[0])], list[T]()
+        leaving: list[Transfers] = []
         while_first_arrives(arriving)
         arriving += [self.exchange(x) for x in xs[1:IN_FLIGHT]]
         for i in range(len(xs)):

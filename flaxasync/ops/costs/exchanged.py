@@ -1,0 +1,79 @@
+"""Is an attention block faster if weights and heads travel instead of rows? See `flaxasync.ops.attention.exchanged`.
+
+Both forms have the same attention. The products and trips of either are those of collective matmuls, as `plan`
+predicts them: with rows that travel, one all-gather-matmul and one matmul-reduce-scatter; with weights that travel, two
+all-gather-matmuls of the weights. The exchanges of the second form are hidden behind attention but for the first
+arrival and the last departure, forward and backward, and for what takes longer than attention.
+"""
+
+import dataclasses
+from typing import Any
+
+from flaxasync.hardware import Chip
+from flaxasync.ops.costs.cost import hop_seconds
+from flaxasync.ops.plan import plan
+
+WORTH = 1.05
+"""How many times as fast the exchange must be predicted to be; predictions are no better than that."""
+ATTENTION = 0.4
+"""The share of the peak that the attention kernel reaches with the causal half of the scores, forward; played on v6e.
+On v5e it reaches more, and hides less."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The sizes of an attention block on one device.
+
+    Attributes:
+      batch: The sequences.
+      rows: This device's rows of each.
+      features: The features of input and output.
+      inputs: The features of the queries, keys and values of this device's heads.
+      out: The features of the queries of this device's heads.
+    """
+
+    batch: int
+    rows: int
+    features: int
+    inputs: int
+    out: int
+
+
+def times_as_fast(block: Block, chip: Chip, ring: int, itemsize: int) -> float:
+    """Predicts the time of a block whose rows travel divided by that of one whose heads travel, with the gradients.
+
+    Attention is left out of both, as far as it does not hide the exchange.
+    """
+    b, r, k = block.batch, block.rows, block.features
+    options: Any = {"chip": chip, "ring": ring, "itemsize": itemsize}
+    rows = [
+        plan("all_gather_matmul", (b, r, k), (k, block.inputs), **options),
+        plan("matmul_reduce_scatter", (b, ring * r, block.out), (block.out, k), **options),
+    ]
+    weights = [plan("all_gather_matmul", (n, k), (k, b * r), **options) for n in (block.inputs, block.out)]
+    forward, attention = _exchange(block, chip, ring, itemsize), _attention(block, chip, ring)
+    first, last = (_sequence(n, r, chip, ring, itemsize) for n in (block.inputs, block.out))
+    exposed = 2 * (first + last) + sum(max(0.0, forward - first - last - part) for part in (attention, 2 * attention))
+    travelling_rows, travelling_weights = (sum(p.seconds[p.backend] for p in plans) for plans in (rows, weights))
+    return travelling_rows / (travelling_weights + exposed)
+
+
+def _exchange(block: Block, chip: Chip, ring: int, itemsize: int) -> float:
+    """Returns the seconds in which all sequences of a batch go there and back."""
+    both = (_sequence(n, block.rows, chip, ring, itemsize) for n in (block.inputs, block.out))
+    return block.batch * sum(both)
+
+
+def _sequence(features: int, rows: int, chip: Chip, ring: int, itemsize: int) -> float:
+    """Returns the seconds of the exchange of one sequence.
+
+    Over the middle of a ring of R devices, each of which sends a block to each other one, R**2 / 4 blocks go in either
+    direction. They have two links.
+    """
+    return hop_seconds(chip, ring**2 / 4 * features * rows * itemsize, 2)
+
+
+def _attention(block: Block, chip: Chip, ring: int) -> float:
+    """Returns the seconds of causal attention forward."""
+    length = ring * block.rows
+    return 2 * 2 * block.batch * block.out * length**2 / 2 / (ATTENTION * chip.flops)
