@@ -1,6 +1,5 @@
 """A tensor-parallel MLP, gated or not: its input makes one trip around the ring, and so does its output."""
 
-from collections.abc import Callable
 from typing import Unpack
 
 import jax
@@ -19,6 +18,7 @@ from flaxasync.nn.linear import (
 )
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
 from flaxasync.nn.placement import place
+from flaxasync.ops.matmul.mlp import Activation, activate
 
 
 class ParallelMLP(nnx.Module):
@@ -30,8 +30,10 @@ class ParallelMLP(nnx.Module):
     y  [..., s, features]          h @ down; sharded as x is
     ```
 
-    Gate and up share one trip of x. Nothing between the two rings leaves the device. Saved for the backward pass are x
-    and the products of gate and up; what lies between them and h is computed again. The parameters are those of three
+    Gate and up share one trip of x. Nothing between the two rings leaves the device. Where both products have one fused
+    kernel each, the activation is part of the first, and its gradient part of that of the second, unless there are
+    biases. Saved for the backward pass are x and the products of gate and up; what lies between them and h is computed
+    again. The parameters are those of three
     `nnx.Linear`: `gate`, `up` and `down`.
 
     Args:
@@ -54,7 +56,7 @@ class ParallelMLP(nnx.Module):
         hidden_features: int,
         *,
         gated: bool = True,
-        activation: Callable[[Array], Array] = jax.nn.silu,
+        activation: Activation = jax.nn.silu,
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
@@ -88,7 +90,7 @@ class ParallelMLP(nnx.Module):
 
 
 def _mlp(
-    static: tuple[LinearSettings, tuple[tuple[shards.Stored, ...], shards.Stored], Callable[[Array], Array], bool],
+    static: tuple[LinearSettings, tuple[tuple[shards.Stored, ...], shards.Stored], Activation, bool],
     x: Array,
     columns: tuple[shards.Linear, ...],
     down: shards.Linear,
@@ -97,10 +99,13 @@ def _mlp(
     columns = tuple(shards.gather(p, spec, x, settings) for p, spec in zip(columns, stored_columns, strict=True))
     down = shards.gather(down, stored_down, x, settings)
 
+    y = shards.mlp(x, columns, down, activation, settings) if rows_sharded else None
+    if y is not None:
+        return y
+
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
-    def activate(products: tuple[Array, ...], down: shards.Linear) -> Array:
-        hidden, *gate = products
-        hidden = activation(gate[0]) * hidden if gate else activation(hidden)
+    def finish(products: tuple[Array, ...], down: shards.Linear) -> Array:
+        hidden = activate(activation, products)
         return shards.row(hidden, down, settings, layout="sequence" if rows_sharded else "replicated")
 
-    return activate(shards.column(x, columns, settings, rows_sharded=rows_sharded), down)
+    return finish(shards.column(x, columns, settings, rows_sharded=rows_sharded), down)

@@ -21,8 +21,8 @@ VECTOR_FAMILIES = frozenset(
     """
     vadd vand vbcast vc vceil vclampa vclamps vclz vcmask vcmp vcombine vcosq vcvt vdelay verf vexp2 vfloor
     vlaneseq vld vllmr vlog2 vmand vmatprep vmax vmin vmmov vmneg vmor vmov vmpackc vmphi vmul vnez vor vpack vpcnt
-    vperm vphi vpop vpush vrcp vrng vrot vround vrsqrt vsel vset vsetiar vsetrngseed vsettm vshll vshra vshrl vsinq
-    vst vstv vsub vtanh vtrace vtrunc vunpack vweird vxor vxpose
+    vperm vphi vpop vpush vrcp vrng vrot vround vrsqrt vsel vset vsetiar vsetrngseed vsettm vshll vshra vshrl
+    vsigshft vsinq vst vstv vsub vtanh vtrace vtrunc vunpack vweird vxor vxpose
     """.split()  # noqa: SIM905, one a line would fill the page
 )
 # A unit holds four sets of weights, and each has its own push operation.

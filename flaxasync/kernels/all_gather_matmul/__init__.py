@@ -5,3 +5,4 @@
 """
 
 from flaxasync.kernels.all_gather_matmul.kernel import all_gather_matmul as all_gather_matmul
+from flaxasync.kernels.all_gather_matmul.kernel import stays_resident as stays_resident

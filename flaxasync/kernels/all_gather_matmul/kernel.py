@@ -8,9 +8,10 @@ y  [B, R*m, n]   all rows, this device's columns
 
 Every block goes once around the ring, forwarded from where it arrived, with two directions half of it each way.
 `engine.gather` has the gather. Where vector memory has room for the gathered x, `resident` has the order of work, and
-else `stream`.
+else `stream`. With an epilogue it is always `stream`.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -18,6 +19,7 @@ import jax
 from flaxasync.kernels.all_gather_matmul import resident, stream
 from flaxasync.kernels.all_gather_matmul.stream import CALLER
 from flaxasync.kernels.engine.call import call
+from flaxasync.kernels.engine.epilogue import Epilogue
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, output, sublanes
 from flaxasync.kernels.engine.refs import Ref
@@ -31,11 +33,13 @@ def all_gather_matmul(
     *,
     transposed: bool = False,
     keep_gathered: bool = False,
+    epilogue: Epilogue | None = None,
+    operands: Sequence[jax.Array] = (),
     tiles: Tiles | None = None,
     directions: int = 2,
     collective_id: int | None = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Returns the ys, and the gathered x or None; see the head of this file. For use inside `jax.shard_map`.
+    """Returns the ys, or an epilogue's results, and the gathered x or None; for use inside `jax.shard_map`.
 
     Args:
       x: [B, m, k], float32 or bfloat16, in whole hardware tiles.
@@ -43,6 +47,8 @@ def all_gather_matmul(
       axis_name: the mesh axis, of two devices or more.
       transposed: multiply by w.T.
       keep_gathered: whether the gathered x, [B, R*m, k], is a result, too.
+      epilogue: what is made of the products of all w, which then have one shape, before they leave vector memory.
+      operands: the operands of the epilogue, each [B, R*m, n], of x's dtype.
       tiles: the largest tiles of a product.
       directions: 1, or 2 to send half of each block each way.
       collective_id: the id of the entry barrier; by default one that no other kernel of the program has.
@@ -54,39 +60,58 @@ def all_gather_matmul(
     """
     size, ws = check_ring(CALLER, axis_name, directions), tuple(ws)
     _check(x, ws, transposed)
+    _check_epilogue(x, ws, transposed, size, epilogue, operands)
     (batch, m, k), count, itemsize = x.shape, len(ws), x.dtype.itemsize
-    widths = [w.shape[0 if transposed else 1] for w in ws]
-    ring, layout = Ring(axis_name, size, directions), BlockLayout.of(CALLER, batch, m, sublanes(x.dtype), directions)
-    work = layout, size, k, widths, transposed, tiles, x.dtype
-    plan = resident.plan(*work) or stream.plan(*work)
+    widths, ring = [w.shape[0 if transposed else 1] for w in ws], Ring(axis_name, size, directions)
+    work = _layout(x, directions), size, k, widths, transposed, tiles, x.dtype
+    streamed = functools.partial(stream.plan, *work, epilogue, len(operands))
+    plan = streamed() if epilogue else resident.plan(*work) or streamed()
     streams = isinstance(plan, stream.Schedule)
-    shapes = [(batch, size, m, n) for n in widths] + [(batch, size, m, k)] * (streams or keep_gathered)
+    y_widths = widths[:1] * epilogue.results if epilogue else widths
+    shapes = [(batch, size, m, n) for n in y_widths] + [(batch, size, m, k)] * (streams or keep_gathered)
+    inputs = count + len(operands)
 
     def body(x_ref: Ref, *refs: Ref) -> None:
-        w_refs, y_refs, (*gathered, scratch, semaphores) = refs[:count], refs[count : 2 * count], refs[2 * count :]
+        w_refs, operand_refs, refs = refs[:count], refs[count:inputs], refs[inputs:]
+        y_refs, (*gathered, scratch, semaphores) = refs[: len(y_widths)], refs[len(y_widths) :]
         in_hbm, in_vmem = gathered[0] if gathered else None, None if streams else scratch.x
         gather = Gather(ring, plan.layout, x_ref, in_hbm, semaphores, in_vmem)
         parts = gather, w_refs, y_refs, keep_gathered, scratch
         device: stream.Stream | resident.Resident
-        device = stream.Stream(plan, *parts) if isinstance(plan, stream.Schedule) else resident.Resident(plan, *parts)
+        if isinstance(plan, stream.Schedule):
+            device = stream.Stream(plan, *parts, epilogue, operand_refs)
+        else:
+            device = resident.Resident(plan, *parts)
         device.begin()
         ring.enter(f"{CALLER} {transposed} {keep_gathered} {count} {streams}", collective_id)
         device.run()
 
     outputs = call(
         body,
-        [x, *ws],
+        [x, *ws, *(operand.reshape(batch, size, m, -1) for operand in operands)],
         name=CALLER,
-        results=[output(shape, x, *ws) for shape in shapes],
+        results=[output(shape, x, *ws, *operands) for shape in shapes],
         scratch=[plan.scratch(x.dtype), GatherSemaphores.allocate(plan.layout, size)],
         collective_id=collective_id,
         vmem_bytes=plan.vmem_bytes,
         flops=2 * size * batch * m * k * sum(widths),
-        hbm_bytes=itemsize * (plan.elements_read + size * batch * m * (sum(widths) + keep_gathered * k)),
+        hbm_bytes=itemsize * (plan.elements_read + size * batch * m * (sum(y_widths) + keep_gathered * k)),
         sent=(size - 1) * x.size * itemsize,
     )
-    ys = tuple(y.reshape(batch, size * m, -1) for y in outputs[:count])
+    ys = tuple(y.reshape(batch, size * m, -1) for y in outputs[: len(y_widths)])
     return ys, outputs[-1].reshape(batch, size * m, k) if keep_gathered else None
+
+
+def stays_resident(x: jax.ShapeDtypeStruct, widths: Sequence[int], size: int, transposed: bool, directions: int) -> bool:
+    """Says whether the gathered x would stay in vector memory without an epilogue; see `all_gather_matmul`.
+
+    Then the kernel is faster without one: from HBM, few rows at a time would bring all w again for each of them.
+    """
+    return resident.plan(_layout(x, directions), size, x.shape[2], widths, transposed, None, x.dtype) is not None
+
+
+def _layout(x: jax.Array | jax.ShapeDtypeStruct, directions: int) -> BlockLayout:
+    return BlockLayout.of(CALLER, *x.shape[:2], sublanes(x.dtype), directions)
 
 
 def _check(x: jax.Array, ws: Sequence[jax.Array], transposed: bool) -> None:
@@ -103,3 +128,25 @@ def _check(x: jax.Array, ws: Sequence[jax.Array], transposed: bool) -> None:
             raise ValueError(f"{CALLER} contracts x [B, m, k] with w {form}: got {jax.typeof(x)} and {jax.typeof(w)}")
         if n % LANES:
             raise ValueError(f"{CALLER} needs n of w to be a multiple of {LANES}: got n={n}; pad w")
+
+
+def _check_epilogue(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    transposed: bool,
+    size: int,
+    epilogue: Epilogue | None,
+    operands: Sequence[jax.Array],
+) -> None:
+    """Raises ValueError unless the operands and all products have one shape and dtype."""
+    (batch, m, _), widths = x.shape, {w.shape[0 if transposed else 1] for w in ws}
+    if epilogue is None and operands:
+        raise ValueError(f"{CALLER} has operands for an epilogue only: got {len(operands)} of them and no epilogue")
+    if epilogue is not None and len(widths) > 1:
+        raise ValueError(f"{CALLER} with an epilogue needs all w of one width n: got {sorted(widths)}")
+    for operand in operands:
+        if operand.shape != (batch, size * m, *widths) or operand.dtype != x.dtype:
+            raise ValueError(
+                f"{CALLER} needs operands of the epilogue [B, R*m, n] of x's dtype: got {jax.typeof(operand)}, needed "
+                f"{x.dtype.name}{[batch, size * m, *widths]}"
+            )

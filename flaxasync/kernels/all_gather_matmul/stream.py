@@ -11,28 +11,34 @@ core    arrival 0       arrival 1       arrival 2        ...
 A flat loop over all of this prefetches the tiles of the next step over all borders. An arrival is waited for when its
 first tile is fetched, and sent onward at once. Where an arrival has more rows than there are accumulators, all columns
 are gone through in several passes.
+
+With an epilogue all w are joined: a tile of columns is the same one of each w. The tiles of its operands are fetched
+when a sum begins, so that they have the time of all of its contraction, and there are slots for all sums of a pass.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from flaxasync.kernels.engine.epilogue import Epilogue
 from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
-from flaxasync.kernels.engine.operands import Tiles, largest_divisor
-from flaxasync.kernels.engine.refs import DType, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor
+from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling
-from flaxasync.kernels.engine.vmem import check_vmem, matmul_bytes
+from flaxasync.kernels.engine.vmem import available, check_vmem, matmul_bytes
 
 CALLER = "all_gather_matmul"
 TILES = Tiles(1024, 1024, 2048)
 ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most
+OUTGOING = 2  # slots for tiles of each result that leave
 
 
 class Coordinates(NamedTuple):
@@ -47,6 +53,21 @@ class Coordinates(NamedTuple):
     w_slot: Scalar
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of the kernel."""
+
+    matmul: MatmulScratch
+    more_outgoing: tuple[OutgoingTiles, ...]  # for each result of an epilogue but the first
+    operands: tuple[IncomingTiles, ...]  # [operand slots, batches, rows, n], for each operand of an epilogue
+
+    @property
+    def outgoing(self) -> tuple[OutgoingTiles, ...]:
+        """The slots of each result of an epilogue; without one, those of all results."""
+        return self.matmul.outgoing, *self.more_outgoing
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """The steps."""
@@ -55,6 +76,8 @@ class Schedule:
     layout: BlockLayout  # how blocks are divided; half-blocks have one chunk
     tiles: MatmulTiles  # tiles of a half-block, of the columns of all ws, and of the contraction
     accumulators: int  # tiles of rows in a pass
+    results: int  # results of the epilogue; 1 if there is none
+    operands: int  # operands of the epilogue
     vmem_bytes: int  # of all buffers
 
     @property
@@ -67,9 +90,10 @@ class Schedule:
     def elements_read(self) -> int:
         """Elements of x and w that are read from HBM, and elements that arrive there and are sent on."""
         size, passes, columns, depth, _ = self.grid.sizes
-        x, w = self.accumulators * self.tiles.rows.size, self.tiles.columns.size
-        k = depth * self.tiles.contraction.size
-        return size * passes * columns * k * (x + w) + 2 * (size - 1) * self.layout.arrival_rows * k
+        x, w = self.accumulators * self.tiles.rows.size, self.tiles.joined * self.tiles.columns.size
+        k, operands = depth * self.tiles.contraction.size, size * self.layout.arrival_rows * sum(self.tiles.columns.lengths)
+        gathered = 2 * (size - 1) * self.layout.arrival_rows * k
+        return size * passes * columns * k * (x + w) + gathered + self.operands * operands
 
     def at(self, step: Scalar) -> Coordinates:
         """Returns the coordinates of a step."""
@@ -81,22 +105,48 @@ class Schedule:
 
     def scratch(self, dtype: DType) -> ScratchShapes:
         """Returns the scratch memory to allocate."""
-        return self.tiles.scratch(dtype, outgoing=2, accumulators=self.accumulators)
+        result = self.tiles.result
+        return Scratch(
+            self.tiles.scratch(dtype, outgoing=OUTGOING, accumulators=self.accumulators),
+            tuple(OutgoingTiles.allocate(OUTGOING, result, dtype) for _ in range(self.results - 1)),
+            tuple(IncomingTiles.allocate(max(2, self.accumulators), result, dtype) for _ in range(self.operands)),
+        )
 
 
 def plan(
-    layout: BlockLayout, size: int, k: int, widths: Sequence[int], transposed: bool, tiles: Tiles | None, dtype: DType
+    layout: BlockLayout,
+    size: int,
+    k: int,
+    widths: Sequence[int],
+    transposed: bool,
+    tiles: Tiles | None,
+    dtype: DType,
+    epilogue: Epilogue | None = None,
+    operands: int = 0,
 ) -> Schedule:
-    """Returns the schedule with the largest tiles up to those asked for; raises if they exceed vector memory."""
-    tiles = tiles or TILES
-    rows = RowTiling.of(layout.batches, layout.rows, tiles.m, layout.unit)
-    used = MatmulTiles(rows, Tiling.of(widths, tiles.n), Tiling.of((k,), tiles.k), transposed)
-    room = max(1, ACCUMULATORS // (4 * rows.size * used.columns.size))
-    accumulators = largest_divisor(layout.directions * rows.count, room, 1)
+    """Returns the schedule with the largest tiles up to those asked for; raises if they exceed vector memory.
 
-    sizes = Tiles(rows.size, used.contraction.size, used.columns.size)
-    vmem_bytes = check_vmem(CALLER, sizes, lambda t: matmul_bytes(t, dtype, results=2, sums=accumulators))
-    return Schedule(size, layout, used, accumulators, vmem_bytes)
+    `operands` is the number of operands of the epilogue.
+    """
+    asked = tiles or TILES
+    rows = RowTiling.of(layout.batches, layout.rows, asked.m, layout.unit)
+    joined, results = (1, 1) if epilogue is None else (len(widths), epilogue.results)
+    most = asked.n
+    while True:
+        columns = Tiling.of(widths if epilogue is None else widths[:1], most)
+        used = MatmulTiles(rows, columns, Tiling.of((k,), asked.k), transposed, joined)
+        room = max(1, ACCUMULATORS // (4 * rows.size * joined * columns.size))
+        accumulators = largest_divisor(layout.directions * rows.count, room, 1)
+        slots = OUTGOING * results + max(2, accumulators) * operands
+
+        def need(t: Tiles, accumulators: int = accumulators, slots: int = slots) -> int:
+            wide = Tiles(t.m, t.k, joined * t.n)
+            return matmul_bytes(wide, dtype, 0, accumulators) + slots * t.m * t.n * jnp.dtype(dtype).itemsize
+
+        sizes = Tiles(rows.size, used.contraction.size, columns.size)
+        if epilogue is None or tiles or most <= LANES or need(sizes) <= available():
+            return Schedule(size, layout, used, accumulators, results, operands, check_vmem(CALLER, sizes, need))
+        most //= 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +158,9 @@ class Stream:
     ws: Sequence[Ref]
     ys: Sequence[Ref]
     keep_gathered: bool
-    scratch: MatmulScratch
+    scratch: Scratch
+    epilogue: Epilogue | None
+    operands: Sequence[Ref]  # of the epilogue, [B, R, m, n] HBM
 
     def begin(self) -> None:
         """Does what needs no neighbour: fetches the first tiles."""
@@ -118,35 +170,54 @@ class Stream:
         """Does the rest, once the neighbours have entered."""
         self.gather.send_own()
         pl.loop(0, self.schedule.grid.steps)(self.step)
+        self.store_last(jnp.int32(self.schedule.grid.steps))
         with jax.named_scope("finish"):
             results = self.schedule.grid.steps // self.schedule.tiles.contraction.count
-            self.scratch.outgoing.finish(results, self.wait_until_left)
+            self.scratch.matmul.outgoing.finish(results, self.wait_until_left)
             self.gather.finish()
             if self.keep_gathered:
                 self.gather.wait_for_own()
 
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and stores a tile that is finished."""
-        schedule, scratch, tiles = self.schedule, self.scratch, self.schedule.tiles
+        schedule, scratch, tiles = self.schedule, self.scratch.matmul, self.schedule.tiles
         here, x_slot = schedule.at(step), remainder(step, 2)
         pl.when(step + 1 < schedule.grid.steps)(lambda: self.prefetch(step + 1))
+        self.store_last(step)
         if self.keep_gathered:
             self.copy_own(step)
-        i, slot = remainder(here.row, tiles.rows.count), scratch.outgoing.slot(here.number)
+        i = remainder(here.row, tiles.rows.count)
         last = here.t == tiles.contraction.count - 1
         with jax.named_scope("wait"):
             tiles.wait_x(scratch.x, x_slot, i, here.t)
             pl.when(here.i == 0)(lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.column))
             pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
+            for operand in self.scratch.operands:
+                arrived = functools.partial(tiles.wait_result, operand, operand.slot(here.number), i, here.column)
+                pl.when(last)(arrived)
 
         x_tile, w_tile = scratch.x.tiles.at[x_slot], scratch.w.tiles.at[here.w_slot]
-        accumulator, finish = scratch.accumulators.at[here.i], functools.partial(scratch.outgoing.put, slot)
+        accumulator, finish = scratch.accumulators.at[here.i], functools.partial(self.finish, here.number)
         tiles.multiply(i, here.t, here.column, x_tile, w_tile, accumulator, finish)
-        pl.when(last)(lambda: self.store(here, slot))
+
+    def finish(self, number: Scalar, value: jax.Array, index: tuple[Index, ...]) -> None:
+        """Puts a sub-block of a finished sum, or what the epilogue makes of it, where it leaves from."""
+        slot = self.scratch.matmul.outgoing.slot(number)
+        if self.epilogue is None:
+            self.scratch.matmul.outgoing.put(slot, value, index)
+            return
+        joined = self.schedule.tiles.joined
+        n = value.shape[-1] // joined
+        index = (*index[:2], slice(0, n))
+        products = tuple(value[..., part * n : (part + 1) * n] for part in range(joined))
+        tiles = (operand.tiles[operand.slot(number), *index] for operand in self.scratch.operands)
+        results = self.epilogue(products, tuple(tile.astype(jnp.float32) for tile in tiles))
+        for outgoing, result in zip(self.scratch.outgoing, results, strict=True):
+            outgoing.put(slot, result, index)
 
     def prefetch(self, step: Scalar) -> None:
         """Starts to fetch the tiles of a step, of w if it is another one. Waits for an arrival at its first use."""
-        there, tiles, scratch, gather = self.schedule.at(step), self.schedule.tiles, self.scratch, self.gather
+        there, tiles, scratch, gather = self.schedule.at(step), self.schedule.tiles, self.scratch.matmul, self.gather
         first = (there.row == 0) & (there.column == 0) & (there.t == 0)
 
         @pl.when(first & (there.arrival > 0))
@@ -169,6 +240,16 @@ class Stream:
             x_slot = remainder(step, 2)
             pl.when(there.arrival == 0)(lambda: start_x(True))
             pl.when(there.arrival > 0)(lambda: start_x(False))
+            pl.when(there.t == max(0, tiles.contraction.count - 2))(lambda: self.prefetch_operands(there))
+
+    def prefetch_operands(self, there: Coordinates) -> None:
+        """Starts to fetch the tiles of the epilogue's operands for a sum."""
+        for operand, source in zip(self.scratch.operands, self.operands, strict=True):
+
+            def start(_: int, *tile: Index, operand: IncomingTiles = operand, source: Ref = source) -> None:
+                operand.start(operand.slot(there.number), source.at[*tile])
+
+            self.on_result(there, start)
 
     def copy_own(self, step: Scalar) -> None:
         """Copies a batch of the own block to its place at every second step.
@@ -182,22 +263,38 @@ class Stream:
         batch, rest = split(step, 2 if 2 * batches <= steps else 1)
         pl.when((rest == 0) & (batch < batches))(lambda: self.gather.start_copy_own(batch))
 
-    def store(self, here: Coordinates, slot: Scalar) -> None:
-        """Starts the copy of a finished tile of the result to its place."""
+    def store_last(self, step: Scalar) -> None:
+        """Starts the copies of the tiles that the step before has finished to their places.
+
+        They stand in HBM's queue behind the tiles of the next step, which are needed first.
+        """
+        here = self.schedule.at(jnp.maximum(step - 1, 0))
+        slot = self.scratch.matmul.outgoing.slot(here.number)
+
+        def store(number: int, *tile: Index) -> None:
+            for outgoing, y in zip(self.scratch.outgoing, self.ys[number:], strict=False):  # an epilogue has all ys
+                outgoing.store(slot, y.at[*tile])
+
+        with jax.named_scope("store"):
+            finished = (step > 0) & (here.t == self.schedule.tiles.contraction.count - 1)
+            pl.when(finished)(lambda: self.on_result(here, store))
+
+    def on_result(self, here: Coordinates, use: Callable[..., None]) -> None:
+        """Calls `use(number of the w, batches, block, rows, columns)` with where a tile lies in a result."""
         direction, i = split(here.row, self.schedule.tiles.rows.count)
         block = self.gather.block(direction, here.arrival)
 
-        def store(number: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
+        def of_tile(number: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
             batches, rows = self.schedule.layout.in_block(direction, batches, rows)
-            self.scratch.outgoing.store(slot, self.ys[number].at[batches, block, rows, columns])
+            use(number, batches, block, rows, columns)
 
-        with jax.named_scope("store"):
-            self.schedule.tiles.on_result(i, here.column, store)
+        self.schedule.tiles.on_result(i, here.column, of_tile)
 
     def wait_until_left(self, number: Scalar) -> None:
         """Waits until a tile of the result has left its slot."""
-        schedule, outgoing, tiles = self.schedule, self.scratch.outgoing, self.schedule.tiles
+        schedule, tiles = self.schedule, self.schedule.tiles
         round_, i = split(number, schedule.accumulators)
         _, pass_, column = IterationGrid(schedule.grid.sizes[:3]).coordinates(round_)
         row = remainder(pass_ * schedule.accumulators + i, tiles.rows.count)
-        tiles.wait_result(outgoing, outgoing.slot(number), row, column)
+        for outgoing in self.scratch.outgoing:
+            tiles.wait_result(outgoing, outgoing.slot(number), row, column)

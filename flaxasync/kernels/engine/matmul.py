@@ -2,7 +2,8 @@
 
 w is [k, n], or [n, k] if `transposed`. A kernel may have several pairs of x and w whose products are added up: then the
 contraction has the length of each pair. Or it may have several w for one x, side by side: then the columns have the
-length of each w.
+length of each w. Or it needs the same tile of the products of all w at once: then the w are `joined`, the columns have
+the length of one of them, and a tile of w has the tiles of all of them, one beside the other.
 """
 
 import dataclasses
@@ -26,9 +27,9 @@ class MatmulScratch:
     """Scratch memory for the tiles of a matmul."""
 
     x: IncomingTiles  # [2, batches, rows, k]
-    w: IncomingTiles  # [2, k, n], or [2, n, k] if transposed
+    w: IncomingTiles  # [2, k, joined * n], or [2, joined * n, k] if transposed
     outgoing: OutgoingTiles  # [outgoing, batches, rows, n] finished tiles of the result, rounded
-    accumulators: Ref  # [accumulators, batches, rows, n] VMEM, float32; as small as can be if there are none
+    accumulators: Ref  # [accumulators, batches, rows, joined * n] VMEM, float32; as small as can be if there are none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class MatmulTiles:
     columns: Tiling
     contraction: Tiling
     transposed: bool
+    joined: int = 1  # arrays w whose tiles lie side by side in one
 
     @property
     def result(self) -> tuple[int, int, int]:
@@ -52,7 +54,9 @@ class MatmulTiles:
             IncomingTiles.allocate(2, (*self.rows.shape, k), dtype),
             IncomingTiles.allocate(2, self._w_shape(k, n), dtype),
             OutgoingTiles.allocate(outgoing, self.result, dtype),
-            pltpu.VMEM((accumulators, *self.result) if accumulators else (1, 1, 8, LANES), jnp.float32),
+            pltpu.VMEM(
+                (accumulators, *self.rows.shape, self.joined * n) if accumulators else (1, 1, 8, LANES), jnp.float32
+            ),
         )
 
     def start_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar, source: Callable[..., Ref]) -> None:
@@ -67,8 +71,10 @@ class MatmulTiles:
         """Starts to fetch tile (t, j) of w from one of `ws` in HBM."""
 
         def start(pair: int, depth: pl.Slice, number: int, columns: pl.Slice) -> None:
-            source = ws[pair if len(self.contraction.lengths) > 1 else number]
-            w.start(slot, source.at[(columns, depth) if self.transposed else (depth, columns)])
+            first = pair if len(self.contraction.lengths) > 1 else number
+            for part, source in enumerate(ws[first : first + self.joined]):
+                tile = source.at[(columns, depth) if self.transposed else (depth, columns)]
+                w.start(slot, tile, offset=part * columns.size, axis=0 if self.transposed else 1)
 
         self.contraction.on_slice(
             t, lambda pair, depth: self.columns.on_slice(j, lambda number, some: start(pair, depth, number, some))
@@ -90,10 +96,12 @@ class MatmulTiles:
         """Adds the product of two tiles to the sum of tile (i, j) of the result, [batches, rows, n] float32 in VMEM.
 
         finish(sum, index) puts a sub-block of a finished sum where it leaves from; index is that of the sub-block in a
-        tile of the result.
+        tile of the result. Of joined w the sum has the columns of all products, side by side.
         """
 
         def on_columns(n: int) -> None:
+            n *= self.joined
+
             def product(depth: int, index: tuple[Index, ...], rows: int) -> jax.Array:
                 x = x_tile[*index[:2], :depth].reshape(rows, depth)
                 w = w_tile[:n, :depth] if self.transposed else w_tile[:depth, :n]
@@ -127,4 +135,4 @@ class MatmulTiles:
         self.on_result(i, j, lambda _, *tile: slots.wait(slot, *(side.size for side in tile)))
 
     def _w_shape(self, k: int, n: int) -> tuple[int, int]:
-        return (n, k) if self.transposed else (k, n)
+        return (self.joined * n, k) if self.transposed else (k, self.joined * n)

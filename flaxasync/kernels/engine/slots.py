@@ -67,9 +67,11 @@ class _Slots:
 class IncomingTiles(_Slots):
     """Tiles of an operand that come from HBM: with two slots, this step's tile and the next one's."""
 
-    def start(self, slot: Scalar, source: Ref) -> None:
-        """Starts to copy a tile into a slot."""
-        start_copy(source, self.tiles.at[slot, *beginning(*source.shape)], self.sems.at[slot])
+    def start(self, slot: Scalar, source: Ref, *, offset: int = 0, axis: int = 0) -> None:
+        """Starts to copy a tile into a slot, to an offset along one of its axes."""
+        index = list(beginning(*source.shape))
+        index[axis] = pl.ds(offset, source.shape[axis])
+        start_copy(source, self.tiles.at[slot, *index], self.sems.at[slot])
 
 
 @jax.tree_util.register_dataclass

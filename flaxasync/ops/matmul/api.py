@@ -33,14 +33,14 @@ type Directions = Literal[1, 2] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
     """What a caller may ask for; see `all_gather_matmul`."""
 
     backend: str | None
-    directions: Directions
-    unroll: int
-    precision: lax.PrecisionLike
-    reduce_dtype: DTypeLike | None
+    directions: Directions = None
+    unroll: int = 2
+    precision: lax.PrecisionLike = None
+    reduce_dtype: DTypeLike | None = None
 
 
 def all_gather_matmul(
@@ -98,16 +98,16 @@ def all_gather_matmul(
         `gathered_bytes` is no integer of 0 or more.
       NotImplementedError: The backend cannot serve this call.
     """
-    op, ws, options = "all_gather_matmul", _as_tuple(w), _Options(backend, directions, unroll, precision, reduce_dtype)
+    op, ws, options = "all_gather_matmul", _as_tuple(w), Options(backend, directions, unroll, precision, reduce_dtype)
     size = _check_call(op, (x,), ws, axis_name, options)
     for position, w_shard in enumerate(ws):
         _check_contraction(op, x, w_shard, position)
     check_gathered_bytes(op, gathered_bytes)
     shapes = [x.shape, *(w.shape for w in ws)]
-    backend = _choose_backend(op, shapes, x.dtype, axis_name, size, options, gathered_bytes=gathered_bytes)
-    executor = _make_executor(backend, axis_name, size, options)
-    keep = _keeps_gathered(backend, shapes, size, x.dtype.itemsize, gathered_bytes)
-    (x,), ws = _cast_to_vary_alike((x,), ws, axis_name)
+    backend = choose_backend(op, shapes, x.dtype, axis_name, size, options, gathered_bytes=gathered_bytes)
+    executor = make_executor(backend, axis_name, size, options)
+    keep = keeps_gathered(backend, shapes, size, x.dtype.itemsize, gathered_bytes)
+    (x,), ws = cast_to_vary_alike((x,), ws, axis_name)
     ys = vjp.all_gather_matmul(executor, keep, x, ws)
     return ys if isinstance(w, tuple | list) else ys[0]
 
@@ -153,7 +153,7 @@ def matmul_reduce_scatter(
         backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    op, options = "matmul_reduce_scatter", _Options(backend, directions, unroll, precision, reduce_dtype)
+    op, options = "matmul_reduce_scatter", Options(backend, directions, unroll, precision, reduce_dtype)
     xs, ws = _as_tuple(x), _as_tuple(w)
     size = _check_call(op, xs, ws, axis_name, options)
     _check_pairs(op, xs, ws)
@@ -164,7 +164,7 @@ def matmul_reduce_scatter(
             f"got {rows} rows, needed a multiple of {size}; pad x, or use matmul_all_reduce"
         )
     executor = _choose_executor(op, _shapes_of_one_product(xs, ws), xs[0].dtype, axis_name, size, options)
-    return vjp.matmul_reduce_scatter(executor, *_cast_to_vary_alike(xs, ws, axis_name))
+    return vjp.matmul_reduce_scatter(executor, *cast_to_vary_alike(xs, ws, axis_name))
 
 
 def matmul_all_reduce(
@@ -212,12 +212,12 @@ def matmul_all_reduce(
       ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    op, options = "matmul_all_reduce", _Options(backend, directions, unroll, precision, reduce_dtype)
+    op, options = "matmul_all_reduce", Options(backend, directions, unroll, precision, reduce_dtype)
     xs, ws = _as_tuple(x), _as_tuple(w)
     size = _check_call(op, xs, ws, axis_name, options)
     _check_pairs(op, xs, ws)
     executor = _choose_executor(op, _shapes_of_one_product(xs, ws), xs[0].dtype, axis_name, size, options)
-    return vjp.matmul_all_reduce(executor, *_cast_to_vary_alike(xs, ws, axis_name))
+    return vjp.matmul_all_reduce(executor, *cast_to_vary_alike(xs, ws, axis_name))
 
 
 def executor_for_weights(
@@ -248,15 +248,16 @@ def _as_tuple(value: OneOrMore) -> Arrays:
 
 
 def _choose_executor(
-    op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: _Options
+    op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: Options
 ) -> Executor:
     """Returns what executes a call on a ring of `size` devices. `shapes` are those that `flaxasync.plan` takes."""
-    return _make_executor(_choose_backend(op, shapes, dtype, axis_name, size, options), axis_name, size, options)
+    return make_executor(choose_backend(op, shapes, dtype, axis_name, size, options), axis_name, size, options)
 
 
-def _choose_backend(
-    op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: _Options, **more: Any
+def choose_backend(
+    op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: Options, **more: Any
 ) -> str:
+    """Returns the name of the backend of a call; `shapes` and `more` are what `flaxasync.plan` takes."""
     def check(backend: str) -> None:
         if backend == "fused":
             check_kernels(op, axis_name, size, dtype, options.unroll, options.precision, options.reduce_dtype)
@@ -266,7 +267,7 @@ def _choose_backend(
     return backends.choose(op, options.backend, shapes=shapes, ring=size, check=check, itemsize=dtype.itemsize, **more)
 
 
-def _keeps_gathered(backend: str, shapes: Sequence[Shape], size: int, itemsize: int, gathered_bytes: int) -> bool:
+def keeps_gathered(backend: str, shapes: Sequence[Shape], size: int, itemsize: int, gathered_bytes: int) -> bool:
     """Says whether all_gather_matmul keeps what it gathers for the weight gradient."""
     kept, chip = size * math.prod(shapes[0]) * itemsize, mesh.chip()
     if size == 1 or not 0 < kept <= gathered_bytes:
@@ -279,7 +280,8 @@ def _keeps_gathered(backend: str, shapes: Sequence[Shape], size: int, itemsize: 
     return cost is not None and cost.kept > 0  # None: the kernels cannot serve the gradient, which may not be wanted
 
 
-def _make_executor(backend: str, axis_name: str, size: int, options: _Options) -> Executor:
+def make_executor(backend: str, axis_name: str, size: int, options: Options) -> Executor:
+    """Returns what executes a call with a backend on a ring of `size` devices."""
     if backend == "fused":
         return FusedExecutor(axis_name, options.directions or (2 if size > 2 else 1))
     if backend == "exchange":
@@ -294,13 +296,13 @@ def _shapes_of_one_product(xs: Arrays, ws: Arrays) -> list[Shape]:
     return [(*xs[0].shape[:-1], k), (k, ws[0].shape[1])]
 
 
-def _cast_to_vary_alike(xs: Arrays, ws: Arrays, axis_name: str) -> tuple[Arrays, Arrays]:
+def cast_to_vary_alike(xs: Arrays, ws: Arrays, axis_name: str) -> tuple[Arrays, Arrays]:
     """Casts all operands to vary over the mesh axes over which any of them varies, and over `axis_name`."""
     axes = frozenset({axis_name}).union(*(jax.typeof(operand).mat.varying for operand in (*xs, *ws)))
     return tuple(cast_to_varying(x, axes) for x in xs), tuple(cast_to_varying(w, axes) for w in ws)
 
 
-def _check_call(op: str, xs: Arrays, ws: Arrays, axis_name: str, options: _Options) -> int:
+def _check_call(op: str, xs: Arrays, ws: Arrays, axis_name: str, options: Options) -> int:
     """Checks what all ops check alike, and returns the number of devices on the axis."""
     size = mapped_axis_size(op, axis_name)
     if not ws or not xs:

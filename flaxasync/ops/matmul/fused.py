@@ -7,11 +7,13 @@ whole is padded with zeros, which costs a copy.
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from flaxasync.kernels.all_gather_matmul import all_gather_matmul
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul, stays_resident
+from flaxasync.kernels.engine.epilogue import Epilogue
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.kernels.weight_gradient import gather_weight_gradient
@@ -40,25 +42,52 @@ class FusedExecutor:
         return None
 
     def gather(
-        self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False
+        self,
+        x: Array,
+        ws: Arrays,
+        *,
+        transposed: bool = False,
+        keep: bool = False,
+        epilogue: Epilogue | None = None,
+        operands: Arrays = (),
     ) -> tuple[Arrays, Array | None]:
+        """Returns what any executor does; with an epilogue, its results in place of the products.
+
+        Its operands are [..., R*m, n], as are the products. Where these are padded, the epilogue sees zeros, and what
+        it makes of them is dropped.
+        """
         size, (*batch, m, k) = lax.axis_size(self.axis_name), x.shape
-        unit = sublanes(x.dtype)
-        block = _pad(x.reshape(-1, m, k), {1: unit, 2: LANES})
-        halves = block.shape[0] % 2 == 0 or block.shape[1] % (2 * unit) == 0
+        block = _block(x)
         ys, gathered = all_gather_matmul(
             block,
             tuple(_pad(w, {0: LANES, 1: LANES}) for w in ws),
             self.axis_name,
             transposed=transposed,
             keep_gathered=keep,
-            directions=self.directions if halves else 1,
+            epilogue=epilogue,
+            operands=tuple(_pad_blocks(operand, size, sublanes(x.dtype)) for operand in operands),
+            directions=self._directions(block),
         )
         widths = [w.shape[0 if transposed else 1] for w in ws]
+        widths = widths[:1] * epilogue.results if epilogue else widths
         ys = tuple(_unpad(y, size, m, n).reshape(*batch, size * m, n) for y, n in zip(ys, widths, strict=True))
         # All rows in one dimension: for a product over batches and rows XLA changes the layout of x, and of all that is
         # computed beside it, with copies.
         return ys, None if gathered is None else _unpad(gathered, size, m, k).reshape(-1, k)
+
+    def gains_by_epilogue(self, x: Array, widths: list[int], *, transposed: bool = False) -> bool:
+        """Says whether `gather`, of x and as many w of these columns, should have an epilogue.
+
+        It saves a pass over the products in HBM. Where the gathered x would stay in vector memory otherwise, the kernel
+        is slower with it.
+        """
+        block, padded = jax.eval_shape(_block, x), [-(-n // LANES) * LANES for n in widths]
+        return not stays_resident(block, padded, lax.axis_size(self.axis_name), transposed, self._directions(block))
+
+    def _directions(self, block: Array | jax.ShapeDtypeStruct) -> int:
+        """Returns how many directions blocks can travel in: a block that has no two halves takes one."""
+        halves = block.shape[0] % 2 == 0 or block.shape[1] % (2 * sublanes(block.dtype)) == 0
+        return self.directions if halves else 1
 
     def reduce(self, xs: Arrays, ws: Arrays, *, transposed: bool = False) -> Array:
         size, (*batch, rows, _) = lax.axis_size(self.axis_name), xs[0].shape
@@ -123,6 +152,11 @@ def check_kernels(
     for kept, limit, instead in limits:
         if not kept:
             raise cannot_serve(op, "fused", limit, instead)
+
+
+def _block(x: Array) -> Array:
+    """Returns this device's rows as a kernel takes them, [batches, m', k'] in whole hardware tiles."""
+    return _pad(x.reshape(-1, *x.shape[-2:]), {1: sublanes(x.dtype), 2: LANES})
 
 
 def _pad(x: Array, units: dict[int, int]) -> Array:

@@ -102,9 +102,10 @@ def _all_gather_matmul_fwd(executor: Executor, keep: bool, x: Array, ws: Arrays)
     return checkpoint_name(ys, PRODUCT), (checkpoint_name(gathered, GATHERED), ws)
 
 
-def _all_gather_matmul_bwd(
+def all_gather_matmul_bwd(
     executor: Executor, keep: bool, saved: tuple[Array, Arrays], dys: Arrays
 ) -> tuple[Array, Arrays]:
+    """Returns dx and the dw of `all_gather_matmul`; `saved` are all_gather(x) if `keep`, and x if not, and ws."""
     x, ws = saved
     with jax.named_scope("all_gather_matmul_dx"):
         dx = executor.reduce(dys, ws, transposed=True)
@@ -115,7 +116,7 @@ def _all_gather_matmul_bwd(
         return dx, weight_gradients(x, alike, executor.precision)
 
 
-all_gather_matmul.defvjp(_all_gather_matmul_fwd, _all_gather_matmul_bwd)
+all_gather_matmul.defvjp(_all_gather_matmul_fwd, all_gather_matmul_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -212,8 +212,8 @@ def test_a_backend_that_plan_does_not_know_keeps_nothing(monkeypatch):
     x, w = (1, 8192, 16384), (16384, 1024)
     monkeypatch.setattr(api.mesh, "chip", lambda: hardware.chip("v5e"))
     assert "fused" not in fa.plan(fa.all_gather_matmul, x, w, chip="v5e", ring=8).costs
-    assert not api._keeps_gathered("fused", [x, w], 8, 2, 2**40)
-    assert api._keeps_gathered("stateful", [x, w], 8, 2, 2**40)
+    assert not api.keeps_gathered("fused", [x, w], 8, 2, 2**40)
+    assert api.keeps_gathered("stateful", [x, w], 8, 2, 2**40)
 
 
 @pytest.mark.parametrize("layer", [pytest.param("mlp", marks=pytest.mark.slow), "attention"])

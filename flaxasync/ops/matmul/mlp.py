@@ -1,0 +1,152 @@
+"""An MLP of fused kernels, whose activation is an epilogue of the kernels beside it.
+
+```
+x     [..., m, d]          this device's rows                           (R devices on axis_name)
+ws    up, gate [d, f]      this device's columns; no gate in an MLP that is not gated
+down  [f, d']              this device's rows
+y     [..., m, d']         this device's rows of the sum
+
+forward   up, gate, h     = all_gather(x) @ ws, act(gate) * up        one kernel; a product has no pass of its own
+          y               = reduce_scatter(h @ down)
+backward  dup, dgate, h   = gradients of h for all_gather(dy) @ down.T, which is never stored
+          d_down          = h.T @ all_gather(dy)
+          dx, dws         as in `vjp`
+```
+
+Saved for the backward pass are x, or all_gather(x), and the products up and gate: h is computed again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from flaxasync.kernels.engine.epilogue import Values
+from flaxasync.mesh import mapped_axis_size
+from flaxasync.ops.matmul import api, vjp
+from flaxasync.ops.matmul.fused import FusedExecutor
+from flaxasync.ops.matmul.products import Arrays, weight_gradient
+from flaxasync.ops.saved import GATHERED, PRODUCT
+
+type Activation = Callable[[Array], Array]
+
+FUSED: tuple[Activation, ...] = (jax.nn.silu, jax.nn.gelu, jax.nn.relu, nnx.silu, nnx.gelu, nnx.relu)
+"""The activations that the kernels compute. Another function may not lower for a TPU, or may close over arrays."""
+
+
+def activate(activation: Activation, products: Values) -> Array:
+    """Returns act(gate) * up of the products (up, gate), or act(up) of (up,)."""
+    up, *gate = products
+    return activation(gate[0]) * up if gate else activation(up)
+
+
+def fused_mlp(
+    x: Array,
+    ws: Arrays,
+    down: Array,
+    axis_name: str,
+    activation: Activation,
+    *,
+    backend: str | None,
+    precision: lax.PrecisionLike,
+    gathered_bytes: int,
+) -> Array | None:
+    """Returns y, or None unless both ops of the MLP choose "fused" and an epilogue pays.
+
+    It computes what `all_gather_matmul`, `activate` and `matmul_reduce_scatter` do, but h is computed of products that
+    are not rounded. The operands are as those ops take them. `flaxasync.ops.matmul.api` has the options.
+    """
+    if activation not in FUSED:
+        return None
+    size, options = mapped_axis_size("all_gather_matmul", axis_name), api.Options(backend, precision=precision)
+    shapes = [x.shape, *(w.shape for w in ws)]
+    shapes_down = [(*x.shape[:-2], size * x.shape[-2], down.shape[0]), down.shape]
+    for op, of_op, kept in (("all_gather_matmul", shapes, gathered_bytes), ("matmul_reduce_scatter", shapes_down, 0)):
+        more = {"gathered_bytes": kept} if op == "all_gather_matmul" else {}
+        if api.choose_backend(op, of_op, x.dtype, axis_name, size, options, **more) != "fused":
+            return None
+    executor = api.make_executor("fused", axis_name, size, options)
+    assert isinstance(executor, FusedExecutor)
+    if not (
+        executor.gains_by_epilogue(x, [w.shape[1] for w in ws])
+        and executor.gains_by_epilogue(x, [down.shape[0]], transposed=True)
+    ):
+        return None
+    keep = api.keeps_gathered("fused", shapes, size, x.dtype.itemsize, gathered_bytes)
+    (x,), (*ws_alike, down) = api.cast_to_vary_alike((x,), (*ws, down), axis_name)
+    return _mlp(executor, keep, activation, x, tuple(ws_alike), down)
+
+
+@dataclasses.dataclass(frozen=True)
+class Activate:
+    """The epilogue of the products of up and gate: returns h, and them before it if they are kept."""
+
+    activation: Activation
+    kept: int  # products that are kept: none, or all
+
+    @property
+    def results(self) -> int:
+        return self.kept + 1
+
+    def __call__(self, products: Values, operands: Values) -> Values:
+        return *products[: self.kept], activate(self.activation, products)
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivateGradient:
+    """The epilogue of dh, with the products of up and gate as operands: returns their gradients, and h."""
+
+    activation: Activation
+    columns: int  # 2 with a gate, or 1
+
+    @property
+    def results(self) -> int:
+        return self.columns + 1
+
+    def __call__(self, products: Values, operands: Values) -> Values:
+        h, pull = jax.vjp(lambda *values: activate(self.activation, values), *operands)
+        return *pull(*products), h
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _mlp(executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Arrays, down: Array) -> Array:
+    with jax.named_scope("all_gather_matmul"):
+        (h,), _ = executor.gather(x, ws, epilogue=Activate(activation, 0))
+    with jax.named_scope("matmul_reduce_scatter"):
+        return executor.reduce((h,), (down,))
+
+
+def _mlp_fwd(
+    executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Arrays, down: Array
+) -> tuple[Array, tuple[Array, Arrays, Array, Arrays]]:
+    with jax.named_scope("all_gather_matmul"):
+        (*products, h), gathered = executor.gather(x, ws, keep=keep, epilogue=Activate(activation, len(ws)))
+    with jax.named_scope("matmul_reduce_scatter"):
+        y = executor.reduce((h,), (down,))
+    saved = x if gathered is None else checkpoint_name(gathered, GATHERED)
+    return checkpoint_name(y, PRODUCT), (saved, ws, down, checkpoint_name(tuple(products), PRODUCT))
+
+
+def _mlp_bwd(
+    executor: FusedExecutor,
+    keep: bool,
+    activation: Activation,
+    saved: tuple[Array, Arrays, Array, Arrays],
+    dy: Array,
+) -> tuple[Array, Arrays, Array]:
+    x, ws, down, products = saved
+    with jax.named_scope("matmul_reduce_scatter_dx"):
+        (*dproducts, h), dys = executor.gather(
+            dy, (down,), transposed=True, keep=True, epilogue=ActivateGradient(activation, len(ws)), operands=products
+        )
+    assert dys is not None
+    with jax.named_scope("matmul_reduce_scatter_dw"):
+        d_down = weight_gradient(h.reshape(-1, h.shape[-1]), dys).astype(down.dtype)
+    return *vjp.all_gather_matmul_bwd(executor, keep, (x, ws), tuple(dproducts)), d_down
+
+
+_mlp.defvjp(_mlp_fwd, _mlp_bwd)
