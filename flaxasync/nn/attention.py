@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
+from flaxasync.nn.attention_call import Inputs
 from flaxasync.nn.cache import attend_cached, init_cache
 from flaxasync.nn.checks import check_input
 from flaxasync.nn.context import check_context, context_in_spec, make_context
@@ -18,7 +19,7 @@ from flaxasync.nn.heads import AttentionOptions, HeadAttention, ScoreOptions
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
 from flaxasync.nn.placement import Placement, place
-from flaxasync.nn.self_attention import Inputs, SelfAttention, scores_array
+from flaxasync.nn.self_attention import SelfAttention, scores_array
 from flaxasync.nn.shares import head_shares
 from flaxasync.ops import backends
 from flaxasync.ops.attention.layouts import AttentionLayout

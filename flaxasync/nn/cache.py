@@ -23,10 +23,11 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from flaxasync.nn.attention_call import Call
 from flaxasync.nn.heads import HeadAttention
 from flaxasync.nn.linear import parameter_specs, parameters, with_dtype
 from flaxasync.nn.placement import Layout, Placement
-from flaxasync.nn.self_attention import Call, SelfAttention, norm_scales, project_inputs, project_output, take_shares
+from flaxasync.nn.self_attention import SelfAttention, norm_scales, project_inputs, project_output, take_shares
 from flaxasync.ops.attention.cached import cached_attention
 from flaxasync.ops.attention.layouts import Mask
 

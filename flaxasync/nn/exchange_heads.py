@@ -1,7 +1,7 @@
 """The self-attention layers in the form in which weights and heads travel; `flaxasync.ops.attention.exchanged`."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax import Array, lax
 from flaxasync import mesh
 from flaxasync.mesh import UnsupportedError, cast_to_varying
 from flaxasync.nn import shards
+from flaxasync.nn.attention_call import Call
 from flaxasync.ops import trust
 from flaxasync.ops.attention.exchanged import ExchangedAttention, exchanged_attention
 from flaxasync.ops.costs.exchanged import WORTH, Block, times_as_fast
@@ -17,14 +18,11 @@ from flaxasync.ops.matmul.api import executor_for_weights
 from flaxasync.ops.matmul.products import row_major
 from flaxasync.transport.direct import LANES, in_whole_tiles
 
-if TYPE_CHECKING:
-    from flaxasync.nn.self_attention import Call
-
 type Exchange = Literal["xla", "direct"]  # by XLA's all-to-all, or by copies from every device to every other one
 
 
 def choose(
-    call: "Call", x: Array, linears: tuple[shards.Linear, ...], others: Mapping[str, Array | None]
+    call: Call, x: Array, linears: tuple[shards.Linear, ...], others: Mapping[str, Array | None]
 ) -> Exchange | None:
     """Says what exchanges the heads of a call, inside shard_map; None where rows travel.
 
@@ -71,7 +69,7 @@ def choose(
 
 
 def run(
-    call: "Call",
+    call: Call,
     exchange: Exchange,
     x: Array,
     linears: tuple[shards.Linear, ...],

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from flaxasync.nn.attention import ParallelAttention, ParallelAttentionOptions
-from flaxasync.nn.self_attention import Inputs
+from flaxasync.nn.attention_call import Inputs
 from flaxasync.ops.attention.layouts import AttentionLayout
 
 

@@ -7,11 +7,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from flaxasync.nn.attention_call import Inputs
 from flaxasync.nn.context import make_context
 from flaxasync.nn.fully_sharded import stored_spec
 from flaxasync.nn.heads import HeadAttention, ScoreOptions
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
-from flaxasync.nn.self_attention import Inputs, SelfAttention
+from flaxasync.nn.self_attention import SelfAttention
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
 
 

@@ -83,7 +83,7 @@ def mlp(
     Returns None where there are no such kernels; then `column`, the activation and `row` do the same.
     """
     biases = [bias for _, bias in columns if bias is not None]
-    if biases or _multiplies_locally(settings) or settings.preferred_element_type not in (None, settings.dtype):
+    if biases or multiplies_locally(settings) or settings.preferred_element_type not in (None, settings.dtype):
         return None
     x = x.astype(settings.dtype)
     ws, w_down = tuple(cast(kernel, x, settings.dtype) for kernel, _ in columns), cast(down[0], x, settings.dtype)
@@ -91,7 +91,7 @@ def mlp(
         x, ws, w_down, settings.axis_name, activation, backend=settings.backend, precision=settings.precision,
         gathered_bytes=settings.gathered_bytes,
     )  # fmt: skip
-    return None if y is None else _finish(y, down[1], settings)
+    return None if y is None else finish(y, down[1], settings)
 
 
 def take_columns(linear: Linear, shares: Shares, axis_name: str) -> Linear:

@@ -102,7 +102,9 @@ def all_gather_matmul(
     return ys, outputs[-1].reshape(batch, size * m, k) if keep_gathered else None
 
 
-def stays_resident(x: jax.ShapeDtypeStruct, widths: Sequence[int], size: int, transposed: bool, directions: int) -> bool:
+def stays_resident(
+    x: jax.ShapeDtypeStruct, widths: Sequence[int], size: int, transposed: bool, directions: int
+) -> bool:
     """Says whether the gathered x would stay in vector memory without an epilogue; see `all_gather_matmul`.
 
     Then the kernel is faster without one: from HBM, few rows at a time would bring all w again for each of them.

@@ -237,7 +237,7 @@ def executor_for_weights(
       ValueError: No `shard_map` maps `axis_name`; the backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    options = _Options(backend, None, 2, precision, None)
+    options = Options(backend, None, 2, precision, None)
     size = _check_call(op, (w,), (w,), axis_name, options)
     shapes = [w.shape, (w.shape[1], rows)]
     return _choose_executor("all_gather_matmul", shapes, w.dtype, axis_name, size, options)
@@ -258,6 +258,7 @@ def choose_backend(
     op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: Options, **more: Any
 ) -> str:
     """Returns the name of the backend of a call; `shapes` and `more` are what `flaxasync.plan` takes."""
+
     def check(backend: str) -> None:
         if backend == "fused":
             check_kernels(op, axis_name, size, dtype, options.unroll, options.precision, options.reduce_dtype)
