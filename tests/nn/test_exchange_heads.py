@@ -1,0 +1,193 @@
+"""Attention layers in which weights and heads travel, against plain layers and against those in which rows travel."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.ops import trust
+from flaxasync.ops.attention import exchanged
+from flaxasync.transport import direct
+from flaxasync.transport.transfers import Transfer, Transfers
+from tests.nn.conftest import ROWS, assert_close, assert_parameters_close, drawn, gradients, ones
+from tests.nn.test_attention import pair
+from tests.simulator.split_pairs import session
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SAME = P("data", None, None)
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "axis_type", "options"),
+    [
+        (4, 1, AxisType.Explicit, {"use_bias": True, "backend": "none"}),
+        (3, 1, AxisType.Explicit, {"backend": "xla", "gathered_bytes": 2**20}),
+        (4, 2, AxisType.Auto, {"backend": "none", "causal": False, "window": 3}),
+        pytest.param(2, 1, AxisType.Explicit, {"rope_theta": None}, marks=pytest.mark.slow),
+        pytest.param(8, 1, AxisType.Explicit, {"backend": "xla"}, marks=pytest.mark.slow),
+    ],
+)
+def test_parity(parity, size, data, axis_type, options):
+    make, plain = pair(2 * size, size, exchange_heads=True, **options)
+    parity(make, plain, (3 * data, 3 * size, 8), size=size, data=data, axis_type=axis_type)
+
+
+def test_parity_of_heads_that_the_axis_does_not_divide(parity):
+    make, plain = pair(6, 2, exchange_heads=True, backend="none")
+    parity(make, plain, (1, 8, 8), size=4)
+
+
+@pytest.mark.parametrize("kept", [0, 2**20])
+def test_parity_in_bfloat16(parity, kept):
+    make, plain = pair(4, 4, exchange_heads=True, gathered_bytes=kept)
+    parity(make, plain, (2, 8, 8), size=4, dtype="bfloat16")
+
+
+def values(layer, *arguments):
+    return jax.tree.map(np.asarray, gradients(layer, *arguments))
+
+
+def layers(exchange, *, features=8, **options):
+    """Returns the same layer, with rows that travel and with heads that travel."""
+
+    def make(exchange):
+        return drawn(lambda: fa.nn.ParallelSelfAttention(
+            features, 8, kv_heads=4, head_dim=8, normalize_qk="rms", use_bias=True, exchange_heads=exchange,
+            rngs=nnx.Rngs(0), **options,
+        ))  # fmt: skip
+
+    return make(False), make(exchange)
+
+
+def assert_alike(got, want):
+    params, dx, y = got
+    want_params, want_dx, want_y = want
+    assert_close(y, want_y, "float32", "y")
+    assert_close(dx, want_dx, "float32", "dx")
+    assert_parameters_close(params, want_params, "float32")
+
+
+def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel(mesh_of):
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(mesh_of(1, 4)):
+        x, dy = (jax.device_put(rng.standard_normal((2, 8, 8)).astype(np.float32), ROWS) for _ in range(2))
+        ids = jax.device_put(np.repeat([[3, 5], [1, 7]], 4, axis=1).astype(np.int32), P("data", None))
+        rows, heads = layers(True, backend="none")
+        assert_alike(values(heads, x, dy, ids), values(rows, x, dy, ids))
+
+
+def test_direct_copies_in_the_simulator(mesh_of):
+    """Four devices with race detection: three sequences, of which two are on their way at a time."""
+    rng = np.random.default_rng(0)
+    direct.all_to_all.cache_clear()
+    with jax.set_mesh(mesh_of(1, 4)):
+        x, dy = (jax.device_put(rng.standard_normal((3, 512, 8)).astype(np.float32), ROWS) for _ in range(2))
+        rows, heads = layers(True, gathered_bytes=2**20)
+        want = values(rows, x, dy)
+        with session(mode="eager", delayed={1: 0.02}) as report:
+            got = values(heads, x, dy)
+    assert report.problems() == set()
+    assert direct.all_to_all.cache_info().currsize == 1, "nothing travelled by direct copies"
+    assert_alike(got, want)
+
+
+def test_a_result_that_is_used_before_it_has_arrived_is_caught(mesh_of, monkeypatch):
+    """The negative test of the simulator's run: nothing waits for what this device's heads receive."""
+    monkeypatch.setattr(exchanged.ExchangedAttention, "exchange", forgetful(exchanged.ExchangedAttention.exchange))
+    direct.all_to_all.cache_clear()
+    with jax.set_mesh(mesh_of(1, 4)):
+        _, heads = layers(True)
+        x = ones((1, 512, 8), ROWS)
+        with session(mode="eager", delayed={1: 0.2}) as report:
+            jax.block_until_ready(nnx.jit(lambda layer, x: layer(x))(heads, x))
+    assert {"races", "leftover_semaphores"} & report.problems()
+
+
+def forgetful(exchange):
+    def start(self, x):
+        ((begun,), scope) = (lambda transfers: (transfers.begun, transfers.scope))(exchange(self, x))
+        assert begun.future is not None
+        return Transfers([Transfer(begun.future.buffer)], scope)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("x_spec", "options", "more", "lacking"),
+    [
+        (SAME, {}, {}, "an input that every device has whole"),
+        (ROWS, {}, {"mask": np.ones((8, 8), bool)}, "mask"),
+        (ROWS, {}, {"bias": np.zeros((1, 1, 8, 8), np.float32)}, "bias"),
+        (ROWS, {"preferred_element_type": "float32", "dtype": "bfloat16"}, {}, "a wider preferred_element_type"),
+    ],
+)
+def test_what_this_form_lacks_is_refused_by_name_or_left_to_rows(mesh_of, x_spec, options, more, lacking):
+    with jax.set_mesh(mesh_of(1, 4)):
+        x = ones((2, 8, 8), x_spec)
+
+        def make(exchange):
+            return drawn(
+                lambda: fa.nn.ParallelSelfAttention(8, 4, exchange_heads=exchange, rngs=nnx.Rngs(0), **options)
+            )
+
+        assert make(None)(x, **more).shape == x.shape
+        with pytest.raises(NotImplementedError, match=f"exchange_heads=True lacks .*{lacking}"):
+            make(True)(x, **more)
+
+
+@pytest.mark.slow
+def test_the_compiled_exchange_is_safe_and_has_attention_beside_it():
+    topology, size = "v5e:2x2", 4
+    mesh = fa.check.topology_mesh(topology, (1, size), ("data", "model"))
+    with jax.set_mesh(mesh):
+        layer = nnx.eval_shape(lambda: fa.nn.ParallelSelfAttention(
+            1024, 16, kv_heads=8, head_dim=128, dtype="bfloat16", param_dtype="bfloat16", exchange_heads=True,
+            rngs=nnx.Rngs(0),
+        ))  # fmt: skip
+        x = jax.ShapeDtypeStruct((3, 2048, 1024), "bfloat16", sharding=jax.NamedSharding(mesh, ROWS))
+        graph, state = nnx.split(layer)
+        loss = jax.grad(lambda state, x: nnx.merge(graph, state)(x).astype("float32").sum(), argnums=(0, 1))
+        program = fa.check.compile_for(topology, jax.jit(loss), state, x)
+    audit = fa.check.audit(program)
+    assert not [finding for finding in audit.findings if finding.severity == fa.check.Severity.ERROR], str(audit)
+    module = fa.check.parse(program.text)
+    order = [i.name for i in module.entry.instructions]
+    pairs = [op for op in fa.check.async_operations(module) if op.start.name.startswith("all_to_all_start")]
+    beside = [
+        sum(name.startswith("flash_attention") for name in order[order.index(op.start.name) : order.index(window.done.name)])
+        for op in pairs for window in op.windows
+    ]  # fmt: skip
+    assert len(beside) == 2 * 2 * 3, "three sequences, there and back, forward and backward"
+    assert beside.count(0) == 4, "the first arrivals and the last departures"
+
+
+def form(topology, batch, exchange=None):
+    """Returns what exchanges the heads of a layer on described TPUs: "direct", "xla", or None where rows travel."""
+    mesh = fa.check.topology_mesh(topology, (1, fa.check.topology_size(topology)), ("data", "model"))
+    with jax.set_mesh(mesh):
+        layer = nnx.eval_shape(lambda: fa.nn.ParallelSelfAttention(
+            4096, 32, kv_heads=8, dtype="bfloat16", exchange_heads=exchange, rngs=nnx.Rngs(0)
+        ))  # fmt: skip
+        x = jax.ShapeDtypeStruct((batch, 4096, 4096), "bfloat16", sharding=jax.NamedSharding(mesh, ROWS))
+        text = str(jax.make_jaxpr(lambda graph, state, x: nnx.merge(graph, state)(x), static_argnums=0)(
+            *nnx.split(layer), x
+        ))  # fmt: skip
+    return "direct" if "all_to_all_start" in text else "xla" if re.search(r"\ball_to_all\[", text) else None
+
+
+@pytest.mark.parametrize(("topology", "batch", "expected"), [("v6e:2x4", 4, "direct"), ("v5e:2x4", 1, None)])
+def test_a_layer_chooses_what_is_predicted_to_be_faster(topology, batch, expected):
+    assert form(topology, batch) == expected
+
+
+def test_direct_copies_are_taken_only_where_they_are_trusted(caplog):
+    with trust.trusting("verified"):
+        assert form("v6e:2x4", 4) is None
+    with trust.trusting("verified"):
+        assert form("v6e:2x4", 4, exchange=True) == "direct"  # naming it always works
