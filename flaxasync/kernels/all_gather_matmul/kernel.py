@@ -102,7 +102,9 @@ def all_gather_matmul(
     return ys, outputs[-1].reshape(batch, size * m, k) if keep_gathered else None
 
 
-def stays_resident(x: jax.ShapeDtypeStruct, widths: Sequence[int], size: int, transposed: bool, directions: int) -> bool:
+def stays_resident(
+    x: jax.ShapeDtypeStruct, widths: Sequence[int], size: int, transposed: bool, directions: int
+) -> bool:
     """Says whether the gathered x would stay in vector memory without an epilogue; see `all_gather_matmul`.
 
     Then the kernel is faster without one: from HBM, few rows at a time would bring all w again for each of them.
@@ -111,7 +113,7 @@ def stays_resident(x: jax.ShapeDtypeStruct, widths: Sequence[int], size: int, tr
 
 
 def _layout(x: jax.Array | jax.ShapeDtypeStruct, directions: int) -> BlockLayout:
-    return BlockLayout.of(CALLER, *x.shape[:2], sublanes(x.dtype), directions)
+    return BlockLayout.of(CALLER, x.shape[0], x.shape[1], sublanes(x.dtype), directions)
 
 
 def _check(x: jax.Array, ws: Sequence[jax.Array], transposed: bool) -> None:

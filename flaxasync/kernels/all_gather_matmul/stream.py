@@ -91,7 +91,10 @@ class Schedule:
         """Elements of x and w that are read from HBM, and elements that arrive there and are sent on."""
         size, passes, columns, depth, _ = self.grid.sizes
         x, w = self.accumulators * self.tiles.rows.size, self.tiles.joined * self.tiles.columns.size
-        k, operands = depth * self.tiles.contraction.size, size * self.layout.arrival_rows * sum(self.tiles.columns.lengths)
+        k, operands = (
+            depth * self.tiles.contraction.size,
+            size * self.layout.arrival_rows * sum(self.tiles.columns.lengths),
+        )
         gathered = 2 * (size - 1) * self.layout.arrival_rows * k
         return size * passes * columns * k * (x + w) + gathered + self.operands * operands
 

@@ -235,6 +235,7 @@ def choose_backend(
     op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: Options, **more: Any
 ) -> str:
     """Returns the name of the backend of a call; `shapes` and `more` are what `flaxasync.plan` takes."""
+
     def check(backend: str) -> None:
         if backend == "fused":
             check_kernels(op, axis_name, size, dtype, options.unroll, options.precision, options.reduce_dtype)
