@@ -61,6 +61,7 @@ class Coordinates(NamedTuple):
     number: Scalar  # the same, counted over all blocks
     direction: Scalar  # in which that tile travels
     new_x: Condition  # whether the tile of x is another one than in the step before
+    new_w: Condition  # whether the tile of w has to come from HBM
     x_slot: Scalar
     w_slot: Scalar
 
@@ -95,14 +96,15 @@ class Schedule:
         # The columns are divided between the directions, or the rows if there is one tile of columns only.
         first = pl.cdiv(columns, self.directions) if columns > 1 else pl.cdiv(rows, self.directions)
         direction = jnp.where((j if columns > 1 else i) >= first, 1, 0) if self.directions == 2 else jnp.int32(0)
-        x_slot = w_slot = remainder(step, 2)
+        x_slot, w_slot = remainder(step, 2), self.tiles.w_slot(t, j, step)
         new_x: Condition = True
+        new_w: Condition = (hop == 0) & (i == 0) if self.tiles.w_stays else True
         if self.depth == 1:  # a tile of x has all of the contraction: it serves all columns that go in one direction
             runs = 2 if self.directions == 2 and columns > 1 else 1
             new_x = (j == 0) | (j == first) if runs == 2 else j == 0
             x_slot = remainder((hop * rows + i) * runs + (direction if runs == 2 else 0), 2)
         tile = i * columns + j
-        return Coordinates(hop, i, j, t, tile, hop * self.block + tile, direction, new_x, x_slot, w_slot)
+        return Coordinates(hop, i, j, t, tile, hop * self.block + tile, direction, new_x, new_w, x_slot, w_slot)
 
 
 @jax.tree_util.register_dataclass
@@ -161,7 +163,8 @@ def matmul_reduce_scatter(
         read=Acknowledgements(pltpu.SemaphoreType.REGULAR((ring.directions,))),
     )
     block_bytes = batch * m * n * dtype.itemsize
-    streamed = size * sum(ks) * (used.columns.count * batch * m + used.rows.count * n) * dtype.itemsize
+    w_trips = 1 if used.w_stays else size * used.rows.count
+    streamed = sum(ks) * (size * used.columns.count * batch * m + w_trips * n) * dtype.itemsize
     y, _ = call(
         body,
         [*(x.reshape(batch, size, m, -1) for x in xs), *ws],
@@ -204,14 +207,16 @@ def _plan(
         contraction = Tiling.of(ks, used.k // 2)
         used = dataclasses.replace(used, k=contraction.size)
     directions = directions if rows.count * columns.count > 1 else 1
-    schedule = Schedule(size, MatmulTiles(rows, columns, contraction, transposed), directions, outgoing)
+    need_bytes = check_vmem(CALLER, used, functools.partial(need, outgoing))
+    matmul_tiles, vmem_bytes = MatmulTiles(rows, columns, contraction, transposed).keeping_w(need_bytes, dtype)
+    schedule = Schedule(size, matmul_tiles, directions, outgoing)
     if 2 * schedule.block > SEMAPHORES:
         raise UnsupportedError(
             f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has {SEMAPHORES} for them: "
             f"{batch * m} rows and n={n} in tiles of m={used.m}, n={used.n} are {schedule.block} tiles; use larger "
             "tiles, a loop over columns of w, or backend='xla'"
         )
-    return schedule, check_vmem(CALLER, used, functools.partial(need, outgoing))
+    return schedule, vmem_bytes
 
 
 def _default_tiles(m: int, n: int) -> Tiles:
@@ -279,7 +284,7 @@ class _Device:
 
         with jax.named_scope("wait"):
             pl.when(here.new_x)(lambda: tiles.wait_x(scratch.x, here.x_slot, here.i, here.t))
-            tiles.wait_w(scratch.w, here.w_slot, here.t, here.j)
+            pl.when(here.new_w)(lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.j))
             pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
             pl.when(last & (here.hop > 0))(lambda: self.wait_for_received(here))
         self.multiply(here)
@@ -296,7 +301,8 @@ class _Device:
 
         with jax.named_scope("prefetch"):
             pl.when(there.new_x)(lambda: self.tiles.start_x(scratch.x, there.x_slot, there.i, there.t, source))
-            self.tiles.start_w(scratch.w, there.w_slot, there.t, there.j, self.ws)
+            new_w = functools.partial(self.tiles.start_w, scratch.w, there.w_slot, there.t, there.j, self.ws)
+            pl.when(there.new_w)(new_w)
 
     def multiply(self, here: Coordinates) -> None:
         """Adds the product of two tiles to its sum. A finished sum is rounded into the slot that it leaves from."""

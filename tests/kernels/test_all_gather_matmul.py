@@ -1,5 +1,6 @@
 """all_gather_matmul alone: values in the race-detecting simulator, the static schedule, refusals, the program."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,8 +17,10 @@ from benchmarks.all_gather_matmul import SHAPES, program
 from flaxasync.check.player.errors import RaceError
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul, resident, schedule
 from flaxasync.kernels.engine.gather import BlockLayout, Gather
+from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Ring
+from flaxasync.kernels.engine.slots import IncomingTiles
 from tests.kernels.conftest import simulated
 
 
@@ -78,6 +81,67 @@ def test_values_where_x_streams(stream, options):
 def test_values_where_x_stays_in_vector_memory(monkeypatch, options):
     monkeypatch.setattr(resident, "OUT_SLOTS", 1)  # results wait until others have left their slots
     run(**options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """An epilogue that tells all products and operands apart."""
+
+    results: int
+
+    def __call__(self, products, operands):
+        total = sum((i + 1) * value for i, value in enumerate((*products, *operands)))
+        return tuple(total * (i + 1) - products[0] for i in range(self.results))
+
+
+@pytest.mark.parametrize("options", [
+    case(size=2, m=16, k=256, n=256, columns=2, operands=1, results=3, tiles=Tiles(32, 128, 128)),
+    pytest.param(case(size=3, m=16, k=384, n=384, columns=2, operands=2, results=2, tiles=Tiles(16, 128, 256),
+                      mode="eager"), marks=pytest.mark.slow),  # a partial tile of columns
+    pytest.param(case(size=2, m=32, k=256, n=256, columns=1, operands=2, results=3, transposed=True,
+                      dtype="bfloat16", tiles=Tiles(32, 256, 128), mode="eager"), marks=pytest.mark.slow),
+    pytest.param(case(size=4, m=16, k=256, n=384, columns=1, operands=2, results=1, transposed=True,
+                      tiles=Tiles(8, 128, 256)), marks=pytest.mark.slow),
+    pytest.param(case(size=4, m=16, k=128, n=256, columns=2, operands=0, results=1, mode="eager"),
+                 marks=pytest.mark.slow),
+])  # fmt: skip
+def test_values_of_an_epilogue(options):
+    epilogue_parity(**options)
+
+
+def epilogue_parity(
+    size, m, k, n, columns, operands, results, tiles=None, transposed=False, dtype="float32", mode="on_wait"
+):
+    draw = lambda *shape: np.random.default_rng(sum(shape)).standard_normal(shape).astype(jnp.dtype(dtype))  # noqa: E731
+    x, ws = draw(2, size * m, k), [draw(n * size, k) if transposed else draw(k, n * size) + i for i in range(columns)]
+    more = [draw(2, size * m, n * size) + i for i in range(operands)]
+    rows, by_columns, w_spec = P(None, "ring"), P(None, None, "ring"), P("ring") if transposed else P(None, "ring")
+    local = functools.partial(
+        all_gather_matmul, axis_name="ring", epilogue=Mix(results), transposed=transposed, tiles=tiles
+    )
+    with simulated((size,), ("ring",), mode) as mesh:
+        fn = jax.jit(jax.shard_map(
+            lambda x, ws, more: local(x, ws, operands=more)[0], in_specs=(rows, w_spec, by_columns),
+            out_specs=by_columns,
+        ))  # fmt: skip
+        place = lambda values, spec: [jax.device_put(v, NamedSharding(mesh, spec)) for v in values]  # noqa: E731
+        got = [np.asarray(y, np.float32) for y in fn(*place([x], rows), place(ws, w_spec), place(more, by_columns))]
+    x, ws, more = jax.tree.map(lambda value: np.asarray(value, np.float32), (x, ws, more))
+    want = Mix(results)([x @ (w.T if transposed else w) for w in ws], more)
+    assert len(got) == results
+    tolerance = 1e-5 if dtype == "float32" else 1e-2  # order of additions; the result alone is rounded
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance * np.abs(theirs).max())
+
+
+def test_an_operand_that_is_not_waited_for_is_seen(monkeypatch):
+    """A negative test: an epilogue sees tiles of its operands that have not arrived."""
+    wait = MatmulTiles.wait_result
+    skip = lambda self, slots, *rest: None if isinstance(slots, IncomingTiles) else wait(self, slots, *rest)  # noqa: E731
+    monkeypatch.setattr(MatmulTiles, "wait_result", skip)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        epilogue_parity(2, 16, 256, 128, columns=1, operands=1, results=1)
+    jax.clear_caches()
 
 
 def test_rows_that_are_not_waited_for_are_seen(monkeypatch, stream):
@@ -184,6 +248,17 @@ def traced(shape, widths, size=2, dtype=jnp.float32, k=None, **options):
 def test_what_does_not_fit_is_refused_with_its_numbers(error, message, options):
     with pytest.raises(error, match=message):
         traced(**options)
+
+
+@pytest.mark.parametrize(("message", "options"), [
+    ("all w of one width n: got \\[128, 256\\]", case(widths=[128, 256], epilogue=Mix(1))),
+    ("for an epilogue only: got 1 of them", case(widths=[128], operands=[(1, 64, 128)])),
+    ("needed float32\\[1, 64, 128\\]", case(widths=[128], epilogue=Mix(1), operands=[(1, 32, 128)])),
+])  # fmt: skip
+def test_operands_that_do_not_fit_an_epilogue_are_refused(message, options):
+    operands = [jnp.zeros(shape) for shape in options.pop("operands", [])]
+    with pytest.raises(ValueError, match=message):
+        traced((1, 32, 128), operands=operands, **options)
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def stays_resident(
 
 
 def _layout(x: jax.Array | jax.ShapeDtypeStruct, directions: int) -> BlockLayout:
-    return BlockLayout.of(CALLER, *x.shape[:2], sublanes(x.dtype), directions)
+    return BlockLayout.of(CALLER, x.shape[0], x.shape[1], sublanes(x.dtype), directions)
 
 
 def _check(x: jax.Array, ws: Sequence[jax.Array], transposed: bool) -> None:

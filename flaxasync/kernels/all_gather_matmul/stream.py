@@ -30,7 +30,7 @@ from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor
-from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar, ScratchShapes
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling
 from flaxasync.kernels.engine.vmem import available, check_vmem, matmul_bytes
@@ -96,13 +96,18 @@ class Schedule:
             size * self.layout.arrival_rows * sum(self.tiles.columns.lengths),
         )
         gathered = 2 * (size - 1) * self.layout.arrival_rows * k
-        return size * passes * columns * k * (x + w) + gathered + self.operands * operands
+        w *= 1 if self.tiles.w_stays else size * passes
+        return columns * k * (size * passes * x + w) + gathered + self.operands * operands
+
+    def new_w(self, there: Coordinates) -> Condition:
+        """Returns whether the tile of w of a step has to come from HBM."""
+        return (there.row == 0) & (there.arrival == 0) if self.tiles.w_stays else there.i == 0
 
     def at(self, step: Scalar) -> Coordinates:
         """Returns the coordinates of a step."""
         arrival, pass_, column, t, i = self.grid.coordinates(step)
         round_ = split(step, self.tiles.contraction.count * self.accumulators)[0]
-        w_slot = remainder(split(step, self.accumulators)[0], 2)
+        w_slot = self.tiles.w_slot(t, column, split(step, self.accumulators)[0])
         row, number = pass_ * self.accumulators + i, round_ * self.accumulators + i
         return Coordinates(arrival, row, column, t, i, number, w_slot)
 
@@ -148,7 +153,8 @@ def plan(
 
         sizes = Tiles(rows.size, used.contraction.size, columns.size)
         if epilogue is None or tiles or most <= LANES or need(sizes) <= available():
-            return Schedule(size, layout, used, accumulators, results, operands, check_vmem(CALLER, sizes, need))
+            used, vmem_bytes = used.keeping_w(check_vmem(CALLER, sizes, need), dtype)
+            return Schedule(size, layout, used, accumulators, results, operands, vmem_bytes)
         most //= 2
 
 
@@ -193,7 +199,7 @@ class Stream:
         last = here.t == tiles.contraction.count - 1
         with jax.named_scope("wait"):
             tiles.wait_x(scratch.x, x_slot, i, here.t)
-            pl.when(here.i == 0)(lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.column))
+            pl.when(schedule.new_w(here))(lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.column))
             pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
             for operand in self.scratch.operands:
                 arrived = functools.partial(tiles.wait_result, operand, operand.slot(here.number), i, here.column)
@@ -239,7 +245,8 @@ class Stream:
             tiles.start_x(scratch.x, x_slot, i, there.t, source)
 
         with jax.named_scope("prefetch"):
-            pl.when(there.i == 0)(lambda: tiles.start_w(scratch.w, there.w_slot, there.t, there.column, self.ws))
+            new_w = functools.partial(tiles.start_w, scratch.w, there.w_slot, there.t, there.column, self.ws)
+            pl.when(self.schedule.new_w(there))(new_w)
             x_slot = remainder(step, 2)
             pl.when(there.arrival == 0)(lambda: start_x(True))
             pl.when(there.arrival > 0)(lambda: start_x(False))

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.grid import remainder
 from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.engine.product import accumulate, dot
 from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, ScratchShapes
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling
+from flaxasync.kernels.engine.vmem import available
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +29,7 @@ class MatmulScratch:
     """Scratch memory for the tiles of a matmul."""
 
     x: IncomingTiles  # [2, batches, rows, k]
-    w: IncomingTiles  # [2, k, joined * n], or [2, joined * n, k] if transposed
+    w: IncomingTiles  # [w_slots, k, joined * n], or [w_slots, joined * n, k] if transposed
     outgoing: OutgoingTiles  # [outgoing, batches, rows, n] finished tiles of the result, rounded
     accumulators: Ref  # [accumulators, batches, rows, joined * n] VMEM, float32; as small as can be if there are none
 
@@ -41,6 +43,26 @@ class MatmulTiles:
     contraction: Tiling
     transposed: bool
     joined: int = 1  # arrays w whose tiles lie side by side in one
+    w_stays: bool = False  # whether every tile of w is fetched once and stays in vector memory
+
+    @property
+    def w_slots(self) -> int:
+        """Slots for tiles of w: this step's and the next one's, or all of them."""
+        return self.columns.count * self.contraction.count if self.w_stays else 2
+
+    def keeping_w(self, used_bytes: int, dtype: DType) -> tuple["MatmulTiles", int]:
+        """Returns the tiles of a kernel whose buffers take `used_bytes` of vector memory, and what they take then.
+
+        If all of w fits beside them, it stays. Then HBM brings it once, and not for every tile of rows.
+        """
+        stays = dataclasses.replace(self, w_stays=True)
+        tile = self.contraction.size * self.joined * self.columns.size * jnp.dtype(dtype).itemsize
+        need = used_bytes + (stays.w_slots - 2) * tile
+        return (stays, need) if need <= available() else (self, used_bytes)
+
+    def w_slot(self, t: Scalar, j: Scalar, number: Scalar) -> Scalar:
+        """Returns the slot of tile (t, j) of w, which is used as the `number`-th one."""
+        return j * self.contraction.count + t if self.w_stays else remainder(number, 2)
 
     @property
     def result(self) -> tuple[int, int, int]:
@@ -52,7 +74,7 @@ class MatmulTiles:
         k, n = self.contraction.size, self.columns.size
         return MatmulScratch(
             IncomingTiles.allocate(2, (*self.rows.shape, k), dtype),
-            IncomingTiles.allocate(2, self._w_shape(k, n), dtype),
+            IncomingTiles.allocate(self.w_slots, self._w_shape(k, n), dtype),
             OutgoingTiles.allocate(outgoing, self.result, dtype),
             pltpu.VMEM(
                 (accumulators, *self.rows.shape, self.joined * n) if accumulators else (1, 1, 8, LANES), jnp.float32

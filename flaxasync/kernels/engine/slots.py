@@ -67,7 +67,7 @@ class _Slots:
 class IncomingTiles(_Slots):
     """Tiles of an operand that come from HBM: with two slots, this step's tile and the next one's."""
 
-    def start(self, slot: Scalar, source: Ref, *, offset: int = 0, axis: int = 0) -> None:
+    def start(self, slot: Scalar, source: Ref, *, offset: Scalar = 0, axis: int = 0) -> None:
         """Starts to copy a tile into a slot, to an offset along one of its axes."""
         index = list(beginning(*source.shape))
         index[axis] = pl.ds(offset, source.shape[axis])

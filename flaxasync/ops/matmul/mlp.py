@@ -19,14 +19,14 @@ Saved for the backward pass are x, or all_gather(x), and the products up and gat
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
-from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.kernels.engine.epilogue import Values
-from flaxasync.mesh import mapped_axis_size
+from flaxasync.mesh import UnsupportedError, mapped_axis_size
 from flaxasync.ops.matmul import api, vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, weight_gradient
@@ -34,8 +34,11 @@ from flaxasync.ops.saved import GATHERED, PRODUCT
 
 type Activation = Callable[[Array], Array]
 
-FUSED: tuple[Activation, ...] = (jax.nn.silu, jax.nn.gelu, jax.nn.relu, nnx.silu, nnx.gelu, nnx.relu)
-"""The activations that the kernels compute. Another function may not lower for a TPU, or may close over arrays."""
+FUSED: tuple[Activation, ...] = (jax.nn.silu, jax.nn.gelu, jax.nn.relu)
+"""The activations that the kernels compute; those of `nnx` are the same.
+
+Another function may not lower for a TPU, or may close over arrays.
+"""
 
 
 def activate(activation: Activation, products: Values) -> Array:
@@ -112,6 +115,20 @@ class ActivateGradient:
         return *pull(*products), h
 
 
+@jax.custom_jvp
+def _first_derivative_only(*operands: Any) -> tuple[Any, ...]:
+    """Returns its operands; refuses a derivative of the rules that does not exist."""
+    return operands
+
+
+@_first_derivative_only.defjvp
+def _refuse(primals: tuple, tangents: tuple) -> Any:
+    raise UnsupportedError(
+        "ParallelMLP with backend='fused' has a first derivative only: its gradient is a kernel, which has no "
+        "gradient; use backend='xla'"
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _mlp(executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Arrays, down: Array) -> Array:
     with jax.named_scope("all_gather_matmul"):
@@ -123,6 +140,7 @@ def _mlp(executor: FusedExecutor, keep: bool, activation: Activation, x: Array, 
 def _mlp_fwd(
     executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Arrays, down: Array
 ) -> tuple[Array, tuple[Array, Arrays, Array, Arrays]]:
+    x, ws, down = _first_derivative_only(x, ws, down)
     with jax.named_scope("all_gather_matmul"):
         (*products, h), gathered = executor.gather(x, ws, keep=keep, epilogue=Activate(activation, len(ws)))
     with jax.named_scope("matmul_reduce_scatter"):
@@ -138,7 +156,7 @@ def _mlp_bwd(
     saved: tuple[Array, Arrays, Array, Arrays],
     dy: Array,
 ) -> tuple[Array, Arrays, Array]:
-    x, ws, down, products = saved
+    x, ws, down, products, dy = _first_derivative_only(*saved, dy)
     with jax.named_scope("matmul_reduce_scatter_dx"):
         (*dproducts, h), dys = executor.gather(
             dy, (down,), transposed=True, keep=True, epilogue=ActivateGradient(activation, len(ws)), operands=products

@@ -1,0 +1,203 @@
+"""The MLP of fused kernels: its epilogues alone, parity with one device, where it falls back, what is kept."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync import check
+from flaxasync.ops.matmul import fused
+from flaxasync.ops.matmul.mlp import FUSED, Activate, ActivateGradient, activate, fused_mlp
+from tests.kernels.conftest import simulated
+
+ROWS, COLUMNS, DOWN = P(None, "model", None), P(None, "model"), P("model", None)
+OPTIONS = {"backend": "fused", "precision": None, "gathered_bytes": 0}
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("activation", FUSED)
+def test_the_epilogues_are_the_activation_and_its_gradient(activation, columns):
+    *products, dh = np.random.default_rng(0).standard_normal((columns + 1, 8, 128)).astype(np.float32)
+    products = tuple(products)
+    h, pull = jax.vjp(lambda *values: activate(activation, values), *products)
+    for got, want in (
+        (Activate(activation, 0)(products, ()), (h,)),
+        (Activate(activation, columns)(products, ()), (*products, h)),
+        (ActivateGradient(activation, columns)((dh,), products), (*pull(dh), h)),
+    ):
+        np.testing.assert_array_equal(got, want)
+    assert hash(Activate(activation, 2)) == hash(Activate(activation, 2))
+
+
+@pytest.fixture
+def without_residency(monkeypatch):
+    """The gathered x of small operands fits in vector memory, and the kernel would have no epilogue."""
+    monkeypatch.setattr(fused, "stays_resident", lambda *args: False)
+
+
+def wanted(activation, x, ws, down):
+    products = tuple(x @ w for w in ws)
+    return activate(activation, products) @ down
+
+
+def local(activation, x, ws, down, **options):
+    y = fused_mlp(x, ws, down, "model", activation, **OPTIONS | options)
+    assert y is not None
+    return y
+
+
+def parity(size, *, columns=2, activation=jax.nn.silu, m=16, d=128, f=128, dtype="float32", gathered_bytes=0,
+           mode="on_wait"):  # fmt: skip
+    rng = np.random.default_rng(size)
+    draw = lambda *shape: (rng.standard_normal(shape) / 8).astype(jnp.dtype(dtype))  # noqa: E731
+    x, dy = draw(2, size * m, d), draw(2, size * m, d)
+    ws, down = tuple(draw(d, size * f) for _ in range(columns)), draw(size * f, d)
+    with simulated((size,), ("model",), mode) as mesh:
+        place = lambda value, spec: jax.device_put(value, NamedSharding(mesh, spec))  # noqa: E731
+        fn = jax.shard_map(
+            functools.partial(local, activation, gathered_bytes=gathered_bytes), in_specs=(ROWS, COLUMNS, DOWN),
+            out_specs=ROWS,
+        )  # fmt: skip
+
+        def run(x, ws, down, dy):
+            y, pull = jax.vjp(fn, x, ws, down)
+            return y, *pull(dy)
+
+        operands = place(x, ROWS), tuple(place(w, COLUMNS) for w in ws), place(down, DOWN), place(dy, ROWS)
+        got = jax.tree.map(lambda value: np.asarray(value, np.float32), jax.jit(run)(*operands))
+    x, ws, down, dy = jax.tree.map(lambda value: value.astype(np.float32), (x, ws, down, dy))
+    y, pull = jax.vjp(functools.partial(wanted, activation), x, ws, down)
+    tolerance = 1e-5 if dtype == "float32" else 3e-2  # order of additions; bfloat16 products, and sums that travel
+    for name, ours, theirs in zip(("y", "dx", "dws", "d_down"), got, (y, *pull(dy)), strict=True):
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    {"size": 4},
+    {"size": 4, "mode": "eager", "dtype": "bfloat16", "activation": jax.nn.gelu},
+    {"size": 4, "columns": 1, "activation": jax.nn.relu},
+    {"size": 3, "m": 10, "d": 100, "f": 70, "mode": "eager"},  # padded
+    {"size": 2, "gathered_bytes": 2**30, "mode": "eager"},
+])  # fmt: skip
+def test_values_and_gradients(without_residency, options):
+    parity(**options)
+
+
+def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0, **options):
+    """Returns the number of each kernel in the traced gradient of a loss."""
+    with jax.set_mesh(check.topology_mesh("v5e:2x4", (8,), ("model",))):
+        fn = jax.shard_map(
+            functools.partial(local, jax.nn.silu, gathered_bytes=gathered_bytes), in_specs=(ROWS, COLUMNS, DOWN),
+            out_specs=ROWS,
+        )  # fmt: skip
+        loss = wrap(lambda x, ws, down: jnp.sum(jnp.sin(fn(x, ws, down))))
+        abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+        operands = abstract(2, 128, 128), (abstract(128, 1024),) * 2, abstract(1024, 128)
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*operands)
+    names = re.findall(r"name=(\w+)", str(jaxpr))
+    return tuple(map(names.count, ("all_gather_matmul", "matmul_reduce_scatter", "gather_weight_gradient")))
+
+
+@pytest.mark.parametrize(("wrap", "counts"), [
+    (lambda fn: fn, (2, 2, 1)),
+    (functools.partial(jax.checkpoint, policy=fa.save_matmuls), (2, 2, 1)),
+    (functools.partial(jax.checkpoint, policy=fa.save_costly), (2, 2, 1)),
+    (jax.checkpoint, (3, 3, 1)),
+])  # fmt: skip
+def test_a_policy_that_keeps_products_repeats_no_kernel(without_residency, wrap, counts):
+    """Without one the products are computed again; and y, for the loss here is computed from it."""
+    assert traced_kernels(wrap) == counts
+
+
+def test_the_gathered_rows_are_kept_where_they_may_be(without_residency):
+    assert traced_kernels(lambda fn: fn, gathered_bytes=2**30)[2] == 0
+
+
+def test_a_second_derivative_is_refused(without_residency):
+    with pytest.raises(NotImplementedError, match="ParallelMLP with backend='fused' has a first derivative only"):
+        traced_kernels(lambda loss: lambda x, *rest: jnp.sum(jax.grad(loss)(x, *rest)))
+
+
+def shifted(x):
+    """An activation that no kernel knows."""
+    return jax.nn.silu(x + 1)
+
+
+def layer(topology, activation=jax.nn.silu, batch=4, rows=4096, d=4096, f=14336, **options):
+    """Returns the function that applies an MLP forward and backward, and its abstract arguments."""
+    graph, state = nnx.split(nnx.eval_shape(
+        lambda: fa.nn.ParallelMLP(
+            d, f, activation=activation, backend="fused", dtype=jnp.bfloat16, param_dtype=jnp.bfloat16,
+            rngs=nnx.Rngs(0), **options,
+        )
+    ))  # fmt: skip
+
+    def abstract(value, spec):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(jax.sharding.get_mesh(), spec))
+
+    def run(state, x, dy):
+        y, pull = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+        return y, *pull(dy.astype(y.dtype))
+
+    x = abstract(jax.ShapeDtypeStruct((batch, rows, d), jnp.bfloat16), ROWS)
+    return run, jax.tree.map(abstract, state, nnx.get_partition_spec(state)), x, x
+
+
+def has_epilogue(**options):
+    """Says whether an MLP of eight v5e, as it is traced, leaves the activation to the kernels: it has no op of silu."""
+    with jax.set_mesh(check.topology_mesh("v5e:2x4", (8,), ("model",))):
+        run, *arguments = layer("v5e:2x4", **options)
+        text = str(jax.make_jaxpr(run)(*arguments))
+    return "remat" not in text and "checkpoint[" not in text
+
+
+def test_an_mlp_that_no_epilogue_serves_falls_back():
+    """The fallback is the unfused form, whose numbers are those of every other backend."""
+    assert has_epilogue()
+    assert has_epilogue(gated=False, activation=jax.nn.relu)
+    assert not has_epilogue(activation=shifted)
+    assert not has_epilogue(use_bias=True)
+    assert not has_epilogue(batch=1, rows=1024)  # the gathered x stays in vector memory
+    assert not has_epilogue(preferred_element_type=jnp.float16)
+
+
+@pytest.mark.slow
+def test_the_fallback_has_the_numbers_of_the_epilogue(without_residency):
+    """One ParallelMLP, with an activation that the kernels know and with the same one by another name.
+
+    Forward alone: the interpreter of kernels knows no `jax.checkpoint`, with which the fallback saves memory.
+    """
+    results, rng = [], np.random.default_rng(0)
+    values = rng.standard_normal((2, 64, 128)).astype(np.float32)
+    for activation in (jax.nn.silu, lambda x: jax.nn.silu(x)):
+        with simulated((4,), ("model",)) as mesh:
+            make = functools.partial(fa.nn.ParallelMLP, 128, 512, activation=activation, backend="fused")
+            graph, state = nnx.split(nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0))))
+            place = lambda value, spec, mesh=mesh: jax.device_put(value, NamedSharding(mesh, spec))  # noqa: E731
+            drawn = jax.tree.map(lambda v: np.random.default_rng(1).standard_normal(v.shape, np.float32) / 16, state)
+            state, x = jax.tree.map(place, drawn, nnx.get_partition_spec(state)), place(values, ROWS)
+            y = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x))(state, x)
+            results.append(np.asarray(y))
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-5 * np.abs(results[0]).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
+def test_the_layer_compiles_to_kernels_without_passes_between_them(topology):
+    """Forward and backward: no fusion makes an array of the size of a product of gate or up."""
+    with jax.set_mesh(check.topology_mesh(topology, (8,), ("model",))):
+        for activation, passes in ((jax.nn.silu, False), (shifted, True)):  # the second is a negative test
+            run, *arguments = layer(topology, activation)
+            text = check.compile_for(topology, jax.jit(run), *arguments, compiler_options=check.HLO_ONLY).text
+            entry = text.partition("\nENTRY ")[2]
+            made = re.findall(r"= .*bf16\[(?:4,4096|4,8,512|16384),1792\].* fusion\(", entry)
+            assert bool(made) == passes
