@@ -1,27 +1,31 @@
 """The whole training step of the 8B preset: automatic sharding and flaxasync, estimated without a TPU.
 
-    python benchmarks/whole_step.py --results FILE                      all steps; each takes minutes to compile
-    python benchmarks/whole_step.py --results FILE --only v6e --limit 1 compiles one more of v6e, and prints what it has
-    python benchmarks/whole_step.py --results FILE --limit 0 --write docs/scaling.md
+    python benchmarks/whole_step.py --programs DIR                      all steps; each takes minutes to compile
+    python benchmarks/whole_step.py --programs DIR --only v6e --limit 1 compiles one more of v6e, and prints what it has
+    python benchmarks/whole_step.py --programs DIR --limit 0 --write docs/scaling.md
 
 A step has 16 sequences, float32 parameters and Adam, activations in bfloat16. "automatic" is the decoder of
 benchmarks/plain_transformer.py, whose collective operations XLA chooses, with the attention kernel of
 `flaxasync.attention`; "flaxasync" is the step of train/run.py. Both have the same optimizer. The plain decoder has no
 policy of rematerialization that is like "cheap". FLAGS has the sets of XLA's flags that are tried.
 
-Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step, in which kernels
-take what their own cost estimates say. Nothing has run on a TPU. FILE keeps what was compiled, and nothing in it is
-compiled again with the same configuration, JAX and libtpu.
+Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step. Every distinct
+Pallas kernel of a step, ours and that of attention in both programs, is played once, alone; with --kernels estimate it
+takes what its own cost estimate says. Nothing has run on a TPU. DIR keeps what was compiled: nothing in it is compiled
+again with the same configuration, JAX, libtpu and sources of the kernels and ops.
 """
 
 import argparse
 import dataclasses
+import gzip
 import hashlib
 import importlib.metadata
 import json
 import pathlib
+import pickle
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +38,7 @@ from benchmarks.step import WINDOWED
 from benchmarks.table import print_table, write_between_markers
 from configs.llama_8b import llama_8b
 from flaxasync import check
-from flaxasync.ops.trust import trusting
+from flaxasync.ops.trust import digest_of_sources, trusting
 from train.config import Config
 from train.dry_run_report import gib, time_text
 from train.mesh import FSDP, mesh_over
@@ -175,23 +179,39 @@ def mesh_of(program: str, config: Config, devices: Sequence[Any], kind: str) -> 
     return mesh if program == OURS else Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
 
-def estimated(case: Case) -> dict[str, Any]:
-    """Compiles a step and returns its memory and the estimate of its time; without a time if it does not fit."""
+def compiled(case: Case, file: pathlib.Path) -> check.CompiledProgram | dict[str, Any]:
+    """Compiles a step, or reads what an earlier call has left in a file.
+
+    Returns:
+      The program; or what is known of one that does not compile: the memory that it needs, or an error.
+    """
+    if file.exists():
+        with gzip.open(file, "rb") as stream:
+            return pickle.load(stream)
     config = config_of(case)
     mesh = mesh_of(case.program, config, check.topology_devices(case.topology), case.topology)
+    found: check.CompiledProgram | dict[str, Any]
     with jax.set_mesh(mesh), trusting("predicted"):
         trainer = (Trainer if case.program == OURS else AutomaticTrainer)(config, mesh)
         state, batch = trainer.abstract_state(), trainer.abstract_batch()
         options = {**check.HLO_ONLY, **FLAGS[case.flags]}
         try:
-            program = check.compile_for(
+            found = check.compile_for(
                 case.topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS, compiler_options=options
             )
         except check.HbmError as error:
-            return {"memory": error.needed}
-        except RuntimeError as error:  # the compiler crashed, took too long or refused a flag
-            return {"error": str(error).partition("\n")[0]}
-    timeline = check.timeline(program)
+            found = {"memory": error.needed}
+        except (ValueError, RuntimeError) as error:  # heads do not divide; the compiler crashed or refused a flag
+            found = {"error": str(error).partition("\n")[0]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(file, "wb") as stream:
+        pickle.dump(found, stream)
+    return found
+
+
+def estimated(case: Case, program: check.CompiledProgram, kernels: Literal["play"] | None) -> dict[str, Any]:
+    """Returns the memory of a compiled step and the estimate of its time."""
+    config, timeline = config_of(case), check.timeline(program, kernels=kernels)
     tokens = config.data.batch_size * config.data.sequence_length
     flops = tokens * model_flops_per_token(config.model, config.data.sequence_length)
     return {
@@ -217,30 +237,37 @@ def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     return (*named, gib(found["memory"]), time_text(found["seconds"]), f"{found['mfu']:.1%}", exposed, longest)
 
 
-def key_of(case: Case) -> str:
-    """Returns what identifies a result: the case, its configuration, its flags, and the versions of the compiler."""
+def file_of(case: Case, folder: pathlib.Path) -> pathlib.Path:
+    """Returns the file of a program: by its case, its configuration and flags, the compiler, and our own sources."""
     versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")]
     content = [dataclasses.asdict(config_of(case)), FLAGS[case.flags], versions]
+    content += [digest_of_sources()] if case.program == OURS else []
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    return f"{' '.join(map(str, dataclasses.astuple(case)))} {digest}"
+    named = re.sub(r"[^\w.]+", "-", " ".join(map(str, dataclasses.astuple(case))))
+    return folder / f"{named}-{digest}.pickle.gz"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=pathlib.Path, required=True, metavar="FILE", help="file of compiled steps")
-    parser.add_argument("--only", default="", metavar="CHIP", help="compile only steps of topologies that begin so")
+    parser.add_argument("--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of compiled steps")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only steps whose file has a name with this text")
     parser.add_argument("--limit", type=int, default=len(CASES), metavar="N", help="compile N steps at most")
+    parser.add_argument("--kernels", choices=("play", "estimate"), default="play", help="how kernels are timed")
     parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
     chosen = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
-    missing = [case for case in CASES if key_of(case) not in results and case.topology.startswith(chosen.only)]
-    for case in missing[: chosen.limit]:
-        print("compiling", *row(case, {"memory": 0})[:6], flush=True)
-        results[key_of(case)] = estimated(case)
-        chosen.results.write_text(json.dumps(results, indent=1) + "\n")
-        print(*row(case, results[key_of(case)]), flush=True)
-    text = print_table(HEADER, [row(case, results[key_of(case)]) for case in CASES if key_of(case) in results])
+    rows = []
+    for case in CASES:
+        file = file_of(case, chosen.programs)
+        if chosen.only not in file.name or not (file.exists() or chosen.limit > 0):
+            continue
+        chosen.limit -= not file.exists()
+        found = compiled(case, file)
+        if isinstance(found, check.CompiledProgram):
+            found = estimated(case, found, "play" if chosen.kernels == "play" else None)
+        rows.append(row(case, found))
+        print(*rows[-1], flush=True)
+    text = print_table(HEADER, rows)
     if chosen.write:
         write_between_markers(chosen.write, "whole step", text)
 

@@ -38,6 +38,8 @@ class Chip:
         ms, which is 0.81; the other chips are assumed to reach the same share.
       vmem_bytes_per_cycle: The rate of a copy within vector memory, in bytes per cycle, counted in the final bundles of
         such a copy on v5e.
+      vmem_relayout_bytes_per_cycle: The same for a copy that changes the layout, as simulated copies of 4 MiB of
+        bfloat16 take on v5e (241) and v6e (235).
     """
 
     name: str
@@ -51,6 +53,7 @@ class Chip:
     hop_latency: float = 1e-6
     hbm_efficiency: float = 0.81
     vmem_bytes_per_cycle: float = 2500
+    vmem_relayout_bytes_per_cycle: float = 240
 
     def wraps(self, sizes: Sequence[int]) -> tuple[bool, ...]:
         """Says which dimensions of a whole slice close into rings.

@@ -159,10 +159,11 @@ def test_the_compiled_exchange_is_safe_and_has_attention_beside_it():
     module = fa.check.parse(program.text)
     order = [i.name for i in module.entry.instructions]
     pairs = [op for op in fa.check.async_operations(module) if op.start.name.startswith("all_to_all_start")]
-    beside = [
-        sum(name.startswith("flash_attention") for name in order[order.index(op.start.name) : order.index(window.done.name)])
-        for op in pairs for window in op.windows
-    ]  # fmt: skip
+    beside = []
+    for op in pairs:
+        for window in op.windows:
+            inside = order[order.index(op.start.name) : order.index(window.done.name)]
+            beside.append(sum(name.startswith("flash_attention") for name in inside))
     assert len(beside) == 2 * 2 * 3, "three sequences, there and back, forward and backward"
     assert beside.count(0) == 4, "the first arrivals and the last departures"
 

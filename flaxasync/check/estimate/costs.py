@@ -3,19 +3,20 @@
 | instruction | its time |
 |---|---|
 | a matmul, alone or in a fusion | the compiler's cycle estimate (8 % too long for a large one, measured on v5e) |
-| a copy | the compiler's cycle estimate |
+| a copy | the compiler's cycle estimate; its bytes, if they take less, where it is in vector memory before or after |
 | other work | its bytes at the rate that a copy reaches, or the cycle estimate where that is shorter |
 | a collective, alone or in a fusion | its bytes on the links (collective_time.py) |
 | a loop | the time of its body, times its trip count |
 | a branch | the time of the longest branch |
 | a call | the time of the computation that it calls |
-| a Pallas kernel | what the caller gives; else its `cost_estimate` at the peak, or its bytes where those take longer |
+| a Pallas kernel | what the caller gives, or it took in a simulation; else its `cost_estimate` at the peak, or its bytes |
 
 The compiler's estimates of work without a matmul are too long: for broadcasts and additions in HBM by up to a factor
 of two, and for the slices and updates of stacked layers the more, the more layers there are. Such work is therefore
 never charged more than its bytes (moved_bytes.py). Copies keep the estimate, because the compiler itself schedules by
 it. That estimate is furthest off within vector memory: it is 184 512 cycles for a copy of 16 MiB on v5e, whose final
-bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. A Pallas kernel that was written without a
+bundles take 6 700. There, copies are charged by their bytes, at a lower rate if they change the layout.
+`copies="bytes"` charges all copies by their bytes. A Pallas kernel that was written without a
 `cost_estimate` is charged by its bytes, and the timeline notes it.
 """
 
@@ -29,6 +30,7 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM
 from flaxasync.check.hlo.trip_count import trip_count
+from flaxasync.check.player.kernels import KernelTime
 from flaxasync.hardware import Chip
 
 # Opcodes that name, group or order values and take no time.
@@ -50,6 +52,7 @@ class Costs:
       module: The program.
       chip: The chip.
       kernels: Seconds of Pallas kernels, by the name of the instruction, with or without its number.
+      played: What Pallas kernels took in a simulation, by the name of the instruction.
       copies: "cycles" or "bytes": what the time of a copy is taken from.
       known: A cache of what `explained` returned, by computation and instruction.
       known_trips: A cache of what `trips` returned, by the names of the loop and of its body.
@@ -59,6 +62,7 @@ class Costs:
     chip: Chip
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     copies: str = "cycles"
+    played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)
     known: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
     known_trips: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -69,13 +73,18 @@ class Costs:
     def explained(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
         """Returns the time of an instruction, and what it was taken from.
 
-        The second value is one of "cycles", "links", "bytes", "given", "estimate", "body" and "nothing".
+        The second value is one of "cycles", "links", "bytes", "played", "given", "estimate", "body" and "nothing".
         """
         key = f"{computation.name}/{instruction.name}"
         if key not in self.known:
             self.known[key] = (0.0, "nothing")  # ends the recursion if a computation of the text calls itself
             self.known[key] = self._explain(computation, instruction)
         return self.known[key]
+
+    def exposed(self, instruction: Instruction) -> float:
+        """Returns the seconds of a kernel in which it waits for other devices, as far as that is known."""
+        played = self.played.get(instruction.name)
+        return 0.0 if played is None or self._given(instruction.name) is not None else played.exposed
 
     def computation_seconds(self, name: str) -> float:
         computation = self.module.computations.get(name.lstrip("%"))
@@ -143,7 +152,10 @@ class Costs:
             sent, kind = self._operand_bytes(computation, i), self.collective_kind(computation, i, collective)
             return collective_seconds(kind, sent, i.shape.bytes, self.group_size(collective), self.chip), "links"
         cycles, moved = i.estimated_cycles, self._bytes_seconds(computation, i)
-        as_estimated = self.module.contains_matmul(i) or (i.opcode == "copy" and self.copies == "cycles")
+        if i.opcode == "copy" and cycles is not None and self.copies == "cycles":
+            moved = self._copy_seconds(computation, i, cycles / self.chip.clock, moved)
+            return moved, "cycles"
+        as_estimated = self.module.contains_matmul(i)
         if cycles is not None and (as_estimated or cycles / self.chip.clock < moved):
             return cycles / self.chip.clock, "cycles"
         return moved, "bytes"
@@ -152,6 +164,8 @@ class Costs:
         given = self._given(i.name)
         if given is not None:
             return given, "given"
+        if i.name in self.played:
+            return self.played[i.name].seconds, "played"
         if i.custom_call_target in _FREE_CALLS:
             return 0.0, "nothing"
         shapes = [i.shape] + [made.shape for o in i.operands if (made := computation.by_name.get(o))]
@@ -180,6 +194,15 @@ class Costs:
         in_hbm = sum(size for space, size in moved if space == HBM)
         in_vmem = max((size for space, size in moved if space == VMEM), default=0)
         return max(self.memory_seconds(in_hbm), in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock))
+
+    def _copy_seconds(self, computation: Computation, i: Instruction, estimated: float, moved: float) -> float:
+        """Returns the time of a copy: the compiler's estimate, but within or to vector memory what its bytes take."""
+        source = computation.by_name.get(i.operands[0]) if i.operands else None
+        if source is None or VMEM not in (source.shape.memory_space, i.shape.memory_space):
+            return estimated
+        orders = [shape.layout.minor_to_major if shape.layout else None for shape in (source.shape, i.shape)]
+        relaid = i.shape.bytes / (self.chip.vmem_relayout_bytes_per_cycle * self.chip.clock)
+        return min(estimated, max(moved, relaid if orders[0] != orders[1] else 0.0))
 
     def memory_seconds(self, moved: int) -> float:
         """Returns the time in which bytes are read from HBM or written to it."""

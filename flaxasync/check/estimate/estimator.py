@@ -3,14 +3,16 @@
 Nothing is run. lockstep.py steps through the text of the program, with the times of costs.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
+from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.limits import limits
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
 from flaxasync.check.hlo.from_compiled import chip_of, module_of
+from flaxasync.check.player.kernels import KernelTime, kernel_times
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 
@@ -21,7 +23,12 @@ _KNOWN_ERROR = {
 
 
 def timeline(
-    compiled: Any, chip: str | None = None, *, kernels: Mapping[str, float] | None = None, copies: str = "cycles"
+    compiled: Any,
+    chip: str | None = None,
+    *,
+    kernels: Mapping[str, float] | Literal["play"] | None = None,
+    copies: str = "cycles",
+    say: Callable[[str], None] | None = None,
 ) -> Timeline:
     """Estimates which instruction runs when, on each device.
 
@@ -29,16 +36,19 @@ def timeline(
       compiled: A compiled program, its text, or a parsed module. It must be scheduled.
       chip: "v5e", "v6e", "v5p" or "tpu7x"; the name of a topology will do, too. By default the program's own chip.
       kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own cost estimate at the
-        chip's peak.
-      copies: "cycles" takes the compiler's estimates of copies, which are far too long within vector memory. "bytes"
-        times copies by the bytes that they move.
+        chip's peak. "play" simulates every distinct kernel once, by itself, which takes seconds for each kernel; the
+        times are kept in a cache. The program must be one of `compile_for`.
+      copies: "cycles" takes the compiler's estimates of copies, but for those from or to vector memory, for which they
+        are far too long. "bytes" times all copies by the bytes that they move.
+      say: Is called with a line about each kernel that is simulated.
 
     Returns:
       The timeline: `.seconds`, `.compute`, `.exposed`, `.devices`. `print` shows a table. `fa.check.save_picture` and
       `fa.check.save_trace` write it to files.
 
     Raises:
-      ValueError: The chip is unknown or was not given, or the program is not scheduled or has no text.
+      ValueError: The chip is unknown or was not given, the program is not scheduled or has no text, or kernels are to
+        be simulated and it does not say for which chips it was compiled.
       HloError: The text cannot be read.
     """
     module = module_of(compiled)
@@ -52,17 +62,29 @@ def timeline(
         )
     if copies not in ("bytes", "cycles"):
         raise ValueError(f"copies must be 'bytes' or 'cycles': got {copies!r}")
-    costs = Costs(module, chip_named(named), dict(kernels or {}), copies)
+    played: dict[str, KernelTime] = {}
+    unplayed: tuple[str, ...] = ()
+    if kernels == "play":
+        if not isinstance(compiled, CompiledProgram):
+            raise ValueError(
+                f"kernels='play' needs a program of flaxasync.check.compile_for: got {type(compiled).__name__}; "
+                "compile it so, or give kernels={name: seconds}"
+            )
+        played, unplayed = kernel_times(compiled, module, say)
+        kernels = None
+    elif isinstance(kernels, str):
+        raise ValueError(f"kernels must be 'play', or seconds by name: got {kernels!r}")
+    costs = Costs(module, chip_named(named), dict(kernels or {}), copies, played)
     lockstep = Lockstep(module, costs)
     lockstep.run()
     return Timeline(
         name=module.name,
         chip=costs.chip.name,
-        basis=_basis(costs.chip, copies),
+        basis=_basis(costs.chip, copies, bool(played)),
         known_error=_KNOWN_ERROR.get(costs.chip.name, f"none measured on {costs.chip.name}"),
         slices=tuple(lockstep.slices),
         devices=tuple(_device_time(lockstep, n) for n in range(len(lockstep.devices))),
-        notes=_notes(lockstep),
+        notes=(*_notes(lockstep), *unplayed),
         loops=tuple(lockstep.loops),
     )
 
@@ -70,12 +92,16 @@ def timeline(
 def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
     causes: dict[str, float] = {}
     by_kind = dict.fromkeys(KINDS, 0.0)
-    for (kind, cause), seconds in lockstep.seconds[n].items():
+    sources: dict[str, float] = {}
+    for (kind, cause, source), seconds in lockstep.seconds[n].items():
         by_kind[kind] += seconds
+        sources[source] = sources.get(source, 0.0) + seconds
         if cause:
             causes[cause] = causes.get(cause, 0.0) + seconds
     exposed = by_kind["stall"] + by_kind["collective"]
-    return DeviceTime(lockstep.devices[n], lockstep.clock[n], by_kind["compute"], exposed, by_kind["memory"], causes)
+    return DeviceTime(
+        lockstep.devices[n], lockstep.clock[n], by_kind["compute"], exposed, by_kind["memory"], causes, sources
+    )
 
 
 def _notes(lockstep: Lockstep) -> tuple[str, ...]:
@@ -100,10 +126,11 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     return (*notes, *limits(module, lockstep.costs.chip.name))
 
 
-def _basis(chip: Chip, copies: str) -> str:
+def _basis(chip: Chip, copies: str, played: bool) -> str:
+    kernels = "kernels as they were simulated one by one, " if played else ""
     cycles = "matmuls and copies" if copies == "cycles" else "matmuls"
     return (
-        f"the compiler's cycle estimates of {cycles} at {chip.clock / 1e9:g} GHz, other work by its bytes in HBM of "
-        f"{chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of {chip.link_bandwidth / 1e9:g} GB/s "
+        f"{kernels}the compiler's cycle estimates of {cycles} at {chip.clock / 1e9:g} GHz, other work by its "
+        f"bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of {chip.link_bandwidth / 1e9:g} GB/s "
         "in each direction; nothing was run"
     )

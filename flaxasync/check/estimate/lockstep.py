@@ -30,7 +30,7 @@ class Lockstep:
       executed: How often each computation of the control flow runs.
       devices: The numbers of the devices that are stepped through; [0] where all of them do the same.
       clock: The time of each device's core, in seconds.
-      seconds: The seconds of each device, by the kind of slice and its cause.
+      seconds: The seconds of each device, by the kind of slice, its cause, and what its time was taken from.
       slices: The slices of work, waits and transfers of all devices.
       loops: The loops of the first device.
     """
@@ -42,7 +42,7 @@ class Lockstep:
         self.devices = self._distinct_devices()
         count = len(self.devices)
         self.clock = [0.0] * count
-        self.seconds: list[dict[tuple[str, str], float]] = [{} for _ in range(count)]
+        self.seconds: list[dict[tuple[str, str, str], float]] = [{} for _ in range(count)]
         self.slices: list[Slice] = []
         self.loops: list[Loop] = []
         # The operation that begins at an instruction: at its start, or at the update that brings late operands.
@@ -82,18 +82,21 @@ class Lockstep:
                     self._run(called)
             elif (collective := self._synchronous_collective(i)) is not None:
                 self._hold(computation, i, collective)
-            elif (seconds := self.costs.seconds(computation, i)) > 0:
+            elif (explained := self.costs.explained(computation, i))[0] > 0:
+                seconds, source = explained
+                waits = self.costs.exposed(i)
                 for n in range(len(self.devices)):
-                    self._spend(n, self.clock[n] + seconds, i.name, "compute", "")
+                    self._spend(n, self.clock[n] + seconds - waits, i.name, "compute", "", source)
+                    self._spend(n, self.clock[n] + waits, i.name, "stall", i.name, source)
         self._active.discard(name)
 
-    def _spend(self, n: int, until: float, name: str, kind: str, cause: str) -> None:
+    def _spend(self, n: int, until: float, name: str, kind: str, cause: str, source: str = "links") -> None:
         """Moves the core of the n-th device to a later time, and records the reason as a slice."""
         start = self.clock[n]
         if until <= start:
             return
         self.clock[n] = until
-        key = (kind, cause)
+        key = (kind, cause, "memory" if kind == "memory" else source)
         self.seconds[n][key] = self.seconds[n].get(key, 0.0) + until - start
         self.slices.append(Slice(self.devices[n], "core", name, kind, start, until, cause))
 

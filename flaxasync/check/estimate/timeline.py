@@ -19,6 +19,17 @@ KINDS = {
     "repeat": "more iterations of a loop, like those before",
 }
 
+# What the time of an instruction can be taken from.
+SOURCES = {
+    "played": "kernels that were simulated",
+    "given": "kernels whose seconds the caller gave",
+    "estimate": "kernels, by their own cost estimates at the peak of the data sheet",
+    "cycles": "the compiler's estimates of cycles",
+    "bytes": "bytes at the rate of memory",
+    "links": "waits for other devices, by bytes on the links of the data sheet",
+    "memory": "waits for copies within the device",
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
@@ -79,6 +90,7 @@ class DeviceTime:
       exposed: Seconds in which it waits for other devices, in stalls or in synchronous collectives.
       memory: Seconds in which it waits for copies within the device.
       causes: The seconds of `exposed` and `memory`, by the name of the operation that the device waits for.
+      sources: The seconds by what they were taken from, one of SOURCES; empty where all come from one simulation.
     """
 
     device: int
@@ -87,6 +99,7 @@ class DeviceTime:
     exposed: float
     memory: float
     causes: Mapping[str, float]
+    sources: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +151,9 @@ class Timeline:
             text = ", ".join(f"{name} {seconds * 1e3:.3f}" for name, seconds in waits if seconds > 0)
             values = "  ".join(f"{value * 1e3:9.3f}" for value in (d.seconds, d.compute, d.exposed, d.memory))
             lines.append(f"{d.device:6d}  {values}  {text or 'none'}")
+        if sources := self.slowest.sources:
+            shares = (f"{name} {sources[name] / self.seconds:.1%}" for name in SOURCES if sources.get(name))
+            lines.append(f"taken from: {', '.join(shares)}")
         lines.append(f"basis: {self.basis}")
         lines.append(f"known error: {self.known_error}")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
