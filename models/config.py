@@ -74,6 +74,8 @@ class TransformerConfig:
     remat: Remat = "none"
     """What the backward pass does again: nothing; only what is cheap, so neither matmuls nor attention nor gathers of
     kernels; all but matmuls ("dots"); or each whole layer."""
+    exchange_heads: bool | None = None
+    """Whether weights and heads of attention travel instead of rows; None for what is predicted to be faster."""
     gathered_mib: int = 0
     """The most MiB for which a layer keeps the rows that a product gathers, until its gradient, instead of sending them
     again. Attention and MLP of a layer may keep as much: of all layers, or of one at a time with remat "layer"."""

@@ -57,6 +57,7 @@ class DecoderLayer(nnx.Module):
             use_bias=config.attention_bias,
             context_axis=context_axis,
             context_layout=context_layout,
+            exchange_heads=config.exchange_heads,
             rngs=rngs,
             **options,
         )

@@ -45,6 +45,8 @@ class Command:
     """What is verified before a run on TPUs: the kernels of this configuration, once (auto), nothing, or every op."""
     trust: Literal["predicted", "verified"] = "predicted"
     """Kernels that --dry-run takes: those predicted to be fastest, or only those that were verified on such a chip."""
+    kernels: Literal["play", "estimate"] = "play"
+    """Times of kernels in --dry-run: each distinct one is simulated once, or takes what its own cost estimate says."""
     topology: str | None = None
     """TPU chips that --dry-run compiles for, such as v5e:2x4 or v5p:2x2x2; the machine does not need to have them."""
 

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -24,18 +24,25 @@ from train.dry_run_picture import save_picture
 from train.dry_run_report import DryRun, render
 from train.errors import InputError
 from train.mesh import batch_shards, check_fits_mesh, mesh_over
-from train.model_flops import model_flops_per_token
+from train.model_flops import causal_flops_per_token, model_flops_per_token
 from train.show import say
 from train.step import Trainer, TrainState, backend_limits_are_input_errors
 
 # A smaller batch is chosen to fill this share of the memory. Close to the limit the compiler searches long for values
 # that it could recompute.
 MEMORY_TARGET = 0.5
+type Kernels = Literal["play", "estimate"]
 COMPILE_SECONDS = 1200  # time limit of one compilation
 
 
-def dry_run(config: Config, topology: str, trust: Mode = "predicted") -> int:
+def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: Kernels = "play") -> int:
     """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and returns the exit code.
+
+    Args:
+      config: The run.
+      topology: The chips.
+      trust: Which kernels calls may take that name none.
+      kernels: Whether every distinct kernel is simulated, or takes what its own cost estimate says.
 
     Raises:
       InputError: The topology is unknown or does not match the mesh, libtpu is missing, the model or the batch does not
@@ -43,11 +50,11 @@ def dry_run(config: Config, topology: str, trust: Mode = "predicted") -> int:
     """
     jax.config.update("jax_platforms", "cpu")  # tracing must not occupy the chips of this machine
     mesh = _topology_mesh(config, topology)
-    kernels = {"predicted": "those predicted to be fastest", "verified": "only those that are verified for this chip"}
-    say(f"kernels    {kernels[trust]} (--trust {trust})")
+    taken = {"predicted": "those predicted to be fastest", "verified": "only those that are verified for this chip"}
+    say(f"kernels    {taken[trust]} (--trust {trust})")
     with jax.set_mesh(mesh), trusting(trust), backend_limits_are_input_errors(config):
         began = time.monotonic()
-        found = _compile_what_fits(config, topology, mesh)
+        found = _compile_what_fits(config, topology, mesh, kernels)
         folder = Path(config.workdir) / "dry_run"
         folder.mkdir(parents=True, exist_ok=True)
         report = dataclasses.replace(found, seconds=time.monotonic() - began)
@@ -68,7 +75,7 @@ def _topology_mesh(config: Config, topology: str) -> jax.sharding.Mesh:
     return mesh
 
 
-def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh) -> DryRun:
+def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, kernels: Kernels) -> DryRun:
     """Compiles the step that was requested or, if that does not fit, the first smaller step that does."""
     refused: list[check.HbmError] = []
     for smaller in _smaller_steps(config, mesh, refused):
@@ -84,7 +91,7 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh) -
             continue
         except RuntimeError as error:  # a crash, a timeout, or a refusal for another reason than memory
             raise InputError(f"the training step could not be compiled for {topology}: {error}") from error
-        return _estimate(config, tried, smaller, refused, topology, mesh, state, program)
+        return _estimate(config, tried, smaller, refused, topology, mesh, state, program, kernels)
     raise InputError(f"not even one layer fits on {topology}: {refused[-1]}; use a larger topology, or a smaller model")
 
 
@@ -148,7 +155,11 @@ def _estimate(
     mesh: jax.sharding.Mesh,
     state: TrainState,
     program: check.CompiledProgram,
+    kernels: Kernels,
 ) -> DryRun:
+    def report(line: str) -> None:
+        say(f"simulating {line}")
+
     sequence = tried.data.sequence_length
     return DryRun(
         config=config,
@@ -165,7 +176,8 @@ def _estimate(
         flops_per_token=model_flops_per_token(tried.model, sequence),
         program=program,
         audit=check.audit(program),
-        timeline=check.timeline(program),
+        causal_flops_per_token=causal_flops_per_token(tried.model, sequence),
+        timeline=check.timeline(program, kernels="play" if kernels == "play" else None, say=report),
         seconds=0.0,
     )
 

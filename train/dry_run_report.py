@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from flaxasync.check import Audit, CompiledProgram, Timeline
+from flaxasync.check.estimate.timeline import SOURCES
 from flaxasync.hardware import Chip
 from train.config import Config
 from train.mesh import batch_shards
@@ -33,6 +34,7 @@ class DryRun:
       optimizer_bytes: Size of the optimizer state, in bytes per device.
       tokens: Tokens per step.
       flops_per_token: Model FLOPs per token.
+      causal_flops_per_token: The same without the half of attention that the causal mask saves.
       program: The compiled step.
       audit: Audit of the program's transfers.
       timeline: Estimate of the program's time.
@@ -51,6 +53,7 @@ class DryRun:
     optimizer_bytes: int
     tokens: int
     flops_per_token: float
+    causal_flops_per_token: float
     program: CompiledProgram
     audit: Audit
     timeline: Timeline
@@ -75,6 +78,17 @@ class DryRun:
     def mfu(self) -> float:
         """Model FLOPs utilization: model FLOPs of a step as a share of what the chips could do in its time."""
         return self.flops_per_token * self.tokens_per_second / (self.devices * self.chip.flops)
+
+    @property
+    def causal_mfu(self) -> float:
+        """The same without the half of attention that the causal mask saves."""
+        return self.mfu * self.causal_flops_per_token / self.flops_per_token
+
+    @property
+    def hardware_utilization(self) -> float:
+        """Hardware FLOPs utilization: the products of the compiled step, recomputed ones included, likewise."""
+        assert self.timeline.flops is not None
+        return self.timeline.flops / (self.timeline.seconds * self.chip.flops)
 
     @property
     def exposed_share(self) -> float:
@@ -109,6 +123,9 @@ class DryRun:
             "estimated_step_seconds": t.seconds,
             "estimated_tokens_per_second": self.tokens_per_second,
             "estimated_mfu": self.mfu,
+            "estimated_causal_mfu": self.causal_mfu,
+            "estimated_hardware_utilization": self.hardware_utilization,
+            "seconds_taken_from": dict(t.slowest.sources),
             "exposed_share": self.exposed_share,
             "model_flops_per_token": self.flops_per_token,
             "model_flops": FORMULA,
@@ -172,13 +189,18 @@ def _speed_lines(report: DryRun) -> list[str]:
         f"step       {time_text(t.seconds)} estimated: work {d.compute / t.seconds:.1%}, waiting for other devices "
         f"{report.exposed_share:.1%}, for its own memory {d.memory / t.seconds:.1%}",
         f"speed      {report.tokens_per_second:,.0f} tokens/s, {report.tokens_per_second / report.devices:,.0f} per "
-        f"device; MFU {report.mfu:.1%} of {report.chip.flops / 1e12:g} TFLOP/s",
+        f"device; MFU {report.causal_mfu:.1%} of {report.chip.flops / 1e12:g} TFLOP/s (with half of attention, "
+        f"as it is causal; {report.mfu:.1%} with all of it)",
+        f"           hardware FLOPs utilization {report.hardware_utilization:.1%}: products of the compiled step, "
+        "recomputed ones included",
         f"           model FLOPs: {report.flops_per_token:.4g} per token = {FORMULA}",
     ]
     for part, seconds in Phases(report.program).waits(t)[:LISTED]:
         if seconds > 1e-3 * t.seconds:
             lines.append(f"           waits {time_text(seconds)} ({seconds / t.seconds:.1%}) in {part}")
     notes = [f"           note: {note}" for note in t.notes]
+    shares = (f"{name} {t.slowest.sources[name] / t.seconds:.1%}" for name in SOURCES if t.slowest.sources.get(name))
+    lines.append(f"           taken from: {', '.join(shares)}")
     return [*lines, f"basis      {t.basis}", f"           known error: {t.known_error}", *notes]
 
 

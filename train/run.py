@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         if command.topology is not None:
             from train.dry_run import dry_run
 
-            return dry_run(command.config, command.topology, command.trust)
+            return dry_run(command.config, command.topology, command.trust, command.kernels)
         if command.config.mesh.distributed:
             return supervise(lambda link: _train(command, link), command.config.mesh.heartbeat_seconds)
         # Several processes share the chips, so none of them can verify alone what it would use.

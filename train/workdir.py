@@ -43,7 +43,9 @@ FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a disk without room, of a used-up quota, and of a file that may not grow."""
 _ABSENT = "absent"
 # These fields say how the model is computed and not what it is, so a run may continue with other values of them.
-_NOT_ARCHITECTURE = frozenset({"model.dtype", "model.remat", "model.fsdp_overlap", "model.gathered_mib"})
+_NOT_ARCHITECTURE = frozenset(
+    {"model.dtype", "model.remat", "model.fsdp_overlap", "model.gathered_mib", "model.exchange_heads"}
+)
 # Runs that were started before these options existed lack the fields, and had what is their default.
 _ADDED_LATER = {
     f"model.{field.name}": field.default

@@ -9,7 +9,7 @@
 | a loop | the time of its body, times its trip count |
 | a branch | the time of the longest branch |
 | a call | the time of the computation that it calls |
-| a Pallas kernel | what the caller gives, or it took in a simulation; else its `cost_estimate` at the peak, or its bytes |
+| a Pallas kernel | what the caller gives, or a simulation; else its `cost_estimate` at the peak, or its bytes |
 
 The compiler's estimates of work without a matmul are too long: for broadcasts and additions in HBM by up to a factor
 of two, and for the slices and updates of stacked layers the more, the more layers there are. Such work is therefore

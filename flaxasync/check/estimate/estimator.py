@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.estimate.flops import product_flops
 from flaxasync.check.estimate.limits import limits
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
@@ -86,6 +87,7 @@ def timeline(
         devices=tuple(_device_time(lockstep, n) for n in range(len(lockstep.devices))),
         notes=(*_notes(lockstep), *unplayed),
         loops=tuple(lockstep.loops),
+        flops=product_flops(module, costs),
     )
 
 
@@ -131,6 +133,6 @@ def _basis(chip: Chip, copies: str, played: bool) -> str:
     cycles = "matmuls and copies" if copies == "cycles" else "matmuls"
     return (
         f"{kernels}the compiler's cycle estimates of {cycles} at {chip.clock / 1e9:g} GHz, other work by its "
-        f"bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of {chip.link_bandwidth / 1e9:g} GB/s "
-        "in each direction; nothing was run"
+        f"bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of "
+        f"{chip.link_bandwidth / 1e9:g} GB/s in each direction; nothing was run"
     )

@@ -115,6 +115,7 @@ class Timeline:
       devices: Where the time of each device goes.
       notes: What a reader should know beside the figures.
       loops: The loops, in the order in which they ended.
+      flops: The FLOPs of a device's matrix products, recomputed ones included; None where they are not known.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Timeline:
     devices: tuple[DeviceTime, ...]
     notes: tuple[str, ...] = ()
     loops: tuple[Loop, ...] = ()
+    flops: float | None = None
 
     @property
     def slowest(self) -> DeviceTime:
