@@ -99,7 +99,6 @@ if TYPE_CHECKING:
     from flaxasync.check.dispatch.compatibility import check_async_compatible as check_async_compatible
     from flaxasync.check.dispatch.timing import DispatchTiming as DispatchTiming
     from flaxasync.check.dispatch.timing import measure_dispatch as measure_dispatch
-    from flaxasync.check.estimate.estimator import timeline as timeline
     from flaxasync.check.estimate.timeline import Loop as Loop
     from flaxasync.check.estimate.timeline import Slice as Slice
     from flaxasync.check.estimate.timeline import Timeline as Timeline
@@ -126,6 +125,7 @@ if TYPE_CHECKING:
     from flaxasync.check.player.play import play as play
     from flaxasync.check.render import save_picture as save_picture
     from flaxasync.check.render import save_trace as save_trace
+    from flaxasync.check.timeline_of import timeline as timeline
     from flaxasync.hardware import CHIPS as CHIPS
     from flaxasync.hardware import Chip as Chip
 
@@ -146,7 +146,6 @@ _HOMES = {
     "flaxasync.check.dispatch.command_buffers": ("command_buffer_flags",),
     "flaxasync.check.dispatch.compatibility": ("DispatchInfo", "check_async_compatible"),
     "flaxasync.check.dispatch.timing": ("DispatchTiming", "measure_dispatch"),
-    "flaxasync.check.estimate.estimator": ("timeline",),
     "flaxasync.check.estimate.timeline": ("Loop", "Slice", "Timeline"),
     "flaxasync.check.gate.baseline": ("read_baseline", "write_baseline"),
     "flaxasync.check.gate.comparison": ("Change", "Comparison", "Tolerances", "compare"),
@@ -160,6 +159,7 @@ _HOMES = {
     "flaxasync.check.hlo.writer": ("format_module",),
     "flaxasync.check.player.play": ("play",),
     "flaxasync.check.render": ("save_picture", "save_trace"),
+    "flaxasync.check.timeline_of": ("timeline",),
     "flaxasync.hardware": ("CHIPS", "Chip"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -30,7 +30,6 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM
 from flaxasync.check.hlo.trip_count import trip_count
-from flaxasync.check.player.kernels import KernelTime
 from flaxasync.hardware import Chip
 
 # Opcodes that name, group or order values and take no time.
@@ -42,6 +41,19 @@ _FREE = frozenset(
 )
 _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 _STEPS = ("-start", "-done", "-update")
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTime:
+    """What a kernel takes on its slowest device, by simulation.
+
+    Attributes:
+      seconds: All of its time.
+      exposed: The seconds of it in which the device waits for other devices.
+    """
+
+    seconds: float
+    exposed: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,17 +3,15 @@
 Nothing is run. lockstep.py steps through the text of the program, with the times of costs.py.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from flaxasync.check.compile.program import CompiledProgram
-from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.estimate.costs import Costs, KernelTime
 from flaxasync.check.estimate.flops import product_flops
 from flaxasync.check.estimate.limits import limits
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
 from flaxasync.check.hlo.from_compiled import chip_of, module_of
-from flaxasync.check.player.kernels import KernelTime, kernel_times
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 
@@ -27,9 +25,10 @@ def timeline(
     compiled: Any,
     chip: str | None = None,
     *,
-    kernels: Mapping[str, float] | Literal["play"] | None = None,
+    kernels: Mapping[str, float] | None = None,
     copies: str = "cycles",
-    say: Callable[[str], None] | None = None,
+    played: Mapping[str, KernelTime] | None = None,
+    notes: Sequence[str] = (),
 ) -> Timeline:
     """Estimates which instruction runs when, on each device.
 
@@ -37,19 +36,18 @@ def timeline(
       compiled: A compiled program, its text, or a parsed module. It must be scheduled.
       chip: "v5e", "v6e", "v5p" or "tpu7x"; the name of a topology will do, too. By default the program's own chip.
       kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own cost estimate at the
-        chip's peak. "play" simulates every distinct kernel once, by itself, which takes seconds for each kernel; the
-        times are kept in a cache. The program must be one of `compile_for`.
+        chip's peak.
       copies: "cycles" takes the compiler's estimates of copies, but for those from or to vector memory, for which they
         are far too long. "bytes" times all copies by the bytes that they move.
-      say: Is called with a line about each kernel that is simulated.
+      played: What kernels took in a simulation, by name.
+      notes: More notes of the timeline.
 
     Returns:
       The timeline: `.seconds`, `.compute`, `.exposed`, `.devices`. `print` shows a table. `fa.check.save_picture` and
       `fa.check.save_trace` write it to files.
 
     Raises:
-      ValueError: The chip is unknown or was not given, the program is not scheduled or has no text, or kernels are to
-        be simulated and it does not say for which chips it was compiled.
+      ValueError: The chip is unknown or was not given, or the program is not scheduled or has no text.
       HloError: The text cannot be read.
     """
     module = module_of(compiled)
@@ -63,19 +61,7 @@ def timeline(
         )
     if copies not in ("bytes", "cycles"):
         raise ValueError(f"copies must be 'bytes' or 'cycles': got {copies!r}")
-    played: dict[str, KernelTime] = {}
-    unplayed: tuple[str, ...] = ()
-    if kernels == "play":
-        if not isinstance(compiled, CompiledProgram):
-            raise ValueError(
-                f"kernels='play' needs a program of flaxasync.check.compile_for: got {type(compiled).__name__}; "
-                "compile it so, or give kernels={name: seconds}"
-            )
-        played, unplayed = kernel_times(compiled, module, say)
-        kernels = None
-    elif isinstance(kernels, str):
-        raise ValueError(f"kernels must be 'play', or seconds by name: got {kernels!r}")
-    costs = Costs(module, chip_named(named), dict(kernels or {}), copies, played)
+    costs = Costs(module, chip_named(named), dict(kernels or {}), copies, dict(played or {}))
     lockstep = Lockstep(module, costs)
     lockstep.run()
     return Timeline(
@@ -85,7 +71,7 @@ def timeline(
         known_error=_KNOWN_ERROR.get(costs.chip.name, f"none measured on {costs.chip.name}"),
         slices=tuple(lockstep.slices),
         devices=tuple(_device_time(lockstep, n) for n in range(len(lockstep.devices))),
-        notes=(*_notes(lockstep), *unplayed),
+        notes=(*_notes(lockstep), *notes),
         loops=tuple(lockstep.loops),
         flops=product_flops(module, costs),
     )

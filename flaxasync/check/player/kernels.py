@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flaxasync.check.estimate.costs import KernelTime
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE
 from flaxasync.check.player.errors import PlayerError
@@ -31,19 +32,6 @@ if TYPE_CHECKING:
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
 """The environment variable that names another folder for the times of kernels."""
 _SAME = frozenset({"bitcast", "copy", "copy-done", "copy-start", "reshape", "broadcast"})  # the elements stay the same
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelTime:
-    """What a kernel takes on its slowest device, by simulation.
-
-    Attributes:
-      seconds: All of its time.
-      exposed: The seconds of it in which the device waits for other devices.
-    """
-
-    seconds: float
-    exposed: float
 
 
 @dataclasses.dataclass(frozen=True)

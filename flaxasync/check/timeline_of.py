@@ -1,0 +1,55 @@
+"""`timeline`: the estimate of `estimate/estimator.py`, for which the kernels of a program may be simulated first."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from flaxasync.check.compile.program import CompiledProgram
+from flaxasync.check.estimate import estimator
+from flaxasync.check.estimate.timeline import Timeline
+from flaxasync.check.hlo.from_compiled import module_of
+
+
+def timeline(
+    compiled: Any,
+    chip: str | None = None,
+    *,
+    kernels: Mapping[str, float] | Literal["play"] | None = None,
+    copies: str = "cycles",
+    say: Callable[[str], None] | None = None,
+) -> Timeline:
+    """Estimates which instruction runs when, on each device.
+
+    Args:
+      compiled: A compiled program, its text, or a parsed module. It must be scheduled.
+      chip: "v5e", "v6e", "v5p" or "tpu7x"; the name of a topology will do, too. By default the program's own chip.
+      kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own cost estimate at the
+        chip's peak, and transfers within it take none. "play" simulates every distinct kernel once, by itself, which
+        takes seconds for each; the times are kept in the user's cache folder. The program must then be one of
+        `compile_for`.
+      copies: "cycles" takes the compiler's estimates of copies, but for those from or to vector memory, for which they
+        are far too long. "bytes" times all copies by the bytes that they move.
+      say: Is called with a line about each kernel that is simulated.
+
+    Returns:
+      The timeline: `.seconds`, `.compute`, `.exposed`, `.devices`, `.flops`. `print` shows a table, which says what
+      the times were taken from. `fa.check.save_picture` and `fa.check.save_trace` write it to files.
+
+    Raises:
+      ValueError: The chip is unknown or was not given, the program is not scheduled or has no text, or kernels are to
+        be simulated and it does not say for which chips it was compiled.
+      HloError: The text cannot be read.
+    """
+    if kernels != "play":
+        if isinstance(kernels, str):
+            raise ValueError(f"kernels must be 'play', or seconds by name: got {kernels!r}")
+        return estimator.timeline(compiled, chip, kernels=kernels, copies=copies)
+    if not isinstance(compiled, CompiledProgram):
+        raise ValueError(
+            f"kernels='play' needs a program of flaxasync.check.compile_for: got {type(compiled).__name__}; compile it "
+            "so, or give kernels={name: seconds}"
+        )
+    from flaxasync.check.player.kernels import kernel_times  # imports numpy, which the estimate does not need
+
+    module = module_of(compiled)
+    played, notes = kernel_times(compiled, module, say)
+    return estimator.timeline(compiled, chip, copies=copies, played=played, notes=notes)
