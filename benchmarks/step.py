@@ -15,7 +15,8 @@ All of them use the attention kernel of `flaxasync.attention`.
 
 A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. It
 cannot execute XLA's asynchronous all-gathers. Programs that have them are compiled with
-xla_tpu_enable_async_collective_fusion=false, and marked with a *. "At the peak" is the time of all matmuls at the peak
+xla_tpu_enable_async_collective_fusion=false, and marked with a *. "Estimate" is how far `fa.check.timeline` with
+kernels="play" is from it. "At the peak" is the time of all matmuls at the peak
 of the data sheet, the causal half of attention alone, and its gradient as twice its forward pass. A play takes minutes:
 with --cache, programs that were played before, by their text, are not played again.
 """
@@ -40,7 +41,7 @@ import flaxasync as fa
 from benchmarks.plain_transformer import Layout, PlainLayer
 from benchmarks.table import print_table, write_between_markers
 from configs.llama_8b import llama_8b
-from flaxasync import hardware
+from flaxasync import check, hardware
 from flaxasync.check import compile_for, topology_devices, topology_size
 from flaxasync.check.player import play_dump
 from flaxasync.check.player.errors import UnknownOperationError
@@ -70,6 +71,7 @@ class Played:
       topology: The topology.
       variant: One of VARIANTS.
       seconds: The total time.
+      estimated: The estimate of `fa.check.timeline` with kernels="play".
       matrix_busy: The seconds in which the matrix units multiply.
       exposed: The seconds of waiting for other devices.
       temporaries: The bytes of a device beside arguments and results.
@@ -80,6 +82,7 @@ class Played:
     topology: str
     variant: str
     seconds: float
+    estimated: float
     matrix_busy: float
     exposed: float
     temporaries: int
@@ -148,34 +151,9 @@ def played(variant: str, topology: str, cache: pathlib.Path | None = None) -> Pl
     mesh = ring(topology_devices(topology), variant)
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, preset(variant), BATCH, SEQUENCE, mesh)
-        try:
-            return _play(variant, topology, fn, arguments, VARIANTS[variant], cache)
-        except UnknownOperationError:
-            if variant in OURS:
-                raise
-        return _play(variant, topology, fn, arguments, VARIANTS[variant] | SYNCHRONOUS, cache)
-
-
-def _play(
-    variant: str, topology: str, fn: Callable, arguments: tuple, options: dict[str, str], cache: pathlib.Path | None
-) -> Played:
-    """Compiles and simulates a program, or reads from the cache what it took when it was simulated before.
-
-    Raises:
-      UnknownOperationError: The simulator cannot execute the program.
-    """
-    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
-        compiled = compile_for(topology, fn, *arguments, keep_dumps=folder, compiler_options=options, timeout=TIMEOUT)
-        text = "\n".join(file.read_text() for file in sorted(PLAYER.glob("*.py")))
-        key = (topology, str(compiled.coords), importlib.metadata.version("libtpu"), compiled.text, text)
-        file = None if cache is None else cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
-        if file is not None and file.exists():
-            content = json.loads(file.read_text())
-        else:
-            content = json.loads(play_dump(folder, topology=topology, coords=compiled.coords).to_json())
-            if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(content))
+        content, compiled, synchronous = simulated(
+            topology, fn, arguments, VARIANTS[variant], cache, may_synchronize=variant not in OURS
+        )
     slowest = max(content["devices"], key=lambda device: device["seconds"])
     between = ("receive", "send", "sync", "collective")
     phases = tuple(
@@ -183,9 +161,59 @@ def _play(
         for p in slowest["phases"]
     )
     return Played(
-        topology, variant, content["seconds"], slowest["matrix_busy"], content["exposed"],
-        compiled.bytes_by_kind["temporaries"], "xla_tpu_enable_async_collective_fusion" in options, phases,
+        topology, variant, content["seconds"], check.timeline(compiled, kernels="play").seconds, slowest["matrix_busy"],
+        content["exposed"], compiled.bytes_by_kind["temporaries"], synchronous, phases,
     )  # fmt: skip
+
+
+def simulated(
+    topology: str,
+    fn: Callable,
+    arguments: tuple,
+    options: dict[str, str],
+    cache: pathlib.Path | None,
+    *,
+    may_synchronize: bool = True,
+) -> tuple[dict[str, Any], check.CompiledProgram, bool]:
+    """Compiles and simulates a program, or reads from the cache what it took when it was simulated before.
+
+    Args:
+      topology: The chips.
+      fn: A jitted function.
+      arguments: Its abstract arguments.
+      options: XLA's options.
+      cache: The folder of programs that were simulated; None for none.
+      may_synchronize: Whether a program with collectives that the simulator cannot execute is compiled again without.
+
+    Returns:
+      The result as JSON, the program, and whether it was compiled with synchronous collectives.
+
+    Raises:
+      UnknownOperationError: The simulator cannot execute the program.
+    """
+    try:
+        return *_simulate(topology, fn, arguments, options, cache), False
+    except UnknownOperationError:
+        if not may_synchronize:
+            raise
+    return *_simulate(topology, fn, arguments, options | SYNCHRONOUS, cache), True
+
+
+def _simulate(
+    topology: str, fn: Callable, arguments: tuple, options: dict[str, str], cache: pathlib.Path | None
+) -> tuple[dict[str, Any], check.CompiledProgram]:
+    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
+        compiled = compile_for(topology, fn, *arguments, keep_dumps=folder, compiler_options=options, timeout=TIMEOUT)
+        text = "\n".join(file.read_text() for file in sorted(PLAYER.glob("*.py")))
+        key = (topology, str(compiled.coords), importlib.metadata.version("libtpu"), compiled.text, text)
+        file = None if cache is None else cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
+        if file is not None and file.exists():
+            return json.loads(file.read_text()), compiled
+        content = json.loads(play_dump(folder, topology=topology, coords=compiled.coords).to_json())
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(content))
+        return content, compiled
 
 
 def row(found: Played) -> tuple[str, ...]:
@@ -195,6 +223,7 @@ def row(found: Played) -> tuple[str, ...]:
         found.topology,
         found.variant,
         f"{found.seconds * 1e3:.2f}{'*' if found.synchronous else ''}",
+        f"{found.estimated / found.seconds - 1:+.1%}",
         f"{peak / found.seconds:.0%}",
         f"{found.matrix_busy * 1e3:.2f}",
         f"{found.exposed * 1e3:.2f}",
@@ -219,8 +248,17 @@ def main() -> None:
             for phase, *seconds in found.phases if chosen.phases else ():
                 print(f"  {phase:44s}", *(f"{value * 1e3:8.4f}" for value in seconds))
         peak = peak_seconds(preset("flaxasync"), BATCH, SEQUENCE, topology)
-        rows.append((topology, "at the peak", f"{peak * 1e3:.2f}", "100%", f"{peak * 1e3:.2f}", "0.00", "-"))
-    header = ("topology", "layer", "predicted ms", "of peak", "matrix units busy ms", "exposed ms", "temporaries MiB")
+        rows.append((topology, "at the peak", f"{peak * 1e3:.2f}", "-", "100%", f"{peak * 1e3:.2f}", "0.00", "-"))
+    header = (
+        "topology",
+        "layer",
+        "predicted ms",
+        "estimate",
+        "of peak",
+        "matrix units busy ms",
+        "exposed ms",
+        "temporaries MiB",
+    )
     text = print_table(header, rows)
     if chosen.write:
         write_between_markers(chosen.write, "step", text)

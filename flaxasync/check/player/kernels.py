@@ -29,6 +29,8 @@ from flaxasync.check.player.errors import PlayerError
 if TYPE_CHECKING:
     from flaxasync.check.compile.program import CompiledProgram
 
+TWO_CORES = ("v5p", "tpu7x")
+"""Chips with two cores for one device or one chip, of which the simulator has one."""
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
 """The environment variable that names another folder for the times of kernels."""
 _SAME = frozenset({"bitcast", "copy", "copy-done", "copy-start", "reshape", "broadcast"})  # the elements stay the same
@@ -66,6 +68,8 @@ def kernel_times(
     Returns:
       The times by the names of the instructions; and for each kernel that could not be simulated, a line that says why.
     """
+    if program.chip in TWO_CORES:
+        return {}, (f"kernels were not simulated: a {program.chip} has two cores, and the simulator has one of them",)
     found: dict[str, KernelTime] = {}
     lines: list[str] = []
     by_kernel: dict[Kernel, list[str]] = {}

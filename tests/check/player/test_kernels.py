@@ -1,0 +1,105 @@
+"""Kernels of a compiled program, each simulated once: `fa.check.timeline(program, kernels="play")`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.check.hlo.reader import parse
+from flaxasync.check.player import kernels
+from flaxasync.check.player.play import play_dump
+
+TEXT = """HloModule m, is_scheduled=true
+ENTRY main {
+  a = f32[8,128]{1,0:T(8,128)} parameter(0)
+  four = s32[4]{0:T(128)} constant({4, 1, -3, 0})
+  zero = s32[]{:T(128)} constant(0)
+  same = s32[2,2]{1,0:T(2,128)} bitcast(four)
+  zeros = s32[4]{0:T(128)} broadcast(zero), dimensions={}
+  moved = s32[4]{0:T(128)} copy(zeros)
+  long = s32[4]{0:T(128)} constant({...})
+  ROOT n = f32[8,128]{1,0:T(8,128)} negate(a)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"), [("same", [4, 1, -3, 0]), ("moved", [0]), ("long", None), ("a", None), ("n", None)]
+)
+def test_the_text_determines_constants_and_what_is_copied_from_them(name, elements):
+    assert kernels._elements(parse(TEXT).entry, name) == elements
+
+
+def test_only_a_program_that_names_its_chips_can_have_its_kernels_simulated():
+    with pytest.raises(ValueError, match="needs a program of flaxasync.check.compile_for: got str"):
+        fa.check.timeline(TEXT, "v5e", kernels="play")
+    with pytest.raises(ValueError, match="kernels must be 'play', or seconds by name: got 'played'"):
+        fa.check.timeline(TEXT, "v5e", kernels="played")
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory):
+    """An MLP, forward and backward, on four chips: the compiled program, and the folder of its dumps."""
+    topology, folder = "v5e:2x2", tmp_path_factory.mktemp("dumps")
+    mesh = fa.check.topology_mesh(topology, (1, 4), ("data", "model"))
+    with jax.set_mesh(mesh):
+        options = {"dtype": "bfloat16", "param_dtype": "bfloat16", "use_bias": False, "backend": "fused"}
+        graph, state = nnx.split(nnx.eval_shape(lambda: fa.nn.ParallelMLP(2048, 8192, rngs=nnx.Rngs(0), **options)))
+        x = jax.ShapeDtypeStruct((2, 2048, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "model", None)))
+
+        def both(state, x, dy):
+            y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+            return y, *backward(dy)
+
+        return fa.check.compile_for(topology, jax.jit(both), state, x, x, keep_dumps=folder), folder
+
+
+@pytest.mark.slow
+def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_whole(layer, tmp_path, monkeypatch):
+    program, folder = layer
+    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
+    said = []
+    estimated = fa.check.timeline(program, kernels="play", say=said.append)
+    assert said
+    assert not [note for note in estimated.notes if "was not simulated" in note]
+    played = play_dump(folder, topology=program.topology, coords=program.coords)
+    assert estimated.seconds == pytest.approx(played.seconds, rel=0.05)
+    assert estimated.slowest.sources["played"] > 0.8 * estimated.seconds
+    assert "estimate" not in estimated.slowest.sources
+    assert "played" in str(estimated)
+    # At the data sheet's peak, with transfers for nothing, the kernels take less.
+    assert fa.check.timeline(program).seconds < 0.95 * estimated.seconds
+
+    said.clear()
+    again = fa.check.timeline(program, kernels="play", say=said.append)
+    assert (again.seconds, said) == (estimated.seconds, []), "the second time they come from the cache"
+    other = dataclasses.replace(program, coords=program.coords[::-1])
+    monkeypatch.setattr(kernels, "_simulate", lambda program, kernel: kernels.KernelTime(1.0, 0.5))
+    assert fa.check.timeline(other, kernels="play").seconds > 1, "other chips are simulated anew"
+
+
+@pytest.mark.slow
+def test_a_kernel_that_cannot_be_simulated_takes_its_estimate_and_is_named(layer, tmp_path, monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
+
+    def refuse(program, kernel):
+        raise RuntimeError("no such chip\nand more")
+
+    monkeypatch.setattr(kernels, "_simulate", refuse)
+    program, _ = layer
+    timeline = fa.check.timeline(program, kernels="play")
+    assert timeline.seconds == fa.check.timeline(program).seconds
+    assert any("was not simulated: no such chip" in note for note in timeline.notes)
+    assert timeline.slowest.sources["estimate"] > 0
+
+
+@pytest.mark.slow
+def test_the_products_of_a_program_are_those_of_the_layer(layer):
+    program, _ = layer
+    products = 3 * 3 * 2 * (2 * 2048) * 2048 * 8192 / 4  # three kernels, forward and twice backward
+    assert fa.check.timeline(program).flops == pytest.approx(products, rel=1e-3)
