@@ -16,10 +16,15 @@ A hop moves a block while the block before is multiplied, from the first chunk o
 
 XLA transposes x once, before the kernel: the matrix unit takes a left operand whose contraction lies along lanes.
 
-What arrives has two sets of receive buffers, for even and for odd chunks, and nothing is acknowledged. In each
-direction blocks pass all devices in lockstep: when a device begins a chunk, its receiver has begun the chunk before,
-so it has read, and sent on, what arrived in the chunk before that. `_Device.begin_hop` relies on this: it waits for the
-send of the hop before, and every step waits for its tiles before it begins the next hop.
+In the last hop of a chunk nothing is sent on, so the own block of the next chunk leaves then.
+
+What arrives has two sets of receive buffers, for even and for odd chunks, and nothing is acknowledged, because in each
+direction blocks pass all devices in lockstep. What a device multiplies last in a chunk is its receiver's own block,
+which left there in the last hop of the chunk before. So the receiver has read what came for all earlier hops of that
+chunk, and these buffers may be written again. The buffer of the last hop is written again R - 2 hops later. By then a
+block has come that the device ahead of the receiver sent when it had the receiver's blocks of the chunk between.
+`_Device.begin_hop` relies on this: it waits for the send of the hop before, and every step waits for its tiles before
+it begins the next hop. On a ring of two, a chunk's own block leaves when the chunk begins.
 """
 
 import dataclasses
@@ -252,12 +257,24 @@ class _Device:
                 pl.when(there.hop > 0)(functools.partial(self._wait_for_hop, there, before, chunk, direction))
                 onward = (there.hop > 0) & (there.hop < self.schedule.size - 1)
                 arrived = self._buffer(there, there.hop - 1, chunk, direction)
-                own = self.x.at[chunk, self.schedule.half_blocks[direction]]
                 pl.when(onward)(functools.partial(self._send, there, arrived, chunk, direction))
-                pl.when(there.hop == 0)(functools.partial(self._send, there, own, chunk, direction))
 
+        schedule, ahead = self.schedule, self.schedule.size > 2
+        following = there._replace(chunk=there.chunk + 1, hop=0, buffers=remainder(there.chunk + 1, BUFFER_SETS))
         with jax.named_scope("hop"):
-            self.schedule.chunks.on_slice(there.chunk, begin)
+            schedule.chunks.on_slice(there.chunk, begin)
+            pl.when((there.hop == 0) & ((there.chunk == 0) | (not ahead)))(lambda: self.send_own(there))
+            last = ahead & (there.hop == schedule.size - 1) & (following.chunk < schedule.chunks.count)
+            pl.when(last)(lambda: self.send_own(following))
+
+    def send_own(self, there: Coordinates) -> None:
+        """Sends the own block in the first hop of a chunk."""
+
+        def send(_: int, chunk: pl.Slice) -> None:
+            for direction, rows in zip(self.ring.both, self.schedule.half_blocks, strict=True):
+                self._send(there, self.x.at[chunk, rows], chunk, direction)
+
+        self.schedule.chunks.on_slice(there.chunk, send)
 
     def prefetch(self, there: Coordinates) -> None:
         """Starts to fetch the tiles of x and dy of a step."""

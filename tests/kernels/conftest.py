@@ -15,6 +15,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, Mesh
 
+from flaxasync.kernels.engine.matmul import MatmulTiles
 from tests.simulator.callbacks import quick_callbacks
 
 V5E = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
@@ -66,3 +67,9 @@ def _has_barrier(jaxpr):
 @pytest.fixture(params=["on_wait", "eager"])
 def mode(request):
     return request.param
+
+
+@pytest.fixture
+def w_comes_again(monkeypatch):
+    """As if w did not fit in vector memory beside all other buffers."""
+    monkeypatch.setattr(MatmulTiles, "keeping_w", lambda self, used_bytes, dtype: (self, used_bytes))

@@ -16,6 +16,7 @@ import flaxasync as fa
 from benchmarks.all_gather_matmul import SHAPES, program
 from flaxasync.check.player.errors import RaceError
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul, resident, schedule
+from flaxasync.kernels.all_gather_matmul import stream as stream_form
 from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
@@ -68,6 +69,37 @@ def stream(monkeypatch):
 ])  # fmt: skip
 def test_values_where_x_streams(stream, options):
     run(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    case(size=3, batch=2, m=16, k=256, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
+    case(size=2, batch=4, m=16, k=256, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
+         tiles=Tiles(32, 128, 256)),
+])  # fmt: skip
+def test_values_where_w_comes_again(stream, w_comes_again, options):
+    run(**options)
+
+
+@pytest.mark.parametrize("options", [
+    case(size=2, batch=2, m=32, k=256, widths=[256], keep_gathered=True, tiles=Tiles(16, 128, 256)),
+    pytest.param(case(size=3, batch=1, m=64, k=256, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
+                 marks=pytest.mark.slow),
+    pytest.param(case(size=4, batch=8, m=16, k=256, widths=[256], dtype="bfloat16", keep_gathered=True,
+                      transposed=True, mode="eager"), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_values_where_half_blocks_travel_in_chunks(monkeypatch, stream, options):
+    monkeypatch.setattr(stream_form, "CHUNK_ROWS", 8)
+    run(**options)
+
+
+def test_chunks_are_for_links_that_bind_and_a_w_that_stays():
+    """Four chunks where a hop takes longer than the products of what it brings."""
+    layout = BlockLayout.of("test", 4, 512, 16, directions=2)
+    chunks = lambda k, n: stream_form.plan(layout, 8, k, [n], False, None, jnp.bfloat16).layout.chunks  # noqa: E731
+    assert chunks(4096, 768) == 4
+    assert chunks(4096, 3584) == 1  # the matrix units bind
+    assert chunks(32768, 2048) == 1  # w does not fit
 
 
 @pytest.mark.parametrize("options", [
@@ -252,7 +284,6 @@ def test_what_does_not_fit_is_refused_with_its_numbers(error, message, options):
 
 @pytest.mark.parametrize(("message", "options"), [
     ("all w of one width n: got \\[128, 256\\]", case(widths=[128, 256], epilogue=Mix(1))),
-    ("for an epilogue only: got 1 of them", case(widths=[128], operands=[(1, 64, 128)])),
     ("needed float32\\[1, 64, 128\\]", case(widths=[128], epilogue=Mix(1), operands=[(1, 32, 128)])),
 ])  # fmt: skip
 def test_operands_that_do_not_fit_an_epilogue_are_refused(message, options):

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.kernels import matmul_reduce_scatter as reduce_scatter_form
 from flaxasync.kernels.engine import tiling
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
@@ -54,6 +55,24 @@ def close(got, want, tolerance=1e-5):
 ])  # fmt: skip
 def test_values(size, options):
     close(*run(size, **options), 2e-2 if options.get("dtype") == "bfloat16" else 1e-5)  # sums travel in x's dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    {"size": 3, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"},
+    {"size": 4, "m": 64, "ks": (384,), "transposed": True},
+])  # fmt: skip
+def test_values_where_w_comes_again(w_comes_again, options):
+    close(*run(**options), 2e-2 if options.get("dtype") == "bfloat16" else 1e-5)
+
+
+def test_w_stays_where_it_fits():
+    """All of it, beside the other buffers; else it has two slots."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 4096, 1792), (1792, 4096)])
+    assert reduce_scatter_form._plan((x,), (w,), False, None, 8, 2)[0].tiles.w_stays
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 4096, 8192), (8192, 8192)])
+    schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 8, 2)
+    assert schedule.tiles.w_slots == 2
 
 
 RAGGED = {"ks": (640,), "n": 640, "tiles": Tiles(32, 384, 384)}  # 384 + 256

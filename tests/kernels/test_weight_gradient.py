@@ -44,6 +44,9 @@ def close(got, want, tolerance=1e-5):
     pytest.param(2, {"directions": 1, "k": 384, "mode": "eager"}, marks=pytest.mark.slow),
     (3, {"directions": 2, "batch": 4, "m": 64, "ns": (256, 128)}),
     pytest.param(4, {"directions": 2, "m": 256, "mode": "eager"}, marks=pytest.mark.slow),
+    # Receive buffers are written again from the third chunk on.
+    pytest.param(3, {"directions": 2, "m": 256, "k": 512, "mode": "eager"}, marks=pytest.mark.slow),
+    pytest.param(4, {"directions": 1, "k": 512, "mode": "eager"}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_values(size, options):
     close(*run(size, **options))

@@ -60,9 +60,10 @@ def all_gather_matmul(
     """
     size, ws = check_ring(CALLER, axis_name, directions), tuple(ws)
     _check(x, ws, transposed)
-    _check_epilogue(x, ws, transposed, size, epilogue, operands)
     (batch, m, k), count, itemsize = x.shape, len(ws), x.dtype.itemsize
     widths, ring = [w.shape[0 if transposed else 1] for w in ws], Ring(axis_name, size, directions)
+    if epilogue or operands:
+        _check_epilogue(x, widths, size, operands)
     work = _layout(x, directions), size, k, widths, transposed, tiles, x.dtype
     streamed = functools.partial(stream.plan, *work, epilogue, len(operands))
     plan = streamed() if epilogue else resident.plan(*work) or streamed()
@@ -102,13 +103,8 @@ def all_gather_matmul(
     return ys, outputs[-1].reshape(batch, size * m, k) if keep_gathered else None
 
 
-def stays_resident(
-    x: jax.ShapeDtypeStruct, widths: Sequence[int], size: int, transposed: bool, directions: int
-) -> bool:
-    """Says whether the gathered x would stay in vector memory without an epilogue; see `all_gather_matmul`.
-
-    Then the kernel is faster without one: from HBM, few rows at a time would bring all w again for each of them.
-    """
+def stays_resident(x: jax.ShapeDtypeStruct, widths: list[int], size: int, transposed: bool, directions: int) -> bool:
+    """Says whether the gathered x would stay in vector memory without an epilogue: then the kernel is faster so."""
     return resident.plan(_layout(x, directions), size, x.shape[2], widths, transposed, None, x.dtype) is not None
 
 
@@ -132,23 +128,14 @@ def _check(x: jax.Array, ws: Sequence[jax.Array], transposed: bool) -> None:
             raise ValueError(f"{CALLER} needs n of w to be a multiple of {LANES}: got n={n}; pad w")
 
 
-def _check_epilogue(
-    x: jax.Array,
-    ws: Sequence[jax.Array],
-    transposed: bool,
-    size: int,
-    epilogue: Epilogue | None,
-    operands: Sequence[jax.Array],
-) -> None:
-    """Raises ValueError unless the operands and all products have one shape and dtype."""
-    (batch, m, _), widths = x.shape, {w.shape[0 if transposed else 1] for w in ws}
-    if epilogue is None and operands:
-        raise ValueError(f"{CALLER} has operands for an epilogue only: got {len(operands)} of them and no epilogue")
-    if epilogue is not None and len(widths) > 1:
+def _check_epilogue(x: jax.Array, widths: Sequence[int], size: int, operands: Sequence[jax.Array]) -> None:
+    """Raises ValueError unless the operands of an epilogue and all products have one shape and dtype."""
+    if len(set(widths)) > 1:
         raise ValueError(f"{CALLER} with an epilogue needs all w of one width n: got {sorted(widths)}")
+    needed = x.shape[0], size * x.shape[1], widths[0]
     for operand in operands:
-        if operand.shape != (batch, size * m, *widths) or operand.dtype != x.dtype:
+        if operand.shape != needed or operand.dtype != x.dtype:
             raise ValueError(
-                f"{CALLER} needs operands of the epilogue [B, R*m, n] of x's dtype: got {jax.typeof(operand)}, needed "
-                f"{x.dtype.name}{[batch, size * m, *widths]}"
+                f"{CALLER} needs operands of its epilogue [B, R*m, n], of x's dtype: got {jax.typeof(operand)}, needed "
+                f"{x.dtype.name}{list(needed)}"
             )

@@ -19,7 +19,7 @@ when a sum begins, so that they have the time of all of its contraction, and the
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,13 @@ from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor
 from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar, ScratchShapes
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling
-from flaxasync.kernels.engine.vmem import available, check_vmem, matmul_bytes
+from flaxasync.kernels.engine.vmem import available, check_vmem, chip_in_use, matmul_bytes
 
 CALLER = "all_gather_matmul"
 TILES = Tiles(1024, 1024, 2048)
 ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most
-OUTGOING = 2  # slots for tiles of each result that leave
+CHUNKS = (4, 2)  # chunks of a half-block to choose from, where there are several
+CHUNK_ROWS = 256  # rows of a chunk, at least
 
 
 class Coordinates(NamedTuple):
@@ -73,7 +74,7 @@ class Schedule:
     """The steps."""
 
     size: int  # devices of the ring
-    layout: BlockLayout  # how blocks are divided; half-blocks have one chunk
+    layout: BlockLayout  # how blocks are divided into half-blocks and chunks
     tiles: MatmulTiles  # tiles of a half-block, of the columns of all ws, and of the contraction
     accumulators: int  # tiles of rows in a pass
     results: int  # results of the epilogue; 1 if there is none
@@ -84,20 +85,19 @@ class Schedule:
     def grid(self) -> IterationGrid:
         tiles = self.tiles
         passes = self.layout.directions * tiles.rows.count // self.accumulators
-        return IterationGrid((self.size, passes, tiles.columns.count, tiles.contraction.count, self.accumulators))
+        return IterationGrid(
+            (self.size * self.layout.chunks, passes, tiles.columns.count, tiles.contraction.count, self.accumulators)
+        )
 
     @property
     def elements_read(self) -> int:
         """Elements of x and w that are read from HBM, and elements that arrive there and are sent on."""
-        size, passes, columns, depth, _ = self.grid.sizes
+        arrivals, passes, columns, depth, _ = self.grid.sizes
         x, w = self.accumulators * self.tiles.rows.size, self.tiles.joined * self.tiles.columns.size
-        k, operands = (
-            depth * self.tiles.contraction.size,
-            size * self.layout.arrival_rows * sum(self.tiles.columns.lengths),
-        )
-        gathered = 2 * (size - 1) * self.layout.arrival_rows * k
-        w *= 1 if self.tiles.w_stays else size * passes
-        return columns * k * (size * passes * x + w) + gathered + self.operands * operands
+        w *= 1 if self.tiles.w_stays else arrivals * passes
+        k, rows = depth * self.tiles.contraction.size, self.layout.arrival_rows
+        operands = self.operands * arrivals * rows * sum(self.tiles.columns.lengths)
+        return columns * k * (arrivals * passes * x + w) + 2 * (arrivals - self.layout.chunks) * rows * k + operands
 
     def new_w(self, there: Coordinates) -> Condition:
         """Returns whether the tile of w of a step has to come from HBM."""
@@ -115,13 +115,30 @@ class Schedule:
         """Returns the scratch memory to allocate."""
         result = self.tiles.result
         return Scratch(
-            self.tiles.scratch(dtype, outgoing=OUTGOING, accumulators=self.accumulators),
-            tuple(OutgoingTiles.allocate(OUTGOING, result, dtype) for _ in range(self.results - 1)),
+            self.tiles.scratch(dtype, outgoing=2, accumulators=self.accumulators),
+            tuple(OutgoingTiles.allocate(2, result, dtype) for _ in range(self.results - 1)),
             tuple(IncomingTiles.allocate(max(2, self.accumulators), result, dtype) for _ in range(self.operands)),
         )
 
 
-def plan(
+def plan(layout: BlockLayout, size: int, k: int, widths: Sequence[int], *rest: Any) -> Schedule:
+    """Returns the schedule with the largest tiles up to those asked for; raises if they exceed vector memory.
+
+    The products of the last arrival have no transfer beside them. So where a hop takes longer than its products, each
+    half-block travels in chunks, if w stays in vector memory: otherwise HBM would bring it again for each of them.
+    """
+    dtype, chip = rest[2], chip_in_use()
+    rows = layout.batches * layout.rows
+    hop = rows * k * jnp.dtype(dtype).itemsize / chip.link_bandwidth
+    if hop > 2 * layout.arrival_rows * k * sum(widths) / chip.flops:
+        counts = [count for count in CHUNKS if rows >= count * CHUNK_ROWS]
+        for chunked in filter(None, map(layout.in_chunks, counts)):
+            if (found := _plan_of(chunked, size, k, widths, *rest)).tiles.w_stays:
+                return found
+    return _plan_of(layout, size, k, widths, *rest)
+
+
+def _plan_of(
     layout: BlockLayout,
     size: int,
     k: int,
@@ -132,30 +149,26 @@ def plan(
     epilogue: Epilogue | None = None,
     operands: int = 0,
 ) -> Schedule:
-    """Returns the schedule with the largest tiles up to those asked for; raises if they exceed vector memory.
-
-    `operands` is the number of operands of the epilogue.
-    """
+    """Returns the schedule of half-blocks in given chunks. `operands` is the number of operands of the epilogue."""
     asked = tiles or TILES
     rows = RowTiling.of(layout.batches, layout.rows, asked.m, layout.unit)
     joined, results = (1, 1) if epilogue is None else (len(widths), epilogue.results)
-    most = asked.n
-    while True:
-        columns = Tiling.of(widths if epilogue is None else widths[:1], most)
-        used = MatmulTiles(rows, columns, Tiling.of((k,), asked.k), transposed, joined)
-        room = max(1, ACCUMULATORS // (4 * rows.size * joined * columns.size))
-        accumulators = largest_divisor(layout.directions * rows.count, room, 1)
-        slots = OUTGOING * results + max(2, accumulators) * operands
+    columns = Tiling.of(widths if epilogue is None else widths[:1], asked.n)
+    used = MatmulTiles(rows, columns, Tiling.of((k,), asked.k), transposed, joined)
+    room = max(1, ACCUMULATORS // (4 * rows.size * joined * columns.size))
+    accumulators = largest_divisor(layout.directions * rows.count, room, 1)
+    slots = 2 * results + max(2, accumulators) * operands
 
-        def need(t: Tiles, accumulators: int = accumulators, slots: int = slots) -> int:
-            wide = Tiles(t.m, t.k, joined * t.n)
-            return matmul_bytes(wide, dtype, 0, accumulators) + slots * t.m * t.n * jnp.dtype(dtype).itemsize
+    def need(t: Tiles) -> int:
+        wide = Tiles(t.m, t.k, joined * t.n)
+        return matmul_bytes(wide, dtype, 0, accumulators) + slots * t.m * t.n * jnp.dtype(dtype).itemsize
 
-        sizes = Tiles(rows.size, used.contraction.size, columns.size)
-        if epilogue is None or tiles or most <= LANES or need(sizes) <= available():
-            used, vmem_bytes = used.keeping_w(check_vmem(CALLER, sizes, need), dtype)
-            return Schedule(size, layout, used, accumulators, results, operands, vmem_bytes)
-        most //= 2
+    sizes = Tiles(rows.size, used.contraction.size, columns.size)
+    if epilogue is not None and columns.size > LANES and need(sizes) > available():
+        narrower = Tiles(asked.m, asked.k, columns.size // 2)
+        return _plan_of(layout, size, k, widths, transposed, narrower, dtype, epilogue, operands)
+    used, vmem_bytes = used.keeping_w(check_vmem(CALLER, sizes, need), dtype)
+    return Schedule(size, layout, used, accumulators, results, operands, vmem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,18 +242,20 @@ class Stream:
         there, tiles, scratch, gather = self.schedule.at(step), self.schedule.tiles, self.scratch.matmul, self.gather
         first = (there.row == 0) & (there.column == 0) & (there.t == 0)
 
-        @pl.when(first & (there.arrival > 0))
+        is_own = there.arrival < self.schedule.layout.chunks
+
+        @pl.when(first & jnp.logical_not(is_own))
         def _() -> None:
             gather.receive(there.arrival)
             gather.send(there.arrival)
 
         direction, i = split(there.row, tiles.rows.count)
-        block = gather.block(direction, there.arrival)
+        block, chunk = gather.block(direction, there.arrival), remainder(there.arrival, self.schedule.layout.chunks)
 
-        def start_x(is_own: bool) -> None:
+        def start_x(own: bool) -> None:
             def source(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-                batches, rows = self.schedule.layout.in_block(direction, batches, rows)
-                return gather.x.at[batches, rows, depth] if is_own else gather.gathered.at[batches, block, rows, depth]
+                batches, rows = self.schedule.layout.in_block(direction, chunk, batches, rows)
+                return gather.x.at[batches, rows, depth] if own else gather.gathered.at[batches, block, rows, depth]
 
             tiles.start_x(scratch.x, x_slot, i, there.t, source)
 
@@ -248,8 +263,8 @@ class Stream:
             new_w = functools.partial(tiles.start_w, scratch.w, there.w_slot, there.t, there.column, self.ws)
             pl.when(self.schedule.new_w(there))(new_w)
             x_slot = remainder(step, 2)
-            pl.when(there.arrival == 0)(lambda: start_x(True))
-            pl.when(there.arrival > 0)(lambda: start_x(False))
+            pl.when(is_own)(lambda: start_x(True))
+            pl.when(jnp.logical_not(is_own))(lambda: start_x(False))
             pl.when(there.t == max(0, tiles.contraction.count - 2))(lambda: self.prefetch_operands(there))
 
     def prefetch_operands(self, there: Coordinates) -> None:
@@ -292,10 +307,10 @@ class Stream:
     def on_result(self, here: Coordinates, use: Callable[..., None]) -> None:
         """Calls `use(number of the w, batches, block, rows, columns)` with where a tile lies in a result."""
         direction, i = split(here.row, self.schedule.tiles.rows.count)
-        block = self.gather.block(direction, here.arrival)
+        block, chunk = self.gather.block(direction, here.arrival), remainder(here.arrival, self.schedule.layout.chunks)
 
         def of_tile(number: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
-            batches, rows = self.schedule.layout.in_block(direction, batches, rows)
+            batches, rows = self.schedule.layout.in_block(direction, chunk, batches, rows)
             use(number, batches, block, rows, columns)
 
         self.schedule.tiles.on_result(i, here.column, of_tile)

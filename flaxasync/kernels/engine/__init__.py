@@ -11,6 +11,7 @@
 | `call` | the call of a kernel whose operands and results stay in HBM |
 | `product` | the product of two tiles and its accumulation over the contraction |
 | `matmul` | the tiles of x and w: fetch, wait, multiply |
+| `epilogue` | what a kernel makes of finished products before they leave vector memory |
 | `ring` | neighbours on a mesh axis, the entry barrier, half-blocks, acknowledgements |
 | `gather` | an all-gather along a ring inside a kernel, into HBM or into vector memory |
 """

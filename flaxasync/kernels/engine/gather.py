@@ -75,14 +75,17 @@ class BlockLayout:
 
     def chunk(self, direction: int, chunk: Scalar) -> tuple[pl.Slice, pl.Slice]:
         """Returns the batches and rows of a chunk in its block."""
-        batch, row = self.to_chunk
-        return self.in_block(direction, pl.ds(chunk * batch, self.batches), pl.ds(chunk * row, self.rows))
+        return self.in_block(direction, chunk, pl.ds(0, self.batches), pl.ds(0, self.rows))
 
-    def in_block(self, direction: Scalar, batches: pl.Slice, rows: pl.Slice) -> tuple[pl.Slice, pl.Slice]:
-        """Returns where batches and rows of a half-block lie in its block."""
-        batch, row = self.to_half
-        first_row = direction * row + rows.start
-        return pl.ds(direction * batch + batches.start, batches.size), aligned(first_row, rows.size, self.unit)
+    def in_block(
+        self, direction: Scalar, chunk: Scalar, batches: pl.Slice, rows: pl.Slice
+    ) -> tuple[pl.Slice, pl.Slice]:
+        """Returns where batches and rows of a chunk of a half-block lie in its block."""
+        first_batch, first_row = (
+            direction * half + chunk * step + part.start
+            for half, step, part in zip(self.to_half, self.to_chunk, (batches, rows), strict=True)
+        )
+        return pl.ds(first_batch, batches.size), aligned(first_row, rows.size, self.unit)
 
 
 @jax.tree_util.register_dataclass

@@ -22,6 +22,8 @@ from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling
 from flaxasync.kernels.engine.vmem import available
 
+W_SLOTS = 16  # tiles of w that stay, at most: each has a semaphore, and a kernel has few of them
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ class MatmulTiles:
         stays = dataclasses.replace(self, w_stays=True)
         tile = self.contraction.size * self.joined * self.columns.size * jnp.dtype(dtype).itemsize
         need = used_bytes + (stays.w_slots - 2) * tile
-        return (stays, need) if need <= available() else (self, used_bytes)
+        return (stays, need) if need <= available() and stays.w_slots <= W_SLOTS else (self, used_bytes)
 
     def w_slot(self, t: Scalar, j: Scalar, number: Scalar) -> Scalar:
         """Returns the slot of tile (t, j) of w, which is used as the `number`-th one."""
@@ -72,13 +74,12 @@ class MatmulTiles:
     def scratch(self, dtype: DType, *, outgoing: int, accumulators: int) -> ScratchShapes:
         """Returns the scratch memory to allocate."""
         k, n = self.contraction.size, self.columns.size
+        sums = (*self.rows.shape, self.joined * n)
         return MatmulScratch(
             IncomingTiles.allocate(2, (*self.rows.shape, k), dtype),
             IncomingTiles.allocate(self.w_slots, self._w_shape(k, n), dtype),
             OutgoingTiles.allocate(outgoing, self.result, dtype),
-            pltpu.VMEM(
-                (accumulators, *self.rows.shape, self.joined * n) if accumulators else (1, 1, 8, LANES), jnp.float32
-            ),
+            pltpu.VMEM((accumulators, *sums) if accumulators else (1, 1, 8, LANES), jnp.float32),
         )
 
     def start_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar, source: Callable[..., Ref]) -> None:
