@@ -102,6 +102,7 @@ CASES = (
     Case("v6e:4x4", OURS, (1, 4, 4), remat="cheap"),
     Case("v6e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas"),
     Case("v6e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas", kept=128),
+    Case("v6e:4x4", OURS, (1, 8, 2), overlap="prefetch_pallas", kept=128),
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1)),
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1), remat="dots"),
     Case("v6e:4x4", AUTOMATIC, (1, 4, 4)),

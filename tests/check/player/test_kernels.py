@@ -36,7 +36,7 @@ def test_the_text_determines_constants_and_what_is_copied_from_them(name, elemen
 
 
 def test_only_a_program_that_names_its_chips_can_have_its_kernels_simulated():
-    with pytest.raises(ValueError, match="needs a program of flaxasync.check.compile_for: got str"):
+    with pytest.raises(ValueError, match=r"needs a program of flaxasync\.check\.compile_for: got str"):
         fa.check.timeline(TEXT, "v5e", kernels="play")
     with pytest.raises(ValueError, match="kernels must be 'play', or seconds by name: got 'played'"):
         fa.check.timeline(TEXT, "v5e", kernels="played")
