@@ -1,0 +1,187 @@
+"""Do layers choose well? A sample of attention blocks and MLPs is played in the form that they choose and in all others.
+
+    python benchmarks/plan_layers.py                      plays the sample: about an hour; no TPU
+    python benchmarks/plan_layers.py --seed 1             draws another sample
+    python benchmarks/plan_layers.py --cache DIR          keeps each play there, and plays no program twice
+    python benchmarks/plan_layers.py --write docs/plan.md also puts the table between the markers there
+
+A case is a `ParallelSelfAttention` or a gated `ParallelMLP` in bfloat16 on a ring of all devices of a topology: the
+forward pass, dx and the gradients of all parameters, as one jitted program. Its time is that of the played program,
+without the copies that XLA adds where a kernel ends a program, as in benchmarks/plan.py. XLA's own collectives are
+compiled as synchronous ones, for the reason that is given there.
+
+A form names a backend for all ops of the layer, says whether the rows that it gathers are kept for the weight gradient,
+and for attention blocks whether weights and heads travel instead of rows. The layer chooses twice: with no memory for
+gathered rows, where it is compared with the forms that keep nothing, and with 128 MiB, where it is compared with all.
+The command fails if a choice takes more than 5 % longer than the fastest form.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import pathlib
+import random
+import sys
+import time
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType
+
+import flaxasync as fa
+from benchmarks.plan import ALLOWED, OPTIONS, seconds_without_exit_copies
+from benchmarks.player_layers import play_program
+from benchmarks.step import PLAYER, layer_program
+from benchmarks.table import print_table, write_between_markers
+from flaxasync.ops.costs import collective_matmul
+
+TOPOLOGIES = ("v5e:2x2", "v5e:2x4", "v6e:2x2", "v6e:2x4")  # a ring of all devices
+LAYERS = ("attention", "MLP")
+SHAPES = ((1, 2048), (2, 1024), (1, 4096), (2, 2048), (4, 1024), (4, 2048))  # sequences, and rows of each
+WIDTHS = (2048, 3072, 4096)
+HEAD_DIM, KV_HEADS = 128, 8
+HIDDEN = 3  # the hidden features of an MLP by its width
+MEMORY = 2**27  # bytes of gathered rows
+COUNT, SEED = 12, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One layer at one size.
+
+    Attributes:
+      layer: One of LAYERS.
+      topology: One of TOPOLOGIES.
+      batch: The sequences.
+      rows: The rows of each, on all devices together.
+      width: The features of input and output.
+    """
+
+    layer: str
+    topology: str
+    batch: int
+    rows: int
+    width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a layer is executed.
+
+    Attributes:
+      backend: The backend of all of its ops; None for what each of them chooses.
+      keep: Whether what is gathered is kept; with no backend, whether it may be.
+      exchange: Whether weights and heads travel in an attention block; None for what it chooses.
+    """
+
+    backend: str | None
+    keep: bool = False
+    exchange: bool | None = False
+
+    def __str__(self) -> str:
+        return f"{self.backend}{' kept' if self.keep else ''}{', heads travel' if self.exchange else ''}"
+
+
+FORMS = (Form("none"), Form("xla"), Form("pallas"), Form("pallas", True), Form("fused"), Form("fused", True))
+EXCHANGED = (Form("fused", exchange=True), Form("fused", True, True))
+CHOSEN = (Form(None, exchange=None), Form(None, True, None))
+
+
+def sample(seed: int, count: int) -> list[Case]:
+    """Draws cases: each layer on each topology once, then again on topologies drawn, each layer equally often."""
+    drawn, strata = random.Random(seed), list(itertools.product(LAYERS, TOPOLOGIES))
+    sizes = [(*shape, width) for shape in SHAPES for width in WIDTHS]
+    pairs = [[Case(*stratum, *size) for size in drawn.sample(sizes, 2)] for stratum in strata]
+    again = [drawn.sample([second for _, second in pairs if second.layer == layer], len(TOPOLOGIES)) for layer in LAYERS]
+    return [*(first for first, _ in pairs), *itertools.chain(*zip(*again, strict=True))][:count]
+
+
+def forms(case: Case) -> tuple[Form, ...]:
+    """Returns the forms to which the choice is compared. XLA merges trips: "none" and "xla" keep rows in any case."""
+    return FORMS + EXCHANGED if case.layer == "attention" else FORMS
+
+
+def make_layer(case: Case, form: Form) -> nnx.Module:
+    """Makes the layer of a case in a form, for the ambient mesh."""
+    dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    options = {"backend": form.backend, "gathered_bytes": MEMORY if form.keep else 0, "rngs": nnx.Rngs(0), **dtypes}
+    if case.layer == "MLP":
+        return fa.nn.ParallelMLP(case.width, HIDDEN * case.width, **options)
+    return fa.nn.ParallelSelfAttention(
+        case.width, case.width // HEAD_DIM, kv_heads=KV_HEADS, exchange_heads=form.exchange, **options
+    )
+
+
+def played_seconds(case: Case, form: Form, cache: pathlib.Path | None = None) -> float:
+    """Returns the seconds of the played program, or those in the cache if the same program was played before."""
+    size = fa.check.topology_size(case.topology)
+    kinds = (AxisType.Explicit,) * 2
+    mesh = fa.check.topology_mesh(case.topology, (1, size), ("data", "model"), axis_types=kinds)
+    shape = jax.ShapeDtypeStruct((case.batch, case.rows, case.width), jnp.bfloat16)
+    # A form that keeps rows does so even where that is not predicted to gain.
+    least = -math.inf if form.backend and form.keep else collective_matmul.KEEPING_GAINS
+    with jax.set_mesh(mesh), mock.patch.object(collective_matmul, "KEEPING_GAINS", least):
+        fn, arguments = layer_program(lambda: make_layer(case, form), shape, mesh)
+        sources = [file.read_text() for file in sorted(PLAYER.glob("*.py"))]
+        key = (case.topology, importlib.metadata.version("libtpu"), fn.lower(*arguments).as_text(), OPTIONS, sources)
+        file = None if cache is None else cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
+        if file is not None and file.exists():
+            return json.loads(file.read_text())["seconds"]
+        seconds = seconds_without_exit_copies(
+            *play_program(case.topology, fn, *arguments, compiler_options=OPTIONS)
+        )
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"case": dataclasses.asdict(case), "form": str(form), "seconds": seconds}))
+    return seconds
+
+
+def behind(chosen: float, form: Form, played: dict[Form, float]) -> float:
+    """Returns how much longer a choice takes than the fastest form that keeps no more than it may."""
+    best = min(seconds for other, seconds in played.items() if form.keep or not other.keep)
+    return max(0.0, chosen / best - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
+    parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
+    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
+    arguments = parser.parse_args()
+    rows, lags, begin = [], [], time.perf_counter()
+    for case in sample(arguments.seed, arguments.count):
+        played = {}
+        for form in (*CHOSEN, *forms(case)):
+            played[form] = played_seconds(case, form, arguments.cache)
+            spent = time.perf_counter() - begin
+            print(f"{case} {form}: {played[form] * 1e3:.4f} ms ({spent:.0f} s)", flush=True)
+        named = {form: seconds for form, seconds in played.items() if form not in CHOSEN}
+        own = [behind(played[form], form, named) for form in CHOSEN]
+        lags += own
+        cells = [f"{named[form] * 1e3:.3f}" if form in named else "-" for form in FORMS + EXCHANGED]
+        size = f"{case.batch} x {case.rows} x {case.width}"
+        choices = [f"{played[form] * 1e3:.3f} ({lag:.1%})" for form, lag in zip(CHOSEN, own, strict=True)]
+        rows.append((case.layer, case.topology, size, *cells, *choices))
+    header = ("layer", "mesh", "batch x rows x width", *map(str, FORMS + EXCHANGED), "chosen", "chosen with 128 MiB")
+    table = print_table(header, rows)
+    within = sum(lag <= ALLOWED for lag in lags)
+    text = (
+        f"Of the {len(lags)} choices {within} take at most {ALLOWED:.0%} longer than the fastest form; the furthest "
+        f"takes {max(lags):.1%} longer."
+    )
+    print(text)
+    if arguments.write:
+        write_between_markers(arguments.write, "plan layers", f"{table}\n\n{text}")
+    if within < len(lags):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
