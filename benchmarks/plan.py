@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.player_layers import play_program
 from benchmarks.table import print_table, write_between_markers
+from flaxasync.check.player import Result
 from flaxasync.ops.plan import Plan
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -140,7 +141,11 @@ def played_seconds(case: Case, backend: str) -> float:
     if case.backward:
         arguments.append(whole(case.result, specs[2]))
     fn = jax.jit(with_gradients if case.backward else local)
-    result, program = play_program(topology, fn, *arguments, compiler_options=OPTIONS)
+    return seconds_without_exit_copies(*play_program(topology, fn, *arguments, compiler_options=OPTIONS))
+
+
+def seconds_without_exit_copies(result: Result, program: fa.check.CompiledProgram) -> float:
+    """Returns the seconds of a played program without those of `exit_copies`."""
     copies = exit_copies(fa.check.parse(program.text))
     return result.seconds - sum(p.seconds for p in result.slowest.phases if p.name in copies)
 

@@ -123,19 +123,31 @@ def ring(devices: Sequence[Any], variant: str) -> Mesh:
 def program(
     variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh
 ) -> tuple[Callable, tuple[Any, Any, Any]]:
-    """Makes the jitted function of a variant; must be called under `jax.set_mesh(mesh)`.
+    """Makes the jitted function of a variant and its abstract arguments; see `layer_program`."""
+    shape = jax.ShapeDtypeStruct((batch, sequence, config.width), jnp.dtype(config.dtype))
+    return layer_program(lambda: make_layer(variant, config, nnx.Rngs(0)), shape, mesh)
+
+
+def layer_program(
+    make: Callable[[], nnx.Module], shape: jax.ShapeDtypeStruct, mesh: Mesh
+) -> tuple[Callable, tuple[Any, Any, Any]]:
+    """Makes the jitted forward and backward pass of a layer; must be called under `jax.set_mesh(mesh)`.
+
+    Args:
+      make: Makes the layer.
+      shape: The shape and dtype of x and y, [batch, rows, features], which are sharded by rows over "model".
+      mesh: A mesh with the axes "data" and "model".
 
     Returns:
       The function, which returns y, the gradients of the parameters, and dx; and its abstract arguments: the
       parameters, x and dy.
     """
-    graph, state = nnx.split(nnx.eval_shape(lambda: make_layer(variant, config, nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(make))
 
     def abstract(value: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
 
     state = jax.tree.map(abstract, state, nnx.get_partition_spec(state))
-    shape = jax.ShapeDtypeStruct((batch, sequence, config.width), jnp.dtype(config.dtype))
     x = abstract(shape, P("data", "model", None))
 
     def forward_and_backward(state: Any, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, Any, jax.Array]:

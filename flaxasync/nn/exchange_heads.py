@@ -60,7 +60,10 @@ def choose(
     if call.exchange_heads:
         return "direct" if direct else "xla"
     chip = mesh.chip()
-    if chip is None or not direct or (faster := times_as_fast(block, chip, size, dtype.itemsize)) < WORTH:
+    if chip is None or not direct:
+        return None
+    faster = times_as_fast(block, chip, size, dtype.itemsize, settings.gathered_bytes)
+    if faster < WORTH:
         return None
     if not trust.is_trusted("all_to_all", "pallas", chip.name, size):
         trust.announce("all_to_all", "pallas", "rows that travel", chip.name, size, faster=faster)
