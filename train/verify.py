@@ -108,6 +108,9 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     if ring > 1 and backends:
         for op, *shapes in sorted(trips):
             cases += [Case(op, backend, (ring,), tuple(shapes), dtype) for backend in ("none", *backends)]
+    if ring > 1 and context == 1 and config.backend == "auto" and model.exchange_heads is None:
+        block = (ring * projected, rows // ring)  # of one sequence; attention takes it only if it is verified
+        cases += [Case("all_to_all", name, (ring,), (block,), dtype, gradient=False) for name in ("xla", "pallas")]
     q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
     if context > 1:
         travel = config.backend if config.backend in PAIRS else "pallas"

@@ -51,7 +51,8 @@ def test_the_cases_are_the_kernels_and_shapes_of_the_configuration(config):
     assert ("all_gather_matmul", ((4, 256, 1024), (1024, 1024))) in shapes  # gate and up
     assert ("matmul_reduce_scatter", ((4, 1024, 512), (512, 1024))) in shapes
     assert ("attention", ((4, 1024, 2, 128), (4, 1024, 1, 128))) in shapes
-    assert {case.backend for case in cases} == {"none", "pallas", "fused", "reference", "flash"}
+    assert ("all_to_all", ((4 * 512, 256),)) in shapes  # one sequence of them, all heads of the rows of a device
+    assert {case.backend for case in cases} == {"none", "xla", "pallas", "fused", "reference", "flash"}
     for case in cases:
         mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x2" if case.devices == 4 else "v5e:1x1"))
         with jax.set_mesh(mesh):
@@ -73,7 +74,7 @@ def test_a_run_verifies_once_and_full_each_time(config, ran, capsys):
     verify_first(config, "auto")
     verify_first(config, "auto")
     assert len(ran.runs) == 1
-    assert "verify     14 cases on TPU v5 lite, once; --verify off skips this" in capsys.readouterr().out
+    assert "verify     16 cases on TPU v5 lite, once; --verify off skips this" in capsys.readouterr().out
     verify_first(config, "full")
     assert {case.op for case in ran.runs[1]} >= {"mesh_matmul", "ring_attention", "ppermute"}
 
