@@ -22,6 +22,7 @@ from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling
 from flaxasync.kernels.engine.vmem import available
 
+MARGIN = 16 * 2**20  # bytes of vector memory that a w which stays leaves to products on their way to a sum
 W_SLOTS = 16  # tiles of w that stay, at most: each has a semaphore, and a kernel has few of them
 
 
@@ -60,7 +61,8 @@ class MatmulTiles:
         stays = dataclasses.replace(self, w_stays=True)
         tile = self.contraction.size * self.joined * self.columns.size * jnp.dtype(dtype).itemsize
         need = used_bytes + (stays.w_slots - 2) * tile
-        return (stays, need) if need <= available() and stays.w_slots <= W_SLOTS else (self, used_bytes)
+        fits = need <= available() - MARGIN and stays.w_slots <= W_SLOTS
+        return (stays, need) if fits else (self, used_bytes)
 
     def w_slot(self, t: Scalar, j: Scalar, number: Scalar) -> Scalar:
         """Returns the slot of tile (t, j) of w, which is used as the `number`-th one."""
