@@ -85,6 +85,7 @@ class Case:
       flags: The name of a set of XLA's flags.
       overlap: What hides the transfers of fsdp; see `TransformerConfig.fsdp_overlap`.
       kept: The MiB of gathered rows that are kept; see `TransformerConfig.gathered_mib`.
+      heads: Whether weights and heads of attention travel; see `TransformerConfig.exchange_heads`.
     """
 
     topology: str
@@ -94,6 +95,7 @@ class Case:
     flags: str = ""
     overlap: str = "xla"
     kept: int = 0
+    heads: bool | None = None
 
 
 CASES = (
@@ -119,6 +121,8 @@ CASES = (
     Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), flags="windowed"),
     Case("v5e:4x4", OURS, (1, 4, 4)),
     Case("v5e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas"),
+    Case("v5e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas", kept=128),
+    Case("v5e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas", kept=128, heads=False),
     Case("v5e:4x4", AUTOMATIC, (1, 16, 1)),
     Case("v5e:4x4", AUTOMATIC, (1, 4, 4)),
     Case("v5e:4x4", AUTOMATIC, (1, 1, 16)),
@@ -168,7 +172,9 @@ def config_of(case: Case) -> Config:
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, model=model),
-        model=dataclasses.replace(config.model, remat=case.remat, fsdp_overlap=case.overlap, gathered_mib=case.kept),
+        model=dataclasses.replace(
+            config.model, remat=case.remat, fsdp_overlap=case.overlap, gathered_mib=case.kept, exchange_heads=case.heads
+        ),
         data=dataclasses.replace(config.data, batch_size=BATCH, sequence_length=length, microbatches=1),
     )
 
@@ -227,6 +233,7 @@ def estimated(case: Case, program: check.CompiledProgram, kernels: Literal["play
 def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     """Makes the row of a case."""
     overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
+    overlap += ", rows travel" if case.heads is False else ""
     mesh = " x ".join(map(str, case.mesh))
     named = (case.topology, case.program, mesh, case.remat, overlap, case.flags or "-")
     if "error" in found:
