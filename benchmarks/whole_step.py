@@ -24,6 +24,7 @@ import json
 import pathlib
 import pickle
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -237,7 +238,7 @@ def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     mesh = " x ".join(map(str, case.mesh))
     named = (case.topology, case.program, mesh, case.remat, overlap, case.flags or "-")
     if "error" in found:
-        return (*named, "-", "-", "-", "-", f"not compiled: {found['error']}")
+        return (*named, "-", "-", "-", "-", textwrap.shorten(f"not compiled: {found['error']}", 60, placeholder=" ..."))
     if "seconds" not in found:
         return (*named, f"{gib(found['memory'])} (too much)", "-", "-", "-", "-")
     longest = found["waits"][0][0] if found["waits"] else "-"
