@@ -36,7 +36,7 @@ def choose(
       NotImplementedError: Heads must travel, and cannot.
     """
     size, settings = lax.axis_size(call.settings.axis_name), call.settings
-    if call.exchange_heads is False or size == 1:
+    if call.exchange_heads is False or size == 1 or x.size == 0:
         return None
     given = [name for name, other in others.items() if other is not None]
     lacks = {

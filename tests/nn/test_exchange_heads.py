@@ -97,6 +97,28 @@ def test_direct_copies_in_the_simulator(mesh_of):
     assert_alike(got, want)
 
 
+def test_an_empty_batch_gives_an_empty_result(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)):
+        _, heads = layers(True)
+        assert heads(ones((0, 8, 8), ROWS)).shape == (0, 8, 8)
+
+
+def test_a_second_derivative_through_direct_copies_is_refused_by_name(mesh_of):
+    mesh = fa.check.topology_mesh("v6e:2x2", (1, 4), ("data", "model"))
+    with jax.set_mesh(mesh):
+        layer = nnx.eval_shape(lambda: fa.nn.ParallelSelfAttention(
+            256, 8, head_dim=128, dtype="bfloat16", exchange_heads=True, rngs=nnx.Rngs(0)
+        ))  # fmt: skip
+        graph, state = nnx.split(layer)
+        x = jax.ShapeDtypeStruct((2, 512, 256), "bfloat16", sharding=jax.NamedSharding(mesh, ROWS))
+
+        def slope(x, state):
+            return jax.grad(lambda x: (nnx.merge(graph, state)(x).astype("float32") ** 2).sum())(x)
+
+        with pytest.raises(NotImplementedError, match="has a first derivative only"):
+            jax.eval_shape(jax.grad(lambda x, state: slope(x, state).astype("float32").sum()), x, state)
+
+
 def test_a_result_that_is_used_before_it_has_arrived_is_caught(mesh_of, monkeypatch):
     """The negative test of the simulator's run: nothing waits for what this device's heads receive."""
     monkeypatch.setattr(exchanged.ExchangedAttention, "exchange", forgetful(exchanged.ExchangedAttention.exchange))

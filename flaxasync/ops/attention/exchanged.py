@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from flaxasync.ops.attention.vjp import refusing
 from flaxasync.ops.matmul.products import Arrays, row_major, weight_gradient
 from flaxasync.ops.matmul.vjp import Executor
 from flaxasync.ops.saved import GATHERED, PRODUCT
@@ -132,6 +133,7 @@ def exchanged_attention(
 def _forward(
     block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
 ) -> tuple[Arrays, tuple]:
+    xs = _first_derivative_only(block, xs)
     with jax.named_scope("project_inputs"):
         zs, gathered = block.projections.gather(w, xs, transposed=True, keep=block.keep)
     zs = checkpoint_name(zs, PRODUCT)
@@ -148,6 +150,7 @@ def _forward(
 
 def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arrays, Array, Array, None, Any]:
     xs, w, gathered, out, heads, pulls = saved
+    dys = _first_derivative_only(block, dys)
     found: dict[str, Any] = {}
     with jax.named_scope("project_output_dx"):
         dheads, _ = block.output.gather(out, dys, transposed=True)
@@ -176,6 +179,16 @@ def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arr
 
 
 exchanged_attention.defvjp(_forward, _backward)
+
+
+def _first_derivative_only(block: ExchangedAttention, arrays: Arrays) -> Arrays:
+    """Returns the arrays; those of a block with direct copies refuse a second derivative by name."""
+    return _one_derivative(*arrays) if block.direct else arrays
+
+
+_one_derivative = refusing(
+    "attention with exchange_heads", "its copies have no gradient of their own; exchange_heads=False has none of them"
+)
 
 
 def _transposed_product(executor: Executor, w: Array, zs: Arrays) -> Arrays:

@@ -96,7 +96,7 @@ def _first_derivative_only(call: Call) -> Callable[..., tuple[Array, ...]]:
     return (lambda *arrays: arrays) if isinstance(call.kernel, Reference) else _one_derivative_of_a_kernel
 
 
-def _refusing(op: str, why: str) -> Callable[..., tuple[Array, ...]]:
+def refusing(op: str, why: str) -> Callable[..., tuple[Array, ...]]:
     """Returns the identity with a derivative that raises NotImplementedError."""
 
     @jax.custom_jvp
@@ -113,7 +113,7 @@ def _refusing(op: str, why: str) -> Callable[..., tuple[Array, ...]]:
     return identity
 
 
-_one_derivative_of_a_ring = _refusing("ring_attention", "its gradient is a ring of its own, which has no gradient")
-_one_derivative_of_a_kernel = _refusing(
+_one_derivative_of_a_ring = refusing("ring_attention", "its gradient is a ring of its own, which has no gradient")
+_one_derivative_of_a_kernel = refusing(
     "attention", "its gradient is a kernel, which has no gradient; kernel='reference' has one"
 )
