@@ -14,7 +14,7 @@ def timeline(
     chip: str | None = None,
     *,
     kernels: Mapping[str, float] | Literal["play"] | None = None,
-    copies: str = "cycles",
+    copies: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Timeline:
     """Estimates which instruction runs when, on each device.
@@ -26,8 +26,10 @@ def timeline(
         chip's peak, and transfers within it take none. "play" simulates every distinct kernel once, by itself, which
         takes seconds for each; the times are kept in the user's cache folder. The program must then be one of
         `compile_for`.
-      copies: "cycles" takes the compiler's estimates of copies, but for those from or to vector memory, for which they
-        are far too long. "bytes" times all copies by the bytes that they move.
+      copies: "cycles" takes the compiler's estimates of copies, which are far too long within vector memory. "bytes"
+        times copies by the bytes that they move. "simulated" times those from or to vector memory so, at the rates of
+        simulated copies, and takes the compiler's estimates of all others. By default "simulated" where kernels are
+        simulated, and "cycles" elsewhere, by which the compiler itself schedules.
       say: Is called with a line about each kernel that is simulated.
 
     Returns:
@@ -42,7 +44,7 @@ def timeline(
     if kernels != "play":
         if isinstance(kernels, str):
             raise ValueError(f"kernels must be 'play', or seconds by name: got {kernels!r}")
-        return estimator.timeline(compiled, chip, kernels=kernels, copies=copies)
+        return estimator.timeline(compiled, chip, kernels=kernels, copies=copies or "cycles")
     if not isinstance(compiled, CompiledProgram):
         raise ValueError(
             f"kernels='play' needs a program of flaxasync.check.compile_for: got {type(compiled).__name__}; compile it "
@@ -52,4 +54,4 @@ def timeline(
 
     module = module_of(compiled)
     played, notes = kernel_times(compiled, module, say)
-    return estimator.timeline(compiled, chip, copies=copies, played=played, notes=notes)
+    return estimator.timeline(compiled, chip, copies=copies or "simulated", played=played, notes=notes)

@@ -3,7 +3,7 @@
 | instruction | its time |
 |---|---|
 | a matmul, alone or in a fusion | the compiler's cycle estimate (8 % too long for a large one, measured on v5e) |
-| a copy | the compiler's cycle estimate; its bytes, if they take less, where it is in vector memory before or after |
+| a copy | the compiler's cycle estimate |
 | other work | its bytes at the rate that a copy reaches, or the cycle estimate where that is shorter |
 | a collective, alone or in a fusion | its bytes on the links (collective_time.py) |
 | a loop | the time of its body, times its trip count |
@@ -15,9 +15,9 @@ The compiler's estimates of work without a matmul are too long: for broadcasts a
 of two, and for the slices and updates of stacked layers the more, the more layers there are. Such work is therefore
 never charged more than its bytes (moved_bytes.py). Copies keep the estimate, because the compiler itself schedules by
 it. That estimate is furthest off within vector memory: it is 184 512 cycles for a copy of 16 MiB on v5e, whose final
-bundles take 6 700. There, copies are charged by their bytes, at a lower rate if they change the layout.
-`copies="bytes"` charges all copies by their bytes. A Pallas kernel that was written without a
-`cost_estimate` is charged by its bytes, and the timeline notes it.
+bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. `copies="simulated"` does so for those from or
+to vector memory, at the lower rate of simulated copies where they change the layout. A Pallas kernel that was written
+without a `cost_estimate` is charged by its bytes, and the timeline notes it.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Costs:
       chip: The chip.
       kernels: Seconds of Pallas kernels, by the name of the instruction, with or without its number.
       played: What Pallas kernels took in a simulation, by the name of the instruction.
-      copies: "cycles" or "bytes": what the time of a copy is taken from.
+      copies: "cycles", "bytes" or "simulated": what the time of a copy is taken from.
       known: A cache of what `explained` returned, by computation and instruction.
       known_trips: A cache of what `trips` returned, by the names of the loop and of its body.
     """
@@ -164,10 +164,9 @@ class Costs:
             sent, kind = self._operand_bytes(computation, i), self.collective_kind(computation, i, collective)
             return collective_seconds(kind, sent, i.shape.bytes, self.group_size(collective), self.chip), "links"
         cycles, moved = i.estimated_cycles, self._bytes_seconds(computation, i)
-        if i.opcode == "copy" and cycles is not None and self.copies == "cycles":
-            moved = self._copy_seconds(computation, i, cycles / self.chip.clock, moved)
-            return moved, "cycles"
-        as_estimated = self.module.contains_matmul(i)
+        if i.opcode == "copy" and cycles is not None and self.copies == "simulated":
+            return self._copy_seconds(computation, i, cycles / self.chip.clock, moved), "cycles"
+        as_estimated = self.module.contains_matmul(i) or (i.opcode == "copy" and self.copies == "cycles")
         if cycles is not None and (as_estimated or cycles / self.chip.clock < moved):
             return cycles / self.chip.clock, "cycles"
         return moved, "bytes"
@@ -208,7 +207,7 @@ class Costs:
         return max(self.memory_seconds(in_hbm), in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock))
 
     def _copy_seconds(self, computation: Computation, i: Instruction, estimated: float, moved: float) -> float:
-        """Returns the time of a copy: the compiler's estimate, but within or to vector memory what its bytes take."""
+        """Returns the time of a copy: the compiler's estimate, but from or to vector memory what its bytes take."""
         source = computation.by_name.get(i.operands[0]) if i.operands else None
         if source is None or VMEM not in (source.shape.memory_space, i.shape.memory_space):
             return estimated

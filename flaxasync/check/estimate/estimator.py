@@ -37,8 +37,9 @@ def timeline(
       chip: "v5e", "v6e", "v5p" or "tpu7x"; the name of a topology will do, too. By default the program's own chip.
       kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own cost estimate at the
         chip's peak.
-      copies: "cycles" takes the compiler's estimates of copies, but for those from or to vector memory, for which they
-        are far too long. "bytes" times all copies by the bytes that they move.
+      copies: "cycles" takes the compiler's estimates of copies, which are far too long within vector memory. "bytes"
+        times copies by the bytes that they move. "simulated" times those from or to vector memory so, at the rates of
+        simulated copies, and takes the compiler's estimates of all others.
       played: What kernels took in a simulation, by name.
       notes: More notes of the timeline.
 
@@ -59,8 +60,8 @@ def timeline(
             f"{module.name or 'the text'} is not scheduled, so it has no order to put in time: compile it first "
             "(jitted.lower(...).compile(), or compile_for)"
         )
-    if copies not in ("bytes", "cycles"):
-        raise ValueError(f"copies must be 'bytes' or 'cycles': got {copies!r}")
+    if copies not in ("bytes", "cycles", "simulated"):
+        raise ValueError(f"copies must be 'cycles', 'bytes' or 'simulated': got {copies!r}")
     costs = Costs(module, chip_named(named), dict(kernels or {}), copies, dict(played or {}))
     lockstep = Lockstep(module, costs)
     lockstep.run()
@@ -116,7 +117,8 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
 
 def _basis(chip: Chip, copies: str, played: bool) -> str:
     kernels = "kernels as they were simulated one by one, " if played else ""
-    cycles = "matmuls and copies" if copies == "cycles" else "matmuls"
+    copied = {"cycles": " and copies", "simulated": " and of copies in HBM", "bytes": ""}
+    cycles = f"matmuls{copied[copies]}"
     return (
         f"{kernels}the compiler's cycle estimates of {cycles} at {chip.clock / 1e9:g} GHz, other work by its "
         f"bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of "
