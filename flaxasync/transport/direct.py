@@ -10,6 +10,9 @@ A reduce-scatter is an all-to-all whose blocks the receiver adds up. A ring woul
 starts the next one, while these are one start and one done, and the core is free between them. They are for transfers
 that have long to finish, on rings of few devices.
 
+A device sends to its nearest neighbours first. In the simulator, which sends one transfer at a time over each link of a
+chip, the farthest first takes 1.4 times as long on closed rings of four v5e, and 1.3 times on rings of eight.
+
 The start waits until all other devices of the axis have entered it, because all of them write here. Block d of y is
 written by device d alone, and this device's own block by a local copy.
 
@@ -97,7 +100,7 @@ def _send_to_all(
 ) -> None:
     """Starts sending `source(device)` to `target(me)` on each device of the axis, this one included."""
     me = lax.axis_index(axis_name)
-    others = sorted(range(1, size), key=lambda hop: -min(hop, size - hop))  # the farthest first
+    others = sorted(range(1, size), key=lambda hop: min(hop, size - hop))  # the nearest first; see above
     barrier = pltpu.get_barrier_semaphore(f"flaxasync.{name} {axis_name}")
     with jax.named_scope("enter"):
         for hop in others:

@@ -45,7 +45,7 @@ _STEPS = ("-start", "-done", "-update")
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """What a kernel takes on its slowest device, by simulation.
+    """What a kernel, or a transfer from its start to its done, takes on its slowest device, by simulation.
 
     Attributes:
       seconds: All of its time.
@@ -64,7 +64,8 @@ class Costs:
       module: The program.
       chip: The chip.
       kernels: Seconds of Pallas kernels, by the name of the instruction, with or without its number.
-      played: What Pallas kernels took in a simulation, by the name of the instruction.
+      played: What Pallas kernels took in a simulation, by the name of the instruction; the transfer of a start/done
+        pair by that of the start.
       copies: "cycles", "bytes" or "simulated": what the time of a copy is taken from.
       known: A cache of what `explained` returned, by computation and instruction.
       known_trips: A cache of what `trips` returned, by the names of the loop and of its body.
@@ -132,6 +133,8 @@ class Costs:
             given = self._given(operation.start.name)
             if given is not None:
                 return given
+            if operation.start.name in self.played:
+                return self.played[operation.start.name].seconds
             if not operation.communicates:
                 return self.memory_seconds(2 * operation.bytes)
             return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
@@ -175,13 +178,13 @@ class Costs:
         given = self._given(i.name)
         if given is not None:
             return given, "given"
-        if i.name in self.played:
-            return self.played[i.name].seconds, "played"
         if i.custom_call_target in _FREE_CALLS:
             return 0.0, "nothing"
         shapes = [i.shape] + [made.shape for o in i.operands if (made := computation.by_name.get(o))]
         if any(leaf.memory_space == SEMAPHORE for shape in shapes for _, leaf in shape.leaves()):
             return 0.0, "nothing"  # one half of an asynchronous pair
+        if i.name in self.played:
+            return self.played[i.name].seconds, "played"
         moved, flops = self._bytes_seconds(computation, i), i.kernel_flops
         return (moved, "bytes") if flops is None else (max(moved, flops / self.chip.flops), "estimate")
 

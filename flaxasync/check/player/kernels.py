@@ -4,7 +4,8 @@ A kernel is taken from the text of the program, which holds its code, and made a
 same shapes on the same chips. That program is compiled and simulated, and the time of the kernel on its slowest device
 is kept in the user's cache folder, by everything on which it depends. So every device enters the kernel at the same
 time, and nothing else uses the links or HBM meanwhile. Operands that the program had in vector memory may be in HBM
-here. Halves of a start/done pair are left out: they take no time, and their transfer is not within them.
+here. The two halves of a start/done pair between devices are one program, in which nothing stands between them: their
+time is that of the transfer.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flaxasync.check.estimate.costs import KernelTime
+from flaxasync.check.hlo.async_operations import async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE
 from flaxasync.check.player.errors import PlayerError
@@ -55,10 +57,25 @@ class Kernel:
     integers: tuple[tuple[int, tuple[int, ...]], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A start and its done as one program.
+
+    Attributes:
+      start: The first half.
+      done: The second half.
+      wires: For each operand of the done, the number of the result of the start that it is.
+    """
+
+    start: Kernel
+    done: Kernel
+    wires: tuple[int, ...]
+
+
 def kernel_times(
     program: "CompiledProgram", module: HloModule, say: Callable[[str], None] | None = None
 ) -> tuple[dict[str, KernelTime], tuple[str, ...]]:
-    """Simulates the kernels of a program.
+    """Simulates the kernels of a program, and its start/done pairs between devices.
 
     Args:
       program: A program of `compile_for`.
@@ -66,15 +83,21 @@ def kernel_times(
       say: Is called with a line about each kernel that is not in the cache.
 
     Returns:
-      The times by the names of the instructions; and for each kernel that could not be simulated, a line that says why.
+      The times by the names of the instructions, those of pairs by the names of their starts; and for each kernel that
+      could not be simulated, a line that says why.
     """
     if program.chip in TWO_CORES:
         return {}, (f"kernels were not simulated: a {program.chip} has two cores, and the simulator has one of them",)
     found: dict[str, KernelTime] = {}
     lines: list[str] = []
-    by_kernel: dict[Kernel, list[str]] = {}
+    by_kernel: dict[Kernel | Pair, list[str]] = {}
     for computation, instruction in _kernels(module):
         by_kernel.setdefault(_kernel_of(computation, instruction), []).append(instruction.name)
+    for start, pair in _pairs(module):
+        if pair is None:
+            lines.append(f"{start} was not simulated: its done takes other arrays than those that it returns")
+        else:
+            by_kernel.setdefault(pair, []).append(start)
     for number, (kernel, names) in enumerate(by_kernel.items(), 1):
         try:
             time = _time(
@@ -102,6 +125,25 @@ def _kernels(module: HloModule) -> Iterator[tuple[Computation, Instruction]]:
                 yield computation, i
 
 
+def _pairs(module: HloModule) -> Iterator[tuple[str, Pair | None]]:
+    """Yields the name of every start between devices, with its pair; None where the done takes something else, too."""
+    for operation in async_operations(module):
+        if operation.spelling != "kernel" or not operation.communicates or not operation.windows:
+            continue
+        start, window = operation.start, operation.windows[0]
+        at, ends_at = module.computations[operation.computation], module.computations[window.computation]
+        left = [(n, leaf.without_layout(), leaf.memory_space) for n, (_, leaf) in enumerate(start.shape.leaves())]
+        wires: list[int] = []
+        for shape in (ends_at.by_name[name].shape for name in window.done.operands):
+            same = [made for made in left if made[1:] == (shape.without_layout(), shape.memory_space)]
+            if same:
+                left.remove(same[0])
+                wires.append(same[0][0])
+        whole = len(wires) == len(window.done.operands)
+        pair = Pair(_kernel_of(at, start), _kernel_of(ends_at, window.done), tuple(wires)) if whole else None
+        yield start.name, pair
+
+
 def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
     config = {
         key: value for key, value in i.backend_config.items() if key in ("custom_call_config", "scoped_memory_configs")
@@ -110,7 +152,7 @@ def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
     operands = [computation.by_name[name].shape for name in i.operands]
     integers = []
     for number, (name, shape) in enumerate(zip(i.operands, operands, strict=True)):
-        if re.match(r"[su]\d", shape.element_type):
+        if re.match(r"[su]\d", shape.element_type) and shape.memory_space != SEMAPHORE:
             values = _elements(computation, name)
             size = int(np.prod(shape.dimensions))
             integers.append((number, tuple(values * (size // len(values)) if values else [0] * size)))
@@ -133,7 +175,7 @@ def _elements(computation: Computation, name: str) -> list[int] | None:
     return [int(number) for number in re.findall(r"-?\d+", i.literal)]
 
 
-def _time(program: "CompiledProgram", kernel: Kernel, begins: Callable[[], Any]) -> KernelTime:
+def _time(program: "CompiledProgram", kernel: Kernel | Pair, begins: Callable[[], Any]) -> KernelTime:
     key = (*dataclasses.astuple(kernel), program.topology, program.coords, _versions())
     file = _cache_folder() / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
     if file.exists():
@@ -147,8 +189,8 @@ def _time(program: "CompiledProgram", kernel: Kernel, begins: Callable[[], Any])
     return time
 
 
-def _simulate(program: "CompiledProgram", kernel: Kernel) -> KernelTime:
-    """Compiles a kernel as a program of its own, and simulates it."""
+def _simulate(program: "CompiledProgram", simulated: Kernel | Pair) -> KernelTime:
+    """Compiles a kernel or a pair as a program of its own, and simulates it."""
     import jax
     from jax.sharding import AxisType, PartitionSpec
 
@@ -160,26 +202,31 @@ def _simulate(program: "CompiledProgram", kernel: Kernel) -> KernelTime:
     devices = {tuple(device.coords): device for device in topology_devices(program.topology)}
     ordered = np.array([devices[coords] for coords in program.coords], dtype=object)
     mesh = jax.sharding.Mesh(ordered, ("devices",), axis_types=(AxisType.Auto,))
+    kernel = simulated.start if isinstance(simulated, Pair) else simulated
     fixed = dict(kernel.integers)
     written = {operand for operand, _ in kernel.aliases}  # made in the program: XLA would copy its arguments first
     shapes = [_type(text) for text in kernel.operands]
-    call = jax.ffi.ffi_call(
-        "tpu_custom_call",
-        [_type(text) for text in kernel.results],
-        has_side_effect=True,
-        input_output_aliases=dict(kernel.aliases),
-        custom_call_api_version=1,
-        legacy_backend_config=kernel.config,
-    )
+
+    def call(kernel: Kernel, *operands: Any) -> list[Any]:
+        return jax.ffi.ffi_call(
+            "tpu_custom_call",
+            [_type(text) for text in kernel.results],
+            has_side_effect=True,
+            input_output_aliases=dict(kernel.aliases),
+            custom_call_api_version=1,
+            legacy_backend_config=kernel.config,
+        )(*operands)
 
     def run(*arrays: Any) -> Any:
         given = iter(arrays)
-        results = call(*(
+        results = call(kernel, *(
             np.array(fixed[n], shape.dtype).reshape(shape.shape) if n in fixed
             else jax.numpy.zeros(shape.shape, shape.dtype) if n in written
             else next(given)
             for n, shape in enumerate(shapes)
         ))  # fmt: skip
+        if isinstance(simulated, Pair):
+            results = call(simulated.done, *(results[n] for n in simulated.wires))
         return [result[(slice(1),) * result.ndim] for result in results]  # so that nothing copies whole results
 
     spec = PartitionSpec()
@@ -193,7 +240,13 @@ def _simulate(program: "CompiledProgram", kernel: Kernel) -> KernelTime:
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
         compiled = compile_for(program.topology, mapped, *arrays, keep_dumps=folder)
         result = play_dump(folder, topology=program.topology, coords=compiled.coords)
-    (name,) = (i.name for _, i in _kernels(parse(compiled.text)))
+    module = parse(compiled.text)
+    if isinstance(simulated, Pair):
+        (operation,) = (operation for operation in async_operations(module) if operation.spelling == "kernel")
+        names = (operation.start.name, operation.windows[0].done.name)
+        pairs = [[phase for phase in device.phases if phase.name in names] for device in result.devices]
+        return KernelTime(max(done.start + done.seconds - start.start for start, done in pairs), 0.0)
+    (name,) = (i.name for _, i in _kernels(module))
     phases = [phase for device in result.devices for phase in device.phases if phase.name == name]
     slowest = max(phases, key=lambda phase: phase.seconds)
     return KernelTime(slowest.seconds, slowest.exposed)
