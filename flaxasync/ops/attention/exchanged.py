@@ -22,8 +22,10 @@ backward   dheads = all_gather(out) @ dy.T                   the all-to-alls aga
 ```
 
 The sequences of the batch are exchanged one by one. While one of them attends, the next ones arrive and the one before
-leaves. The first arrival of the backward pass has the product of dout beside it, and the last departure the products of
-dx, if w was kept.
+leaves. The first arrival has the projection of the last sequence beside it, and backward the product of dout. The last
+departure of the backward pass has the products of dx beside it, if w was kept; that of the forward pass has nothing.
+To gather `out` beside attention, so that the products of the other sequences could hide it, was slower: the exchanges
+need those links.
 
 Where the rows of all devices are more than the features of the weights, less travels in this form. The all-to-all is
 that of Jacobs et al., "DeepSpeed Ulysses" (2023), where the weights are whole on every device.
@@ -40,7 +42,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.ops.attention.vjp import refusing
-from flaxasync.ops.matmul.products import Arrays, row_major, weight_gradient
+from flaxasync.ops.matmul.products import Arrays, dot, row_major, weight_gradient
 from flaxasync.ops.matmul.vjp import Executor
 from flaxasync.ops.saved import GATHERED, PRODUCT
 from flaxasync.transport import direct
@@ -79,25 +81,25 @@ class ExchangedAttention:
 
     def through[T](
         self,
-        xs: Arrays,
+        first: Array,
+        while_first_arrives: Callable[[list[Transfers]], Arrays],
         compute: Callable[[int, Array], tuple[Array, T]],
-        while_first_arrives: Callable[[list[Transfers]], Any],
         while_last_leaves: Callable[[list[Transfers], Arrays], Any],
     ) -> tuple[Arrays, list[T]]:
         """Sends each sequence to where it is computed with, and the results back.
 
         Args:
-          xs: The sequences, [R*n, r].
+          first: The first sequence, [R*n, r].
+          while_first_arrives: Is called with the transfers that are then under way, and returns the other sequences.
           compute: A function (number of the sequence, [R, n, r]) -> [R, m, r], and what is returned beside it.
-          while_first_arrives: Is called with the transfers that are then under way.
-          while_last_leaves: Likewise, and with the results of all sequences but the last.
+          while_last_leaves: Is called with what is then under way, and with the results of all sequences but the last.
 
         Returns:
           The results, [R*m, r], and what was returned beside them.
         """
-        arriving, more = [self.exchange(xs[0])], list[T]()
+        arriving, more = [self.exchange(first)], list[T]()
         leaving: list[Transfers] = []
-        while_first_arrives(arriving)
+        xs = (first, *while_first_arrives(arriving))
         arriving += [self.exchange(x) for x in xs[1:IN_FLIGHT]]
         for i in range(len(xs)):
             (x,) = arriving[i].done()
@@ -134,18 +136,25 @@ def _forward(
     block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
 ) -> tuple[Arrays, tuple]:
     xs = _first_derivative_only(block, xs)
+    some, last = (xs[:-1], xs[-1:]) if len(xs) > 1 else (xs, ())
     with jax.named_scope("project_inputs"):
-        zs, gathered = block.projections.gather(w, xs, transposed=True, keep=block.keep)
-    zs = checkpoint_name(zs, PRODUCT)
-    gathered = None if gathered is None else checkpoint_name(gathered, GATHERED)
+        zs, gathered = block.projections.gather(w, some, transposed=True, keep=block.keep or len(xs) > 1)
+
+    def other_zs(arriving: list[Transfers]) -> Arrays:
+        with jax.named_scope("project_inputs"):
+            return zs[1:] + tuple(meanwhile(arriving, product, gathered, x) for x in last)
+
+    def product(gathered: Array, x: Array) -> Array:
+        return dot(gathered, x, block.projections.precision, transposed=True).astype(x.dtype)
 
     def attend(i: int, z: Array) -> tuple[Array, Any]:
-        return jax.vjp(lambda z, shared: block.attend(z, constants[i], shared), z, shared)
+        return jax.vjp(lambda z, shared: block.attend(z, constants[i], shared), checkpoint_name(z, PRODUCT), shared)
 
-    heads, pulls = block.through(zs, attend, lambda arriving: None, lambda leaving, back: None)
+    heads, pulls = block.through(zs[0], other_zs, attend, lambda leaving, back: None)
     with jax.named_scope("project_output"):
         ys = checkpoint_name(_transposed_product(block.output, out, heads), PRODUCT)
-    return ys, (xs, w, gathered, out, heads, pulls)
+    kept = checkpoint_name(gathered, GATHERED) if block.keep else None
+    return ys, (xs, w, kept, out, heads, pulls)
 
 
 def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arrays, Array, Array, None, Any]:
@@ -155,9 +164,10 @@ def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arr
     with jax.named_scope("project_output_dx"):
         dheads, _ = block.output.gather(out, dys, transposed=True)
 
-    def reduce_dout(arriving: list[Transfers]) -> None:
+    def reduce_dout(arriving: list[Transfers]) -> Arrays:
         with jax.named_scope("project_output_dw"):
             found["dout"] = meanwhile(arriving, lambda *dys: block.output.reduce(heads, dys), *dys)
+        return dheads[1:]
 
     def local_dx(*dzs: Array) -> Arrays:
         with jax.named_scope("project_inputs_dx"):
@@ -167,7 +177,7 @@ def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arr
         if gathered is not None and dzs:
             found["dxs"] = meanwhile(leaving, local_dx, *dzs)
 
-    dzs, dshared = block.through(dheads, lambda i, dy: pulls[i](dy), reduce_dout, first_dxs)
+    dzs, dshared = block.through(dheads[0], reduce_dout, lambda i, dy: pulls[i](dy), first_dxs)
     if gathered is None:
         with jax.named_scope("project_inputs_dx"):
             dxs = _transposed_product(block.projections, w, dzs)

@@ -5,8 +5,9 @@ predicts them: with rows that travel, one all-gather-matmul and one matmul-reduc
 all-gather-matmuls of the weights. What may be kept is kept in both.
 
 Beside those, the second form takes what its exchanges do not hide and what its transposes move. Attention hides the
-exchanges of all sequences but the first arrival and the last departure, if it takes as long. Backward, the product of
-dout hides the first arrival, and the products of dx the last departure where the gathered weights were kept. Between
+exchanges of all sequences but the first arrival and the last departure, if it takes as long. The projection of the last
+sequence hides the first arrival, and backward the product of dout does; the products of dx hide the last departure of
+the backward pass where the gathered weights were kept. Between
 products, whose rows are features, and attention, whose rows are positions, XLA transposes the inputs and results of
 attention, w and y, and their gradients.
 """
@@ -76,7 +77,8 @@ def _exposed(block: Block, chip: Chip, ring: int, itemsize: int, keep: bool) -> 
     """Returns the seconds in which the exchanges have nothing beside them, forward and backward."""
     first, last = (_sequence(n, block.rows, chip, ring, itemsize) for n in (block.inputs, block.out))
     middle, attention = _exchange(block, chip, ring, itemsize) - first - last, _attention(block, chip, ring)
-    ends, products = [first, last], 2 * block.batch * ring * block.rows * block.features / chip.flops
+    products = 2 * block.batch * ring * block.rows * block.features / chip.flops
+    ends = [max(0.0, first - products * block.inputs / block.batch) if block.batch > 1 else first, last]
     ends.append(max(0.0, last - products * block.out))
     ends.append(max(0.0, first - products * block.inputs * (block.batch - 1) / block.batch) if keep else first)
     return sum(ends) + sum(max(0.0, middle - part) for part in (attention, 2 * attention))
