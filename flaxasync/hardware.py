@@ -40,6 +40,9 @@ class Chip:
         such a copy on v5e.
       vmem_relayout_bytes_per_cycle: The same for a copy that changes the layout, as simulated copies of 4 MiB of
         bfloat16 take on v5e (241) and v6e (235).
+      cores: The cores of a device. Its rates are those of all of them together; the vector memory is that of one. XLA
+        divides its products among them, but a Pallas kernel runs on one of them unless a dimension of its grid is
+        parallel: on v5p the simulated bundles of core 0 hold half of XLA's product, and all of a fused kernel's.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Chip:
     hbm_efficiency: float = 0.81
     vmem_bytes_per_cycle: float = 2500
     vmem_relayout_bytes_per_cycle: float = 240
+    cores: int = 1
 
     def wraps(self, sizes: Sequence[int]) -> tuple[bool, ...]:
         """Says which dimensions of a whole slice close into rings.
@@ -73,7 +77,7 @@ CHIPS = {
     for chip in (
         Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 16, 128 * MIB),
         Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 16, 128 * MIB),
-        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, CUBE, 64 * MIB),
+        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, CUBE, 64 * MIB, cores=2),
         Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, CUBE, 64 * MIB),
     )
 }

@@ -46,7 +46,6 @@ class PlayedChip:
       branch_delay: The number of bundles after a branch that are still issued.
       granule: Bytes of the unit in which transfers are counted.
       hbm_unit: Bytes of the unit in which HBM addresses are counted.
-      cores: Cores of one device. A second core is assumed to do half of the work, in step with the first one.
       known_error: How far simulated times were from a measurement, if one is known.
     """
 
@@ -64,13 +63,17 @@ class PlayedChip:
     branch_delay: int
     granule: int
     hbm_unit: int
-    cores: int
     known_error: str
     link_latency: float = 0.0
 
     @property
     def clock(self) -> float:
         return self.sheet.clock
+
+    @property
+    def cores(self) -> int:
+        """Cores of one device. A second core is assumed to do half of the work, in step with the first one."""
+        return self.sheet.cores
 
     @property
     def hbm(self) -> float:
@@ -110,20 +113,20 @@ PLAYED_CHIPS = {
     for chip in (
         PlayedChip(
             "v5e", data_sheets.CHIPS["v5e"], {"bf16": 16, "": 8}, 4, 100, {"bf16": 2, "": 1}, 0.801, 1.0367,
-            branch_delay=4, hbm_unit=512, cores=1, known_error=_V5E_ERROR,
+            branch_delay=4, hbm_unit=512, known_error=_V5E_ERROR,
             **_SHARED,
         ),
         PlayedChip(
             "v6e", data_sheets.CHIPS["v6e"], {"bf16": 8, "": 16}, 2, 160, {"bf16": 4, "": 2}, 0.801, 1.0,
-            branch_delay=4, hbm_unit=32, cores=1, known_error=_ASSUMED.format("v6e"), **_SHARED,
+            branch_delay=4, hbm_unit=32, known_error=_ASSUMED.format("v6e"), **_SHARED,
         ),
         PlayedChip(
             "v5p", data_sheets.CHIPS["v5p"], {"bf16": 16, "": 8}, 4, 100, {"bf16": 2, "": 1}, 0.801, 1.0,
-            branch_delay=4, hbm_unit=32, cores=2, known_error=_ASSUMED.format("v5p"), **_SHARED,
+            branch_delay=4, hbm_unit=32, known_error=_ASSUMED.format("v5p"), **_SHARED,
         ),
         PlayedChip(
             "tpu7x", data_sheets.CHIPS["tpu7x"], {"bf16": 8, "": 16}, 2, 160, {"bf16": 2, "": 1}, 0.801, 1.0,
-            branch_delay=1, hbm_unit=32, cores=1, known_error=_ASSUMED.format("tpu7x"), **_SHARED,
+            branch_delay=1, hbm_unit=32, known_error=_ASSUMED.format("tpu7x"), **_SHARED,
         ),
     )
 }  # fmt: skip

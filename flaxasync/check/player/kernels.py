@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flaxasync import hardware
 from flaxasync.check.estimate.costs import KernelTime
 from flaxasync.check.hlo.async_operations import async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
@@ -31,8 +32,8 @@ from flaxasync.check.player.errors import PlayerError
 if TYPE_CHECKING:
     from flaxasync.check.compile.program import CompiledProgram
 
-TWO_CORES = ("v5p", "tpu7x")
-"""Chips with two cores for one device or one chip, of which the simulator has one."""
+TWO_DEVICES = ("tpu7x",)
+"""Chips with two devices, of which the simulator has one."""
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
 """The environment variable that names another folder for the times of kernels."""
 _SAME = frozenset({"bitcast", "copy", "copy-done", "copy-start", "reshape", "broadcast"})  # the elements stay the same
@@ -86,10 +87,12 @@ def kernel_times(
       The times by the names of the instructions, those of pairs by the names of their starts; and for each kernel that
       could not be simulated, a line that says why.
     """
-    if program.chip in TWO_CORES:
-        return {}, (f"kernels were not simulated: a {program.chip} has two cores, and the simulator has one of them",)
+    if program.chip in TWO_DEVICES:
+        return {}, (f"kernels were not simulated: a {program.chip} has two devices, and the simulator has one of them",)
     found: dict[str, KernelTime] = {}
     lines: list[str] = []
+    if hardware.chip(program.chip).cores > 1:
+        lines.append("kernels were simulated on core 0 of each device; the other core is taken to keep step with it")
     by_kernel: dict[Kernel | Pair, list[str]] = {}
     for computation, instruction in _kernels(module):
         by_kernel.setdefault(_kernel_of(computation, instruction), []).append(instruction.name)

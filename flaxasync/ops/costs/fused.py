@@ -2,6 +2,7 @@
 
 A kernel takes the longer of all its products and all its hops, then the end of one block that nothing hides, and a
 little for each block. Its file in `flaxasync.kernels` tells what it keeps in vector memory and does not fetch again.
+Where a device has several cores, as on v5p, a kernel multiplies on one of them.
 """
 
 import dataclasses
@@ -59,6 +60,7 @@ def kernels(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost
     """Predicts the trips of one op on a ring of two devices or more."""
     compute, exposed, steps, held, fixed = 0.0, 0.0, 0, 0, 0.0
     slower = KERNELS_MEASURED_AT / chip.hbm_bandwidth
+    core = dataclasses.replace(chip, flops=chip.flops / chip.cores)
     for trip in trips:
         if not trip.travels:
             compute += product(chip, trip, 1, itemsize, "none")
@@ -67,7 +69,7 @@ def kernels(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost
                 fixed += AFTER_KERNEL * slower
                 compute += RELAYOUT_TRAFFIC * trip.m * trip.n * itemsize / hbm(chip) if chip.name in WIDE else 0.0
             continue
-        kernel, whole = KERNELS[trip.kind], _products(chip, ring, trip, itemsize)
+        kernel, whole = KERNELS[trip.kind], _products(core, ring, trip, itemsize)
         step = kernel.step * slower
         hop = hop_seconds(chip, trip.sent, directions(ring))
         if trip.kind == "reduce":  # what arrived is fetched, added to, and sent on

@@ -26,8 +26,8 @@ def mesh_matmul(
     sliced = 2 * needed / hbm if x > 1 and y > 1 else 0.0
 
     def product(backend: str) -> float:
-        moved = (m * k + k * n + m * n) * itemsize
-        return max(2 * m * k * n / (chip.flops * EFFICIENCY[backend]), moved / hbm)
+        moved, cores = (m * k + k * n + m * n) * itemsize, chip.cores if backend == "overlapped" else 1
+        return max(2 * m * k * n * cores / (chip.flops * EFFICIENCY[backend]), moved / hbm)
 
     def cost(compute: float, exposed: float, steps: int, held: int) -> Cost:
         return Cost(compute, exposed, steps, held, STEP_SECONDS)
