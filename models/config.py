@@ -132,10 +132,9 @@ def check_fits(
             f"width must be divisible by the 'fsdp' axis: got width={config.width} on {fsdp} devices; use "
             f"{-(-config.width // fsdp) * fsdp}, or a smaller axis"
         )
-    if config.fsdp_overlap != "xla" and (fsdp == 1 or config.remat != "layer"):
+    if config.fsdp_overlap != "xla" and fsdp == 1:
         raise ValueError(
-            f"fsdp_overlap={config.fsdp_overlap!r} needs an 'fsdp' axis of 2 devices or more, and remat='layer', "
-            f"because it computes each layer again: got {fsdp} devices and remat={config.remat!r}; use "
+            f"fsdp_overlap={config.fsdp_overlap!r} needs an 'fsdp' axis of 2 devices or more: got {fsdp}; use "
             "fsdp_overlap='xla' otherwise"
         )
     if config.fsdp_overlap == "prefetch_pallas" and config.width % (128 * fsdp):

@@ -24,6 +24,12 @@ import flaxasync as fa
 from models.config import ContextLayout, Remat, TransformerConfig
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
+_POLICIES: dict[Remat, Any] = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "cheap": fa.save_costly,
+    "dots": fa.save_matmuls,
+    "layer": None,
+}
 
 
 class DecoderLayer(nnx.Module):
@@ -183,6 +189,7 @@ class Transformer(nnx.Module):
                 lambda layer, x_BLD, *ids: layer(x_BLD, *ids), self.layers, x_BLD, *ids,
                 fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
                 backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
+                policy=_POLICIES[self.config.remat],
             ))  # fmt: skip
         return self._logits(run(self.layers, self._windowed_layers(), x_BLD))
 
@@ -296,6 +303,4 @@ def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None, Ar
     def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None, mask: Array | None) -> Array:
         return layer(x_BLD, segment_ids_BL, mask)
 
-    if remat == "none":
-        return apply
-    return nnx.remat(apply, policy={"cheap": fa.save_costly, "dots": fa.save_matmuls, "layer": None}[remat])
+    return apply if remat == "none" else nnx.remat(apply, policy=_POLICIES[remat])

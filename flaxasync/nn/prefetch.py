@@ -10,8 +10,8 @@ What stands side by side does not depend on each other, so the transfers of a tu
 weight is gathered once forward and once backward, but for two: the last turn forward gathers the last layer again, with
 which the backward pass begins, and the last turn backward gathers the first layer again, which nothing uses. So all
 turns are alike. What is kept for the backward pass are those weights and the inputs of the layers, from which each
-layer is computed again, as with `jax.checkpoint` around it. The weights and the gradients of two layers are whole at a
-time.
+layer is computed again, as with `jax.checkpoint` around it; or what a policy of `jax.checkpoint` saves in each layer.
+The weights themselves are gathered again in any case. The weights and the gradients of two layers are whole at a time.
 
 | backend | what moves weights and gradients |
 |---|---|
@@ -53,6 +53,7 @@ def scan_with_prefetch(
     fsdp_axis: str,
     dtype: DTypeLike,
     backend: Literal["xla", "pallas"] = "xla",
+    policy: Callable[..., Any] | None = None,
 ) -> Array:
     """Applies a stack of layers one after the other, as `nnx.scan` over it does, on a mesh of Explicit axes.
 
@@ -65,6 +66,8 @@ def scan_with_prefetch(
       fsdp_axis: The axis that was given to the layers as their `fsdp_axis`.
       dtype: The dtype in which weights are gathered: that of the computation.
       backend: What moves weights and gradients: "xla" on every device, or "pallas" on TPUs.
+      policy: A policy of `jax.checkpoint`, such as `flaxasync.save_costly`. What it saves in each layer is kept for the
+        backward pass. By default each layer is computed again from its input.
 
     Raises:
       NotImplementedError: The backend is "pallas", and the mesh is not of TPUs.
@@ -116,7 +119,7 @@ def scan_with_prefetch(
         without_axis(layer, fsdp_axis)
         return apply(layer, x, *args)
 
-    run = functools.partial(_run, _Scan(apply_whole, fsdp_axis, dims, jnp.dtype(dtype), backend))
+    run = functools.partial(_run, _Scan(apply_whole, fsdp_axis, dims, jnp.dtype(dtype), backend, policy))
     return jax.shard_map(run, in_specs=(specs, x_spec, arg_specs), out_specs=x_spec)(tuple(leaves), x, args)
 
 
@@ -130,6 +133,7 @@ class _Scan:
       dims: The dimension of each parameter of one layer that the axis shards; None for none.
       dtype: The dtype in which parameters are gathered.
       backend: What moves weights and gradients.
+      policy: What is kept of each layer; None for its input.
     """
 
     apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]
@@ -137,6 +141,7 @@ class _Scan:
     dims: tuple[int | None, ...]
     dtype: Any
     backend: str
+    policy: Callable[..., Any] | None
 
     @property
     def unroll(self) -> int:
@@ -146,6 +151,26 @@ class _Scan:
         An odd layer runs by itself; JAX then copies the inputs of all layers once, which the backward pass keeps.
         """
         return 2 if self.backend == "pallas" else 1
+
+    def forward(self, whole: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, "_Kept"]:
+        """Applies one layer to x, and returns what its backward pass needs beside the whole weights and `args`."""
+        apply = functools.partial(_apply, self.apply, args)
+        if self.policy is None:
+            return apply(whole, x), _Kept((x,), None, ())
+        y, pull = jax.vjp(jax.checkpoint(apply, policy=self.policy), whole, x)
+        residuals, tree = jax.tree.flatten(pull)
+        again = (*whole, *args)
+        places = tuple(next((n for n, one in enumerate(again) if one is residual), None) for residual in residuals)
+        kept = tuple(residual for residual, place in zip(residuals, places, strict=True) if place is None)
+        return y, _Kept(kept, tree, places)
+
+    def backward(self, kept: "_Kept", args: tuple[Array, ...], whole: Leaves, dy: Array) -> tuple[Leaves, Array]:
+        """Returns the gradients of the whole weights of one layer and of its input."""
+        if kept.tree is None:
+            return jax.vjp(functools.partial(_apply, self.apply, args), whole, *kept.arrays)[1](dy)
+        arrays, again = iter(kept.arrays), (*whole, *args)
+        residuals = [next(arrays) if place is None else again[place] for place in kept.places]
+        return jax.tree.unflatten(kept.tree, residuals)(dy)
 
     def gather(self, stacked: Leaves, layer: Any) -> Transfers:
         """Begins to gather the parameters of one layer."""
@@ -178,6 +203,26 @@ def start_gather(shard: Array, axis: str, dim: int, backend: str) -> Transfer:
     return Transfer(*direct.all_gather(axis, lax.axis_size(axis), dim).start(shard))
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What the backward pass of a layer needs, without its weights.
+
+    Attributes:
+      arrays: The input of the layer, or the residuals of its VJP other than weights and further arguments.
+      tree: The structure of the VJP; None where only the input is kept.
+      places: For each residual of the VJP, its number among weights and further arguments; None for one of `arrays`.
+    """
+
+    arrays: tuple[Array, ...]
+    tree: Any
+    places: tuple[int | None, ...]
+
+
+def _apply(apply: Callable[..., Array], args: tuple[Array, ...], whole: Leaves, x: Array) -> Array:
+    return apply(whole, x, args)
+
+
 def start_reduce_scatter(x: Array, dtype: DTypeLike, axis: str, dim: int, backend: str) -> Transfer:
     """Begins to sum `x` in a dtype over the axis, of which each device gets its shard along `dim`.
 
@@ -206,38 +251,38 @@ def _run(scan: _Scan, stacked: Leaves, x: Array, args: tuple[Array, ...]) -> Arr
 def _run_fwd(scan: _Scan, stacked: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
     layers = stacked[0].shape[0]
 
-    def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], Array]:
+    def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], _Kept]:
         x, whole = carry
         # The last turn gathers its own layer again: the backward pass begins with it.
         following = scan.gather(stacked, jnp.minimum(layer + 1, layers - 1))
-        y = meanwhile([following], lambda x: scan.apply(_varying(whole, x), x, args), x)
-        return (y, following.done()), x
+        y, kept = meanwhile([following], lambda x: scan.forward(_varying(whole, x), x, args), x)
+        return (y, following.done()), kept
 
     carry, steps = (x, scan.gather(stacked, 0).done()), jnp.arange(layers, dtype=jnp.int32)
-    (y, whole), inputs = lax.scan(turn, carry, steps, unroll=scan.unroll)
-    return y, (stacked, inputs, whole, args)
+    (y, whole), kept = lax.scan(turn, carry, steps, unroll=scan.unroll)
+    return y, (stacked, kept, whole, args)
 
 
 def _run_bwd(scan: _Scan, saved: tuple, dy: Array) -> tuple[Leaves, Array, None]:
-    stacked, inputs, whole, args = saved
+    stacked, kept, whole, args = saved
     layers = stacked[0].shape[0]
 
-    def pull(whole: Leaves, x: Array, dy: Array) -> tuple[Leaves, Array]:
-        return jax.vjp(lambda whole, x: scan.apply(whole, x, args), _varying(whole, x), x)[1](dy)
+    def pull(whole: Leaves, kept: _Kept, dy: Array) -> tuple[Leaves, Array]:
+        return scan.backward(kept, args, _varying(whole, dy), dy)
 
-    def turn(carry: tuple, step: tuple[Array, Array]) -> tuple[tuple, None]:
+    def turn(carry: tuple, step: tuple[Array, _Kept]) -> tuple[tuple, None]:
         dy, whole, gradients, sums = carry
-        layer, x = step
+        layer, kept = step
         preceding = scan.gather(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
         reduced = scan.reduce(stacked, gradients)
-        gradients, dy = meanwhile([preceding, reduced], functools.partial(pull, whole), x, dy)
+        gradients, dy = meanwhile([preceding, reduced], functools.partial(pull, whole), kept, dy)
         # In the first turn no gradients are waiting. The zeros that are written then are replaced in the second turn.
         sums = _write(sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
         return (dy, preceding.done(), gradients, sums), None
 
     none = tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
     sums = tuple(jnp.zeros_like(leaf) for leaf in _varying(stacked, dy))
-    steps = jnp.arange(layers, dtype=jnp.int32), inputs
+    steps = jnp.arange(layers, dtype=jnp.int32), kept
     (dx, _, gradients, sums), _ = lax.scan(turn, (dy, whole, none, sums), steps, reverse=True, unroll=scan.unroll)
     sums = _write(sums, scan.reduce(stacked, gradients).done(), 0)
     return tuple(map(_sum_like, sums, stacked)), dx, None

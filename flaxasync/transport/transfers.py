@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +48,10 @@ class Transfers:
             return tuple(transfer.done() for transfer in self.begun)
 
 
-def meanwhile[T](transfers: list[Transfers], compute: Callable[..., T], *operands: Array) -> T:
+def meanwhile[T](transfers: list[Transfers], compute: Callable[..., T], *operands: Any) -> T:
     """Returns `compute(*operands)`, which runs after direct transfers were started and before they are waited for.
+
+    The operands are pytrees of arrays.
 
     XLA schedules its own transfers. Nothing ties them to the computation.
     """
