@@ -185,13 +185,15 @@ class Transformer(nnx.Module):
         x_BLD = self._embed(tokens_BL)
         if self.config.fsdp_overlap != "xla" and self.fsdp_axis is not None:
             ids = () if segment_ids_BL is None else (segment_ids_BL,)
-            return self._logits(fa.nn.scan_with_prefetch(
+            return fa.nn.scan_with_prefetch(
                 lambda layer, x_BLD, *ids: layer(x_BLD, *ids), self.layers, x_BLD, *ids,
                 fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
                 backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
                 policy=_POLICIES[self.config.remat],
-            ))  # fmt: skip
-        return self._logits(run(self.layers, self._windowed_layers(), x_BLD))
+                then=(lambda modules, x_BLD: _logits(*modules, x_BLD, self.config), self._last_modules()),
+            )  # fmt: skip
+        x_BLD = run(self.layers, self._windowed_layers(), x_BLD)
+        return _logits(*self._last_modules(), x_BLD, self.config)
 
     def init_cache(self, batch: int, length: int) -> None:
         """Makes an empty cache of keys and values of all layers, for `decode`.
@@ -223,20 +225,15 @@ class Transformer(nnx.Module):
             return layer(x_BLD, mask=self._window_mask(is_windowed, positions, length), decode=True)
 
         x_BLD = run(self.layers, self._windowed_layers(), self._embed(tokens_BL, layout="replicated"))
-        return self._logits(x_BLD[:, -1:])[:, 0]
+        return _logits(*self._last_modules(), x_BLD[:, -1:], self.config)[:, 0]
 
     def _embed(self, tokens_BL: Array, layout: Literal["sequence", "replicated"] = "sequence") -> Array:
         x_BLD = self.embed(tokens_BL, layout=layout)
         return x_BLD * jnp.asarray(self.config.width**0.5, x_BLD.dtype) if self.config.scale_embeddings else x_BLD
 
-    def _logits(self, x_BLD: Array) -> Array:
-        x_BLD = self.final_norm(x_BLD)
-        logits_BLV = self.embed.attend(x_BLD) if self.output is None else self.output(x_BLD)
-        cap = self.config.logit_softcap
-        if cap is None:
-            return logits_BLV
-        padding = jnp.finfo(logits_BLV.dtype).min
-        return jnp.where(logits_BLV == padding, padding, cap * jnp.tanh(logits_BLV / cap))
+    def _last_modules(self) -> tuple[RMSNorm, nnx.Module]:
+        """Returns what makes logits: the last norm, and the output projection or the embedding that stands for it."""
+        return self.final_norm, self.embed if self.output is None else self.output
 
     def _windowed_layers(self) -> Array:
         """Returns which layers attend only within `alternating_window`, bool [layers]."""
@@ -271,6 +268,16 @@ class Transformer(nnx.Module):
         if weights_BL is None:
             return jnp.mean(losses_BL)
         return jnp.sum(losses_BL * weights_BL) / jnp.maximum(jnp.sum(weights_BL), 1)
+
+
+def _logits(norm: RMSNorm, output: Any, x_BLD: Array, config: TransformerConfig) -> Array:
+    x_BLD = norm(x_BLD)
+    logits_BLV = output.attend(x_BLD) if config.tie_embeddings else output(x_BLD)
+    if config.logit_softcap is None:
+        return logits_BLV
+    padding = jnp.finfo(logits_BLV.dtype).min
+    capped = config.logit_softcap * jnp.tanh(logits_BLV / config.logit_softcap)
+    return jnp.where(logits_BLV == padding, padding, capped)
 
 
 def _layer_options(

@@ -13,6 +13,9 @@ turns are alike. What is kept for the backward pass are those weights and the in
 layer is computed again, as with `jax.checkpoint` around it; or what a policy of `jax.checkpoint` saves in each layer.
 The weights themselves are gathered again in any case. The weights and the gradients of two layers are whole at a time.
 
+What follows the layers, such as the output projection, can be part of the scan. Its weights arrive while the layers
+run forward, and its gradients leave while they run backward.
+
 | backend | what moves weights and gradients |
 |---|---|
 | `"xla"` | rings of permutes, asynchronous on every TPU; not loops, so that XLA can place each hop anywhere |
@@ -40,6 +43,7 @@ from flaxasync.mesh import cast_to_varying, check_tpu, mesh_axis_size
 from flaxasync.nn.fully_sharded import names_of, without_axis
 from flaxasync.transport import direct
 from flaxasync.transport.direct import in_whole_tiles
+from flaxasync.transport.schedule import tie
 from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
 
 type Leaves = tuple[Array, ...]
@@ -54,6 +58,7 @@ def scan_with_prefetch(
     dtype: DTypeLike,
     backend: Literal["xla", "pallas"] = "xla",
     policy: Callable[..., Any] | None = None,
+    then: tuple[Callable[[Any, Array], Array], Any] | None = None,
 ) -> Array:
     """Applies a stack of layers one after the other, as `nnx.scan` over it does, on a mesh of Explicit axes.
 
@@ -68,6 +73,11 @@ def scan_with_prefetch(
       backend: What moves weights and gradients: "xla" on every device, or "pallas" on TPUs.
       policy: A policy of `jax.checkpoint`, such as `flaxasync.save_costly`. What it saves in each layer is kept for the
         backward pass. By default each layer is computed again from its input.
+      then: A function (modules, x) -> y of the result of the last layer, and one or more modules, as a pytree, with
+        whose weights it computes. It is called as `apply` is.
+
+    Returns:
+      The result of the last layer, or that of the function in `then`.
 
     Raises:
       NotImplementedError: The backend is "pallas", and the mesh is not of TPUs.
@@ -86,18 +96,7 @@ def scan_with_prefetch(
             "scan_with_prefetch reads from types how arrays are sharded: got a mesh with the axis types "
             f"{mesh.axis_types}; make all of them Explicit, or use nnx.scan"
         )
-    graph, params, *rest = nnx.split(layers, nnx.Param, ...)
-    other = rest[0]
-    if jax.tree.leaves(other):
-        path, variable = next(iter(nnx.to_flat_state(other)))
-        remedy = (
-            "to drop the cache of init_cache, set cached_key, cached_value and cache_index to None"
-            if isinstance(variable, nnx.Cache)
-            else "use nnx.scan"
-        )
-        raise ValueError(
-            f"scan_with_prefetch takes layers that have parameters alone: got {'.'.join(map(str, path))}, too; {remedy}"
-        )
+    stack = _Parameters.of(layers, fsdp_axis, stacked=True)
     x_spec, arg_specs = jax.typeof(x).sharding.spec, tuple(jax.typeof(arg).sharding.spec for arg in args)
     if not any(fsdp_axis in names_of(entry) for entry in x_spec):
         raise ValueError(
@@ -110,17 +109,76 @@ def scan_with_prefetch(
                 "scan_with_prefetch has no gradient for further arguments, which must be integers or booleans: got "
                 f"{arg.dtype}{list(arg.shape)}; make it a parameter of the layers, or use nnx.scan"
             )
-    leaves, tree = jax.tree.flatten(params)
-    specs = tuple(jax.typeof(leaf).sharding.spec for leaf in leaves)
-    dims = tuple(map(functools.partial(_dimension, fsdp_axis), nnx.to_flat_state(params).paths, specs))
+    out_spec, last, finish = x_spec, _Parameters.of((), fsdp_axis), None
+    if then is not None:
+        finish, last = then[0], _Parameters.of(then[1], fsdp_axis)
+        made = jax.eval_shape(lambda leaves, x: finish(last.module(leaves), x), last.leaves, x)
+        out_spec = made.sharding.spec
 
     def apply_whole(whole: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
-        layer = nnx.merge(graph, jax.tree.unflatten(tree, whole))
-        without_axis(layer, fsdp_axis)
-        return apply(layer, x, *args)
+        return apply(stack.module(whole, without=fsdp_axis), x, *args)
 
-    run = functools.partial(_run, _Scan(apply_whole, fsdp_axis, dims, jnp.dtype(dtype), backend, policy))
-    return jax.shard_map(run, in_specs=(specs, x_spec, arg_specs), out_specs=x_spec)(tuple(leaves), x, args)
+    def finish_whole(whole: Leaves, x: Array) -> Array:
+        assert finish is not None
+        return finish(last.module(whole, without=fsdp_axis), x)
+
+    whole = finish_whole if finish else None
+    scan = _Scan(apply_whole, fsdp_axis, stack.dims, jnp.dtype(dtype), backend, policy, whole, last.dims)
+    return jax.shard_map(
+        functools.partial(_run, scan), in_specs=(stack.specs, last.specs, x_spec, arg_specs), out_specs=out_spec
+    )(stack.leaves, last.leaves, x, args)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameters:
+    """The parameters of a module, or of a pytree of modules.
+
+    Attributes:
+      leaves: The parameters.
+      specs: How each of them is sharded.
+      dims: The dimension of each parameter, or of one layer of it, that the fsdp axis shards; None for none.
+      graph: What else the module is made of.
+      tree: The structure of the parameters.
+    """
+
+    leaves: Leaves
+    specs: tuple[P, ...]
+    dims: tuple[int | None, ...]
+    graph: Any
+    tree: Any
+
+    @classmethod
+    def of(cls, module: Any, fsdp_axis: str, *, stacked: bool = False) -> "_Parameters":
+        """Takes a module apart; with `stacked`, parameters have a leading dimension of layers.
+
+        Raises:
+          ValueError: It has other state, or a parameter is sharded in a way that the scan lacks.
+        """
+        graph, params, *rest = nnx.split(module, nnx.Param, ...)
+        other = rest[0]
+        if jax.tree.leaves(other):
+            path, variable = next(iter(nnx.to_flat_state(other)))
+            remedy = (
+                "to drop the cache of init_cache, set cached_key, cached_value and cache_index to None"
+                if isinstance(variable, nnx.Cache)
+                else "use nnx.scan"
+            )
+            raise ValueError(
+                f"scan_with_prefetch takes layers that have parameters alone: got {'.'.join(map(str, path))}, too; "
+                f"{remedy}"
+            )
+        leaves, tree = jax.tree.flatten(params)
+        specs = tuple(jax.typeof(leaf).sharding.spec for leaf in leaves)
+        paths = nnx.to_flat_state(params).paths
+        dims = tuple(map(functools.partial(_dimension, fsdp_axis, stacked), paths, specs))
+        return cls(tuple(leaves), specs, dims, graph, tree)
+
+    def module(self, leaves: Leaves, *, without: str | None = None) -> Any:
+        """Makes the module with other parameters; `without` is an axis over which they were gathered."""
+        module = nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
+        if without is not None:
+            without_axis(module, without)
+        return module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +192,8 @@ class _Scan:
       dtype: The dtype in which parameters are gathered.
       backend: What moves weights and gradients.
       policy: What is kept of each layer; None for its input.
+      finish: A function (further parameters, x) -> y of the result of the last layer; None for none.
+      finish_dims: The dimension of each further parameter that the axis shards.
     """
 
     apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]
@@ -142,6 +202,8 @@ class _Scan:
     dtype: Any
     backend: str
     policy: Callable[..., Any] | None
+    finish: Callable[[Leaves, Array], Array] | None
+    finish_dims: tuple[int | None, ...]
 
     @property
     def unroll(self) -> int:
@@ -172,24 +234,29 @@ class _Scan:
         residuals = [next(arrays) if place is None else again[place] for place in kept.places]
         return jax.tree.unflatten(kept.tree, residuals)(dy)
 
-    def gather(self, stacked: Leaves, layer: Any) -> Transfers:
+    def gather_layer(self, stacked: Leaves, layer: Any) -> Transfers:
         """Begins to gather the parameters of one layer."""
         with jax.named_scope("prefetch_parameters"):
-            shards = (lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in stacked)
+            shards = tuple(lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in stacked)
+        return self.gather(shards, self.dims)
+
+    def gather(self, shards: Leaves, dims: tuple[int | None, ...]) -> Transfers:
+        """Begins to gather parameters."""
+        with jax.named_scope("prefetch_parameters"):
             begun = [
                 Transfer(shard) if dim is None else start_gather(shard.astype(self.dtype), self.axis, dim, self.backend)
-                for shard, dim in zip(shards, self.dims, strict=True)
+                for shard, dim in zip(shards, dims, strict=True)
             ]
         return Transfers(begun, "prefetch_parameters")
 
-    def reduce(self, stacked: Leaves, gradients: Leaves) -> Transfers:
-        """Begins to sum the gradients of one layer over the axis, in the dtype of the parameter."""
+    def reduce(self, parameters: Leaves, gradients: Leaves, dims: tuple[int | None, ...]) -> Transfers:
+        """Begins to sum gradients over the axis, each in the dtype of its parameter."""
         with jax.named_scope("scatter_gradients"):
             begun = [
                 Transfer(gradient.astype(leaf.dtype))
                 if dim is None
                 else start_reduce_scatter(gradient, leaf.dtype, self.axis, dim, self.backend)
-                for leaf, gradient, dim in zip(stacked, gradients, self.dims, strict=True)
+                for leaf, gradient, dim in zip(parameters, gradients, dims, strict=True)
             ]
         return Transfers(begun, "scatter_gradients")
 
@@ -244,48 +311,66 @@ def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(scan: _Scan, stacked: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
-    return _run_fwd(scan, stacked, x, args)[0]
+def _run(scan: _Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
+    return _run_fwd(scan, stacked, last, x, args)[0]
 
 
-def _run_fwd(scan: _Scan, stacked: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
+def _run_fwd(scan: _Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
     layers = stacked[0].shape[0]
 
     def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], _Kept]:
         x, whole = carry
         # The last turn gathers its own layer again: the backward pass begins with it.
-        following = scan.gather(stacked, jnp.minimum(layer + 1, layers - 1))
+        following = scan.gather_layer(stacked, jnp.minimum(layer + 1, layers - 1))
         y, kept = meanwhile([following], lambda x: scan.forward(_varying(whole, x), x, args), x)
         return (y, following.done()), kept
 
-    carry, steps = (x, scan.gather(stacked, 0).done()), jnp.arange(layers, dtype=jnp.int32)
-    (y, whole), kept = lax.scan(turn, carry, steps, unroll=scan.unroll)
-    return y, (stacked, kept, whole, args)
+    def run(x: Array, first: Leaves) -> Any:
+        return lax.scan(turn, (x, first), jnp.arange(layers, dtype=jnp.int32), unroll=scan.unroll)
+
+    first = scan.gather_layer(stacked, 0).done()
+    if scan.finish is None:
+        (y, whole), kept = run(x, first)
+        return y, (stacked, last, kept, None, whole, args)
+    first, shards = tie(first, last)  # the first layer does not wait for more than itself
+    travelling = scan.gather(shards, scan.finish_dims)
+    (y, whole), kept = meanwhile([travelling], run, x, first)
+    y, pull = jax.vjp(scan.finish, _varying(travelling.done(), y), y)
+    return y, (stacked, last, kept, pull, whole, args)
 
 
-def _run_bwd(scan: _Scan, saved: tuple, dy: Array) -> tuple[Leaves, Array, None]:
-    stacked, kept, whole, args = saved
+def _run_bwd(scan: _Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Array, None]:
+    stacked, last, kept, pull, whole, args = saved
     layers = stacked[0].shape[0]
 
-    def pull(whole: Leaves, kept: _Kept, dy: Array) -> tuple[Leaves, Array]:
+    def pull_layer(whole: Leaves, kept: _Kept, dy: Array) -> tuple[Leaves, Array]:
         return scan.backward(kept, args, _varying(whole, dy), dy)
 
     def turn(carry: tuple, step: tuple[Array, _Kept]) -> tuple[tuple, None]:
         dy, whole, gradients, sums = carry
         layer, kept = step
-        preceding = scan.gather(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
-        reduced = scan.reduce(stacked, gradients)
-        gradients, dy = meanwhile([preceding, reduced], functools.partial(pull, whole), kept, dy)
+        preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
+        reduced = scan.reduce(stacked, gradients, scan.dims)
+        gradients, dy = meanwhile([preceding, reduced], functools.partial(pull_layer, whole), kept, dy)
         # In the first turn no gradients are waiting. The zeros that are written then are replaced in the second turn.
         sums = _write(sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
         return (dy, preceding.done(), gradients, sums), None
 
-    none = tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
-    sums = tuple(jnp.zeros_like(leaf) for leaf in _varying(stacked, dy))
-    steps = jnp.arange(layers, dtype=jnp.int32), kept
-    (dx, _, gradients, sums), _ = lax.scan(turn, (dy, whole, none, sums), steps, reverse=True, unroll=scan.unroll)
-    sums = _write(sums, scan.reduce(stacked, gradients).done(), 0)
-    return tuple(map(_sum_like, sums, stacked)), dx, None
+    def run(dy: Array) -> tuple[Leaves, Array]:
+        none = tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
+        sums = tuple(jnp.zeros_like(leaf) for leaf in _varying(stacked, dy))
+        steps = jnp.arange(layers, dtype=jnp.int32), kept
+        (dx, _, gradients, sums), _ = lax.scan(turn, (dy, whole, none, sums), steps, reverse=True, unroll=scan.unroll)
+        return _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0), dx
+
+    if pull is None:
+        (sums, dx), dlast = run(dy), ()
+    else:
+        dlast, dy = pull(dy)
+        leaving = scan.reduce(last, dlast, scan.finish_dims)
+        sums, dx = meanwhile([leaving], run, dy)
+        dlast = leaving.done()
+    return tuple(map(_sum_like, sums, stacked)), tuple(map(_sum_like, dlast, last)), dx, None
 
 
 _run.defvjp(_run_fwd, _run_bwd)
@@ -341,14 +426,14 @@ def _sum_like(gradient: Array, leaf: Array) -> Array:
     return lax.psum(gradient, axes) if axes else gradient
 
 
-def _dimension(fsdp_axis: str, path: tuple, spec: P) -> int | None:
-    """Returns the dimension of one layer that the axis shards, from the spec of a stack, or None.
+def _dimension(fsdp_axis: str, stacked: bool, path: tuple, spec: P) -> int | None:
+    """Returns the dimension of a parameter, or of one layer of a stack of parameters, that the axis shards, or None.
 
     Raises:
       ValueError: The same dimension has another axis after it: what is gathered over it alone would be out of order. Or
         the layers themselves are sharded.
     """
-    if len(spec) and names_of(spec[0]):
+    if stacked and len(spec) and names_of(spec[0]):
         raise ValueError(
             "scan_with_prefetch needs all layers of a stack on every device: "
             f"{'.'.join(map(str, path))} is stored {spec}, whose first dimension is that of the layers"
@@ -361,5 +446,5 @@ def _dimension(fsdp_axis: str, path: tuple, spec: P) -> int | None:
                     f"{'.'.join(map(str, path))} is stored {spec}; change that order in its out_sharding, or use "
                     "nnx.scan"
                 )
-            return dim - 1
+            return dim - stacked
     return None
