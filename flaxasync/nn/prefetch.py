@@ -206,11 +206,11 @@ class _Scan:
     finish_dims: tuple[int | None, ...]
 
     @property
-    def unroll(self) -> int:
+    def turns(self) -> int:
         """The turns in the body of the loop. In the second of two, the buffers of the weights are back in their places.
 
         With one turn XLA copies all weights that were gathered, from where they arrived to where the loop carries them.
-        An odd layer runs by itself; JAX then copies the inputs of all layers once, which the backward pass keeps.
+        What each of two turns keeps is stacked by itself: `lax.scan(..., unroll=2)` would join both first, with copies.
         """
         return 2 if self.backend == "pallas" else 1
 
@@ -325,16 +325,29 @@ def _run_fwd(scan: _Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[A
         y, kept = meanwhile([following], lambda x: scan.forward(_varying(whole, x), x, args), x)
         return (y, following.done()), kept
 
-    def run(x: Array, first: Leaves) -> Any:
-        return lax.scan(turn, (x, first), jnp.arange(layers, dtype=jnp.int32), unroll=scan.unroll)
+    def body(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], list[_Kept]]:
+        kept = []
+        for n in range(scan.turns):
+            carry, one = turn(carry, layer + n)
+            kept.append(one)
+        return carry, kept
+
+    def run(x: Array, first: Leaves) -> tuple[Array, Leaves, Any]:
+        in_loop = layers // scan.turns * scan.turns
+        carry, stacks = lax.scan(body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32))
+        rest = []
+        for layer in range(in_loop, layers):
+            carry, one = turn(carry, jnp.int32(layer))
+            rest.append(one)
+        return (*carry, (stacks, rest))
 
     first = scan.gather_layer(stacked, 0).done()
     if scan.finish is None:
-        (y, whole), kept = run(x, first)
+        y, whole, kept = run(x, first)
         return y, (stacked, last, kept, None, whole, args)
     first, shards = tie(first, last)  # the first layer does not wait for more than itself
     travelling = scan.gather(shards, scan.finish_dims)
-    (y, whole), kept = meanwhile([travelling], run, x, first)
+    y, whole, kept = meanwhile([travelling], run, x, first)
     y, pull = jax.vjp(scan.finish, _varying(travelling.done(), y), y)
     return y, (stacked, last, kept, pull, whole, args)
 
@@ -346,21 +359,29 @@ def _run_bwd(scan: _Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Arra
     def pull_layer(whole: Leaves, kept: _Kept, dy: Array) -> tuple[Leaves, Array]:
         return scan.backward(kept, args, _varying(whole, dy), dy)
 
-    def turn(carry: tuple, step: tuple[Array, _Kept]) -> tuple[tuple, None]:
+    def turn(carry: tuple, layer: Array, kept: _Kept) -> tuple:
         dy, whole, gradients, sums = carry
-        layer, kept = step
         preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
         reduced = scan.reduce(stacked, gradients, scan.dims)
         gradients, dy = meanwhile([preceding, reduced], functools.partial(pull_layer, whole), kept, dy)
         # In the first turn no gradients are waiting. The zeros that are written then are replaced in the second turn.
         sums = _write(sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
-        return (dy, preceding.done(), gradients, sums), None
+        return dy, preceding.done(), gradients, sums
+
+    def body(carry: tuple, step: tuple[Array, list[_Kept]]) -> tuple[tuple, None]:
+        layer, kept = step
+        for n in reversed(range(scan.turns)):
+            carry = turn(carry, layer + n, kept[n])
+        return carry, None
 
     def run(dy: Array) -> tuple[Leaves, Array]:
         none = tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
         sums = tuple(jnp.zeros_like(leaf) for leaf in _varying(stacked, dy))
-        steps = jnp.arange(layers, dtype=jnp.int32), kept
-        (dx, _, gradients, sums), _ = lax.scan(turn, (dy, whole, none, sums), steps, reverse=True, unroll=scan.unroll)
+        (stacks, rest), carry = kept, (dy, whole, none, sums)
+        for n in reversed(range(len(rest))):
+            carry = turn(carry, jnp.int32(layers - len(rest) + n), rest[n])
+        steps = jnp.arange(0, layers - len(rest), scan.turns, dtype=jnp.int32), stacks
+        (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
         return _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0), dx
 
     if pull is None:
