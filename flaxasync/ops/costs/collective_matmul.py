@@ -43,11 +43,12 @@ def all_gather_matmul(
     check_gathered_bytes("all_gather_matmul", gathered_bytes)
     rows, k, n = math.prod(x[:-1]), x[-1], sum(w[1] for w in ws)
     sent = rows * k * itemsize
-    gather = Trip("gather", sent, rows, k, n)
+    widths = tuple(w[1] for w in ws)
+    gather = Trip("gather", sent, rows, k, n, widths=widths)
     if not backward:
         return _costs(chip, ring, [gather], itemsize, kernels)
     # The order of the kernels is dw, reduce, gather.
-    reduce = Trip("reduce", sent, rows, n, k, behind=2 * ring * rows * k * n / chip.flops)
+    reduce = Trip("reduce", sent, rows, n, k, behind=2 * ring * rows * k * n / chip.flops, widths=widths)
     costs = _costs(chip, ring, [gather, reduce, Trip("dw", sent, k, rows, n)], itemsize, kernels)
     if ring == 1 or ring * sent > gathered_bytes:
         return costs

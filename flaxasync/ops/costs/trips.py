@@ -10,7 +10,9 @@ gathered   a product of all blocks, which a trip before has gathered; nothing tr
 local      a product that needs nothing from other devices; nothing travels
 ```
 
-A product takes time for its FLOPs and for its bytes, and the longer of the two hides most of the other. Constants
+A product takes time for its FLOPs and for its bytes, and the longer of the two hides most of the other. Where a trip
+has several w, as those of queries, keys and values, XLA multiplies with each of them. What does not stay in vector
+memory moves again: a gathered x, or the float32 sum of the products. A kernel multiplies with all at once. Constants
 without another source are fitted to played programs (benchmarks/plan.py); plays near the best of their case weigh most.
 """
 
@@ -42,6 +44,7 @@ class Trip:
       k: The contraction of the product of one block. Blocks of "dw" follow each other along k.
       n: The columns of the product of one block.
       behind: The seconds of one device's product before this trip, during which XLA can fetch w into vector memory.
+      widths: Where the trip has several w, the part of each in n for "gather" and in k for "reduce".
     """
 
     kind: Literal["gather", "reduce", "dw", "gathered", "local"]
@@ -50,6 +53,7 @@ class Trip:
     k: int
     n: int
     behind: float = 0.0
+    widths: tuple[int, ...] = ()
 
     @property
     def travels(self) -> bool:
@@ -78,6 +82,12 @@ def product(
       weights: How many times w is read.
       result: The bytes that move for the result; by default it is written once.
     """
+    if backend != "fused" and _moves_again(chip, trip, blocks, itemsize):
+        side = {"gather": "n", "reduce": "k"}[trip.kind]
+        parts = [dataclasses.replace(trip, widths=(), **{side: width}) for width in trip.widths]
+        each = (product(chip, part, blocks, itemsize, backend, weights=weights, result=result) for part in parts)
+        summed = (len(parts) - 1) * 4 * blocks * trip.m * trip.n / hbm(chip) if trip.kind == "reduce" else 0.0
+        return sum(each) + summed
     m, k, n = trip.m, trip.k, trip.n
     if trip.kind == "dw":
         k *= blocks
@@ -86,6 +96,14 @@ def product(
     moved = (m * k + weights * k * n) * itemsize + (m * n * itemsize if result is None else result)
     flops = 2 * m * k * n / (chip.flops * EFFICIENCY[backend])
     return (flops**OVERLAP_EXPONENT + (moved / hbm(chip)) ** OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
+
+
+def _moves_again(chip: Chip, trip: Trip, blocks: int, itemsize: int) -> bool:
+    """Says whether x, or the sum of the products before and after an addition, leaves vector memory between several w."""
+    if len(trip.widths) < 2:
+        return False
+    side, held = (trip.n, 2 * 4) if trip.kind == "reduce" else (trip.k, itemsize)
+    return blocks * trip.m * side * held > RESIDENT * chip.vmem_bytes
 
 
 def first_operand(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> tuple[float, float]:
