@@ -106,7 +106,7 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
         devices = len(check.topology_devices(topology))
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    ranked = rank(config, check.CHIPS[topology.partition(":")[0]], devices, remats=_policies(config))
+    ranked = rank(config, check.CHIPS[topology.partition(":")[0]], devices, remats=get_args(Remat.__value__))
     fitting = sum(one.fits for one in ranked)
     say(f"meshes     {len(ranked)} of {topology} divide the model and the batch; {fitting} are predicted to fit")
     tried = _compile_best(config, topology, ranked, trust, compiled)
@@ -244,11 +244,6 @@ def _compile_best(config: Config, topology: str, ranked: list[Prediction], trust
         say(f"compiling  {done + 1} of {min(wanted, len(ranked))}: {shape}, remat {one.remat} ...")
         rows.append(compiled_row(config, topology, one, trust))
     return rows
-
-
-def _policies(config: Config) -> tuple[Remat, ...]:
-    """Returns the policies of rematerialization that a run can take."""
-    return ("layer",) if config.model.fsdp_overlap != "xla" else get_args(Remat.__value__)
 
 
 def _fastest_policy(config: Config, chip: Chip, shape: Mapping[str, int], remats: Sequence[Remat]) -> Prediction:

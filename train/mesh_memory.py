@@ -40,8 +40,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
                        model.param_dtype count with the gradients
     optimizer state    two moments like the parameters; a float32 running mean if the run keeps one
     gradients          like the parameters; with micro-batches a float32 sum beside them
-    kept               for each layer what `model.remat` keeps, with none and cheap its gathered kernels too; and with
-                       all but layer the rows that `model.gathered_mib` lets it keep
+    kept               for each layer what `model.remat` keeps, with none and cheap its gathered kernels too, but for a
+                       scan that prefetches; and with all but layer the rows that `model.gathered_mib` lets it keep
     working            the larger of two sums: the activations of one layer and the whole kernels of two, with remat
                        layer the kept rows as well; the logits and the whole kernel of the output projection
     ```
@@ -79,24 +79,25 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
         model.fsdp_overlap
     ]
     last = whole if arriving else 0.0
-    attention = rows / ring * (2 * q_width * computed + 4 * model.heads)
+    attention, kernels_kept = rows / ring * (2 * q_width * computed + 4 * model.heads), 0.0 if arriving else whole
     kept = {
         "layer": stream,
         "dots": stream + products,
-        "cheap": stream + products + attention + whole,
-        "none": everything + whole,
+        "cheap": stream + products + attention + kernels_kept,
+        "none": everything + kernels_kept,
     }[model.remat]
     gathered = gathered_bytes(config, mesh, chip)
     kept += gathered if model.remat != "layer" else 0
     again = gathered if model.remat == "layer" else 0
     logits = rows * -(-model.vocab_size // ring) * BYTES_OF_A_LOGIT
     output = 0.0 if fsdp == 1 else model.vocab_size * model.width / ring * computed
+    beside = output if arriving else 0.0  # a scan that prefetches gathers it while the layers run
     sizes = {
         "parameters": share * state,
         "optimizer state": share * (2 * state + 4 * bool(optimizer.ema_decay)),
         "gradients": share * (stored * (1 + optimizer.master_copies) + 4 * (parts > 1)),
         "kept": model.layers * kept,
-        "working": max(WORKING_ROWS * everything + 2 * whole + again + arriving, logits + output + last),
+        "working": max(WORKING_ROWS * everything + 2 * whole + again + arriving + beside, logits + output + last),
     }
     return {name: round(size) for name, size in sizes.items()}
 

@@ -123,7 +123,7 @@ def scan_with_prefetch(
         return finish(last.module(whole, without=fsdp_axis), x)
 
     whole = finish_whole if finish else None
-    scan = _Scan(apply_whole, fsdp_axis, stack.dims, jnp.dtype(dtype), backend, policy, whole, last.dims)
+    scan = Scan(apply_whole, fsdp_axis, stack.dims, jnp.dtype(dtype), backend, policy, whole, last.dims)
     return jax.shard_map(
         functools.partial(_run, scan), in_specs=(stack.specs, last.specs, x_spec, arg_specs), out_specs=out_spec
     )(stack.leaves, last.leaves, x, args)
@@ -182,7 +182,7 @@ class _Parameters:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scan:
+class Scan:
     """What is static in a scan.
 
     Attributes:
@@ -214,19 +214,19 @@ class _Scan:
         """
         return 2 if self.backend == "pallas" else 1
 
-    def forward(self, whole: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, "_Kept"]:
+    def forward(self, whole: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, "Kept"]:
         """Applies one layer to x, and returns what its backward pass needs beside the whole weights and `args`."""
         apply = functools.partial(_apply, self.apply, args)
         if self.policy is None:
-            return apply(whole, x), _Kept((x,), None, ())
+            return apply(whole, x), Kept((x,), None, ())
         y, pull = jax.vjp(jax.checkpoint(apply, policy=self.policy), whole, x)
         residuals, tree = jax.tree.flatten(pull)
         again = (*whole, *args)
         places = tuple(next((n for n, one in enumerate(again) if one is residual), None) for residual in residuals)
         kept = tuple(residual for residual, place in zip(residuals, places, strict=True) if place is None)
-        return y, _Kept(kept, tree, places)
+        return y, Kept(kept, tree, places)
 
-    def backward(self, kept: "_Kept", args: tuple[Array, ...], whole: Leaves, dy: Array) -> tuple[Leaves, Array]:
+    def backward(self, kept: "Kept", args: tuple[Array, ...], whole: Leaves, dy: Array) -> tuple[Leaves, Array]:
         """Returns the gradients of the whole weights of one layer and of its input."""
         if kept.tree is None:
             return jax.vjp(functools.partial(_apply, self.apply, args), whole, *kept.arrays)[1](dy)
@@ -272,7 +272,7 @@ def start_gather(shard: Array, axis: str, dim: int, backend: str) -> Transfer:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class Kept:
     """What the backward pass of a layer needs, without its weights.
 
     Attributes:
@@ -311,21 +311,21 @@ def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(scan: _Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
+def _run(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
     return _run_fwd(scan, stacked, last, x, args)[0]
 
 
-def _run_fwd(scan: _Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
+def _run_fwd(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
     layers = stacked[0].shape[0]
 
-    def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], _Kept]:
+    def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], Kept]:
         x, whole = carry
         # The last turn gathers its own layer again: the backward pass begins with it.
         following = scan.gather_layer(stacked, jnp.minimum(layer + 1, layers - 1))
         y, kept = meanwhile([following], lambda x: scan.forward(_varying(whole, x), x, args), x)
         return (y, following.done()), kept
 
-    def body(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], list[_Kept]]:
+    def body(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], list[Kept]]:
         kept = []
         for n in range(scan.turns):
             carry, one = turn(carry, layer + n)
@@ -352,14 +352,14 @@ def _run_fwd(scan: _Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[A
     return y, (stacked, last, kept, pull, whole, args)
 
 
-def _run_bwd(scan: _Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Array, None]:
+def _run_bwd(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Array, None]:
     stacked, last, kept, pull, whole, args = saved
     layers = stacked[0].shape[0]
 
-    def pull_layer(whole: Leaves, kept: _Kept, dy: Array) -> tuple[Leaves, Array]:
+    def pull_layer(whole: Leaves, kept: Kept, dy: Array) -> tuple[Leaves, Array]:
         return scan.backward(kept, args, _varying(whole, dy), dy)
 
-    def turn(carry: tuple, layer: Array, kept: _Kept) -> tuple:
+    def turn(carry: tuple, layer: Array, kept: Kept) -> tuple:
         dy, whole, gradients, sums = carry
         preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
         reduced = scan.reduce(stacked, gradients, scan.dims)
@@ -368,7 +368,7 @@ def _run_bwd(scan: _Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Arra
         sums = _write(sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
         return dy, preceding.done(), gradients, sums
 
-    def body(carry: tuple, step: tuple[Array, list[_Kept]]) -> tuple[tuple, None]:
+    def body(carry: tuple, step: tuple[Array, list[Kept]]) -> tuple[tuple, None]:
         layer, kept = step
         for n in reversed(range(scan.turns)):
             carry = turn(carry, layer + n, kept[n])

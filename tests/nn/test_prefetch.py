@@ -1,6 +1,7 @@
 """Tests of the scan that gathers the weights of the next layer while the present one computes."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.nn.prefetch import ring_all_gather, ring_reduce_scatter
+from flaxasync.nn.prefetch import Scan, ring_all_gather, ring_reduce_scatter
 from flaxasync.transport import direct
 from tests.simulator.split_pairs import session
 
@@ -53,15 +54,90 @@ def scan(layers, x, *ids):
     return run(layers, x)
 
 
-def prefetch(layers, x, *ids, dtype=jnp.float32, backend="xla"):
+def prefetch(layers, x, *ids, dtype=jnp.float32, backend="xla", **options):
     return fa.nn.scan_with_prefetch(
-        lambda layer, x, *ids: layer(x, *ids), layers, x, *ids, fsdp_axis="fsdp", dtype=dtype, backend=backend
-    )
+        lambda layer, x, *ids: layer(x, *ids), layers, x, *ids, fsdp_axis="fsdp", dtype=dtype, backend=backend,
+        **options,
+    )  # fmt: skip
+
+
+class Model(nnx.Module):
+    """Layers, and a projection that can be part of their scan."""
+
+    def __init__(self, layers, features=16):
+        self.layers = stack(layers, features=features)
+        self.norm = nnx.RMSNorm(features, rngs=nnx.Rngs(1))
+        self.output = fa.nn.ColumnParallelLinear(features, 2 * features, fsdp_axis="fsdp", rngs=nnx.Rngs(2))
+
+
+def project(modules, x):
+    norm, output = modules
+    return output(norm(x))
+
+
+def projected_after(model, x, *ids):
+    return project((model.norm, model.output), scan(model.layers, x, *ids))
+
+
+def projected_within(model, x, *ids, **options):
+    return prefetch(model.layers, x, *ids, then=(project, (model.norm, model.output)), **options)
+
+
+POLICIES = {"costly": fa.save_costly, "matmuls": fa.save_matmuls, "all": jax.checkpoint_policies.everything_saveable}
 
 
 @functools.partial(nnx.jit, static_argnames="run")
 def gradients(layers, x, *ids, run):
     return nnx.value_and_grad(lambda layers, x: (run(layers, x, *ids) ** 2).sum(), argnums=(0, 1))(layers, x)
+
+
+def assert_alike(found, expected):
+    """Asserts that losses and gradients, of (model, x), are alike, and parameters' gradients sharded alike."""
+    (loss, (got, dx)), (want_loss, (want, want_dx)) = found, expected
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3)
+    close(dx, want_dx)
+    for (path, one), (_, other) in zip(nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True):
+        close(one[...], other[...], err_msg=str(path))
+        assert one[...].sharding.spec == other[...].sharding.spec, path
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "policy"),
+    [
+        ((2, 2, 1, 2), 3, "costly"),
+        pytest.param((1, 4, 1, 2), 2, "matmuls", marks=pytest.mark.slow),
+        pytest.param((1, 2, 1, 4), 2, "all", marks=pytest.mark.slow),
+        pytest.param((1, 8, 1, 1), 2, None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_projection_within_the_scan_and_policies_change_no_gradient(sizes, layers, policy):
+    with jax.set_mesh(mesh_of(*sizes)):
+        module = Model(layers)
+        x = jax.device_put(np.random.default_rng(0).standard_normal((8, 8, 16)).astype(np.float32),
+                           P(("data", "fsdp"), "model", None))  # fmt: skip
+        ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P(("data", "fsdp"), "model"))
+        run = functools.partial(projected_within, policy=POLICIES.get(policy))
+        assert_alike(gradients(module, x, ids, run=run), gradients(module, x, ids, run=projected_after))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
+    """What the backward pass gathers again, or has anyway, would be kept once for each layer."""
+    kept = []
+    forward = Scan.forward
+
+    def watch(self, whole, x, args):
+        y, found = forward(self, whole, x, args)
+        weights = [(w.shape, w.dtype) for w in (*whole, *args) if w.ndim > 1]
+        kept.append([a.shape for a in found.arrays if (a.shape, a.dtype) in weights])
+        return y, found
+
+    with jax.set_mesh(mesh_of(1, 4, 1, 1)), mock.patch.object(Scan, "forward", watch):
+        x = jax.device_put(np.ones((4, 3, 16), np.float32), P("fsdp", None, None))
+        ids = jax.device_put(np.ones((4, 3), np.int32), P("fsdp", None))
+        gradients(stack(2), x, ids, run=functools.partial(prefetch, policy=POLICIES[policy]))
+    assert kept == [[]]
 
 
 @pytest.mark.slow
@@ -85,25 +161,26 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, l
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layers"),
+    ("sizes", "layers", "policy"),
     [
-        ((1, 4, 1, 1), 2),
-        pytest.param((1, 4, 1, 1), 1, marks=pytest.mark.slow),
-        pytest.param((2, 2, 1, 1), 3, marks=pytest.mark.slow),
+        ((1, 4, 1, 1), 2, None),
+        pytest.param((1, 4, 1, 1), 1, None, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1, 1), 3, "costly", marks=pytest.mark.slow),
     ],
 )
-def test_direct_copies_in_the_simulator(sizes, layers):
+def test_direct_copies_in_the_simulator(sizes, layers, policy):
     """Four devices with race detection. The up and down projections travel along rows and along columns."""
     kinds = direct.all_gather, direct.all_to_all
     for kind in kinds:
         kind.cache_clear()
     with jax.set_mesh(mesh_of(*sizes)):
-        module = stack(layers, features=512)
+        module = Model(layers, features=512)
         x = np.random.default_rng(0).standard_normal((4, 2, 512)).astype(np.float32)
         x = jax.device_put(x, P(("data", "fsdp")))
-        want_loss, (want, want_dx) = jax.tree.map(np.asarray, gradients(module, x, run=scan))
+        want_loss, (want, want_dx) = jax.tree.map(np.asarray, gradients(module, x, run=projected_after))
+        run = functools.partial(projected_within, backend="pallas", policy=POLICIES.get(policy))
         with session(mode="eager", delayed={1: 0.02}) as report:
-            found = gradients(module, x, run=functools.partial(prefetch, backend="pallas"))
+            found = gradients(module, x, run=run)
             loss, (got, dx) = jax.tree.map(np.asarray, found)
     assert report.problems() == set()
     assert [kind.cache_info().currsize for kind in kinds] == [2, 2], "along rows and along columns"

@@ -62,11 +62,6 @@ def test_each_mesh_takes_the_fastest_policy_that_fits_with_room_to_spare():
     assert rank(config, little, 16, remats=("cheap", "layer"))[0].remat == "layer"  # it would fit barely
 
 
-def test_a_step_that_gathers_in_advance_keeps_its_policy(config, replace):
-    assert set(module._policies(config)) == {"none", "cheap", "dots", "layer"}
-    assert module._policies(replace(config, model={"fsdp_overlap": "prefetch", "remat": "layer"})) == ("layer",)
-
-
 def with_remat(config, remat):
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
 

@@ -59,10 +59,9 @@ def train(trainer, config, mesh, state, steps, start=0):
 
 @pytest.fixture
 def losses(on, trainer_of):
-    """A function (sizes, initial state, overlap, sections) -> (losses of twenty steps, the state at the beginning)."""
+    """A function (sizes, state, overlap, remat, sections) -> (losses of twenty steps, the state at the beginning)."""
 
-    def run(sizes, began=None, overlap="xla", **sections):
-        remat = "none" if overlap == "xla" else "layer"
+    def run(sizes, began=None, overlap="xla", remat="none", **sections):
         model = sections.pop("model", {}) | {"fsdp_overlap": overlap, "remat": remat}
         config, mesh = on(sizes, model=model, **sections)
         with jax.set_mesh(mesh):
@@ -99,19 +98,21 @@ def check_shards(state, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "overlap"),
-    [(sizes, overlap) for overlap in ("xla", "prefetch") for sizes in MESHES[1:]],
+    ("sizes", "overlap", "remat"),
+    [(sizes, overlap, remat) for overlap, remat in (("xla", "none"), ("prefetch", "layer")) for sizes in MESHES[1:]]
+    + [(MESHES[2], "prefetch", "cheap"), (MESHES[3], "prefetch", "none")],
     ids=str,
 )
-def test_twenty_steps_have_the_losses_of_one_device_and_the_state_stays_sharded(losses, sizes, overlap):
+def test_twenty_steps_have_the_losses_of_one_device_and_the_state_stays_sharded(losses, sizes, overlap, remat):
     expected, began = losses(MESHES[0])
-    history, _ = losses(sizes, began, overlap)
+    history, _ = losses(sizes, began, overlap, remat)
     np.testing.assert_allclose(history, expected, atol=1e-4)
     assert history[-1] < 0.8 * history[0]
 
 
 @pytest.mark.slow
-def test_twenty_steps_with_direct_copies_have_the_losses_of_one_device(losses):
+@pytest.mark.parametrize("remat", ["layer", "cheap"])
+def test_twenty_steps_with_direct_copies_have_the_losses_of_one_device(losses, remat):
     """On four devices of the simulator with race detection: the kernels of the form need TPUs."""
     # Blocks of 128 columns, on four devices, are whole tiles. So wide a model needs smaller steps to learn steadily.
     options = {"model": {"width": 512, "head_dim": 2}, "optimizer": {"learning_rate": 30.0}}
@@ -120,7 +121,7 @@ def test_twenty_steps_with_direct_copies_have_the_losses_of_one_device(losses):
     for kind in kinds:
         kind.cache_clear()
     with session(mode="eager", delayed={2: 0.01}) as report:
-        history, _ = losses((1, 4, 1, 1), began, "prefetch_pallas", **options)
+        history, _ = losses((1, 4, 1, 1), began, "prefetch_pallas", remat, **options)
     assert all(kind.cache_info().currsize for kind in kinds), "no array of this model travels by direct copies"
     assert report.problems() == set()
     np.testing.assert_allclose(history, expected, atol=1e-4)

@@ -109,9 +109,10 @@ def test_direct_copies_last_as_long_as_a_layer(topology):
     """Every weight is gathered, and every gradient sent, by a pair whose two ends enclose a layer in the same turn.
 
     The loops have two layers in a body. One gather is before the forward loop, and one exchange after the backward one.
+    Those of the output projection enclose the loops. XLA gathers the embedding, which comes first.
     """
     module = program(topology, data=1, fsdp=FSDP, overlap="prefetch_pallas", layers=4)
-    check_weights(module, forward=OUTSIDE_OF_LAYERS, backward=0, gradients=OUTSIDE_OF_LAYERS)
+    check_weights(module, forward=1, backward=0, gradients=1)
     found = fa.check.audit(module)
     assert not [finding for finding in found.findings if finding.severity == "error"]
     assert "loop-copies" not in {finding.code for finding in found.findings}
@@ -125,10 +126,11 @@ def test_direct_copies_last_as_long_as_a_layer(topology):
         assert window.crosses == ()
         assert window.copies == ()
         inside = [i for s in window.spans for i in module.computations[s.computation].instructions[s.first : s.stop]]
-        pairs[kind, sum("dot_general" in i.op_name for i in inside) >= KERNELS_OF_A_LAYER] += 1
+        in_layer, loops = sum("dot_general" in i.op_name for i in inside), sum(i.opcode == "while" for i in inside)
+        pairs[kind, in_layer >= KERNELS_OF_A_LAYER or loops == 1] += 1
     assert pairs == {
-        ("all_gather", True): 4 * KERNELS_OF_A_LAYER,
+        ("all_gather", True): 4 * KERNELS_OF_A_LAYER + 1,
         ("all_gather", False): KERNELS_OF_A_LAYER,
-        ("all_to_all", True): 2 * KERNELS_OF_A_LAYER,
+        ("all_to_all", True): 2 * KERNELS_OF_A_LAYER + 1,
         ("all_to_all", False): KERNELS_OF_A_LAYER,
     }

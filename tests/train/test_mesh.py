@@ -96,13 +96,11 @@ def test_a_model_may_fit_a_mesh_that_batches_and_sequences_do_not(config, replac
         check_model_fits_mesh(config, {"data": 1, "model": 7})
 
 
-def test_a_scan_that_prefetches_needs_an_fsdp_axis_and_remat_of_layers(config, replace):
-    message = r"fsdp_overlap='prefetch' needs an 'fsdp' axis .* got {} devices and remat='{}'; use fsdp_overlap='xla'"
-    for remat, fsdp in (("layer", 1), ("none", 2)):
-        changed = replace(config, model={"fsdp_overlap": "prefetch", "remat": remat})
-        with pytest.raises(InputError, match=message.format(fsdp, remat)):
-            check_fits_mesh(changed, {"data": 2, "fsdp": fsdp, "model": 2})
-    check_fits_mesh(replace(changed, model={"remat": "layer"}), {"data": 2, "fsdp": 2, "model": 2})
+def test_a_scan_that_prefetches_needs_an_fsdp_axis(config, replace):
+    changed = replace(config, model={"fsdp_overlap": "prefetch"})
+    with pytest.raises(InputError, match=r"fsdp_overlap='prefetch' needs an 'fsdp' axis .* got 1; use fsdp_overlap='x"):
+        check_fits_mesh(changed, {"data": 2, "fsdp": 1, "model": 2})
+    check_fits_mesh(changed, {"data": 2, "fsdp": 2, "model": 2})
 
 
 def test_direct_copies_need_whole_tiles_and_tpus(config, replace):

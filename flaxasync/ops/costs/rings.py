@@ -34,6 +34,9 @@ SUM_TRAFFIC = 0.88
 ACCUMULATOR_TRAFFIC = 1.33
 """How many times the float32 accumulator of dw moves in HBM for each product, where it does not stay in vector memory.
 Reading all of it and writing all of it would be 2."""
+RESIDENT_TOGETHER = 0.35
+"""The share of vector memory in which the accumulators of dw stay with the gathered x and dy. Of gradients on rings of
+four and eight, those that need up to 0.31 of it were played to move little, and those from 0.37 on to move."""
 HIDING_SHARE = 0.55
 """The share of a block's product that hides a hop: half of the product runs beside each half-block."""
 LOOPLESS = 4
@@ -52,7 +55,7 @@ def ring_of_blocks(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int, 
             compute += product(chip, trip, 1, itemsize, backend)
             steps += 1
             continue
-        result = _accumulator_bytes(chip, ring, trip)
+        result = _accumulator_bytes(chip, ring, trip, backend)
         block = product(chip, trip, 1, itemsize, backend, weights=weights, result=result)
         compute += ring * block
         hop, hiding = hop_seconds(chip, trip.sent, directions(ring)), HIDING_SHARE * block
@@ -73,15 +76,22 @@ def ring_of_blocks(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int, 
     return Cost(compute, exposed, steps, held, overhead.step, {"directions": directions(ring)}, program)
 
 
-def _accumulator_bytes(chip: Chip, ring: int, trip: Trip) -> float | None:
+def _accumulator_bytes(chip: Chip, ring: int, trip: Trip, backend: str) -> float | None:
     """Returns the bytes that move for the float32 accumulator of dw with each block; None for other results.
 
     Each half-block that arrives has a product of its own. On a ring of two, the result of the first product stands in
-    memory until the second is added to it; on larger rings the old and the new accumulator stand there together.
+    memory until the second is added to it; on larger rings the old and the new accumulator stand there together. With
+    "xla" the gathered x and dy take vector memory beside them.
     """
     if trip.kind != "dw":
         return None
     accumulator, products = 4 * trip.m * trip.n, 1 + (ring - 1) * directions(ring)
-    standing = accumulator if ring == 2 else 2 * accumulator
-    resident = standing <= RESIDENT * chip.vmem_bytes
-    return 0.0 if resident else ACCUMULATOR_TRAFFIC * accumulator * products / ring
+    resident = RESIDENT * chip.vmem_bytes
+    if ring == 2:
+        leaves = accumulator > resident
+    else:
+        leaves = 2 * accumulator > resident
+        if backend == "xla":
+            beside = ring * trip.sent * (1 + trip.n / trip.m)
+            leaves |= beside + 2 * accumulator > RESIDENT_TOGETHER * chip.vmem_bytes
+    return ACCUMULATOR_TRAFFIC * accumulator * products / ring if leaves else 0.0
