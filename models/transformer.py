@@ -190,10 +190,10 @@ class Transformer(nnx.Module):
                 fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
                 backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
                 policy=_POLICIES[self.config.remat],
-                then=(lambda modules, x_BLD: _logits(*modules, x_BLD, self.config), self._last_modules()),
+                then=(lambda modules, x_BLD: _logits(modules, x_BLD, self.config), self._last_modules()),
             )  # fmt: skip
         x_BLD = run(self.layers, self._windowed_layers(), x_BLD)
-        return _logits(*self._last_modules(), x_BLD, self.config)
+        return _logits(self._last_modules(), x_BLD, self.config)
 
     def init_cache(self, batch: int, length: int) -> None:
         """Makes an empty cache of keys and values of all layers, for `decode`.
@@ -225,13 +225,13 @@ class Transformer(nnx.Module):
             return layer(x_BLD, mask=self._window_mask(is_windowed, positions, length), decode=True)
 
         x_BLD = run(self.layers, self._windowed_layers(), self._embed(tokens_BL, layout="replicated"))
-        return _logits(*self._last_modules(), x_BLD[:, -1:], self.config)[:, 0]
+        return _logits(self._last_modules(), x_BLD[:, -1:], self.config)[:, 0]
 
     def _embed(self, tokens_BL: Array, layout: Literal["sequence", "replicated"] = "sequence") -> Array:
         x_BLD = self.embed(tokens_BL, layout=layout)
         return x_BLD * jnp.asarray(self.config.width**0.5, x_BLD.dtype) if self.config.scale_embeddings else x_BLD
 
-    def _last_modules(self) -> tuple[RMSNorm, nnx.Module]:
+    def _last_modules(self) -> tuple[RMSNorm, Any]:
         """Returns what makes logits: the last norm, and the output projection or the embedding that stands for it."""
         return self.final_norm, self.embed if self.output is None else self.output
 
@@ -270,7 +270,8 @@ class Transformer(nnx.Module):
         return jnp.sum(losses_BL * weights_BL) / jnp.maximum(jnp.sum(weights_BL), 1)
 
 
-def _logits(norm: RMSNorm, output: Any, x_BLD: Array, config: TransformerConfig) -> Array:
+def _logits(modules: tuple[RMSNorm, Any], x_BLD: Array, config: TransformerConfig) -> Array:
+    norm, output = modules
     x_BLD = norm(x_BLD)
     logits_BLV = output.attend(x_BLD) if config.tie_embeddings else output(x_BLD)
     if config.logit_softcap is None:

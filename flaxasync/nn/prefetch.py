@@ -181,6 +181,22 @@ class _Parameters:
         return module
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What the backward pass of a layer needs, without its weights.
+
+    Attributes:
+      arrays: The input of the layer, or the residuals of its VJP other than weights and further arguments.
+      tree: The structure of the VJP; None where only the input is kept.
+      places: For each residual of the VJP, its number among weights and further arguments; None for one of `arrays`.
+    """
+
+    arrays: tuple[Array, ...]
+    tree: Any
+    places: tuple[int | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Scan:
     """What is static in a scan.
@@ -214,22 +230,22 @@ class Scan:
         """
         return 2 if self.backend == "pallas" else 1
 
-    def forward(self, whole: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, "Kept"]:
+    def forward(self, whole: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, Kept]:
         """Applies one layer to x, and returns what its backward pass needs beside the whole weights and `args`."""
-        apply = functools.partial(_apply, self.apply, args)
         if self.policy is None:
-            return apply(whole, x), Kept((x,), None, ())
-        y, pull = jax.vjp(jax.checkpoint(apply, policy=self.policy), whole, x)
+            return self.apply(whole, x, args), Kept((x,), None, ())
+        apply = jax.checkpoint(lambda whole, x: self.apply(whole, x, args), policy=self.policy)
+        y, pull = jax.vjp(apply, whole, x)
         residuals, tree = jax.tree.flatten(pull)
         again = (*whole, *args)
         places = tuple(next((n for n, one in enumerate(again) if one is residual), None) for residual in residuals)
         kept = tuple(residual for residual, place in zip(residuals, places, strict=True) if place is None)
         return y, Kept(kept, tree, places)
 
-    def backward(self, kept: "Kept", args: tuple[Array, ...], whole: Leaves, dy: Array) -> tuple[Leaves, Array]:
+    def backward(self, kept: Kept, args: tuple[Array, ...], whole: Leaves, dy: Array) -> tuple[Leaves, Array]:
         """Returns the gradients of the whole weights of one layer and of its input."""
         if kept.tree is None:
-            return jax.vjp(functools.partial(_apply, self.apply, args), whole, *kept.arrays)[1](dy)
+            return jax.vjp(lambda whole, x: self.apply(whole, x, args), whole, *kept.arrays)[1](dy)
         arrays, again = iter(kept.arrays), (*whole, *args)
         residuals = [next(arrays) if place is None else again[place] for place in kept.places]
         return jax.tree.unflatten(kept.tree, residuals)(dy)
@@ -270,26 +286,6 @@ def start_gather(shard: Array, axis: str, dim: int, backend: str) -> Transfer:
     return Transfer(*direct.all_gather(axis, lax.axis_size(axis), dim).start(shard))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """What the backward pass of a layer needs, without its weights.
-
-    Attributes:
-      arrays: The input of the layer, or the residuals of its VJP other than weights and further arguments.
-      tree: The structure of the VJP; None where only the input is kept.
-      places: For each residual of the VJP, its number among weights and further arguments; None for one of `arrays`.
-    """
-
-    arrays: tuple[Array, ...]
-    tree: Any
-    places: tuple[int | None, ...]
-
-
-def _apply(apply: Callable[..., Array], args: tuple[Array, ...], whole: Leaves, x: Array) -> Array:
-    return apply(whole, x, args)
-
-
 def start_reduce_scatter(x: Array, dtype: DTypeLike, axis: str, dim: int, backend: str) -> Transfer:
     """Begins to sum `x` in a dtype over the axis, of which each device gets its shard along `dim`.
 
@@ -312,7 +308,7 @@ def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
-    return _run_fwd(scan, stacked, last, x, args)[0]
+    return _run_fwd(dataclasses.replace(scan, policy=None), stacked, last, x, args)[0]
 
 
 def _run_fwd(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
@@ -384,8 +380,9 @@ def _run_bwd(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Array
         (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
         return _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0), dx
 
+    dlast: Leaves = ()
     if pull is None:
-        (sums, dx), dlast = run(dy), ()
+        sums, dx = run(dy)
     else:
         dlast, dy = pull(dy)
         leaving = scan.reduce(last, dlast, scan.finish_dims)

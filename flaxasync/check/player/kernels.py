@@ -17,7 +17,7 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -210,7 +210,7 @@ def _simulate(program: "CompiledProgram", simulated: Kernel | Pair) -> KernelTim
     written = {operand for operand, _ in kernel.aliases}  # made in the program: XLA would copy its arguments first
     shapes = [_type(text) for text in kernel.operands]
 
-    def call(kernel: Kernel, *operands: Any) -> list[Any]:
+    def call(kernel: Kernel, *operands: Any) -> Sequence[Any]:
         return jax.ffi.ffi_call(
             "tpu_custom_call",
             [_type(text) for text in kernel.results],

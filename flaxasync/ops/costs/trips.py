@@ -83,10 +83,11 @@ def product(
       result: The bytes that move for the result; by default it is written once.
     """
     if backend != "fused" and _moves_again(chip, trip, blocks, itemsize):
-        side = {"gather": "n", "reduce": "k"}[trip.kind]
-        parts = [dataclasses.replace(trip, widths=(), **{side: width}) for width in trip.widths]
+        one = dataclasses.replace(trip, widths=())
+        reduced = trip.kind == "reduce"
+        parts = [dataclasses.replace(one, k=w) if reduced else dataclasses.replace(one, n=w) for w in trip.widths]
         each = (product(chip, part, blocks, itemsize, backend, weights=weights, result=result) for part in parts)
-        summed = (len(parts) - 1) * 4 * blocks * trip.m * trip.n / hbm(chip) if trip.kind == "reduce" else 0.0
+        summed = (len(parts) - 1) * 4 * blocks * trip.m * trip.n / hbm(chip) if reduced else 0.0
         return sum(each) + summed
     m, k, n = trip.m, trip.k, trip.n
     if trip.kind == "dw":
@@ -99,7 +100,7 @@ def product(
 
 
 def _moves_again(chip: Chip, trip: Trip, blocks: int, itemsize: int) -> bool:
-    """Says whether x, or the sum of the products before and after an addition, leaves vector memory between several w."""
+    """Says whether something leaves vector memory between several w: x, or the sums before and after an addition."""
     if len(trip.widths) < 2:
         return False
     side, held = (trip.n, 2 * 4) if trip.kind == "reduce" else (trip.k, itemsize)
