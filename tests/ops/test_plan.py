@@ -165,6 +165,28 @@ def test_one_backend_alone_needs_no_comparison():
     assert (plan.backend, plan.reason) == ("none", "no other backend can serve this call")
 
 
+def test_a_kernel_runs_on_one_of_the_two_cores_of_a_v5p():
+    """Where products take all of the time, a kernel takes twice as long as XLA, and is not chosen."""
+    large = (8192, 8192), (8192, 8192)
+    kernel, xla = (fa.plan("all_gather_matmul", *large, chip="v5p", ring=4).seconds[name] for name in ("fused", "xla"))
+    assert 1.6 < kernel / xla < 2
+    assert fa.plan("all_gather_matmul", *large, chip="v5e", ring=4).backend == "fused"
+    assert fa.plan("all_gather_matmul", *large, chip="v5p", ring=4).backend != "fused"
+
+
+def test_several_weights_are_several_products_of_xla_where_their_sum_leaves_vector_memory():
+    """As in the blocks of docs/plan.md on v6e:2x4: with 2 x 1024 rows the sums stay there, with 2 x 2048 they do not."""
+    for rows, width, more in ((1024, 3072, 1.0), (2048, 4096, 1.2)):
+        x, wide, narrow = (2, rows // 8, width), (width, width // 8), (width, 128)
+        several, one = (
+            fa.plan("all_gather_matmul", x, *ws, chip="v6e", ring=8).seconds
+            for ws in ((wide, narrow, narrow), ((width, width // 8 + 256),))
+        )
+        assert several["fused"] == one["fused"]
+        assert several["none"] >= more * one["none"]
+        assert (several["none"] == one["none"]) == (more == 1.0)
+
+
 def test_a_tuple_of_weights_is_one_product_of_their_columns():
     one, two = (fa.plan("all_gather_matmul", (256, 4096), *ws, chip="v6e", ring=8) for ws in (
         [(4096, 2048)], [(4096, 1024), (4096, 1024)],

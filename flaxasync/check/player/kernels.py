@@ -240,7 +240,10 @@ def _simulate(program: "CompiledProgram", simulated: Kernel | Pair) -> KernelTim
         for n, shape in enumerate(shapes)
         if n not in fixed and n not in written
     ]
-    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="flaxasync-") as folder,
+        jax.set_mesh(mesh),
+    ):  # the caller may have set another
         compiled = compile_for(program.topology, mapped, *arrays, keep_dumps=folder)
         result = play_dump(folder, topology=program.topology, coords=compiled.coords)
     module = parse(compiled.text)
