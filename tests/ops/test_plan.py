@@ -175,7 +175,7 @@ def test_a_kernel_runs_on_one_of_the_two_cores_of_a_v5p():
 
 
 def test_several_weights_are_several_products_of_xla_where_their_sum_leaves_vector_memory():
-    """As in the blocks of docs/plan.md on v6e:2x4: with 2 x 1024 rows the sums stay there, with 2 x 2048 they do not."""
+    """Blocks of docs/plan.md on v6e:2x4: of 2 x 1024 rows the sums stay there, of 2 x 2048 they do not."""
     for rows, width, more in ((1024, 3072, 1.0), (2048, 4096, 1.2)):
         x, wide, narrow = (2, rows // 8, width), (width, width // 8), (width, 128)
         several, one = (
