@@ -26,39 +26,45 @@ from train.watchdog import Watchdog
 
 
 @pytest.fixture
-def make_loop(mesh, trainer_of, tmp_path):
+def opened():
+    """What the loops of a test have opened; closing it waits until every checkpoint is on disk."""
     with contextlib.ExitStack() as stack:
-
-        def make(config, sink=None):
-            training, validation = split(open_corpora(config.data, vocab_size=128), config)
-            trainer, identity = trainer_of(config, mesh), identify_run(config, {})
-            batches = TrainingBatches(training, config, mesh)
-            checkpoints = stack.enter_context(Checkpoints(tmp_path / "checkpoints", keep=9))
-            recorder = Recorder([sink] if sink else [], Pace(tokens_per_step=64))
-            events, watchdog = Events(None), Watchdog(0, tmp_path / "stacks.txt")
-            return Loop(
-                config,
-                trainer,
-                trainer.compile_train_step(),
-                trainer.compile_eval_step() if config.eval.every else None,
-                batches,
-                Evaluation(validation, config, mesh),
-                Saver(config, checkpoints, batches, recorder, events, identity, watchdog, warn=pytest.fail),
-                recorder,
-                stack.enter_context(StopRequest(shared=False)),
-                watchdog,
-                Profiler(config.profile, tmp_path / "profile"),
-                events,
-            )
-
-        yield make
+        yield stack
 
 
 @pytest.fixture
-def steps(tmp_path):
-    """A function that returns the steps of the checkpoints of all loops of a test."""
+def make_loop(mesh, trainer_of, opened, tmp_path):
+    def make(config, sink=None):
+        training, validation = split(open_corpora(config.data, vocab_size=128), config)
+        trainer, identity = trainer_of(config, mesh), identify_run(config, {})
+        batches = TrainingBatches(training, config, mesh)
+        checkpoints = opened.enter_context(Checkpoints(tmp_path / "checkpoints", keep=9))
+        recorder = Recorder([sink] if sink else [], Pace(tokens_per_step=64))
+        events, watchdog = Events(None), Watchdog(0, tmp_path / "stacks.txt")
+        return Loop(
+            config,
+            trainer,
+            trainer.compile_train_step(),
+            trainer.compile_eval_step() if config.eval.every else None,
+            batches,
+            Evaluation(validation, config, mesh),
+            Saver(config, checkpoints, batches, recorder, events, identity, watchdog, warn=pytest.fail),
+            recorder,
+            opened.enter_context(StopRequest(shared=False)),
+            watchdog,
+            Profiler(config.profile, tmp_path / "profile"),
+            events,
+        )
+
+    return make
+
+
+@pytest.fixture
+def steps(opened, tmp_path):
+    """A function that ends the loops of a test, and returns the steps of their checkpoints."""
 
     def steps():
+        opened.close()
         with Checkpoints.to_read(tmp_path / "checkpoints") as checkpoints:
             return checkpoints.steps()
 
