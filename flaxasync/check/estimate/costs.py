@@ -50,10 +50,12 @@ class KernelTime:
     Attributes:
       seconds: All of its time.
       exposed: The seconds of it in which the device waits for other devices.
+      guessed: Whether it reads scalars that the program does not determine, and that the simulation takes as 0.
     """
 
     seconds: float
     exposed: float
+    guessed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import re
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.player.bundle_text import Program, read_program
+from flaxasync.check.player.constants import integer_elements, words
 from flaxasync.check.player.errors import DumpError
 
 TESTED_LIBTPU = ("0.0.51", "0.0.52")
@@ -73,6 +74,12 @@ class Dump:
         """Returns "file:line" of the Python that made an HLO instruction; "" if the dump does not say."""
         found = self.instructions.get(instruction)
         return self.module.source(found) if found else ""
+
+    @functools.cache  # noqa: B019, there is one dump in a simulation
+    def words_of(self, name: str) -> list[int] | None:
+        """Returns the words in memory of an integer constant, or of a copy of one; None for anything else."""
+        elements = integer_elements(self.instructions, name)
+        return None if elements is None else words(self.instructions[name].shape, elements)
 
     def collective(self, name: str) -> Instruction | None:
         """Returns the instruction of this name, or the collective in it if it is a fusion.

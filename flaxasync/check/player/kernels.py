@@ -27,7 +27,9 @@ from flaxasync.check.estimate.costs import KernelTime
 from flaxasync.check.hlo.async_operations import async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE
+from flaxasync.check.player.constants import integer_elements
 from flaxasync.check.player.errors import PlayerError
+from flaxasync.check.player.transfer_engine import UNKNOWN_SCALARS
 
 if TYPE_CHECKING:
     from flaxasync.check.compile.program import CompiledProgram
@@ -36,7 +38,6 @@ TWO_DEVICES = ("tpu7x",)
 """Chips with two devices, of which the simulator has one."""
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
 """The environment variable that names another folder for the times of kernels."""
-_SAME = frozenset({"bitcast", "copy", "copy-done", "copy-start", "reshape", "broadcast"})  # the elements stay the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,8 @@ def kernel_times(
       say: Is called with a line about each kernel that is not in the cache.
 
     Returns:
-      The times by the names of the instructions, those of pairs by the names of their starts; and for each kernel that
-      could not be simulated, a line that says why.
+      The times by the names of the instructions, those of pairs by the names of their starts; and a line for each
+      kernel that could not be simulated, or whose time is that of scalars which the program does not determine.
     """
     if program.chip in TWO_DEVICES:
         return {}, (f"kernels were not simulated: a {program.chip} has two devices, and the simulator has one of them",)
@@ -110,6 +111,8 @@ def kernel_times(
             lines.append(f"{names[0]} was not simulated: {str(error).partition(chr(10))[0]}")
             continue
         found |= dict.fromkeys(names, time)
+        if time.guessed:
+            lines.append(f"{names[0]} was simulated with 0 for scalars that the text of the program does not determine")
     return found, tuple(lines)
 
 
@@ -156,9 +159,9 @@ def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
     integers = []
     for number, (name, shape) in enumerate(zip(i.operands, operands, strict=True)):
         if re.match(r"[su]\d", shape.element_type) and shape.memory_space != SEMAPHORE:
-            values = _elements(computation, name)
-            size = int(np.prod(shape.dimensions))
-            integers.append((number, tuple(values * (size // len(values)) if values else [0] * size)))
+            values = integer_elements(computation.by_name, name)
+            if values is not None:
+                integers.append((number, tuple(np.resize(values, int(np.prod(shape.dimensions))).tolist())))
     return Kernel(
         json.dumps(config, sort_keys=True),
         tuple(shape.without_layout() for shape in operands),
@@ -166,16 +169,6 @@ def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
         tuple((alias.operand, alias.output[0] if alias.output else 0) for alias in i.aliases),
         tuple(integers),
     )
-
-
-def _elements(computation: Computation, name: str) -> list[int] | None:
-    """Returns the elements of a constant, or of one that was copied or repeated; None where the text does not say."""
-    i = computation.by_name[name]
-    if i.opcode in _SAME and i.operands:
-        return _elements(computation, i.operands[0])
-    if i.opcode != "constant" or "..." in i.literal:
-        return None
-    return [int(number) for number in re.findall(r"-?\d+", i.literal)]
 
 
 def _time(program: "CompiledProgram", kernel: Kernel | Pair, begins: Callable[[], Any]) -> KernelTime:
@@ -255,7 +248,8 @@ def _simulate(program: "CompiledProgram", simulated: Kernel | Pair) -> KernelTim
     (name,) = (i.name for _, i in _kernels(module))
     phases = [phase for device in result.devices for phase in device.phases if phase.name == name]
     slowest = max(phases, key=lambda phase: phase.seconds)
-    return KernelTime(slowest.seconds, slowest.exposed)
+    guessed = any(note.startswith(f"{name}: {UNKNOWN_SCALARS}") for note in result.notes)
+    return KernelTime(slowest.seconds, slowest.exposed, guessed)
 
 
 def _type(text: str) -> Any:

@@ -220,6 +220,8 @@ class Simulation:
             self._notes[
                 "an instruction is simulated with the bundles of another: libtpu dumps identical ones once"
             ] += 1
+        if instruction is not None and instruction.opcode == "custom-call":
+            self._engine.find_constants(instruction, values)
         machine.call(self._codes[program.name], values)
         return True
 

@@ -1,8 +1,11 @@
 """Executes transfers: checks them, moves their bytes over HBM and links, and raises their semaphores at the end."""
 
 from collections import Counter
+from collections.abc import Sequence
 
-from flaxasync.check.player.addresses import Addresses
+from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.shapes import VMEM
+from flaxasync.check.player.addresses import Addresses, Buffer
 from flaxasync.check.player.basic_blocks import ExternalOperation
 from flaxasync.check.player.chip_grid import ChipGrid
 from flaxasync.check.player.chips import PlayedChip
@@ -20,6 +23,9 @@ from flaxasync.check.player.recorder import Recorder
 from flaxasync.check.player.semaphores import Semaphores
 from flaxasync.check.player.transfers import Transfer, read_transfer
 from flaxasync.check.player.vector_clocks import VectorClocks
+
+UNKNOWN_SCALARS = "scalars read from"
+"""How the note of a kernel begins that reads scalars whose values the dump does not say."""
 
 
 class TransferEngine:
@@ -48,6 +54,7 @@ class TransferEngine:
         self.notes: Counter[str] = Counter()
         self._claims = MemoryClaims(addresses)
         self._dump, self._addresses, self._grid, self._chip = dump, addresses, grid, chip
+        self._constants: dict[Buffer, list[int]] = {}
         self._launch, self._devices, self._queue, self._clocks = launch, devices, queue, clocks
         self._semaphores, self._recorder, self._diagnostics = semaphores, recorder, diagnostics
 
@@ -73,6 +80,16 @@ class TransferEngine:
             self._check_entered(machine, target, transfer, phase)
         claims = self._claims.claim(transfer, machine.device, target.device, phase)
         self._flow(machine, target, transfer, claims)
+
+    def find_constants(self, kernel: Instruction, addresses: Sequence[int | None]) -> None:
+        """Notes which buffers hold the constants among the operands of a kernel that is called."""
+        for name, address in zip(kernel.operands, addresses, strict=False):
+            words = self._dump.words_of(name)
+            if words is not None and address is not None:
+                space = "vmem" if self._dump.instructions[name].shape.memory_space == VMEM else "hbm"
+                buffer = self._addresses.at(space, address)
+                if buffer is not None:
+                    self._constants[buffer] = words
 
     def _flow(self, machine: Machine, target: Machine, transfer: Transfer, claims: list[Claim]) -> None:
         """Moves the bytes of a transfer, and raises its semaphores at the end."""
@@ -120,16 +137,18 @@ class TransferEngine:
             raise self._diagnostics.not_entered(machine, target, transfer)
 
     def _fill_scalar_memory(self, machine: Machine, transfer: Transfer) -> None:
-        """Writes the words that a transfer brings into scalar memory: those of the few known tables, or 0.
+        """Writes the words that a transfer brings into scalar memory: those of constants and of known tables, or 0.
 
         Raises:
           UnknownOperationError: An asynchronous collective reads its table, which the dump lacks.
         """
-        buffer = self._addresses.at_granule("hbm", transfer.source_address)
+        buffer = self._addresses.at_granule(transfer.source, transfer.source_address)
         granule = self._chip.granule
         words = transfer.granules * granule // 4
         first = (transfer.source_address - self._addresses.granules(buffer)[0]) * granule // 4 if buffer else 0
-        contents = self._launch.words_of(buffer)
+        contents = self._constants.get(buffer) if buffer else None
+        if contents is None:
+            contents = self._launch.words_of(buffer)
         name = self._recorder.phase(machine.device)
         if contents is None and buffer is not None and "constant" in buffer.label:
             collective = self._dump.collective(name)
@@ -138,7 +157,7 @@ class TransferEngine:
                 raise UnknownOperationError(refusal(collective, name, transfer.location))
         if contents is None:
             what = buffer.label if buffer else "an unknown place"
-            self.notes[f"{name}: scalars read from {what} are taken as 0"] += 1
+            self.notes[f"{name}: {UNKNOWN_SCALARS} {what} are taken as 0"] += 1
             contents = []
         for n in range(words):
             machine.smem[transfer.target_address + n] = contents[first + n] if first + n < len(contents) else 0

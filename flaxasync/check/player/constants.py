@@ -1,0 +1,69 @@
+"""Integer constants in the text of a program: their elements, and the words of memory that hold them.
+
+Kernels read tables from such constants, for example which tiles they visit. The simulator knows the contents of no
+other array.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.shapes import Shape, element_bits
+
+# The elements of the result are those of the operand, in the same order; those of a broadcast are repeated.
+_SAME = frozenset({"bitcast", "copy", "copy-done", "copy-start", "reshape", "broadcast"})
+_TILES = re.compile(r"T\(((?:\d+,)?\d+)\)(?:\(128\))?(?:\(([24]),1\))?")
+LANES = 128
+
+
+def integer_elements(instructions: Mapping[str, Instruction], name: str) -> list[int] | None:
+    """Returns the elements of a constant, or of one that was copied or repeated.
+
+    Args:
+      instructions: The instructions of a computation, by name.
+      name: That of one of them.
+
+    Returns:
+      The elements, or as many of them as are repeated; None where the text does not say.
+    """
+    i = instructions.get(name)
+    if i is None:
+        return None
+    if i.opcode in _SAME and i.operands:
+        return integer_elements(instructions, i.operands[0])
+    if i.opcode != "constant" or "..." in i.literal:
+        return None
+    return [int(number) for number in re.findall(r"-?\d+", i.literal)]
+
+
+def words(shape: Shape, elements: Sequence[int]) -> list[int] | None:
+    """Returns an array as the words of memory that hold it, tile by tile.
+
+    Args:
+      shape: Its shape, with its layout: s32[1,4,4]{2,1,0:T(4,128)} has one tile, of 512 words. Of narrower elements, as
+        in s8[8,128]{1,0:T(8,128)(4,1)} or s8[10]{0:T(512)(128)(4,1)}, those of four rows of 128, or of two, make words.
+      elements: Its elements; if they are fewer, they are repeated.
+
+    Returns:
+      Unsigned 32-bit integers, 0 beside the array; None if its elements are no integers, or lie in another way.
+    """
+    layout, bits = shape.layout, element_bits(shape.element_type)
+    found = _TILES.fullmatch(layout.tiling) if layout else None
+    if layout is None or found is None or shape.element_type[0] not in "su" or not elements:
+        return None
+    tile, together = [int(size) for size in found[1].split(",")], int(found[2] or 1)
+    if bits * together != 32:
+        return None
+    array = np.resize(np.array(elements, np.int64), shape.dimensions).transpose(layout.minor_to_major[::-1])
+    array = array.reshape((1,) * (len(tile) - array.ndim) + array.shape)
+    outer = array.ndim - len(tile)
+    array = np.pad(
+        array, [(0, 0)] * outer + [(0, -n % size) for n, size in zip(array.shape[outer:], tile, strict=True)]
+    )
+    split = [part for n, size in zip(array.shape[outer:], tile, strict=True) for part in (n // size, size)]
+    counts, inside = range(outer, outer + len(split), 2), range(outer + 1, outer + len(split), 2)
+    tiles = array.reshape(*array.shape[:outer], *split).transpose(*range(outer), *counts, *inside)
+    rows = tiles.reshape(-1, together, LANES) & (1 << bits) - 1
+    return np.sum(rows << bits * np.arange(together)[:, None], axis=1).ravel().tolist()
