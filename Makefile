@@ -78,6 +78,7 @@ bench: .venv/.bench  ## measure the tables that the documents quote and draw the
 	$(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md
 	$(BIN)/python benchmarks/start.py --write docs/train.md
 	$(CPU) $(BIN)/python benchmarks/attention.py --write docs/ring.md
+	$(CPU) $(BIN)/python benchmarks/attention_kernel.py --write docs/kernels.md
 
 pictures: .venv/.dev  ## draw the pictures in docs/img
 	$(BIN)/python docs/loop_picture.py

@@ -1,12 +1,13 @@
-"""One decoder layer, forward and with all gradients, on eight TPUs: predicted without a TPU.
+"""One decoder layer of a preset, forward and with all gradients, on eight TPUs: predicted without a TPU.
 
-    python benchmarks/step.py                           every variant on v5e:2x4 and v6e:2x4 (about half an hour)
-    python benchmarks/step.py --write docs/kernels.md   also write the table between the markers of that file
-    python benchmarks/step.py --topologies v6e:2x4 --variants flaxasync --phases
+    python benchmarks/step.py --cache DIR                           all layers on all topologies (hours)
+    python benchmarks/step.py --cache DIR --write docs/kernels.md   also writes the table of that file
+    python benchmarks/step.py --presets llama_8b --topologies v6e:2x4 --variants flaxasync --phases
 
-The layer is that of the 8B preset (width 4096, 32 heads of 128, 8 key-value heads, MLP 14336) in bfloat16 with 4
-sequences of 4096 tokens, tensor-parallel over eight devices and without rematerialization. The program takes the
-parameters, x and dy, and returns y, dx and the gradients of all parameters. x and y are sharded over the sequence.
+The layers are those of PRESETS, with as many sequences of tokens as it says, in bfloat16, tensor-parallel over eight
+devices and without rematerialization. That of tiny, which has four key-value heads, is tensor-parallel over four, and
+its sequences are sharded over two. The program takes the parameters, x and dy, and returns y, dx and the gradients of
+all parameters. x and y are sharded over the sequence. benchmarks/whole_step.py has the whole step of llama_8b.
 
 "flaxasync" is the layer of models/transformer.py, whose ops choose their backends; with "gathered x kept" its products
 may keep the rows that they gather for the weight gradient, up to 128 MiB each. "automatic" is the same layer of
@@ -16,15 +17,16 @@ All of them use the attention kernel of `flaxasync.attention`.
 A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. It
 cannot execute XLA's asynchronous all-gathers. Programs that have them are compiled with
 xla_tpu_enable_async_collective_fusion=false, and marked with a *. "Estimate" is how far `fa.check.timeline` with
-kernels="play" is from it. "At the peak" is the time of all matmuls at the peak
-of the data sheet, the causal half of attention alone, and its gradient as twice its forward pass. A play takes minutes:
-with --cache, programs that were played before, by their text, are not played again.
+kernels="play" is from it. "At the peak" is the time of all matmuls at the peak of the data sheet, the causal half of
+attention alone, and its gradient as twice its forward pass. A play takes minutes: with --cache, programs that were
+played before, by their text, are not played again.
 """
 
 import argparse
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import pathlib
 import tempfile
@@ -41,15 +43,22 @@ import flaxasync as fa
 from benchmarks.plain_transformer import Layout, PlainLayer
 from benchmarks.table import print_table, write_between_markers
 from configs.llama_8b import llama_8b
+from configs.llama_70b import llama_70b
+from configs.tiny import tiny
 from flaxasync import check, hardware
 from flaxasync.check import compile_for, topology_devices, topology_size
 from flaxasync.check.player import play_dump
 from flaxasync.check.player.errors import UnknownOperationError
 from models.config import TransformerConfig
 from models.transformer import DecoderLayer
+from train.config import Config
 
-TOPOLOGIES = ("v5e:2x4", "v6e:2x4")
-BATCH, SEQUENCE = 4, 4096
+TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
+PRESETS: dict[str, tuple[Callable[[], Config], int, int]] = {  # and the sequences, and the tokens of each of them
+    "tiny": (tiny, 16, 128),
+    "llama_8b": (llama_8b, 4, 4096),
+    "llama_70b": (llama_70b, 4, 4096),
+}
 SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
 WINDOWED = {
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
@@ -68,6 +77,7 @@ class Played:
     """What one variant of the layer is predicted to take on a topology, on its slowest device.
 
     Attributes:
+      preset: One of PRESETS.
       topology: The topology.
       variant: One of VARIANTS.
       seconds: The total time.
@@ -79,6 +89,7 @@ class Played:
       phases: The name, and seconds in all, in multiplying and in waiting for others, of each instruction.
     """
 
+    preset: str
     topology: str
     variant: str
     seconds: float
@@ -90,14 +101,14 @@ class Played:
     phases: tuple[tuple[str, float, float, float], ...]
 
 
-def preset(variant: str) -> TransformerConfig:
-    """Returns the architecture of the 8B preset, with parameters in bfloat16 and without rematerialization."""
-    kept = 128 if variant == KEPT else 0
-    return dataclasses.replace(llama_8b().model, param_dtype="bfloat16", remat="none", gathered_mib=kept)
+def architecture(preset: str, variant: str) -> TransformerConfig:
+    """Returns the architecture of a preset, with everything in bfloat16 and without rematerialization."""
+    model, kept = PRESETS[preset][0]().model, 128 if variant == KEPT else 0
+    return dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=kept)
 
 
 def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology: str) -> float:
-    """Returns the time of all matmuls at the peak of the data sheet, with the causal half of attention."""
+    """Returns the time of all matmuls of a layer at the peak of the data sheet, with the causal half of attention."""
     rows, heads, dim = batch * sequence, config.heads, config.head_features
     kernels = config.width * dim * (2 * heads + 2 * config.kv_heads) + 3 * config.width * config.mlp_width
     forward = 2 * rows * kernels + 2 * 2 * batch * heads * dim * sequence**2 / 2
@@ -114,10 +125,11 @@ def make_layer(variant: str, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.M
     return PlainLayer(config, layout=Layout(flash=True), rngs=rngs)
 
 
-def ring(devices: Sequence[Any], variant: str) -> Mesh:
-    """Makes a mesh of one ring over all devices, with the axis types that the variant needs."""
-    kind = AxisType.Explicit if variant in OURS else AxisType.Auto
-    return fa.make_mesh((1, len(devices)), ("data", "model"), devices=devices, axis_types=(kind, kind))
+def mesh_of(devices: Sequence[Any], variant: str, config: TransformerConfig) -> Mesh:
+    """Makes a mesh of one ring, or of as many as leave each device a key-value head, with the variant's axis types."""
+    kind, size = AxisType.Explicit if variant in OURS else AxisType.Auto, min(len(devices), config.kv_heads)
+    shape = (len(devices) // size, size)
+    return fa.make_mesh(shape, ("data", "model"), devices=devices, axis_types=(kind, kind))
 
 
 def program(
@@ -158,34 +170,29 @@ def layer_program(
     return jax.jit(forward_and_backward, out_shardings=(x.sharding, state_shardings, x.sharding)), (state, x, x)
 
 
-def played(variant: str, topology: str, cache: pathlib.Path | None = None) -> Played:
-    """Simulates the layer; see `Played`."""
-    mesh = ring(topology_devices(topology), variant)
+def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None = None) -> Played:
+    """Simulates a layer; see `Played`."""
+    _, batch, sequence = PRESETS[preset]
+    config = architecture(preset, variant)
+    mesh = mesh_of(topology_devices(topology), variant, config)
     with jax.set_mesh(mesh):
-        fn, arguments = program(variant, preset(variant), BATCH, SEQUENCE, mesh)
-        content, compiled, synchronous = simulated(
-            topology, fn, arguments, VARIANTS[variant], cache, may_synchronize=variant not in OURS
-        )
+        fn, arguments = program(variant, config, batch, sequence, mesh)
+        content, compiled, synchronous = simulated(topology, fn, arguments, VARIANTS[variant], cache)
     slowest = max(content["devices"], key=lambda device: device["seconds"])
     between = ("receive", "send", "sync", "collective")
     phases = tuple(
         (p["name"], p["seconds"], p["matrix_busy"], sum(p["waits"].get(cause, 0.0) for cause in between))
         for p in slowest["phases"]
     )
+    estimated = check.timeline(compiled, kernels="play").seconds
     return Played(
-        topology, variant, content["seconds"], check.timeline(compiled, kernels="play").seconds, slowest["matrix_busy"],
-        content["exposed"], compiled.bytes_by_kind["temporaries"], synchronous, phases,
+        preset, topology, variant, content["seconds"], estimated, slowest["matrix_busy"], content["exposed"],
+        compiled.bytes_by_kind["temporaries"], synchronous, phases,
     )  # fmt: skip
 
 
 def simulated(
-    topology: str,
-    fn: Callable,
-    arguments: tuple,
-    options: dict[str, str],
-    cache: pathlib.Path | None,
-    *,
-    may_synchronize: bool = True,
+    topology: str, fn: Callable, arguments: tuple, options: dict[str, str], cache: pathlib.Path | None
 ) -> tuple[dict[str, Any], check.CompiledProgram, bool]:
     """Compiles and simulates a program, or reads from the cache what it took when it was simulated before.
 
@@ -195,10 +202,10 @@ def simulated(
       arguments: Its abstract arguments.
       options: XLA's options.
       cache: The folder of programs that were simulated; None for none.
-      may_synchronize: Whether a program with collectives that the simulator cannot execute is compiled again without.
 
     Returns:
-      The result as JSON, the program, and whether it was compiled with synchronous collectives.
+      The result as JSON, the program, and whether it was compiled with synchronous collectives, because the simulator
+      cannot execute others.
 
     Raises:
       UnknownOperationError: The simulator cannot execute the program.
@@ -206,8 +213,7 @@ def simulated(
     try:
         return *_simulate(topology, fn, arguments, options, cache), False
     except UnknownOperationError:
-        if not may_synchronize:
-            raise
+        pass
     return *_simulate(topology, fn, arguments, options | SYNCHRONOUS, cache), True
 
 
@@ -228,23 +234,29 @@ def _simulate(
         return content, compiled
 
 
-def row(found: Played) -> tuple[str, ...]:
-    """Makes the row of the table of a variant."""
-    peak = peak_seconds(preset("flaxasync"), BATCH, SEQUENCE, found.topology)
+def milliseconds(seconds: float) -> str:
+    """Writes a time in milliseconds, a short one with two digits more."""
+    return f"{seconds * 1e3:.{2 if seconds >= 1e-3 else 4}f}"
+
+
+def row(found: Played, peak: float) -> tuple[str, ...]:
+    """Makes the row of the table of a variant; `peak` is the time at the peak."""
     return (
+        found.preset,
         found.topology,
         found.variant,
-        f"{found.seconds * 1e3:.2f}{'*' if found.synchronous else ''}",
+        milliseconds(found.seconds) + "*" * found.synchronous,
         f"{found.estimated / found.seconds - 1:+.1%}",
-        f"{peak / found.seconds:.0%}",
-        f"{found.matrix_busy * 1e3:.2f}",
-        f"{found.exposed * 1e3:.2f}",
+        f"{peak / found.seconds:.1%}",
+        milliseconds(found.matrix_busy),
+        milliseconds(found.exposed),
         f"{found.temporaries / 2**20:.0f}",
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--phases", action="store_true", help="also print the time of each instruction")
@@ -252,18 +264,20 @@ def main() -> None:
     parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
     chosen = parser.parse_args()
     rows = []
-    for topology in chosen.topologies:
+    for preset, topology in itertools.product(chosen.presets, chosen.topologies):
+        peak = peak_seconds(architecture(preset, "flaxasync"), *PRESETS[preset][1:], topology)
         for variant in chosen.variants:
-            found = played(variant, topology, chosen.cache)
-            rows.append(row(found))
+            found = played(preset, variant, topology, chosen.cache)
+            rows.append(row(found, peak))
             print(*rows[-1], flush=True)
             for phase, *seconds in found.phases if chosen.phases else ():
                 print(f"  {phase:44s}", *(f"{value * 1e3:8.4f}" for value in seconds))
-        peak = peak_seconds(preset("flaxasync"), BATCH, SEQUENCE, topology)
-        rows.append((topology, "at the peak", f"{peak * 1e3:.2f}", "-", "100%", f"{peak * 1e3:.2f}", "0.00", "-"))
+        best = milliseconds(peak)
+        rows.append((preset, topology, "at the peak", best, "-", "100.0%", best, "0", "-"))
     header = (
-        "topology",
         "layer",
+        "topology",
+        "program",
         "predicted ms",
         "estimate",
         "of peak",
