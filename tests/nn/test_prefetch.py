@@ -91,11 +91,11 @@ def gradients(layers, x, *ids, run):
     return nnx.value_and_grad(lambda layers, x: (run(layers, x, *ids) ** 2).sum(), argnums=(0, 1))(layers, x)
 
 
-def assert_alike(found, expected):
+def assert_alike(found, expected, atol=1e-3):
     """Asserts that losses and gradients, of (model, x), are alike, and parameters' gradients sharded alike."""
     (loss, (got, dx)), (want_loss, (want, want_dx)) = found, expected
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=atol)
     close(dx, want_dx)
     for (path, one), (_, other) in zip(nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True):
         close(one[...], other[...], err_msg=str(path))
@@ -150,14 +150,7 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, l
         x = jax.device_put(np.random.default_rng(0).standard_normal((8, 8, 16)).astype(np.float32),
                            P(("data", "fsdp"), "model", None))  # fmt: skip
         ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P(("data", "fsdp"), "model"))
-        want_loss, (want, want_dx) = gradients(module, x, ids, run=scan)
-        loss, (got, dx) = gradients(module, x, ids, run=prefetch)
-        np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-        close(dx, want_dx)
-        for (path, one), (_, other) in zip(nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True):
-            close(one[...], other[...], err_msg=str(path))
-            assert one[...].sharding.spec == other[...].sharding.spec, path
+        assert_alike(gradients(module, x, ids, run=prefetch), gradients(module, x, ids, run=scan), atol=1e-4)
 
 
 @pytest.mark.parametrize(
