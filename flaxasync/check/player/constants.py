@@ -4,10 +4,11 @@ Kernels read tables from such constants, for example which tiles they visit. The
 other array.
 """
 
+import itertools
+import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
-
-import numpy as np
 
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.shapes import Shape, element_bits
@@ -56,14 +57,21 @@ def words(shape: Shape, elements: Sequence[int]) -> list[int] | None:
     tile, together = [int(size) for size in found[1].split(",")], int(found[2] or 1)
     if bits * together != 32:
         return None
-    array = np.resize(np.array(elements, np.int64), shape.dimensions).transpose(layout.minor_to_major[::-1])
-    array = array.reshape((1,) * (len(tile) - array.ndim) + array.shape)
-    outer = array.ndim - len(tile)
-    array = np.pad(
-        array, [(0, 0)] * outer + [(0, -n % size) for n, size in zip(array.shape[outer:], tile, strict=True)]
-    )
-    split = [part for n, size in zip(array.shape[outer:], tile, strict=True) for part in (n // size, size)]
-    counts, inside = range(outer, outer + len(split), 2), range(outer + 1, outer + len(split), 2)
-    tiles = array.reshape(*array.shape[:outer], *split).transpose(*range(outer), *counts, *inside)
-    rows = tiles.reshape(-1, together, LANES) & (1 << bits) - 1
-    return np.sum(rows << bits * np.arange(together)[:, None], axis=1).ravel().tolist()
+    order = layout.minor_to_major[::-1]  # from here on the slowest dimension is first, and the last ones are in tiles
+    above = (1,) * (len(tile) - len(order))
+    sizes = (*above, *(shape.dimensions[dim] for dim in order))
+    outer = len(sizes) - len(tile)
+    counts = (*sizes[:outer], *(-(-size // side) for size, side in zip(sizes[outer:], tile, strict=True)))
+    result = [0] * (math.prod(counts) * math.prod(tile) // together)
+    indices = itertools.product(*map(range, shape.dimensions))
+    for index, element in zip(indices, itertools.cycle(elements), strict=False):
+        turned = (*(0 for _ in above), *(index[dim] for dim in order))
+        inner = turned[outer:]
+        place = 0
+        for at, count in zip((*turned[:outer], *map(operator.floordiv, inner, tile)), counts, strict=True):
+            place = place * count + at
+        for at, side in zip(map(operator.mod, inner, tile), tile, strict=True):
+            place = place * side + at
+        row, lane = divmod(place, LANES)
+        result[row // together * LANES + lane] |= (element & (1 << bits) - 1) << bits * (row % together)
+    return result
