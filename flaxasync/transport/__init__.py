@@ -12,6 +12,7 @@ values     the base class of transports that move values, and their channel
 pair       makes a start and a done from two kernel bodies
 local      copies within a device
 direct     an all-gather and an all-to-all in which each device sends to all others
+shards     gathers of shards and reduce-scatters along a dimension, by permutes or by direct copies
 schedule   keeps compute between a start and its done
 ```
 """

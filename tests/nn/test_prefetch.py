@@ -12,8 +12,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.nn.prefetch import Scan, ring_all_gather, ring_reduce_scatter
+from flaxasync.nn.prefetch import Scan
 from flaxasync.transport import direct
+from flaxasync.transport.shards import ring_all_gather, ring_reduce_scatter
 from tests.simulator.split_pairs import session
 
 AXES = ("data", "fsdp", "context", "model")
