@@ -68,7 +68,7 @@ def audit(
     found += _missing(module, operations, expect or {})
     if module.is_scheduled:
         for op, pair in zip(operations, pairs, strict=True):
-            found += overlap_findings(module, costs, op, pair)
+            found += overlap_findings(module, costs, op, pair, pairs)
     else:
         message = f"{module.name or 'the text'} is not scheduled"
         found.append(finding("not-scheduled", message, module.entry.name, ""))

@@ -47,8 +47,18 @@ def pair_of(module: HloModule, costs: Costs, op: AsyncOperation, runs: int) -> P
     )
 
 
-def overlap_findings(module: HloModule, costs: Costs, op: AsyncOperation, pair: Pair) -> list[Finding]:
-    """Returns what keeps a transfer from being hidden: an empty window, or one that is too short."""
+def overlap_findings(
+    module: HloModule, costs: Costs, op: AsyncOperation, pair: Pair, pairs: Iterable[Pair]
+) -> list[Finding]:
+    """Returns what keeps a transfer from being hidden: an empty window, or one that is too short.
+
+    Args:
+      module: The program.
+      costs: The times of its instructions.
+      op: The transfer.
+      pair: The same transfer as it was scheduled.
+      pairs: All asynchronous operations of the program.
+    """
     offloaded = op.thread not in ("main", "")
     if not op.windows or not (op.communicates or offloaded):
         return []
@@ -66,9 +76,10 @@ def overlap_findings(module: HloModule, costs: Costs, op: AsyncOperation, pair: 
         gain = min(pair.transfer, sum(s for s, _ in free))
         return [
             finding(
-                "empty-window", message, op.computation, pair.name, source=pair.source, severity=severity, gain=gain
+                "empty-window", message, op.computation, pair.name, source=pair.source, severity=severity, gain=gain,
+                advice=_barrier_to_remove(computation, op, chosen, pairs),
             )
-        ]
+        ]  # fmt: skip
     if pair.exposed > max(0.05 * pair.transfer, 1e-6):
         message = f"{what} takes {time_text(pair.transfer)}, the work inside {time_text(pair.inside)}"
         return [
@@ -172,6 +183,22 @@ def _independent_work(costs: Costs, computation: Computation, op: AsyncOperation
     """Returns what could run in the window: work that the start does not need and that does not need the done."""
     ends = [w.done.name for w in op.windows if w.computation == computation.name and not w.crosses]
     return independent_work(costs, computation, [op.start.name], ends) if ends else []
+
+
+def _barrier_to_remove(computation: Computation, op: AsyncOperation, work: Instruction, pairs: Iterable[Pair]) -> str:
+    """Returns the advice on a transfer of XLA's own that a barrier made wait for independent work; "" on any other.
+
+    A compiled program has no barriers left: XLA drops them once they have ordered the schedule. What remains is the
+    order, which XLA does not choose by itself: the work ends before the transfer begins, and hides no other transfer.
+    """
+    hidden = {(w.computation, w.instruction) for pair in pairs if pair.communicates for w in pair.work}
+    before = computation.position[work.name] < computation.position[op.start.name]
+    if op.spelling == "kernel" or not before or (computation.name, work.name) in hidden:
+        return ""
+    return (
+        f"remove the jax.lax.optimization_barrier that makes what is sent wait for {work.name}: neither needs the "
+        "other, and XLA runs such work inside its own transfers unless a barrier forbids it"
+    )
 
 
 def _carried(body: Computation) -> set[str]:
