@@ -48,7 +48,7 @@ Asynchronous transfers, as pairs of a start and a done:
   copy_done                  Waits for the copy.
   slice_start                Begins copying one row of an array within a device.
   slice_done                 Waits for the row.
-  while_travelling           Runs a computation between a start and its done.
+  while_travelling           Runs a computation while a block travels, between a start and its done.
 
 Meshes, choosing and checking:
 

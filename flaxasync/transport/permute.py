@@ -1,5 +1,6 @@
 """The public permute: `ppermute_start`, `ppermute_done`, and `ppermute`, which does both and is differentiable."""
 
+import dataclasses
 import functools
 
 import jax
@@ -43,14 +44,15 @@ def ppermute_start(
       x: This device's block, of any shape.
       axis_name: A mesh axis of R devices that the enclosing `shard_map` maps.
       shift: Device i sends to device (i + shift) % R.
-      backend: "xla" (`lax.ppermute`: any device, differentiable, scheduled by XLA) or "pallas" (TPU: the transfer
-        begins here and ends at the done; it has no gradient, but `ppermute` has one). None means "xla", on TPUs too,
-        because XLA keeps its own permutes safe.
+      backend: "xla" (`lax.ppermute` of this x: any device, differentiable; XLA chooses when the transfer begins and
+        ends, and runs beside it what neither feeds x nor needs the done) or "pallas" (TPU: the transfer begins here and
+        ends at the done; it has no gradient, but `ppermute` has one). None means "xla", on TPUs too, because XLA keeps
+        its own permutes safe.
       collective_id: The id of the entry barrier of "pallas"; by default one that no other kernel of the program has.
 
     Returns:
       `(x, future)`. Use the returned `x` from here on, and give both to `ppermute_done`, once. A loop that carries them
-      needs `unroll=2` with "pallas".
+      needs `unroll=2` with "pallas". With "xla" it holds the block twice, which costs a copy in every turn.
 
     Raises:
       ValueError: `axis_name` is not an axis that an enclosing `shard_map` maps.
@@ -65,7 +67,8 @@ def ppermute_start(
         )
     if backend == "pallas":
         transport = PallasTransport(collective_id)
-    return transport.start(cast_to_varying(x, {axis_name}), axis_name, shift=shift % size)
+    x, future = transport.start(cast_to_varying(x, {axis_name}), axis_name, shift=shift % size)
+    return x, dataclasses.replace(future, block=x) if isinstance(future, xla.Future) else future
 
 
 def ppermute_done(x: jax.Array, future: xla.Future | pair.Future) -> jax.Array:

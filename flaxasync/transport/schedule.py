@@ -3,7 +3,8 @@
 XLA may run an operation at any time that its operands and users allow. Nothing connects the compute of a window to the
 transfer that it is to hide, so XLA may move it: XLA merges two windows that follow each other in straight-line code,
 and it computes a product that does not read the travelling block before the transfer begins (docs/async.md). `tie`
-makes the connection.
+makes the connection for transfers that kernels begin and end. XLA's own permute must stay unconnected: what its operand
+is tied to runs before it.
 """
 
 from collections.abc import Callable
@@ -27,13 +28,16 @@ def tie(*values: Any) -> Any:
 
 
 def while_travelling(x: Any, compute: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:
-    """Runs `compute(*operands)` after the start that returned `x` and before the done that takes it.
+    """Runs `compute(*operands)` between the start that returned `x` and the done that takes it.
 
     ```python
-    x, future = fa.ppermute_start(x, "model", backend="pallas")
+    x, future = fa.ppermute_start(x, "model")
     x, z = while_travelling(x, compute, a, b)
     y = fa.ppermute_done(x, future)
     ```
+
+    A start made of a kernel runs before the compute, and its done after it. The permute of backend "xla" reads the x
+    that its start was given, so it depends on nothing here, and XLA runs it beside the compute.
 
     Args:
       x: What the start returned.

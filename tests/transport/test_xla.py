@@ -42,6 +42,21 @@ def test_the_cotangent_travels_back():
     np.testing.assert_array_equal(on_ring(f, jnp.ones(4), weight), np.roll(np.arange(4.0), -1))
 
 
+def test_a_window_has_gradients_and_sends_what_the_start_was_given():
+    def window(x, weight):
+        x, future = fa.ppermute_start(x, "x")
+        x, z = fa.while_travelling(x, jnp.multiply, x, weight)
+        return fa.ppermute_done(2 * x, future) + z
+
+    def gradient(x, weight):
+        return jax.vjp(lambda x: window(x, weight), x)[1](weight + 1)[0]
+
+    x, weight = jnp.arange(1.0, 5), jnp.arange(4.0)
+    y, dx = on_ring(window, x, weight), on_ring(gradient, x, weight)
+    np.testing.assert_array_equal(y, np.roll(x, 1) + x * weight)
+    np.testing.assert_array_equal(dx, np.roll(weight + 1, -1) + weight * (weight + 1))
+
+
 def test_outside_shard_map_the_error_says_where_to_call_it():
     with pytest.raises(ValueError, match=r"ppermute_start needs the mesh axis 'x' inside jax.shard_map"):
         fa.ppermute_start(jnp.ones(4), "x")
