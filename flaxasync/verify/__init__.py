@@ -4,6 +4,7 @@
 every case runs in a child process with a time limit, and is compared with the same op made of XLA's own collectives.
 
   cases        what is verified: an op, a backend, directions, shapes
+  platform     known defects of the platform, as programs that show them
   programs     the program of a case and of its reference, as jitted functions of global arrays
   measure      compares results, and reads the device time of a program from a profile
   child        the process that runs cases, one after the other

@@ -11,6 +11,7 @@ from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import backends
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.costs.few_rows import steps
+from flaxasync.verify.platform import DEFECTS
 
 AXIS = "model"
 MESH_AXES = ("x", "y")
@@ -20,8 +21,10 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "all_gather": ("xla", "pallas"),
     "all_to_all": ("xla", "pallas"),
     "attention": ("reference", "flash"),
+    "platform": tuple(DEFECTS),
 }
-"""The backends of everything that is verified. Those of `attention` are what its argument `kernel` names."""
+"""The backends of everything that is verified. Those of `attention` are what its argument `kernel` names, and those of
+`platform` are known defects."""
 PLAIN = {"ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "attention": "reference"}
 """The backend that is plain XLA and serves as the reference of times; "none" for ops that are not listed here."""
 PAIRS = ("pallas", "stateful")
@@ -114,6 +117,10 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
             if only and not chosen and not beside:
                 continue
             simulate = platform != "tpu" and _is_kernel(op, backend)
+            if op == "platform":
+                operand = DEFECTS[backend].shape
+                cases.append(Case(op, backend, (1,), (operand,), "float32", gradient=False, simulate=simulate))
+                continue
             ring = min(devices, 2) if simulate else devices
             size = "simulated" if simulate else "quick" if quick else "full"
             if platform == "cpu" and not simulate:
@@ -143,7 +150,7 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
 def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     """Returns why a case cannot run on a machine, or None if it can."""
     if case.devices == 1 and case.op not in ("attention", "all_gather_matmul", "matmul_reduce_scatter",
-                                             "matmul_all_reduce", "mesh_matmul"):  # fmt: skip
+                                             "matmul_all_reduce", "mesh_matmul", "platform"):  # fmt: skip
         return "needs several devices"
     if not case.simulate:
         return None
@@ -151,7 +158,7 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
         return "needs TPUs: JAX's simulator forgets transfers that outlive a kernel"
     if platform != "cpu" or not quick:
         return "needs TPUs; on CPU devices --quick runs it in a simulator"
-    return "needs several devices" if case.devices == 1 else None
+    return "needs several devices" if case.devices == 1 and case.op != "platform" else None
 
 
 def _is_kernel(op: str, backend: str) -> bool:

@@ -24,6 +24,7 @@ from flaxasync.ops.vocabulary import lookup_reduce_scatter
 from flaxasync.transport import direct
 from flaxasync.transport.pair import Pair
 from flaxasync.verify.cases import AXIS, MESH_AXES, Case
+from flaxasync.verify.platform import DEFECTS
 
 BY_ROWS, BY_COLUMNS = P(None, AXIS, None), P(None, None, AXIS)
 DIRECT = {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
@@ -58,6 +59,7 @@ LAYOUTS = {
     "ppermute": Layout((P(AXIS),), P(AXIS), ("x",)),
     "all_gather": Layout((P(AXIS),), P(None, AXIS), ("x",)),
     "all_to_all": Layout((P(AXIS),), P(None, AXIS), ("x",)),
+    "platform": Layout((P(AXIS),), P(AXIS), ()),
 }
 
 
@@ -103,14 +105,20 @@ FORMULAS: dict[str, Callable] = {
 """Each op as a formula of its global arrays."""
 
 
+def _formula(case: Case) -> Callable:
+    """Returns what a case computes, as a formula of its global arrays."""
+    return DEFECTS[case.backend].reference if case.op == "platform" else FORMULAS[case.op]
+
+
 def _devices() -> int:
     return jax.sharding.get_abstract_mesh().shape[AXIS]
 
 
 def make_mesh(case: Case, devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes the mesh of a case over the first devices of this machine, or over described ones."""
+    """Makes the mesh of a case over the first devices of this machine, or the first of described ones."""
     names = MESH_AXES if case.op == "mesh_matmul" else (AXIS,)
-    return fa.make_mesh(case.mesh, names, devices=devices, axis_types=(AxisType.Auto,) * len(names))
+    chosen = None if devices is None else devices[: case.devices]
+    return fa.make_mesh(case.mesh, names, devices=chosen, axis_types=(AxisType.Auto,) * len(names))
 
 
 def make_program(case: Case, *, reference: bool = False) -> Callable:
@@ -118,9 +126,13 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
 
     It takes its mesh from the context in which it is called, that of `make_mesh`.
 
-    The function takes as `dy` the cotangent of the result. Its result has gradients if the case has.
+    The function takes as `dy` the cotangent of the result. Its result has gradients if the case has. The program of a
+    known defect is jitted only as far as the defect needs it.
     """
     layout = LAYOUTS[case.op]
+    if case.op == "platform":
+        run = _formula(case) if reference else DEFECTS[case.backend].program
+        return lambda operands, dy: {"y": run(*operands)}
     if reference and (case.plain or case.op == "attention"):
         mapped = FORMULAS[case.op]
     else:
@@ -145,7 +157,7 @@ def abstract_arguments(case: Case, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStru
     operands = [_global(mesh, shape, spec, case.dtype) for shape, spec in zip(shapes, layout.operands, strict=True)]
     if case.op == "lookup_reduce_scatter":
         operands[0] = jax.ShapeDtypeStruct(operands[0].shape, jnp.int32, sharding=operands[0].sharding)
-    shape = jax.eval_shape(FORMULAS[case.op], *operands).shape
+    shape = jax.eval_shape(_formula(case), *operands).shape
     dy = jax.ShapeDtypeStruct(shape, operands[-1].dtype, sharding=NamedSharding(mesh, layout.result))
     return tuple(operands), dy
 

@@ -8,6 +8,7 @@ from typing import Any
 import flaxasync as fa
 from flaxasync.ops import backends, trust
 from flaxasync.verify.cases import Case
+from flaxasync.verify.platform import DEFECTS
 
 MARGIN = 1.1
 """How many times the time of the plain backend a case may take before it is called slower."""
@@ -99,6 +100,8 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
     if wrong:
         worst = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())
         reason = f"differs from the reference: {worst} of the largest value, where {tolerance:.0e} is allowed"
+        if case.op == "platform":
+            reason = f"{DEFECTS[case.backend]}; {reason}"
     return Result(
         case,
         Verdict.WRONG if wrong else Verdict.PASS,
@@ -139,7 +142,7 @@ def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Re
 
 def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | None:
     """Returns the times that `flaxasync.plan` predicts for the backend of a case and for "none"; None if it cannot."""
-    if chip is None or case.op in ("attention", "ppermute", "lookup_reduce_scatter"):
+    if chip is None or case.op in ("attention", "ppermute", "lookup_reduce_scatter", "platform"):
         return None
     ring = (case.mesh[0], case.mesh[1]) if case.op == "mesh_matmul" else case.devices
     itemsize = 2 if case.dtype == "bfloat16" else 4
@@ -152,10 +155,12 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
     """Says in a few lines what a person can conclude and do."""
     counts = {verdict: sum(r.verdict is verdict for r in results) for verdict in Verdict}
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "nothing was verified"]
-    bad = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict.bad})
+    defects = [r for r in results if r.case.op == "platform" and r.verdict is Verdict.WRONG]
+    bad = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict.bad and r not in defects})
     plain = [name for name in bad if name.partition("/")[2] in trust.PLAIN]
     kernels = [name for name in bad if name not in plain]
     slower = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict is Verdict.SLOWER})
+    lines += [f"Known defect of this platform: {DEFECTS[r.case.backend]}." for r in defects]
     if kernels:
         lines.append(f"Do not use here: {', '.join(kernels)}. A call without a backend does not take them.")
     if plain:

@@ -130,7 +130,7 @@ def test_a_result_that_is_not_finite_is_infinitely_wrong():
 def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_path):
     file = tmp_path / "verdicts.json"
     ops = "all_gather_matmul/xla,matmul_reduce_scatter/xla,matmul_all_reduce/xla"
-    ops += ",ring_attention/xla,ppermute/xla"
+    ops += ",ring_attention/xla,ppermute/xla,platform"
     options = ["--quick", "--cpu-devices", "2", "--ops", ops, "--limit", "10", "--json", str(file)]
     assert main(options, command=FAULTY) == 1
     found = {(r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]}
@@ -143,6 +143,9 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
         ("matmul_all_reduce", "xla"): "CRASHED",
         ("ring_attention", "xla"): "CRASHED",
         ("ppermute", "xla"): "PASS",
+        ("platform", "unused"): "WRONG",
+        ("platform", "bytes4"): "PASS",
+        ("platform", "gather"): "PASS",
     }
     reasons = {name[0]: result["reason"] for name, result in found.items() if result["verdict"] != "PASS"}
     assert reasons["all_gather_matmul"].startswith("differs from the reference: ")
@@ -150,7 +153,7 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     assert "died of SIGABRT; its last words: the last words of a process" in reasons["matmul_all_reduce"]
     assert reasons["ring_attention"] == "NotImplementedError: a planted error, such as the compiler of kernels raises"
     out = capsys.readouterr().out
-    assert "5 PASS, 1 WRONG, 1 HUNG, 2 CRASHED" in out
+    assert "7 PASS, 2 WRONG, 1 HUNG, 2 CRASHED" in out
     assert "Do not use here: all_gather_matmul/xla, matmul_all_reduce/xla" in out
     assert "This is plain XLA, which calls still take: name another backend." in out
 
@@ -275,7 +278,7 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
     assert main(["--quick", "--platform", "cpu", "--json", str(file)]) == 0, capsys.readouterr().out
     results = json.loads(file.read_text())["results"]
     assert {r["verdict"] for r in results} == {"PASS", "NOT SUPPORTED"}
-    assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 10
+    assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 13
 
 
 def test_devices_that_are_not_there_are_reported(capsys):

@@ -1,0 +1,121 @@
+"""Known defects of the platform: small programs that gave wrong results on a TPU, by public reports.
+
+Each is a case of the op "platform", which shows whether the chip and the software at hand have the defect. A program is
+what its report has, with the smallest changes: the operand is random, and no compiler option is set. Some are not
+jitted here, because the defect shows only without. A report says on which chip and version it was seen; on another one
+a program that passes says nothing about that.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+HBM = pl.BlockSpec(memory_space=pltpu.HBM)
+
+
+@dataclasses.dataclass(frozen=True)
+class Defect:
+    """A defect that was reported.
+
+    Attributes:
+      name: Its name, which is the backend of its case.
+      report: The address of the report.
+      symptom: What is wrong where the defect is.
+      workaround: What to do about it, in one sentence.
+      shape: The shape of the operand of the program, float32.
+      program: What gives a wrong result, a function of the operand on one device.
+      reference: What it should compute.
+    """
+
+    name: str
+    report: str
+    symptom: str
+    workaround: str
+    shape: tuple[int, ...]
+    program: Callable[[jax.Array], jax.Array]
+    reference: Callable[[jax.Array], jax.Array]
+
+    def __str__(self) -> str:
+        return f"{self.symptom} ({self.report}): {self.workaround}"
+
+
+@jax.jit
+def copy_beside_an_unused_operand(x: jax.Array) -> jax.Array:
+    """Copies the first row of x [2, 256] through VMEM, in a kernel that is also given an array that it never reads."""
+    row = (1, x.shape[1])
+
+    def kernel(x_ref: jax.Array, unused_ref: jax.Array, y_ref: jax.Array, staging_ref: jax.Array) -> None:
+        pltpu.sync_copy(x_ref.at[pl.ds(0, 1), :], staging_ref)
+        pltpu.sync_copy(staging_ref, y_ref)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(1,),
+        out_shape=jax.ShapeDtypeStruct(row, x.dtype),
+        in_specs=[HBM, HBM],
+        out_specs=HBM,
+        scratch_shapes=[pltpu.VMEM(row, x.dtype)],
+        name="copy_beside_an_unused_operand",
+    )(x, jnp.ones((16, 128), x.dtype))  # the defect needs an array that this program makes
+
+
+@jax.jit
+def copy_of_four_bytes(x: jax.Array) -> jax.Array:
+    """Copies x [1] through VMEM. The report has a `core_map` on Refs; this is a `pallas_call`."""
+
+    def kernel(x_ref: jax.Array, y_ref: jax.Array, staging_ref: jax.Array) -> None:
+        pltpu.sync_copy(x_ref, staging_ref)
+        pltpu.sync_copy(staging_ref, y_ref)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[HBM],
+        out_specs=HBM,
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype)],
+        name="copy_of_four_bytes",
+    )(x)
+
+
+def gradient_of_gather(dy: jax.Array) -> jax.Array:
+    """Returns the gradient of x[:, (0, 1, ...), :], which is dy. It is right under `jax.jit`."""
+    rows = jnp.arange(dy.shape[1])
+    return jax.vjp(lambda x: x[:, rows, :], jnp.zeros_like(dy))[1](dy)[0]
+
+
+_FOUND = (
+    Defect(
+        "unused",
+        "https://github.com/jax-ml/jax/issues/39744",
+        "a DMA from HBM in a kernel that has an unused operand gives zeros",
+        "give kernels no operand that they do not read, and pass each operand in HBM through "
+        "pltpu.with_memory_space_constraint(x, pltpu.HBM)",
+        (2, 256),
+        copy_beside_an_unused_operand,
+        lambda x: x[:1],
+    ),
+    Defect(
+        "bytes4",
+        "https://github.com/jax-ml/jax/issues/39505",
+        "a DMA of 4 bytes between HBM and VMEM gives zero",
+        "pad what a DMA moves to a whole tile, or keep scalars in SMEM",
+        (1,),
+        copy_of_four_bytes,
+        lambda x: x,
+    ),
+    Defect(
+        "gather",
+        "https://github.com/jax-ml/jax/issues/39025",
+        "the gradient of a gather outside jax.jit has rows of zeros",
+        "take gradients of array indexing inside jax.jit",
+        (256, 8, 128),
+        gradient_of_gather,
+        lambda dy: dy,
+    ),
+)
+DEFECTS = {defect.name: defect for defect in _FOUND}
+"""The defects by their names."""
