@@ -33,13 +33,19 @@ def main() -> None:
         jax.config.update("jax_platforms", request["platform"])
     jax.config.update("jax_num_cpu_devices", request["cpu_devices"])
     from flaxasync.mesh import UnsupportedError
+    from flaxasync.verify import pod
     from flaxasync.verify.cases import Case
     from flaxasync.verify.measure import calibrate, run_case
 
+    distributed = request["number"] is not None
+    if distributed:
+        pod.join(request["number"], request["start_limit"])
     machine = describe_machine()
     say({"machine": machine})
-    if machine["processes"] > 1:
-        return  # the parent refuses to verify the chips of several machines
+    if machine["processes"] > 1 and not distributed:
+        return  # the parent says how to verify the chips of several machines
+    if distributed:
+        pod.check_cases(request["cases"])
     if request["calibrate"]:
         say({"calibration": calibrate()})
     for number, data in enumerate(request["cases"]):
@@ -52,7 +58,7 @@ def main() -> None:
         except Exception as error:
             outcome["error"] = f"{type(error).__name__}: {error}"[:2000]
             traceback.print_exc()
-        say(outcome)
+        say(pod.share(outcome) if distributed else outcome)
 
 
 def read_request() -> dict[str, Any]:
