@@ -107,8 +107,9 @@ def combine(said: Sequence[Mapping[str, Any]]) -> tuple[Evidence, str]:
         texts = [one.get(name) for one in verdicts]
         if all(texts):
             agreed[name] = next((text for text in texts if text != "PASS"), "PASS")
-        if len(set(texts)) > 1:
-            process = next(p for p, text in enumerate(texts) if text != texts[0])
+        passed = [text == "PASS" for text in texts]
+        if len(set(passed)) > 1:
+            process = passed.index(not passed[0])
             lacking.append(f"{name} is {texts[0] or 'missing'} in process 0 and {texts[process] or 'missing'} in "
                            f"process {process}")  # fmt: skip
     if not lacking:

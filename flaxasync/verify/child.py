@@ -7,7 +7,7 @@ ended, and a child that outlived it would keep the chips. The messages are:
   {"machine": {...}}                                what the devices are
   {"calibration": {...}}                            if the request asks for it
   {"begin": 3}                                      case 3 of the request begins
-  {"done": 3, "measurement": {...}}                 what came of it; or "unsupported" or "error" with a message
+  {"done": 3, "measurement": {...}}                 what came of it; or "unsupported", "error" or "not_run"
 
 The process may hang or crash at any point: the supervisor knows from the last message which case did it.
 """
@@ -44,13 +44,15 @@ def main() -> None:
     say({"machine": machine})
     if machine["processes"] > 1 and not distributed:
         return  # the parent says how to verify the chips of several machines
-    if distributed:
-        pod.check_cases(request["cases"])
+    refusal = pod.refusal(request["cases"]) if distributed else None
     if request["calibrate"]:
         say({"calibration": calibrate()})
     for number, data in enumerate(request["cases"]):
         say({"begin": number})
         outcome: dict[str, Any] = {"done": number}
+        if refusal:
+            say(outcome | {"not_run": refusal})
+            continue
         try:
             outcome["measurement"] = dataclasses.asdict(run_case(Case.from_json(data), repeats=request["repeats"]))
         except UnsupportedError as error:  # other NotImplementedErrors are of the compiler of kernels, and errors

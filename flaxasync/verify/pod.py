@@ -44,11 +44,12 @@ def join(number: int, limit: float) -> None:
         ) from error
 
 
-def check_cases(cases: Sequence[dict[str, Any]]) -> None:
-    """Ends this process if the hosts are to run different cases; all of them end then."""
+def refusal(cases: Sequence[dict[str, Any]]) -> str | None:
+    """Returns why the hosts cannot run their cases together, the same on all of them; None if all have the same."""
     texts = exchange("cases", hashlib.sha256(json.dumps(cases).encode()).hexdigest(), LIMIT)
-    if len(set(texts)) > 1:
-        raise SystemExit("the hosts have different cases to run: end all of them, and start the same command on each")
+    if len(set(texts)) == 1:
+        return None
+    return "the hosts have different cases to run: start the same command on every host"
 
 
 def share(outcome: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +63,8 @@ def combine(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for kind in ("error", "unsupported"):
         for process, outcome in enumerate(outcomes):
             if kind in outcome:
-                return outcome | {kind: f"process {process}: {outcome[kind]}"}
+                everywhere = all(other == outcome for other in outcomes)
+                return outcome if everywhere else outcome | {kind: f"in process {process}: {outcome[kind]}"}
     measured = [outcome["measurement"] for outcome in outcomes]
     errors = {name: max(one["errors"][name] for one in measured) for name in measured[0]["errors"]}
     slowest = max(measured, key=lambda one: one["timing"]["seconds"] if one["timing"] else 0.0)

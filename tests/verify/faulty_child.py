@@ -1,6 +1,6 @@
 """A child of `flaxasync.verify` with faults: one op is wrong, one hangs, one kills the process and one raises.
 
-The backend "none" of each has no fault.
+The backend "none" of each has no fault. Of several processes, the one that FAULTY_RANK names has the faults.
 """
 
 import os
@@ -39,10 +39,11 @@ def plant(op, fault):
     setattr(programs.fa, op, faulty)
 
 
-plant("all_gather_matmul", swap_rows)
-plant("matmul_reduce_scatter", hang)
-plant("matmul_all_reduce", crash)
-plant("ring_attention", raise_an_error)
+if os.environ.get("FAULTY_RANK") == os.environ.get("OMPI_COMM_WORLD_RANK"):
+    plant("all_gather_matmul", swap_rows)
+    plant("matmul_reduce_scatter", hang)
+    plant("matmul_all_reduce", crash)
+    plant("ring_attention", raise_an_error)
 
 if __name__ == "__main__":
     child.main()
