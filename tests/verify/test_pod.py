@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from flaxasync.verify import pod
+from flaxasync.verify.__main__ import main
 from train.local_processes import environments
 
 HOST = """
@@ -37,6 +38,11 @@ def test_an_error_on_one_host_is_that_of_all_and_names_its_process():
     assert pod.combine([fine, lacks, error]) == {"done": 3, "error": "in process 2: no"}
     assert pod.combine([fine, lacks]) == {"done": 3, "unsupported": "in process 1: needs squares"}
     assert pod.combine([lacks, lacks]) == lacks
+
+
+def test_a_machine_that_is_alone_is_told_where_hosts_are_found(capsys):
+    assert main(["--distributed", "--platform", "cpu"]) == 2
+    assert "--distributed is for a TPU pod, SLURM or Open MPI, which JAX did not find: " in capsys.readouterr().err
 
 
 @pytest.fixture
