@@ -1,4 +1,7 @@
-"""Checks that all processes of a run were started alike and see the same files, before anything waits for another."""
+"""Checks that all processes of a run were started alike and see the same files, before anything waits for another.
+
+They also agree here which kernels they take.
+"""
 
 import hashlib
 import json
@@ -8,7 +11,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from flaxasync import mesh
+from flaxasync.ops import trust
 from train.errors import InputError
+from train.show import say
 
 
 def require_same(what: str, value: Any) -> None:
@@ -30,4 +36,20 @@ def require_same(what: str, value: Any) -> None:
         raise InputError(
             f"{what} must be the same in all processes of a run: process {', '.join(map(str, others))} differs from "
             "process 0"
+        )
+
+
+def agree_on_kernels() -> None:
+    """Makes all processes agree which kernels of their TPUs are trusted; the enclosing mesh says what these are.
+
+    Processes that share chips cannot verify them before the run, as one process alone does: their verdicts are those
+    that `python -m flaxasync.verify --distributed` has stored.
+    """
+    if mesh.platform() != "tpu":
+        return
+    evidence = trust.known(mesh.chip_name())
+    if evidence.rule == "stored" and trust.PASSED not in evidence.verdicts.values():
+        say(
+            f"verify     no kernel has passed in every process; `{trust.COMMAND} --distributed`, started on every host "
+            "before the run, verifies them"
         )

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 
-from train.agreement import require_same
+from train.agreement import agree_on_kernels, require_same
 from train.checkpoint import Checkpoints
 from train.command import Command
 from train.compile_cache import configure_cache
@@ -61,6 +61,8 @@ def train(command: Command, stop: StopRequest, link: Link | None = None) -> int:
         fields = dict(flatten(dataclasses.asdict(config))) | {"resume": command.resume}
         require_same("the command line", fields)
         check_fits_mesh(config, mesh.shape)
+        if link:
+            agree_on_kernels()
         folder, seconds = working_copy(config.workdir), config.checkpoint.retry_seconds
         with (
             open_workdir(folder) as work,

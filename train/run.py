@@ -39,9 +39,9 @@ def main(arguments: Sequence[str]) -> int:
             from train.dry_run import dry_run
 
             return dry_run(command.config, command.topology, command.trust, command.kernels)
+        # Several processes share the chips, so none can verify alone what it would use: they agree on what is stored.
         if command.config.mesh.distributed:
             return supervise(lambda link: _train(command, link), command.config.mesh.heartbeat_seconds)
-        # Several processes share the chips, so none of them can verify alone what it would use.
         if command.config.mesh.platform in ("auto", "tpu"):  # the import takes time that other platforms need not spend
             from train.verify import verify_first
 

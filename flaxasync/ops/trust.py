@@ -16,8 +16,9 @@ sends nothing, has verdicts.
 | none | no kernel |
 | the path of a file | what passed by that file, if it is of this chip and these versions |
 
-While several processes share the chips, as on a pod, no kernel is trusted unless the variable is set: every process
-would read a file of its own machine, and processes that trace different programs wait for each other for ever.
+Where several processes share the chips, as on a pod, they trust what passed in all of them, on machines with the same
+versions and options, and with the same variable. They exchange this at the first question about a chip, or when
+`known` is called, and wait for each other. A difference is logged, and calls then take plain XLA in every process.
 
 Where no TPU is attached, a mesh of TPUs is one of described devices: nothing runs there, and calls take what is
 predicted to be fastest, unless the variable is set. `trusting` says for a block of code which of the two holds.
@@ -36,10 +37,14 @@ import pathlib
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
+
+from flaxasync.ops import agreement
+from flaxasync.ops.agreement import Evidence
 
 FORMAT = 2  # of the file
 VARIABLE = "FLAXASYNC_VERIFIED"
@@ -51,6 +56,8 @@ COMMAND = "python -m flaxasync.verify"
 
 Mode = Literal["predicted", "verified"]
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("flaxasync_trust", default=None)
+_agreed: dict[str, Evidence] = {}  # of chips, where several processes share them
+_agreeing = threading.Lock()
 _log = logging.getLogger("flaxasync")
 
 
@@ -147,17 +154,45 @@ def verdict(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> st
     """
     if backend in PLAIN:
         return PASSED
+    evidence = known(chip)
+    if evidence.rule != "stored":
+        return PASSED if evidence.rule == "all" else None
+    return evidence.verdicts.get(key(op, backend, ring))
+
+
+def known(chip: str) -> Evidence:
+    """Returns what is known about the kernels of a chip; several processes must all ask, and get the same answer.
+
+    The first question of each process waits for those of the others. A program in which one process asks alone should
+    call this in all of them, after `jax.distributed.initialize`. Nothing is exchanged about described devices, on which
+    nothing runs, outside of `trusting("verified")`.
+
+    Args:
+      chip: The name of the chip.
+    """
+    mode = _mode.get()
+    if not agreement.has_several_processes() or mode == "predicted" or (not mode and jax.default_backend() != "tpu"):
+        return _known_here(chip)
+    with _agreeing:
+        if chip not in _agreed:
+            _agreed[chip], reason = agreement.agree(_known_here(chip), dataclasses.asdict(Machine.here(chip)))
+            if reason:
+                say_once(reason)
+        return _agreed[chip]
+
+
+def _known_here(chip: str) -> Evidence:
+    """Returns what this process knows about the kernels of a chip."""
     override = os.environ.get(VARIABLE, "")
     if override in ("all", "none"):
-        return PASSED if override == "all" else None
-    if not override and _mode.get() is None and has_several_processes():
-        return None
+        return Evidence("all" if override == "all" else "none")
     machine = Machine.here(chip)
     if not override and machine.libtpu == "none":
-        return None  # the library of the chip has no version by which its verdicts could be told from those of another
-    found = read(machine).get(key(op, backend, ring), {})
-    failed = [text for text in found.values() if text != PASSED]
-    return failed[0] if failed else PASSED if found else None
+        return Evidence("stored")  # the library of the chip has no version that would tell its verdicts from another's
+    stored = {
+        name: [text for text in found.values() if text != PASSED] for name, found in read(machine).items() if found
+    }
+    return Evidence("stored", {name: failed[0] if failed else PASSED for name, failed in stored.items()})
 
 
 def is_trusted(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> bool:
@@ -179,22 +214,12 @@ def announce(
       faster: How many times as fast the wanted one is predicted to be.
     """
     found = verdict(op, wanted, chip, ring)
-    why = f"was {found}" if found is not None else "was not verified"
+    several = agreement.has_several_processes()
+    why = f"was {found}" if found is not None else "was not verified" + (" in every process" if several else "")
     gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
-    advice = f"`{COMMAND}` verifies it; naming it, or {VARIABLE}=all, takes it unverified"
-    if has_several_processes():
-        why = "is not trusted while several processes share the chips"
-        advice = f"Naming it, or the same {VARIABLE} in every process, takes it"
+    command = f"`{COMMAND} --distributed`, started on every host," if several else f"`{COMMAND}`"
+    advice = f"{command} verifies it; naming it, or {VARIABLE}=all, takes it unverified"
     say_once(f"{op} takes {taken!r} and not {wanted!r}, which {why} on {Machine.here(chip)}{gain}. {advice}")
-
-
-def has_several_processes() -> bool:
-    """Says whether several processes share the devices, without opening the devices to find out."""
-    from jax._src import distributed, xla_bridge
-
-    if xla_bridge.backends_are_initialized():
-        return jax.process_count() > 1
-    return (distributed.global_state.num_processes or 1) > 1
 
 
 def read(machine: Machine) -> dict[str, dict[str, str]]:

@@ -8,6 +8,7 @@ every case runs in a child process with a time limit, and is compared with the s
   programs     the program of a case and of its reference, as jitted functions of global arrays
   measure      compares results, and reads the device time of a program from a profile
   child        the process that runs cases, one after the other
+  pod          what the children of several hosts do together
   supervisor   starts such processes, and ends them when a case takes too long
   verdict      what came of a case, and the report
   predict      what the simulator says about the same program

@@ -1,6 +1,6 @@
 """Verifies every op on the devices of this machine: are its results right, and how fast is it?
 
-    python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE]
+    python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE] [--distributed]
 
 The exit status is 0 if everything that is supported is right, 1 if something is wrong, hangs or crashes, and 2 if
 nothing could be verified, or not everything because the devices could not be opened again.
@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="where JAX must run (default: it chooses)")
     parser.add_argument("--cpu-devices", type=int, default=4, help="devices that a CPU is divided into (default: 4)")
     parser.add_argument("--limit", type=float, help="seconds after which a case hangs (default: 300, quick 90)")
+    parser.add_argument("--distributed", action="store_true", help="on a pod: the same command runs on every host")
     chosen = parser.parse_args(arguments)
     setup = Setup(
         platform={"gpu": "cuda"}.get(chosen.platform, chosen.platform),
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
         repeats=1 if chosen.quick else 3,
         limit=chosen.limit or (90 if chosen.quick else 300),
         command=command,
+        distributed=chosen.distributed,
     )
     began = time.monotonic()
     if chosen.json:

@@ -7,7 +7,7 @@ ended, and a child that outlived it would keep the chips. The messages are:
   {"machine": {...}}                                what the devices are
   {"calibration": {...}}                            if the request asks for it
   {"begin": 3}                                      case 3 of the request begins
-  {"done": 3, "measurement": {...}}                 what came of it; or "unsupported" or "error" with a message
+  {"done": 3, "measurement": {...}}                 what came of it; or "unsupported", "error" or "not_run"
 
 The process may hang or crash at any point: the supervisor knows from the last message which case did it.
 """
@@ -33,18 +33,26 @@ def main() -> None:
         jax.config.update("jax_platforms", request["platform"])
     jax.config.update("jax_num_cpu_devices", request["cpu_devices"])
     from flaxasync.mesh import UnsupportedError
+    from flaxasync.verify import pod
     from flaxasync.verify.cases import Case
     from flaxasync.verify.measure import calibrate, run_case
 
+    distributed = request["number"] is not None
+    if distributed:
+        pod.join(request["number"], request["start_limit"])
     machine = describe_machine()
     say({"machine": machine})
-    if machine["processes"] > 1:
-        return  # the parent refuses to verify the chips of several machines
+    if machine["processes"] > 1 and not distributed:
+        return  # the parent says how to verify the chips of several machines
+    refusal = pod.refusal(request["cases"]) if distributed else None
     if request["calibrate"]:
         say({"calibration": calibrate()})
     for number, data in enumerate(request["cases"]):
         say({"begin": number})
         outcome: dict[str, Any] = {"done": number}
+        if refusal:
+            say(outcome | {"not_run": refusal})
+            continue
         try:
             outcome["measurement"] = dataclasses.asdict(run_case(Case.from_json(data), repeats=request["repeats"]))
         except UnsupportedError as error:  # other NotImplementedErrors are of the compiler of kernels, and errors
@@ -52,7 +60,7 @@ def main() -> None:
         except Exception as error:
             outcome["error"] = f"{type(error).__name__}: {error}"[:2000]
             traceback.print_exc()
-        say(outcome)
+        say(pod.share(outcome) if distributed else outcome)
 
 
 def read_request() -> dict[str, Any]:

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
 from flaxasync.check.trace.profile import median_seconds, read_profile
+from flaxasync.mesh import UnsupportedError
 from flaxasync.verify import programs
 from flaxasync.verify.cases import AXIS, Case
 from flaxasync.verify.simulator import simulated
@@ -66,6 +68,8 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
     Raises:
       UnsupportedError: The op cannot serve the case here. The message says why.
     """
+    if jax.process_count() > 1 and (case.simulate or case.devices != jax.device_count()):
+        raise UnsupportedError("several hosts verify what runs on all of their devices, and simulate nothing")
     mesh = programs.make_mesh(case)
     reference = programs.make_program(case, reference=True)
     program = programs.make_program(case)
@@ -73,12 +77,12 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
     for seed in range(repeats):
         with jax.set_mesh(mesh):
             arguments = programs.random_arguments(case, mesh, seed)
-            wanted = jax.tree.map(np.asarray, reference(*arguments))
+            wanted = programs.local_values(reference(*arguments), case, mesh)
         with simulated(mesh) if case.simulate else jax.set_mesh(mesh):
             runs = 1 if case.simulate or seed else BACK_TO_BACK
             results = [program(*arguments) for _ in range(runs)]
             for result in results:
-                got = jax.tree.map(np.asarray, result)
+                got = programs.local_values(result, case, mesh)
                 for name, error in compare_results(got, wanted).items():
                     errors[name] = max(errors.get(name, 0.0), error)
     timing = None
@@ -90,11 +94,17 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
 
 
 def compare_results(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the largest deviation of each array relative to its largest value; infinite where it is not finite."""
+    """Returns the largest deviation of each array relative to its largest value; infinite where it is not finite.
+
+    On a pod every host has a part of each array, and gets the deviation of the whole.
+    """
     errors = {}
     for name, value in wanted.items():
         a, b = np.asarray(got[name], np.float64), np.asarray(value, np.float64)
-        error = np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny)
+        error, scale = np.abs(a - b).max(), np.abs(b).max()
+        if jax.process_count() > 1:
+            error, scale = multihost_utils.process_allgather(np.array([error, scale], np.float32)).max(axis=0)
+        error /= max(scale, np.finfo(np.float32).tiny)
         errors[name] = float(error) if np.isfinite(error) else float("inf")
     return errors
 

@@ -162,6 +162,24 @@ def abstract_arguments(case: Case, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStru
     return tuple(operands), dy
 
 
+def local_values(results: dict[str, jax.Array], case: Case, mesh: Mesh) -> dict[str, np.ndarray]:
+    """Returns the values of results, or those that this process holds if it has a part of the devices.
+
+    Results of one case, and of its reference, are then laid out alike.
+    """
+    layout = LAYOUTS[case.op]
+    parts = {"y": layout.result}
+    parts |= {f"d{name}": spec for name, spec in zip(layout.names, layout.operands[-len(layout.names) :], strict=True)}
+
+    def held(name: str, result: jax.Array) -> np.ndarray:
+        if result.is_fully_addressable:
+            return np.asarray(result)
+        laid_out = jax.device_put(result, NamedSharding(mesh, parts[name]))
+        return np.concatenate([np.ravel(shard.data) for shard in laid_out.addressable_shards])
+
+    return {name: held(name, result) for name, result in results.items()}
+
+
 def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Returns random operands and a random dy. They are never constant: a constant hides blocks that are swapped."""
     rng = np.random.default_rng(seed)
@@ -172,7 +190,8 @@ def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array
             values = rng.integers(0, operands[1].shape[0], of.shape)
         else:
             values = rng.standard_normal(of.shape, np.float32)
-        return jax.device_put(np.asarray(values, of.dtype), of.sharding)
+        array = np.asarray(values, of.dtype)
+        return jax.make_array_from_callback(of.shape, of.sharding, lambda index: array[index])
 
     return tuple(draw(operand) for operand in operands), draw(dy)
 

@@ -4,10 +4,15 @@ A TPU belongs to one process at a time. This process therefore never opens one, 
 child runs as many cases as it can; the case that hangs or crashes ends it, and the next child goes on with the rest.
 A hang can leave the chips occupied. Opening them is then tried again after pauses, and if it keeps failing, the cases
 that are left are reported as not run, which says nothing about them.
+
+On a pod every host has such a process, and the child that is the third, say, on one host joins those that are the third
+on the others. They run each case together, and what they report is the same on every host: see pod.py. When a child
+dies, those of the other hosts wait for it until the time limit of the case ends them. Then the next ones meet.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -17,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flaxasync.verify.cases import Case
@@ -28,8 +33,9 @@ START_LIMIT = 300
 """Seconds for a child to open the devices, or to calibrate them."""
 END_LIMIT = 60
 """Seconds for a child that has sent everything, or was killed, to end and to release the devices."""
-ONE_MACHINE = (
-    "use a slice of one machine, or set TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"
+ON_EVERY_HOST = (
+    "start the same command with --distributed on every host, or set TPU_PROCESS_BOUNDS=1,1,1 and "
+    "TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"
 )
 LAST_WORDS = 1500  # characters of what a child printed that a message quotes
 
@@ -49,6 +55,8 @@ class Setup:
       limit: Seconds after which a case is ended.
       command: The command of a child.
       pauses: The seconds to wait before each further attempt to open the devices.
+      distributed: Whether a child joins those of the other hosts of a pod.
+      numbers: The numbers of the children. They are the same on every host, where they tell which children join.
     """
 
     platform: str | None = None
@@ -57,22 +65,29 @@ class Setup:
     limit: float = 300
     command: Sequence[str] = COMMAND
     pauses: Sequence[float] = (5, 30, 60)
+    distributed: bool = False
+    numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    @property
+    def start_limit(self) -> float:
+        """Seconds for a child to open the devices; those of other hosts may first have to reach their time limit."""
+        return START_LIMIT + (self.limit if self.distributed else 0)
 
 
 def describe(setup: Setup, *, calibrate: bool = True) -> tuple[dict[str, Any], dict[str, float]]:
     """Returns what the devices of this machine are, and the rates of their memory and links.
 
     Raises:
-      MachineError: The child that opened the devices failed or hung, or several processes share the devices.
+      MachineError: The child that opened the devices failed or hung, or other hosts have a part of the devices.
     """
     with _Child(setup, [], calibrate=calibrate) as child:
-        machine = child.receive(START_LIMIT)
+        machine = child.receive(setup.start_limit)
         if machine is None:
-            hint = f"; on one of several machines that share a slice, {ONE_MACHINE}" if child.running else ""
+            hint = f"; on a pod, {ON_EVERY_HOST}" if child.running else ""
             raise MachineError(f"the devices could not be opened: {child.end()}{hint}")
         processes = machine["machine"].get("processes", 1)
-        if processes > 1:
-            raise MachineError(f"verify needs the chips of one machine: got {processes} processes; {ONE_MACHINE}")
+        if processes > 1 and not setup.distributed:
+            raise MachineError(f"these are the chips of {processes} hosts: {ON_EVERY_HOST}")
         rates = child.receive(START_LIMIT) if calibrate else {"calibration": {}}
         if rates is None:
             raise MachineError(f"the devices could not be calibrated: {child.end()}")
@@ -99,7 +114,7 @@ def run_cases(
         """Runs the cases that are left until one ends the child; returns why the devices could not be opened."""
         rest = cases[len(outcomes) :]
         with _Child(setup, rest) as child:
-            if child.receive(START_LIMIT) is None:  # the description of the machine
+            if child.receive(setup.start_limit) is None:  # the description of the machine
                 return child.end()
             for case in rest:
                 outcome = _run_one(child, setup.limit)
@@ -149,6 +164,8 @@ class _Child:
             "cpu_devices": setup.cpu_devices,
             "repeats": setup.repeats,
             "calibrate": calibrate,
+            "number": next(setup.numbers) if setup.distributed else None,
+            "start_limit": setup.start_limit,
             "cases": [case.to_json() for case in cases],
         }
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process

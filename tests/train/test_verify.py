@@ -13,6 +13,7 @@ from flaxasync.verify.supervisor import MachineError
 from flaxasync.verify.verdict import Result, Verdict
 from models.config import TransformerConfig
 from train import verify as verify_module
+from train.agreement import agree_on_kernels
 from train.errors import InputError
 from train.verify import cases_of, may_have_tpus, verify_first
 
@@ -98,16 +99,26 @@ def test_another_shape_is_verified_again(config, ran, replace):
     assert len(ran.runs) == 2
 
 
-def test_nothing_is_verified_where_that_is_not_wanted_or_there_are_no_tpus(config, ran, replace, monkeypatch, capsys):
+def test_nothing_is_verified_where_that_is_not_wanted_or_there_are_no_tpus(config, ran, replace, monkeypatch):
     verify_first(config, "off")
     verify_first(replace(config, mesh={"platform": "cpu"}), "auto")
     verify_first(replace(config, mesh={"platform": "auto"}), "auto")  # JAX_PLATFORMS is cpu in tests
     monkeypatch.setenv(trust.VARIABLE, "all")
     verify_first(config, "auto")
-    monkeypatch.delenv(trust.VARIABLE)
-    verify_first(replace(config, mesh={"distributed": True}), "auto")
     assert ran.runs == []
-    assert "several processes share the chips" in capsys.readouterr().out
+
+
+def test_a_run_of_several_processes_says_which_command_verifies_its_kernels(ran, capsys):
+    with jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))), trust.trusting("verified"):
+        agree_on_kernels()
+        assert (
+            "verify     no kernel has passed in every process; `python -m flaxasync.verify --distributed`, started on "
+            "every host before the run, verifies them"
+        ) in capsys.readouterr().out
+        trust.record(trust.Machine.here("v5e"), {"attention/flash": {"a case": "PASS"}})
+        agree_on_kernels()
+    agree_on_kernels()  # no TPUs
+    assert capsys.readouterr().out == ""
 
 
 def test_a_named_backend_that_fails_ends_the_run_and_auto_goes_on(config, ran):

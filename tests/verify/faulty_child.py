@@ -1,6 +1,7 @@
 """A child of `flaxasync.verify` with faults: one op is wrong, one hangs, one kills the process and one raises.
 
-The backend "none" of each has no fault. The platform has one of the known defects.
+The backend "none" of each has no fault, and the platform has one of the known defects. Of several processes, the one
+that FAULTY_RANK names has the faults.
 """
 
 import dataclasses
@@ -40,11 +41,13 @@ def plant(op, fault):
     setattr(programs.fa, op, faulty)
 
 
-plant("all_gather_matmul", swap_rows)
-plant("matmul_reduce_scatter", hang)
-plant("matmul_all_reduce", crash)
-plant("ring_attention", raise_an_error)
-platform.DEFECTS["unused"] = dataclasses.replace(platform.DEFECTS["unused"], program=lambda x: jnp.zeros_like(x[:1]))
+if os.environ.get("FAULTY_RANK") == os.environ.get("OMPI_COMM_WORLD_RANK"):
+    plant("all_gather_matmul", swap_rows)
+    plant("matmul_reduce_scatter", hang)
+    plant("matmul_all_reduce", crash)
+    plant("ring_attention", raise_an_error)
+    unused = platform.DEFECTS["unused"]
+    platform.DEFECTS["unused"] = dataclasses.replace(unused, program=lambda x: jnp.zeros_like(x[:1]))
 
 if __name__ == "__main__":
     child.main()

@@ -235,13 +235,16 @@ def test_a_run_with_cases_that_were_not_run_ends_with_status_2_and_stores_none_o
     [
         (
             "say({'machine': {'processes': 2}})",
-            "verify needs the chips of one machine: got 2 processes; use a slice of one machine, or set "
+            "these are the chips of 2 hosts: start the same command with --distributed on every host, or set "
             "TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips",
         ),
-        ("time.sleep(60)", "it did not answer in time; on one of several machines that share a slice, use a slice of"),
+        (
+            "time.sleep(60)",
+            "it did not answer in time; on a pod, start the same command with --distributed on every host",
+        ),
     ],
 )
-def test_the_chips_of_several_machines_are_refused(says, message, monkeypatch, capsys):
+def test_the_chips_of_several_hosts_need_a_command_on_each(says, message, monkeypatch, capsys):
     monkeypatch.setattr(supervisor, "START_LIMIT", 60 if "say(" in says else 0.1)
     program = f"import time; from flaxasync.verify.child import say; {says}"
     assert main([], command=(sys.executable, "-c", program)) == 2

@@ -1,0 +1,59 @@
+"""One of two processes that ask which kernels to trust on a described pod; prints what it takes and what it logs.
+
+The environment variable VERDICT is the verdict to store first, if any, LATE the seconds to come late, and SHORT whether
+the processes wait for 2 seconds only.
+"""
+
+import json
+import logging
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+
+import flaxasync as fa
+from flaxasync.ops import agreement, backends, trust
+
+OP, ROWS, WIDTH = "all_gather_matmul", 256, 4096
+
+
+def takes_kernel():
+    """Says whether the program that is compiled for the pod has a Pallas kernel."""
+    mesh = fa.check.topology_mesh("v5e:4x4", (16,), ("model",))
+    with jax.set_mesh(mesh):
+        product = jax.jit(
+            jax.shard_map(
+                lambda x, w: fa.all_gather_matmul(x, w, "model"),
+                in_specs=(jax.P("model"), jax.P(None, "model")),
+                out_specs=jax.P(None, "model"),
+            )
+        )
+        shapes = ((16 * ROWS, WIDTH), jax.P("model")), ((WIDTH, 16 * WIDTH), jax.P(None, "model"))
+        arguments = [
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec)) for shape, spec in shapes
+        ]
+        return "tpu_custom_call" in product.lower(*arguments).compile().as_text()
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize()
+    assert (jax.device_count(), jax.process_count()) == (8, 2)
+    said = []
+    logging.getLogger("flaxasync").addHandler(logging.Handler())
+    logging.getLogger("flaxasync").handlers[0].emit = lambda record: said.append(record.getMessage())
+    if os.environ["VERDICT"]:
+        assert trust.record(trust.Machine.here("v5e"), {f"{OP}/fused/3+": {"a case": os.environ["VERDICT"]}})
+    if late := os.environ.get("LATE"):
+        time.sleep(float(late))
+    agreement.LIMIT = 2 if os.environ["SHORT"] else 60
+    with jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))), trust.trusting("verified"):
+        taken = [backends.choose(OP, None, shapes=[(ROWS, WIDTH), (WIDTH, WIDTH)], ring=16) for _ in range(2)]
+        taken.append(takes_kernel())
+    print(json.dumps([taken, said]))
+
+
+if __name__ == "__main__":
+    main()

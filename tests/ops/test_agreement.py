@@ -1,0 +1,112 @@
+"""What several processes agree on: two that read different files, versions and variables trace one program."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from flaxasync.ops import trust
+from flaxasync.ops.agreement import Evidence, combine
+from train.local_processes import environments
+
+FUSED = "all_gather_matmul/fused/3+"
+PROCESS = pathlib.Path(__file__).with_name("agreeing_process.py")
+PASSED = {FUSED: "PASS"}
+
+
+def said(rule="stored", verdicts=PASSED, **machine):
+    return {"rule": rule, "verdicts": dict(verdicts), "machine": {"chip": "v5e", "libtpu": "1"} | machine}
+
+
+@pytest.mark.parametrize(
+    ("second", "agreed", "reason"),
+    [
+        (said(), Evidence("stored", PASSED), ""),
+        (
+            said(verdicts={FUSED: "WRONG"}),
+            Evidence("stored", {FUSED: "WRONG"}),
+            f"trust only kernels that passed in all of them: {FUSED} is PASS in process 0 and WRONG in process 1",
+        ),
+        (said(verdicts={}), Evidence("stored"), f"{FUSED} is PASS in process 0 and missing in process 1"),
+        (said(libtpu="2"), Evidence("none"), "libtpu is '1' in process 0 and '2' in process 1; it must be the same"),
+        (said(rule="all"), Evidence("none"), "FLAXASYNC_VERIFIED is 'stored' in process 0 and 'all' in process 1"),
+        (said(later="field"), Evidence("none"), "later is None in process 0 and 'field' in process 1"),
+    ],
+)
+def test_kernels_are_trusted_that_all_processes_trust(second, agreed, reason):
+    found, why = combine([said(), second])
+    assert (found, reason in why, bool(why)) == (agreed, True, bool(reason))
+    swapped, _ = combine([second, said()])
+    assert swapped == agreed
+
+
+def test_a_message_names_a_few_of_many_differences():
+    many = {f"op{i}/fused/3+": "PASS" for i in range(9)}
+    _, reason = combine([said(verdicts=many), said(verdicts={}), said(verdicts=many)])
+    assert reason.count("missing in process 1") == 3
+    assert reason.endswith(" and 6 more")
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A function that runs two processes of four devices; returns what each took, and what each logged.
+
+    Each process has a cache folder of its own with a file of one verdict, or none for None, and its own variables.
+    """
+
+    def run(verdicts, variables=({}, {})):
+        processes, short = [], "yes" if any("LATE" in own for own in variables) else ""
+        for rank, (verdict, own, joining) in enumerate(zip(verdicts, variables, environments(2), strict=True)):
+            cache = {"XDG_CACHE_HOME": str(tmp_path / str(rank)), "VERDICT": verdict or "", "SHORT": short}
+            environment = {name: text for name, text in os.environ.items() if name != trust.VARIABLE}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(PROCESS)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=environment | joining | cache | own,
+                )
+            )
+        printed = [process.communicate(timeout=120) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], printed
+        return [json.loads(out) for out, _ in printed]
+
+    return run
+
+
+@pytest.mark.slow
+def test_two_processes_that_have_the_same_file_take_the_kernel_on_a_described_pod(two):
+    for taken, said in two(("PASS", "PASS")):
+        assert taken == ["fused", "fused", True]
+        assert said == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verdicts", "variables", "reason"),
+    [
+        (("PASS", "WRONG"), ({}, {}), f"{FUSED} is PASS in process 0 and WRONG in process 1"),
+        ((None, "PASS"), ({}, {}), f"{FUSED} is missing in process 0 and PASS in process 1"),
+        (
+            ("PASS", "PASS"),
+            ({}, {"LIBTPU_INIT_ARGS": "--xla_tpu_enable_async_collective_fusion=true"}),
+            "the processes differ, and none of them trusts a kernel: libtpu_options is '' in process 0 and '--xla_tpu_",
+        ),
+        (
+            ("PASS", "PASS"),
+            ({}, {"FLAXASYNC_VERIFIED": "all"}),
+            "FLAXASYNC_VERIFIED is 'stored' in process 0 and 'all' in process 1",
+        ),
+        (("PASS", "PASS"), ({}, {"LATE": "4"}), "and no kernel is trusted: not all of them came within 2 s"),
+    ],
+    ids=["another verdict", "no file", "other options", "another variable", "late"],
+)
+def test_two_processes_that_differ_take_plain_xla_in_both_and_say_why_in_one_line(two, verdicts, variables, reason):
+    for taken, said in two(verdicts, variables):
+        assert taken == ["none", "none", False]
+        assert len([line for line in said if "the processes" in line]) == 1
+        assert reason in said[0]

@@ -1,0 +1,94 @@
+"""Tests of `python -m flaxasync.verify --distributed`: two processes, each with a part of the devices, as two hosts."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from flaxasync.verify import pod
+from flaxasync.verify.__main__ import main
+from train.local_processes import environments
+
+HOST = """
+import sys
+from flaxasync.verify.__main__ import main
+sys.exit(main(sys.argv[2:], command=(sys.executable, sys.argv[1])))
+"""
+FAULTY = str(pathlib.Path(__file__).with_name("faulty_child.py"))
+
+
+def measurement(seconds, **errors):
+    return {"done": 3, "measurement": {"errors": errors, "tolerance": 1e-2, "timing": {"seconds": seconds}}}
+
+
+def test_the_outcome_of_a_case_is_that_of_the_slowest_host_with_the_largest_errors():
+    found = pod.combine([measurement(2.0, y=1e-3, dx=0.0), measurement(1.0, y=0.0, dx=float("inf"))])
+    assert found == measurement(2.0, y=1e-3, dx=float("inf"))
+
+
+def test_an_error_on_one_host_is_that_of_all_and_names_its_process():
+    fine, error, lacks = (
+        measurement(1.0, y=0.0),
+        {"done": 3, "error": "no"},
+        {"done": 3, "unsupported": "needs squares"},
+    )
+    assert pod.combine([fine, lacks, error]) == {"done": 3, "error": "in process 2: no"}
+    assert pod.combine([fine, lacks]) == {"done": 3, "unsupported": "in process 1: needs squares"}
+    assert pod.combine([lacks, lacks]) == lacks
+
+
+def test_a_machine_that_is_alone_is_told_where_hosts_are_found(capsys):
+    assert main(["--distributed", "--platform", "cpu"]) == 2
+    assert "--distributed is for a TPU pod, SLURM or Open MPI, which JAX did not find: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """A function that verifies two devices of each of two processes; returns their statuses, texts and verdicts."""
+
+    def run(*ops, faulty_rank=""):
+        options = ["--distributed", "--platform", "cpu", "--cpu-devices", "2", "--quick", "--limit", "10"]
+        processes = []
+        for rank, joining in enumerate(environments(2)):
+            own = ["--ops", ops[rank % len(ops)], "--json", str(tmp_path / f"{rank}.json")]
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", HOST, FAULTY, *options, *own], stdout=subprocess.PIPE, text=True,
+                    env=os.environ | joining | {"FAULTY_RANK": faulty_rank},
+                )
+            )  # fmt: skip
+        texts = [process.communicate(timeout=300)[0] for process in processes]
+        results = [json.loads((tmp_path / f"{rank}.json").read_text())["results"] for rank in range(2)]
+        verdicts = [[(r["case"]["op"], r["case"]["backend"], r["verdict"]) for r in found] for found in results]
+        return [process.returncode for process in processes], texts, verdicts
+
+    return run
+
+
+@pytest.mark.slow
+def test_hosts_verify_rings_that_cross_them_and_go_on_together_after_one_of_them_hangs(hosts):
+    ops = "all_gather_matmul/xla,matmul_reduce_scatter/xla,ppermute/xla"
+    codes, texts, (first, second) = hosts(ops, faulty_rank="1")
+    assert codes == [1, 1]
+    assert all(text.startswith("4 x cpu (cpu)") for text in texts)
+    assert first == second == [
+        ("all_gather_matmul", "none", "PASS"),
+        ("all_gather_matmul", "xla", "WRONG"),  # on one host alone
+        ("all_gather_matmul", "xla", "WRONG"),
+        ("matmul_reduce_scatter", "none", "PASS"),
+        ("matmul_reduce_scatter", "xla", "HUNG"),
+        ("matmul_reduce_scatter", "xla", "HUNG"),
+        ("ppermute", "xla", "PASS"),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_hosts_that_got_different_commands_run_nothing(hosts):
+    codes, texts, verdicts = hosts("ppermute/xla", "all_gather/xla", faulty_rank="none")
+    assert codes == [2, 2]
+    assert verdicts == [[("ppermute", "xla", "NOT RUN")], [("all_gather", "xla", "NOT RUN")]]
+    message = "the hosts have different cases to run: start the same command on every host"
+    assert all(f"1 cases have no verdict: {message}" in text for text in texts)
