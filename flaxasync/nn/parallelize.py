@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.loading import load
+from flaxasync.nn.placement import axis_types, is_eager, put
 from flaxasync.nn.replacement import (
     RULES,
     Rule,
@@ -75,6 +78,9 @@ def parallelize(
     The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA`; around a parallel layer, that layer
     stays as it is. A layer that several modules share is replaced in all of them. A layer that `nnx.vmap` made, whose
     parameters have leading dimensions of layers, becomes a stack of parallel layers, for `nnx.scan`.
+
+    A function that makes a model and calls this can be given to `nnx.jit`, which makes every parameter on the devices
+    that hold it, and to `nnx.eval_shape`, for a checkpoint that is restored to a mesh.
 
     Args:
       model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers. The
@@ -261,13 +267,21 @@ def _is_abstract(layer: nnx.Module) -> bool:
 
 
 def _place_rest(model: nnx.Module) -> None:
-    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere."""
-    mesh = jax.sharding.get_mesh()
-    replicated = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere.
+
+    In a program that is traced everything is on the mesh. Under Explicit axes the types say how it is sharded. Under
+    Auto axes XLA chooses, where it is not told, and Flax tells it about the variables that have an annotation.
+    """
+    eager, state = is_eager(), nnx.state(model)
+    mesh = jax.sharding.get_mesh() if eager else None
+    if not eager:
+        if AxisType.Explicit in axis_types().values():
+            return
+        state = nnx.state(model, lambda _, leaf: not getattr(leaf, "out_sharding", None))
 
     def place(value: Any) -> Any:
-        if not isinstance(value, jax.Array) or getattr(value.sharding, "mesh", None) == mesh:
+        if not isinstance(value, jax.Array) or (eager and getattr(value.sharding, "mesh", None) == mesh):
             return value
-        return jax.device_put(value, replicated)
+        return put(value, P())
 
-    nnx.update(model, jax.tree.map(place, nnx.state(model)))
+    nnx.update(model, jax.tree.map(place, state))
