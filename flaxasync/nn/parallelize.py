@@ -7,12 +7,10 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.loading import load
-from flaxasync.nn.placement import axis_types, is_eager, put
+from flaxasync.nn.placement import is_eager
 from flaxasync.nn.replacement import (
     RULES,
     Rule,
@@ -79,8 +77,8 @@ def parallelize(
     stays as it is. A layer that several modules share is replaced in all of them. A layer that `nnx.vmap` made, whose
     parameters have leading dimensions of layers, becomes a stack of parallel layers, for `nnx.scan`.
 
-    A function that makes a model and calls this can be given to `nnx.jit`, which makes every parameter on the devices
-    that hold it, and to `nnx.eval_shape`, for a checkpoint that is restored to a mesh.
+    A function that makes a model and calls this may be traced: by `nnx.jit`, which makes the parameters sharded, and by
+    `nnx.eval_shape`, for a checkpoint that is restored onto another mesh.
 
     Args:
       model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers. The
@@ -269,19 +267,16 @@ def _is_abstract(layer: nnx.Module) -> bool:
 def _place_rest(model: nnx.Module) -> None:
     """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere.
 
-    In a program that is traced everything is on the mesh. Under Explicit axes the types say how it is sharded. Under
-    Auto axes XLA chooses, where it is not told, and Flax tells it about the variables that have an annotation.
+    While a program is traced, all that it computes is on the mesh already.
     """
-    eager, state = is_eager(), nnx.state(model)
-    mesh = jax.sharding.get_mesh() if eager else None
-    if not eager:
-        if AxisType.Explicit in axis_types().values():
-            return
-        state = nnx.state(model, lambda _, leaf: not getattr(leaf, "out_sharding", None))
+    if not is_eager():
+        return
+    mesh = jax.sharding.get_mesh()
+    replicated = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def place(value: Any) -> Any:
-        if not isinstance(value, jax.Array) or (eager and getattr(value.sharding, "mesh", None) == mesh):
+        if not isinstance(value, jax.Array) or getattr(value.sharding, "mesh", None) == mesh:
             return value
-        return put(value, P())
+        return jax.device_put(value, replicated)
 
-    nnx.update(model, jax.tree.map(place, state))
+    nnx.update(model, jax.tree.map(place, nnx.state(model)))
