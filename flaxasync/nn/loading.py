@@ -10,6 +10,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from flaxasync.nn.placement import put
+
 type Path = tuple[str, ...]
 
 
@@ -44,7 +46,8 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
     or split: a kernel [in, heads, head_dim] of `nnx.MultiHeadAttention` is one [in, heads * head_dim] here.
 
     Args:
-      module: The model, on the ambient mesh. Parameters that are abstract, of `nnx.eval_shape`, get values too.
+      module: The model, on the ambient mesh. Parameters that are abstract, of `nnx.eval_shape`, get values too. It may
+        be traced, as in a function that `nnx.jit` compiles, and then arrays that are not become constants there.
       params: A model of plain or parallel layers; a state; or a dict of arrays, nested or with names such as
         "mlp.up.kernel". They may be on any devices, or numpy arrays. They are cast to the dtypes of the model.
       strict: Whether names that are missing or left over are an error. Otherwise the result tells them.
@@ -87,7 +90,7 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
         variable = targets[path]
         target, spec = variable.get_value(), specs.get(path)
         if spec is None:
-            spec = _current_spec(target)
+            spec = _current_spec(variable)
         else:
             spec = P(*(None,) * (target.ndim - len(spec)), *spec)  # a stack of layers has leading dimensions
             variable.set_metadata(out_sharding=tuple(spec))
@@ -97,13 +100,11 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
 
 
 def _put(value: Any, target: Any, spec: P) -> jax.Array:
-    mesh = jax.sharding.get_mesh()
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        value = value.reshape(target.shape)
-    else:
-        value = np.asarray(value).reshape(target.shape)
-    value = value.astype(target.dtype)
-    return jnp.asarray(value) if mesh.empty else jax.device_put(value, jax.NamedSharding(mesh, spec))
+    traced = isinstance(value, jax.core.Tracer)
+    if not traced and not (isinstance(value, jax.Array) and not value.is_fully_addressable):
+        value = np.asarray(value)
+    value = value.reshape(target.shape).astype(target.dtype)
+    return jnp.asarray(value) if jax.sharding.get_abstract_mesh().empty else put(value, spec)
 
 
 def _flatten(params: Any, prefix: Path = ()) -> dict[Path, Any]:
@@ -142,7 +143,11 @@ def _layer_specs(module: nnx.Module) -> dict[Path, P]:
     }
 
 
-def _current_spec(target: Any) -> P:
+def _current_spec(variable: nnx.Variable) -> P:
+    """Returns how a parameter is sharded; in a program that is traced, how its annotation says."""
+    target = variable.get_value()
+    if isinstance(target, jax.core.Tracer):
+        return nnx.get_partition_spec(variable).get_value()
     sharding = getattr(target, "sharding", None)
     if isinstance(sharding, P):
         return sharding

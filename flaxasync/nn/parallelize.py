@@ -10,6 +10,7 @@ from flax import nnx
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.loading import load
+from flaxasync.nn.placement import is_eager
 from flaxasync.nn.replacement import (
     RULES,
     Rule,
@@ -75,6 +76,9 @@ def parallelize(
     The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA`; around a parallel layer, that layer
     stays as it is. A layer that several modules share is replaced in all of them. A layer that `nnx.vmap` made, whose
     parameters have leading dimensions of layers, becomes a stack of parallel layers, for `nnx.scan`.
+
+    A function that makes a model and calls this may be traced: by `nnx.jit`, which makes the parameters sharded, and by
+    `nnx.eval_shape`, for a checkpoint that is restored onto another mesh.
 
     Args:
       model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers. The
@@ -261,7 +265,12 @@ def _is_abstract(layer: nnx.Module) -> bool:
 
 
 def _place_rest(model: nnx.Module) -> None:
-    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere."""
+    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere.
+
+    While a program is traced, all that it computes is on the mesh already.
+    """
+    if not is_eager():
+        return
     mesh = jax.sharding.get_mesh()
     replicated = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
 

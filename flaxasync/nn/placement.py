@@ -72,7 +72,7 @@ class Placement:
         if self.manual:
             run = functools.partial(fn, static)
         else:
-            run = functools.partial(_run_compiled if _is_eager() else _run_on_shards, fn, static, in_specs, out_specs)
+            run = functools.partial(_run_compiled if is_eager() else _run_on_shards, fn, static, in_specs, out_specs)
         return run(*args) if args[0].size else _empty(jax.eval_shape(run, *args))
 
 
@@ -211,12 +211,21 @@ def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:
     return cast_to_varying(zeros, jax.typeof(y).mat.varying)
 
 
-def _is_eager() -> bool:
+def is_eager() -> bool:
     """Says whether operations are executed now, though perhaps under `jax.grad` or `jax.vmap`, and not traced by jit.
 
     An operation without operands is left to the outermost transformation. Inside of jit its result is a tracer.
     """
     return not isinstance(lax.iota(jax.numpy.int32, 1), jax.core.Tracer)
+
+
+def put(x: Any, spec: PartitionSpec) -> jax.Array:
+    """Returns `x` sharded over the ambient mesh: it is put there now, or by the program that is being traced."""
+    if is_eager():
+        return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
+    if all(kind == AxisType.Explicit for kind in axis_types().values()):
+        return _reshard(x, spec)
+    return lax.with_sharding_constraint(x, spec)
 
 
 def _check_types_tell(layer: str, axis_name: str) -> None:

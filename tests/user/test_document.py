@@ -20,6 +20,6 @@ def no_mesh_afterwards():
 def test_every_block_of_code_runs(no_mesh_afterwards):
     names = {"__name__": "your_model"}
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    assert len(blocks) == 11
+    assert len(blocks) == 14
     for block in blocks:
         exec(compile(block, DOCUMENT.name, "exec"), names)
