@@ -168,8 +168,8 @@ def local_values(results: dict[str, jax.Array], case: Case, mesh: Mesh) -> dict[
     Results of one case, and of its reference, are then laid out alike.
     """
     layout = LAYOUTS[case.op]
-    parts = {"y": layout.result}
-    parts |= {f"d{name}": spec for name, spec in zip(layout.names, layout.operands[-len(layout.names) :], strict=True)}
+    varied = layout.operands[len(layout.operands) - len(layout.names) :]  # the others have no gradient
+    parts = {"y": layout.result} | {f"d{name}": spec for name, spec in zip(layout.names, varied, strict=True)}
 
     def held(name: str, result: jax.Array) -> np.ndarray:
         if result.is_fully_addressable:
