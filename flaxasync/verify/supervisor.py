@@ -49,6 +49,7 @@ class Setup:
       limit: Seconds after which a case is ended.
       command: The command of a child.
       pauses: The seconds to wait before each further attempt to open the devices.
+      rehearse: A topology, such as "v5e:2x4", for which cases are compiled and simulated instead of run.
     """
 
     platform: str | None = None
@@ -57,6 +58,7 @@ class Setup:
     limit: float = 300
     command: Sequence[str] = COMMAND
     pauses: Sequence[float] = (5, 30, 60)
+    rehearse: str | None = None
 
 
 def describe(setup: Setup, *, calibrate: bool = True) -> tuple[dict[str, Any], dict[str, float]]:
@@ -147,6 +149,7 @@ class _Child:
         request = {
             "platform": setup.platform,
             "cpu_devices": setup.cpu_devices,
+            "rehearse": setup.rehearse,
             "repeats": setup.repeats,
             "calibrate": calibrate,
             "cases": [case.to_json() for case in cases],
