@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from flaxasync import check
-from flaxasync.check.compile.topologies import TOPOLOGIES
 from flaxasync.check.player.errors import PlayerError, ProtocolError
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
@@ -38,13 +37,13 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
     cannot execute has no values.
 
     Raises:
-      UnsupportedError: The op cannot serve the case, or the compiler refuses its program.
+      UnsupportedError: The op cannot serve the case, the compiler refuses its program, or no simulator can execute it.
       ProtocolError: The program would hang, halt or corrupt memory on a TPU.
     """
     missing = {}
     timing = None
     try:
-        seconds, phases = play_case(case, topology_of_size(case.devices, topology))
+        seconds, phases = play_case(case, topology)
         timing = Timing(seconds, "simulated", phases)
     except ProtocolError:
         raise
@@ -57,6 +56,8 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
     small = stand_in(case)
     errors: dict[str, float] = {}
     if case.backend in PAIRS:
+        if timing is None:
+            raise UnsupportedError(f"no simulator executes it: {FORGETS}; {missing['time']}")
         missing["values"] = FORGETS
     else:
         errors = measure.check_values(small, programs.make_program(small), repeats=repeats, runs=1)
@@ -75,19 +76,6 @@ def rehearse_calibration(topology: str) -> dict[str, float]:
             case = Case("ppermute", "xla", (devices,), ((COPIED // 4,),), "float32", gradient=False)
             rates["link"] = COPIED / play_case(case, topology)[0]
     return rates
-
-
-def topology_of_size(devices: int, topology: str) -> str:
-    """Returns a topology of the chips of `topology` with some number of devices, for cases that run on some of them.
-
-    Where there is none it returns `topology`, for which the simulator of compiled programs says that it does not fit.
-    """
-    chip = topology.partition(":")[0]
-    return next(
-        (name for name in (topology, *(f"{chip}:{size}" for size in TOPOLOGIES[chip]))
-         if check.topology_size(name) == devices),
-        topology,
-    )  # fmt: skip
 
 
 @contextlib.contextmanager

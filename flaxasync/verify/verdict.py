@@ -94,7 +94,7 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
     if "not_run" in outcome:
         return Result(case, Verdict.NOT_RUN, outcome["not_run"])
     if "error" in outcome:
-        race = "RACE" in outcome["error"]
+        race = "RACE" in outcome["error"] or outcome["error"].startswith("RaceError")  # JAX's simulator and ours
         return Result(case, Verdict.WRONG if race else Verdict.CRASHED, outcome["error"])
     if "unsupported" in outcome:
         return Result(case, Verdict.UNSUPPORTED, outcome["unsupported"])
