@@ -1,12 +1,13 @@
 """Verifies every op on the devices of this machine: are its results right, and how fast is it?
 
-    python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE] [--distributed]
+    python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE] [--distributed | --rehearse TOPOLOGY]
 
 The exit status is 0 if everything that is supported is right, 1 if something is wrong, hangs or crashes, and 2 if
 nothing could be verified, or not everything because the devices could not be opened again.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import sys
@@ -15,9 +16,11 @@ from typing import Any
 
 import jax
 
+from flaxasync import check
 from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
+from flaxasync.verify.rehearsal import check_aside, read_back, stored_aside
 from flaxasync.verify.supervisor import COMMAND, MachineError, Setup, describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
@@ -34,14 +37,30 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
     parser.add_argument("--cpu-devices", type=int, default=4, help="devices that a CPU is divided into (default: 4)")
     parser.add_argument("--limit", type=float, help="seconds after which a case hangs (default: 300, quick 90)")
     parser.add_argument("--distributed", action="store_true", help="on a pod: the same command runs on every host")
+    parser.add_argument(
+        "--rehearse",
+        metavar="TOPOLOGY",
+        help="do what a run on such chips does, such as v5e:2x4, without a TPU: times are those of a simulator, values "
+        "are those of small shapes on CPU devices, and no run trusts the verdicts",
+    )
     chosen = parser.parse_args(arguments)
+    if chosen.rehearse and (chosen.platform or chosen.distributed):
+        other = f"--platform {chosen.platform}" if chosen.platform else "--distributed"
+        parser.error(f"--rehearse and {other} exclude each other: a rehearsal runs on CPU devices of this machine")
+    with stored_aside() if chosen.rehearse else contextlib.nullcontext():
+        return _run(chosen, command)
+
+
+def _run(chosen: argparse.Namespace, command: tuple[str, ...]) -> int:
+    """Runs the command with the options that were chosen, and returns its exit status."""
     setup = Setup(
         platform={"gpu": "cuda"}.get(chosen.platform, chosen.platform),
         cpu_devices=chosen.cpu_devices,
         repeats=1 if chosen.quick else 3,
-        limit=chosen.limit or (90 if chosen.quick else 300),
+        limit=chosen.limit or (90 if chosen.quick and not chosen.rehearse else 300),
         command=command,
         distributed=chosen.distributed,
+        rehearse=chosen.rehearse,
     )
     began = time.monotonic()
     if chosen.json:
@@ -53,19 +72,26 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
     try:
         only = [name for name in chosen.ops.split(",") if name]
         list_cases("cpu", 1, quick=True, only=only)  # a wrong name is reported before the devices are opened
+        if chosen.rehearse:
+            check.topology_devices(chosen.rehearse)  # says what is wrong with the name, or that libtpu is missing
         machine, rates = describe(setup)
-        cases = list_cases(machine["platform"], machine["devices"], quick=chosen.quick, only=only)
-    except (MachineError, ValueError) as error:
+        platform, devices = machine["platform"], machine["devices"]
+        cases = list_cases(platform, devices, quick=chosen.quick, only=only, rehearse=bool(chosen.rehearse))
+    except (MachineError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(describe_in_words(machine, rates))
     results = verify(cases, machine, setup, quick=chosen.quick)
     print(f"{summarize(results, machine)}\n{time.monotonic() - began:.0f} s")
     stored = record_verdicts(results, machine)
-    if stored is not None:
+    if stored is not None and chosen.rehearse:
+        print(read_back(verdicts_of(results), machine["chip"]))
+    elif stored is not None:
         print(f"the verdicts are in {stored}")
     if chosen.json:
         content = {"format": FORMAT, "machine": machine, "calibration": rates}
+        if chosen.rehearse:
+            content["rehearsal"] = chosen.rehearse
         content["results"] = [result.to_json() for result in results]
         pathlib.Path(chosen.json).write_text(json.dumps(content, indent=1) + "\n")
     if any(result.verdict is Verdict.NOT_RUN for result in results):
@@ -87,10 +113,13 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
         result = judge(outcome, case)
         if case.plain:
             plain.append(result)
-        record_verdicts(compare_times([*plain, result], machine)[-1:], machine)
-        if sys.stderr.isatty():
-            print(f"\r{runnable.index(case) + 1}/{len(runnable)}  {case.label:60}", end="\r", file=sys.stderr)
+        result = compare_times([*plain, result], machine)[-1]
+        record_verdicts([result], machine)
+        print(result, flush=True)
 
+    for case, reason in reasons.items():
+        if reason is not None:
+            print(Result(case, Verdict.UNSUPPORTED, reason))
     outcomes = dict(zip(runnable, run_cases(runnable, setup, report=progress), strict=True))
     results = [
         Result(case, Verdict.UNSUPPORTED, reason)
@@ -99,15 +128,15 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
         for case in cases
     ]
     results = compare_times(results, machine)
-    if not quick and machine["platform"] == "tpu":
+    if not quick and machine["platform"] == "tpu" and not setup.rehearse:
         jax.config.update("jax_platforms", "cpu")  # this process only compiles, and leaves the chips to others
         from flaxasync.verify.predict import predict, topology_of
 
         topology = topology_of(machine)
         if topology is not None:
+            print(f"the same programs in the simulator, for {topology}:")
             results = [predict(r, topology) if r.seconds is not None else r for r in results]
-    for result in results:
-        print(result)
+            print(*(result for result in results if result.played is not None), sep="\n")
     return results
 
 
@@ -117,9 +146,20 @@ def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.P
     A case of ring attention is stored for the kernel "flash", too, if it used that. Only its results matter there,
     because its time is that of its transfers. A case of one device sends nothing, so it says nothing about a kernel
     that sends, and is not stored.
+
+    Raises:
+      RuntimeError: The verdicts are those of a rehearsal, and would be stored where runs find them.
     """
     if machine["platform"] != "tpu":
         return None
+    if machine.get("rehearsal"):
+        check_aside()
+    verdicts = verdicts_of(results)
+    return trust.record(trust.Machine.here(machine["chip"] or machine["kind"]), verdicts) if verdicts else None
+
+
+def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
+    """Returns what is stored of some results: for each name of `trust.key`, the verdict of each case."""
     verdicts: dict[str, dict[str, str]] = {}
     for result in results:
         case = result.case
@@ -132,13 +172,14 @@ def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.P
         if case.takes_flash:
             right = Verdict.PASS if result.verdict is Verdict.SLOWER else result.verdict
             verdicts.setdefault(trust.key("attention", "flash", 1), {})[name] = str(right)
-    return trust.record(trust.Machine.here(machine["chip"] or machine["kind"]), verdicts) if verdicts else None
+    return verdicts
 
 
 def describe_in_words(machine: dict[str, Any], rates: dict[str, float]) -> str:
     """Says what the machine is, in a few lines."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
-    lines = [f"{machine['devices']} x {machine['kind']} ({machine['platform']}); {versions}"]
+    lines = [f"a rehearsal for {machine['rehearsal']}, without a TPU"] if machine.get("rehearsal") else []
+    lines += [f"{machine['devices']} x {machine['kind']} ({machine['platform']}); {versions}"]
     if machine["platform"] == "tpu":
         lines.append(machine["ring"])
         if machine["chip"] is None:

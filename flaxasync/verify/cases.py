@@ -29,6 +29,7 @@ PLAIN = {"ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "attention
 """The backend that is plain XLA and serves as the reference of times; "none" for ops that are not listed here."""
 PAIRS = ("pallas", "stateful")
 """Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels cannot do."""
+FORGETS = "JAX's simulator forgets transfers that outlive a kernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,9 @@ class Case:
         return Case(**data | {"mesh": tuple(data["mesh"]), "shapes": shapes})
 
 
-def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] = ()) -> list[Case]:
+def list_cases(
+    platform: str, devices: int, *, quick: bool, only: Sequence[str] = (), rehearse: bool = False
+) -> list[Case]:
     """Returns the cases for the devices of a machine.
 
     Args:
@@ -100,6 +103,7 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
       quick: Whether to verify small shapes, and gradients together with results only.
       only: The ops to verify, such as "all_gather_matmul" or "attention/flash" with a backend; all by default. The
         plain backend of each op is always among the cases, because a backend may be slower than it.
+      rehearse: Whether the cases are compiled and simulated instead of run; quick ones are then smaller.
 
     Raises:
       ValueError: `only` names an op or a backend that does not exist.
@@ -122,7 +126,7 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
                 cases.append(Case(op, backend, (1,), (operand,), "float32", gradient=False, simulate=simulate))
                 continue
             ring = min(devices, 2) if simulate else devices
-            size = "simulated" if simulate else "quick" if quick else "full"
+            size = "simulated" if simulate else "full" if not quick else "rehearsed" if rehearse else "quick"
             if platform == "cpu" and not simulate:
                 size = "cpu"
             mesh = _near_square(min(devices, 4) if simulate else devices) if op == "mesh_matmul" else (ring,)
@@ -147,6 +151,25 @@ def list_cases(platform: str, devices: int, *, quick: bool, only: Sequence[str] 
     return cases
 
 
+def stand_in(case: Case) -> Case:
+    """Returns the case whose values stand for those of a TPU case in a rehearsal.
+
+    It is the same op, backend and directions with small shapes on up to four CPU devices, where kernels are simulated.
+    The program of a known defect of the platform is small already.
+    """
+    simulate = _is_kernel(case.op, case.backend)
+    if case.op == "platform":
+        return dataclasses.replace(case, simulate=simulate)
+    ring = min(case.devices, 4)
+    mesh = _near_square(ring) if case.op == "mesh_matmul" else (ring,)
+    shapes = _shapes(case.op, "simulated" if simulate else "cpu", mesh)
+    ways = case.directions if ring > 2 else None
+    small = dataclasses.replace(case, mesh=mesh, shapes=shapes, dtype="float32", directions=ways, simulate=simulate)
+    if case.backend == "exchange":
+        small = dataclasses.replace(small, shapes=_few_rows(small, 1 if case.shapes[0][1] == 1 else 2))
+    return small
+
+
 def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     """Returns why a case cannot run on a machine, or None if it can."""
     if case.devices == 1 and case.op not in ("attention", "all_gather_matmul", "matmul_reduce_scatter",
@@ -155,7 +178,7 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     if not case.simulate:
         return None
     if case.backend in PAIRS:
-        return "needs TPUs: JAX's simulator forgets transfers that outlive a kernel"
+        return f"needs TPUs: {FORGETS}"
     if platform != "cpu" or not quick:
         return "needs TPUs; on CPU devices --quick runs it in a simulator"
     return "needs several devices" if case.devices == 1 and case.op != "platform" else None
@@ -196,6 +219,7 @@ def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:
     rows, wide, head, heads = {
         "cpu": (32, 64, 16, 4),
         "simulated": (16, 256, 64, 2),
+        "rehearsed": (128, 512, 128, 4),
         "quick": (512, 1024, 128, 8),
         "full": (1024, 4096, 128, 16),
     }[size]

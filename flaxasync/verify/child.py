@@ -13,12 +13,14 @@ The process may hang or crash at any point: the supervisor knows from the last m
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 MARK = "\x1eflaxasync "
@@ -29,24 +31,32 @@ def main() -> None:
     request = read_request()
     import jax
 
-    if request["platform"]:
-        jax.config.update("jax_platforms", request["platform"])
+    topology = request["rehearse"]
+    platform = "cpu" if topology else request["platform"]
+    if platform:
+        jax.config.update("jax_platforms", platform)
     jax.config.update("jax_num_cpu_devices", request["cpu_devices"])
     from flaxasync.mesh import UnsupportedError
     from flaxasync.verify import pod
     from flaxasync.verify.cases import Case
-    from flaxasync.verify.measure import calibrate, run_case
+    from flaxasync.verify.measure import Measurement, calibrate, run_case
+    from flaxasync.verify.rehearsal import rehearse_calibration, rehearse_case
 
     distributed = request["number"] is not None
     if distributed:
         pod.join(request["number"], request["start_limit"])
-    machine = describe_machine()
+    run: Callable[..., Measurement] = run_case
+    rates: Callable[[], dict[str, float]] = calibrate
+    if topology:
+        run = functools.partial(rehearse_case, topology=topology)
+        rates = functools.partial(rehearse_calibration, topology)
+    machine = describe_machine(topology)
     say({"machine": machine})
     if machine["processes"] > 1 and not distributed:
         return  # the parent says how to verify the chips of several machines
     refusal = pod.refusal(request["cases"]) if distributed else None
     if request["calibrate"]:
-        say({"calibration": calibrate()})
+        say({"calibration": rates()})
     for number, data in enumerate(request["cases"]):
         say({"begin": number})
         outcome: dict[str, Any] = {"done": number}
@@ -54,7 +64,7 @@ def main() -> None:
             say(outcome | {"not_run": refusal})
             continue
         try:
-            outcome["measurement"] = dataclasses.asdict(run_case(Case.from_json(data), repeats=request["repeats"]))
+            outcome["measurement"] = dataclasses.asdict(run(Case.from_json(data), repeats=request["repeats"]))
         except UnsupportedError as error:  # other NotImplementedErrors are of the compiler of kernels, and errors
             outcome["unsupported"] = str(error)
         except Exception as error:
@@ -80,25 +90,31 @@ def say(message: dict[str, Any]) -> None:
     print(f"\n{MARK}{json.dumps(message)}", flush=True)
 
 
-def describe_machine() -> dict[str, Any]:
-    """Returns what the results depend on: the devices, their links, and the versions of the software."""
+def describe_machine(topology: str | None = None) -> dict[str, Any]:
+    """Returns what the results depend on: the devices, their links, and the versions of the software.
+
+    Args:
+      topology: The topology of a rehearsal, whose described devices take the place of those of this machine.
+    """
     import jax
 
     import flaxasync as fa
     from flaxasync.hardware import chip_of_device
 
-    device = jax.devices()[0]
+    devices = fa.check.topology_devices(topology) if topology else jax.devices()
+    device = devices[0]
     chip = chip_of_device(device.device_kind)
-    ring = fa.make_mesh((jax.device_count(),), ("ring",))
+    ring = fa.make_mesh((len(devices),), ("ring",), devices=devices)
     return {
         "platform": device.platform,
         "kind": device.device_kind,
         "chip": chip.name if chip else None,
-        "devices": jax.device_count(),
+        "devices": len(devices),
         "processes": jax.process_count(),
         "cores": getattr(device, "num_cores", None),
-        "coords": [list(getattr(d, "coords", ())) for d in jax.devices()],
+        "coords": [list(getattr(d, "coords", ())) for d in devices],
         "ring": str(fa.mesh_report(ring)[0]),
+        "rehearsal": topology,
         "versions": {name: _version(name) for name in ("flaxasync", "jax", "jaxlib", "libtpu")},
     }
 

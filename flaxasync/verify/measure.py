@@ -55,11 +55,13 @@ class Measurement:
       errors: The largest deviation of each result from the reference over all inputs, relative to its largest value.
       tolerance: The deviation that is allowed.
       timing: Its time; None for a case that was simulated.
+      missing: Why there are no values or no time, under "values" and "time".
     """
 
     errors: dict[str, float]
     tolerance: float
     timing: Timing | None
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def run_case(case: Case, *, repeats: int) -> Measurement:
@@ -70,27 +72,44 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
     """
     if jax.process_count() > 1 and (case.simulate or case.devices != jax.device_count()):
         raise UnsupportedError("several hosts verify what runs on all of their devices, and simulate nothing")
+    mesh, program = programs.make_mesh(case), programs.make_program(case)
+    errors = check_values(case, program, repeats=repeats, runs=1 if case.simulate else BACK_TO_BACK)
+    timing = None
+    if not case.simulate:
+        with jax.set_mesh(mesh):
+            arguments = programs.random_arguments(case, mesh, seed=0)
+            timing = time_program(lambda: program(*arguments), f"jit_{programs.NAME}")
+    return Measurement(errors, tolerance(case), timing)
+
+
+def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> dict[str, float]:
+    """Returns the largest deviation of each result of a case from its reference.
+
+    Args:
+      case: The case.
+      program: Its program, as `programs.make_program` makes it.
+      repeats: On how many random inputs it runs.
+      runs: How often it runs on the first input without a wait.
+    """
     mesh = programs.make_mesh(case)
     reference = programs.make_program(case, reference=True)
-    program = programs.make_program(case)
     errors: dict[str, float] = {}
     for seed in range(repeats):
         with jax.set_mesh(mesh):
             arguments = programs.random_arguments(case, mesh, seed)
             wanted = programs.local_values(reference(*arguments), case, mesh)
         with simulated(mesh) if case.simulate else jax.set_mesh(mesh):
-            runs = 1 if case.simulate or seed else BACK_TO_BACK
-            results = [program(*arguments) for _ in range(runs)]
+            results = [program(*arguments) for _ in range(1 if seed else runs)]
             for result in results:
                 got = programs.local_values(result, case, mesh)
                 for name, error in compare_results(got, wanted).items():
                     errors[name] = max(errors.get(name, 0.0), error)
-    timing = None
-    if not case.simulate:
-        with jax.set_mesh(mesh):
-            timing = time_program(lambda: program(*arguments), f"jit_{programs.NAME}")
-    tolerance = TOLERANCE["attention" if "attention" in case.op and case.dtype == "float32" else case.dtype]
-    return Measurement(errors, tolerance, timing)
+    return errors
+
+
+def tolerance(case: Case) -> float:
+    """Returns the deviation that is allowed, relative to the largest value."""
+    return TOLERANCE["attention" if "attention" in case.op and case.dtype == "float32" else case.dtype]
 
 
 def compare_results(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:

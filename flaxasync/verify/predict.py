@@ -10,6 +10,7 @@ from flaxasync import check
 from flaxasync.check.compile.topologies import TOPOLOGIES
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.verify import programs
+from flaxasync.verify.cases import Case
 from flaxasync.verify.verdict import Result
 
 
@@ -27,21 +28,32 @@ def topology_of(machine: dict[str, Any]) -> str | None:
 def predict(result: Result, topology: str) -> Result:
     """Returns the result with the simulated time and phases of its program.
 
-    A program that the simulator cannot execute leaves the result as it is. It compiles in a child process of its own,
-    which opens no TPU.
+    A program that the simulator cannot execute leaves the result as it is.
     """
-    case = result.case
-    devices = check.topology_devices(topology)
-    if len(devices) != case.devices:
+    if check.topology_size(topology) != result.case.devices:
         return result
-    mesh = programs.make_mesh(case, devices)
     try:
-        with jax.set_mesh(mesh):
-            program = programs.make_program(case)
-            played = check.play(program, *programs.abstract_arguments(case, mesh), topology=topology)
+        seconds, phases = play_case(result.case, topology)
     except (PlayerError, RuntimeError, NotImplementedError):
         return result
+    return dataclasses.replace(result, played=seconds, played_phases=phases)
+
+
+def play_case(case: Case, topology: str) -> tuple[float, dict[str, float]]:
+    """Compiles the program of a case in a child process, which opens no TPU, and simulates it.
+
+    Returns:
+      Its seconds, and those of its longest instructions on the slowest device.
+
+    Raises:
+      RuntimeError: The compiler refused the program.
+      PlayerError: The program cannot be simulated, or breaks a rule of the machine.
+    """
+    mesh = programs.make_mesh(case, check.topology_devices(topology))
+    with jax.set_mesh(mesh):
+        program = programs.make_program(case)
+        played = check.play(program, *programs.abstract_arguments(case, mesh), topology=topology)
     phases: Counter[str] = Counter()
     for phase in played.slowest.phases:
         phases[phase.name] += phase.seconds  # type: ignore[assignment]
-    return dataclasses.replace(result, played=played.seconds, played_phases=dict(phases.most_common(40)))
+    return played.seconds, dict(phases.most_common(40))

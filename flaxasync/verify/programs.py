@@ -115,10 +115,14 @@ def _devices() -> int:
 
 
 def make_mesh(case: Case, devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes the mesh of a case over the first devices of this machine, or the first of described ones."""
-    names = MESH_AXES if case.op == "mesh_matmul" else (AXIS,)
-    chosen = None if devices is None else devices[: case.devices]
-    return fa.make_mesh(case.mesh, names, devices=chosen, axis_types=(AxisType.Auto,) * len(names))
+    """Makes the mesh of a case over the first devices of this machine, or over described ones.
+
+    Where a topology has more devices than the case, they form several of its meshes, which all compute the same.
+    """
+    sizes, names = case.mesh, MESH_AXES if case.op == "mesh_matmul" else (AXIS,)
+    if devices is not None and len(devices) > case.devices:
+        sizes, names = (len(devices) // case.devices, *sizes), ("copy", *names)
+    return fa.make_mesh(sizes, names, devices=devices, axis_types=(AxisType.Auto,) * len(names))
 
 
 def make_program(case: Case, *, reference: bool = False) -> Callable:

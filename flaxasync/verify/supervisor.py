@@ -57,6 +57,7 @@ class Setup:
       pauses: The seconds to wait before each further attempt to open the devices.
       distributed: Whether a child joins those of the other hosts of a pod.
       numbers: The numbers of the children. They are the same on every host, where they tell which children join.
+      rehearse: A topology, such as "v5e:2x4", for which cases are compiled and simulated instead of run.
     """
 
     platform: str | None = None
@@ -65,6 +66,7 @@ class Setup:
     limit: float = 300
     command: Sequence[str] = COMMAND
     pauses: Sequence[float] = (5, 30, 60)
+    rehearse: str | None = None
     distributed: bool = False
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
@@ -162,6 +164,7 @@ class _Child:
         request = {
             "platform": setup.platform,
             "cpu_devices": setup.cpu_devices,
+            "rehearse": setup.rehearse,
             "repeats": setup.repeats,
             "calibrate": calibrate,
             "number": next(setup.numbers) if setup.distributed else None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import flaxasync as fa
 from flaxasync.ops import backends, trust
+from flaxasync.ops.plan import MODELS
 from flaxasync.verify.cases import Case
 from flaxasync.verify.platform import DEFECTS
 
@@ -44,7 +45,9 @@ class Result:
       clock: Whose clock that is, "device" or "host".
       phases: The measured seconds of each instruction, where the device's clock was read.
       plain: The measured time of the plain backend on the same operands.
-      planned: The times that `flaxasync.plan` predicts for this backend and for the plain one, if it knows the chip.
+      planned: The times that `flaxasync.plan` predicts for this backend and for the plain one, on TPUs.
+      missing: Why there is no planned time, no measured time, or nothing that its values were compared with, by the
+        name of what is missing: "plan", "time" or "values".
       played: The time in which the simulator executes the program, if that was asked for.
       played_phases: The simulated seconds of each instruction.
     """
@@ -58,6 +61,7 @@ class Result:
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
     plain: float | None = None
     planned: tuple[float, float] | None = None
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
     played: float | None = None
     played_phases: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -72,11 +76,13 @@ class Result:
             beside = [f"plain {_ms(self.plain)}"] if self.plain is not None and not self.case.plain else []
             beside += [f"simulated {_ms(self.played)}"] if self.played is not None else []
             beside += [f"planned {_ms(self.planned[0])}"] if self.planned is not None else []
-            parts.append(f"{_ms(self.seconds)}" + (f" ({', '.join(beside)})" if beside else ""))
+            where = " simulated" if self.clock == "simulated" else ""
+            parts.append(f"{_ms(self.seconds)}{where}" + (f" ({', '.join(beside)})" if beside else ""))
         elif self.case.simulate and self.errors:
             parts.append("in the simulator")
         if self.reason:
             parts.append(self.reason)
+        parts += [f"no {what}: {why}" for what, why in self.missing.items()]
         return "  ".join(parts).rstrip()
 
 
@@ -89,7 +95,7 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
     if "not_run" in outcome:
         return Result(case, Verdict.NOT_RUN, outcome["not_run"])
     if "error" in outcome:
-        race = "RACE" in outcome["error"]
+        race = "RACE" in outcome["error"] or outcome["error"].startswith("RaceError")  # JAX's simulator and ours
         return Result(case, Verdict.WRONG if race else Verdict.CRASHED, outcome["error"])
     if "unsupported" in outcome:
         return Result(case, Verdict.UNSUPPORTED, outcome["unsupported"])
@@ -110,6 +116,7 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
         timing.get("seconds"),
         timing.get("clock", ""),
         timing.get("phases", {}),
+        missing=measured.get("missing", {}),
     )
 
 
@@ -126,8 +133,12 @@ def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Re
     found = []
     for result in results:
         case, base = result.case, plain.get(_key(result.case))
-        planned = planned_seconds(case, machine["chip"])
-        result = dataclasses.replace(result, plain=base, planned=planned)
+        result = dataclasses.replace(result, plain=base)
+        planned = None
+        if machine["platform"] == "tpu":
+            planned, why = planned_seconds(case, machine["chip"])
+            missing = result.missing if planned else result.missing | {"plan": why}
+            result = dataclasses.replace(result, planned=planned, missing=missing)
         expected = planned[0] < planned[1] if planned else machine["platform"] == "gpu" and _default(case)
         loses = base is not None and result.seconds is not None and result.seconds > MARGIN * base + NOISE
         if result.verdict is Verdict.PASS and loses and expected and not case.plain:
@@ -140,15 +151,27 @@ def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Re
     return found
 
 
-def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | None:
-    """Returns the times that `flaxasync.plan` predicts for the backend of a case and for "none"; None if it cannot."""
-    if chip is None or case.op in ("attention", "ppermute", "lookup_reduce_scatter", "platform"):
-        return None
+def planned_seconds(case: Case, chip: str | None) -> tuple[tuple[float, float] | None, str]:
+    """Returns the seconds that `flaxasync.plan` predicts for the backend of a case and for "none", or why it cannot.
+
+    Args:
+      case: The case.
+      chip: The name of the chip; None for one that the table of chips lacks.
+
+    Returns:
+      The two times and an empty string, or None and the reason.
+    """
+    if chip is None:
+        return None, "the table of chips lacks this one"
+    if case.op not in MODELS:
+        return None, f"fa.plan has no cost model of {case.op}"
     ring = (case.mesh[0], case.mesh[1]) if case.op == "mesh_matmul" else case.devices
     itemsize = 2 if case.dtype == "bfloat16" else 4
     options = {} if case.op == "mesh_matmul" else {"backward": case.gradient}
     seconds = fa.plan(case.op, *case.shapes, chip=chip, ring=ring, itemsize=itemsize, **options).seconds
-    return (seconds[case.backend], seconds["none"]) if {case.backend, "none"} <= seconds.keys() else None
+    if case.backend not in seconds:
+        return None, f"fa.plan does not weigh {case.backend!r} for this call"
+    return (seconds[case.backend], seconds["none"]), ""
 
 
 def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
@@ -176,7 +199,13 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
     not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
     if not_run:
         lines.append(f"{len(not_run)} cases have no verdict: {not_run[0]}")
-    if machine["platform"] != "tpu":
+    if machine.get("rehearsal"):
+        unchecked = sum("values" in r.missing for r in results)
+        lines.append(
+            f"A rehearsal for {machine['rehearsal']}: times are simulated, and values are those of small cases on CPU "
+            f"devices; {unchecked} cases have none. No TPU was measured, and no run trusts this."
+        )
+    elif machine["platform"] != "tpu":
         lines.append(f"No TPU was measured: these are {machine['devices']} {machine['platform']} devices.")
     elif not bad and not slower and not not_run:
         lines.append("Calls without a backend may take every backend that passed.")

@@ -1,23 +1,33 @@
 """Tests of train/verify.py: which ops and shapes a run verifies before it opens the chips, when, and what follows."""
 
 import dataclasses
+import importlib
 import types
 
 import jax
 import pytest
 
 import flaxasync as fa
+from flaxasync.hardware import CHIPS
 from flaxasync.ops import trust
 from flaxasync.verify import programs
-from flaxasync.verify.supervisor import MachineError
+from flaxasync.verify.rehearsal import stored_aside
+from flaxasync.verify.supervisor import MachineError, Setup
 from flaxasync.verify.verdict import Result, Verdict
 from models.config import TransformerConfig
+from tests.verify.test_what_follows import follow, machine_of
 from train import verify as verify_module
 from train.agreement import agree_on_kernels
 from train.errors import InputError
+from train.mesh import CONTEXT, FSDP, infer_sizes
 from train.verify import cases_of, may_have_tpus, verify_first
 
+PRESETS = ("tiny", "gpt2_124m", "llama_8b", "llama_70b", "long_context")
 MACHINE = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite", "devices": 8}
+
+
+def preset(name):
+    return getattr(importlib.import_module(f"configs.{name}"), name)()
 
 
 @pytest.fixture
@@ -149,3 +159,44 @@ def test_chips_are_looked_for_without_opening_them(config, replace, monkeypatch)
     assert not may_have_tpus(auto)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert not may_have_tpus(auto)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_cases_of_every_preset_go_through_all_that_follows_a_measurement(name, chip, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(trust.VARIABLE, raising=False)
+    config = preset(name)
+    mesh = config.mesh
+    sizes = {"data": mesh.data, FSDP: mesh.fsdp, CONTEXT: mesh.context, "model": mesh.model}
+    follow(cases_of(config, infer_sizes(sizes, 8)), machine_of(chip, 8))
+
+
+def rehearse(config, capsys):
+    """Rehearses the check before a run on eight v5e, and shows that the next run need not verify; returns its lines."""
+    with stored_aside():
+        verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
+        out = capsys.readouterr().out
+        verify_first(config, "auto", setup=Setup(command=("no such program",)))
+    assert capsys.readouterr().out == "", "a second run verifies nothing"
+    return out.splitlines()
+
+
+def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts(config, replace, capsys):
+    config = replace(config, mesh={"data": 8, "model": 1}, data={"sequence_length": 256, "batch_size": 8})
+    first, *lines, last = rehearse(config, capsys)
+    assert first == "verify     2 cases on TPU v5 lite, once; --verify off skips this"
+    assert [line.split()[:3] for line in lines] == [["PASS", "attention", "reference"], ["PASS", "attention", "flash"]]
+    assert all(" ms simulated" in line for line in lines)
+    assert last.startswith("verify     the verdicts are in ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_check_before_a_run_of_each_preset(name, replace, capsys):
+    """The weights are those of the preset, and so are its mesh and its options; the sequences are short."""
+    config = replace(preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 256, "batch_size": 8})
+    first, *lines, last = rehearse(config, capsys)
+    assert first == "verify     16 cases on TPU v5 lite, once; --verify off skips this"
+    assert len(lines) == 16
+    assert last.startswith("verify     the verdicts are in ")

@@ -167,8 +167,9 @@ class Simulation:
             return
         counts = machine.now, machine.issue, machine.stall, machine.busy
         if mark < MARK_END:
-            self.recorder.enter_phase(machine.device, self.dump.instruction_of_mark(mark - MARK_START), *counts)
-            self._clocks.enter(machine.device)
+            instruction = self.dump.instruction_of_mark(mark - MARK_START)
+            self.recorder.enter_phase(machine.device, instruction, *counts)
+            self._clocks.enter(machine.device, instruction)
         elif self.recorder.depth(machine.device):
             self.recorder.leave_phase(machine.device, *counts)
 

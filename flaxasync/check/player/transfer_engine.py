@@ -133,7 +133,7 @@ class TransferEngine:
         instruction = self._dump.instructions.get(phase)
         if instruction is None or instruction.opcode != "custom-call":
             return
-        if not self._clocks.knows_to_have_entered(machine.device, target.device):
+        if not self._clocks.knows_to_have_entered(machine.device, target.device, phase):
             raise self._diagnostics.not_entered(machine, target, transfer)
 
     def _fill_scalar_memory(self, machine: Machine, transfer: Transfer) -> None:

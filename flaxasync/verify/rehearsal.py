@@ -1,0 +1,126 @@
+"""A rehearsal: what a run on a TPU does, without one. `--rehearse v5e:2x4` of the command.
+
+Two things are replaced, both in the child process that runs the cases. Values are those of small shapes on CPU devices,
+where kernels run in JAX's simulator; times are those of the compiled program of the case, in the simulator of compiled
+programs. Whatever follows is the code that follows a measurement on chips. Its verdicts are stored aside, where no run
+finds them.
+"""
+
+import contextlib
+import contextvars
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from flaxasync import check
+from flaxasync.check.player.errors import PlayerError, ProtocolError
+from flaxasync.mesh import UnsupportedError
+from flaxasync.ops import trust
+from flaxasync.verify import measure, programs
+from flaxasync.verify.cases import AXIS, FORGETS, PAIRS, Case, stand_in
+from flaxasync.verify.measure import Measurement, Timing
+from flaxasync.verify.predict import play_case
+
+COPIED = 16 * 2**20  # bytes of the copy and of the permute that are simulated
+_aside: contextvars.ContextVar[bool] = contextvars.ContextVar("flaxasync_verdicts_aside", default=False)
+
+
+def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
+    """Compiles and simulates a case for a topology, and compares the values of its `stand_in`.
+
+    A program that the simulator of compiled programs cannot execute has no time, and one that the simulator of kernels
+    cannot execute has no values.
+
+    Raises:
+      UnsupportedError: The op cannot serve the case, the compiler refuses its program, or no simulator can execute it.
+      ProtocolError: The program would hang, halt or corrupt memory on a TPU.
+    """
+    missing = {}
+    timing = None
+    if case.op == "platform":
+        missing["time"] = "a known defect of the platform shows on a chip alone"
+    else:
+        try:
+            seconds, phases = play_case(case, topology)
+            timing = Timing(seconds, "simulated", phases)
+        except ProtocolError:
+            raise
+        except PlayerError as error:
+            missing["time"] = str(error)
+        except RuntimeError as error:
+            if isinstance(error, NotImplementedError):
+                raise
+            raise UnsupportedError(str(error)) from error
+    small = stand_in(case)
+    errors: dict[str, float] = {}
+    if case.backend in PAIRS:
+        if timing is None:
+            raise UnsupportedError(f"no simulator executes it: {FORGETS}; {missing['time']}")
+        missing["values"] = FORGETS
+    else:
+        errors = measure.check_values(small, programs.make_program(small), repeats=repeats, runs=1)
+    return Measurement(errors, measure.tolerance(small), timing, missing)
+
+
+def rehearse_calibration(topology: str) -> dict[str, float]:
+    """Returns the simulated bytes per second of memory and of links, as `calibrate` measures them; {} where unknown."""
+    devices = check.topology_size(topology)
+    mesh = check.topology_mesh(topology, (devices,), (AXIS,))
+    x = jax.ShapeDtypeStruct((devices * COPIED // 4,), jnp.float32, sharding=NamedSharding(mesh, jax.P(AXIS)))
+    rates = {}
+    with contextlib.suppress(PlayerError):
+        rates["memory"] = 2 * COPIED / check.play(lambda x: x * jnp.float32(1.5), x, topology=topology).seconds
+        if devices > 1:
+            case = Case("ppermute", "xla", (devices,), ((COPIED // 4,),), "float32", gradient=False)
+            rates["link"] = COPIED / play_case(case, topology)[0]
+    return rates
+
+
+@contextlib.contextmanager
+def stored_aside() -> Iterator[None]:
+    """Makes a block of code store verdicts in a temporary folder, and read none of the user's."""
+    with (
+        tempfile.TemporaryDirectory(prefix="flaxasync-rehearsal-") as folder,
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=folder),
+    ):
+        os.environ.pop(trust.VARIABLE, None)
+        token = _aside.set(True)
+        try:
+            yield
+        finally:
+            _aside.reset(token)
+
+
+def check_aside() -> None:
+    """Raises RuntimeError outside of `stored_aside`, so that no run finds the verdicts of a rehearsal."""
+    if not _aside.get():
+        raise RuntimeError(
+            "the verdicts of a rehearsal must not be stored where runs find them: rehearse within "
+            "flaxasync.verify.rehearsal.stored_aside()"
+        )
+
+
+def read_back(verdicts: Mapping[str, Mapping[str, str]], chip: str) -> str:
+    """Reads the stored verdicts as a run on such chips does, and says in a line what it would trust.
+
+    Args:
+      verdicts: What was stored: for each name of `trust.key` the verdict of each case.
+      chip: The name of the chip.
+
+    Raises:
+      RuntimeError: What is read is not what was stored.
+    """
+    trusted = []
+    with trust.trusting("verified"):
+        for name, found in verdicts.items():
+            op, backend, *ring = name.split("/")
+            passed = set(found.values()) == {trust.PASSED}
+            if trust.is_trusted(op, backend, chip, int(ring[0].rstrip("+")) if ring else 1) is not passed:
+                raise RuntimeError(f"{name} is stored as {found} and read as {'un' * passed}trusted")
+            trusted += [name] * passed
+    return f"read back, a run would trust {len(trusted)} of {len(verdicts)} kernels: {', '.join(sorted(trusted))}"

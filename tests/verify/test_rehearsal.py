@@ -1,0 +1,168 @@
+"""Tests of rehearsals: what a run of `python -m flaxasync.verify` on a TPU does, for chips that are not there."""
+
+import json
+import os
+import pathlib
+
+import pytest
+
+import flaxasync as fa
+from flaxasync.check.player.errors import RaceError
+from flaxasync.ops import trust
+from flaxasync.ops.plan import MODELS
+from flaxasync.verify import cases, rehearsal
+from flaxasync.verify.__main__ import main, record_verdicts
+from flaxasync.verify.cases import BACKENDS, FORGETS, PAIRS, Case, stand_in
+from flaxasync.verify.rehearsal import rehearse_case
+from flaxasync.verify.verdict import Result, Verdict, judge
+
+TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
+LARGE = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "mesh_matmul", "ring_attention")
+UNKNOWN = "the start of an asynchronous all-gather of XLA reads a table that the dump lacks"
+GROUPS = [*LARGE, ",".join(op for op in BACKENDS if op not in LARGE)]  # each takes half a minute or more
+
+
+def rehearse(topology, ops, folder, capsys):
+    """Rehearses the quick cases of some ops, and checks that each has a verdict, and what it lacks a reason."""
+    file, cache = folder / "verdicts.json", folder / "cache"
+    options = ["--rehearse", topology, "--quick", "--ops", ops, "--json", str(file)]
+    status = main(options)
+    out = capsys.readouterr().out
+    assert status == 0, out
+    content = json.loads(file.read_text())
+    assert content["rehearsal"] == topology
+    chip = topology.partition(":")[0]
+    assert (content["machine"]["platform"], content["machine"]["chip"]) == ("tpu", chip)
+    assert content["machine"]["devices"] == 8
+    assert content["calibration"].keys() == {"memory", "link"}
+    results = content["results"]
+    listed = cases.list_cases("tpu", 8, quick=True, only=ops.split(","), rehearse=True)
+    assert [Case.from_json(result["case"]) for result in results] == listed
+    for case, result in zip(listed, results, strict=True):
+        missing = result["missing"]
+        if result["verdict"] == "NOT SUPPORTED":
+            assert FORGETS in result["reason"], result
+            continue
+        assert result["verdict"] in ("PASS", "SLOWER")
+        assert (result["planned"] is None) == bool(missing.get("plan"))
+        assert (result["seconds"] is None) == bool(missing.get("time"))
+        assert (not result["errors"]) == bool(missing.get("values")) == (case.backend in PAIRS)
+        assert case.op in MODELS or result["planned"] is None
+    assert f"A rehearsal for {topology}: times are simulated" in out
+    assert "read back, a run would trust " in out
+    assert not cache.exists()
+    return results
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """A cache of the user, which must stay empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(trust.VARIABLE, raising=False)
+    trust._parse.cache_clear()
+
+
+def test_a_rehearsal_goes_the_whole_way_and_nothing_of_it_is_trusted(tmp_path, capsys, monkeypatch):
+    results = rehearse("v5e:2x4", "ppermute,matmul_all_reduce/exchange", tmp_path, capsys)
+    assert {r["clock"] for r in results if r["seconds"] is not None} == {"simulated"}
+    assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "cache")
+    monkeypatch.setenv(trust.VARIABLE, str(tmp_path / "verdicts.json"))
+    assert trust.verdict("ppermute", "pallas", "v5e", 8) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ops", GROUPS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_quick_case_of_every_chip(topology, ops, tmp_path, capsys):
+    rehearse(topology, ops, tmp_path, capsys)
+
+
+def test_verdicts_of_a_rehearsal_are_not_stored_where_runs_find_them():
+    result = Result(Case("ppermute", "pallas", (8,), ((128, 512),)), Verdict.PASS)
+    machine = {"platform": "tpu", "chip": "v5e", "rehearsal": "v5e:2x4"}
+    with pytest.raises(RuntimeError, match="must not be stored where runs find them: rehearse within"):
+        record_verdicts([result], machine)
+    with rehearsal.stored_aside():
+        file = record_verdicts([result], machine)
+        assert trust.read(trust.Machine.here("v5e"))
+    assert not file.exists()
+    assert not pathlib.Path(os.environ["XDG_CACHE_HOME"]).exists()
+
+
+def test_verdicts_that_are_read_otherwise_than_stored_end_a_rehearsal():
+    with rehearsal.stored_aside(), pytest.raises(RuntimeError, match=r"is stored as .*PASS.* and read as untrusted"):
+        rehearsal.read_back({"ppermute/pallas/3+": {"case": "PASS"}}, "v5e")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_every_case_has_a_small_one_for_up_to_four_devices_that_tests_the_same(devices):
+    for case in cases.list_cases("tpu", devices, quick=False):
+        small = stand_in(case)
+        assert (small.op, small.backend, small.gradient) == (case.op, case.backend, case.gradient)
+        assert small.devices == min(case.devices, 4)
+        assert small.directions == case.directions
+        assert small.simulate == (case.backend not in ("none", "xla", "reference"))
+        assert sum(size for shape in small.shapes for size in shape) < 2000
+
+
+@pytest.mark.parametrize("topology", ["v5e:3x5", "v4:2x2x1"])
+def test_an_unknown_topology_is_refused(topology, capsys):
+    assert main(["--rehearse", topology]) == 2
+    assert f"error: topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_rehearsal_needs_libtpu(capsys, monkeypatch):
+    from flaxasync.check.compile import topologies
+
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+    assert main(["--rehearse", "v5e:2x4"]) == 2
+    assert "error: compiling for a TPU needs libtpu, no TPU: install flaxasync with" in capsys.readouterr().err
+
+
+def test_a_rehearsal_on_a_platform_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--rehearse", "v5e:2x4", "--platform", "tpu"])
+    assert ended.value.code == 2
+    assert "--rehearse and --platform tpu exclude each other" in capsys.readouterr().err
+
+
+def test_a_program_that_the_compiler_refuses_is_not_supported_in_its_words():
+    too_large = Case("ppermute", "xla", (8,), ((2**20, 2**14),))  # 32 GiB
+    with pytest.raises(fa.mesh.UnsupportedError, match=r"the TPU compiler refused: .*Ran out of memory on HBM"):
+        rehearse_case(too_large, repeats=1, topology="v5e:2x4")
+
+
+def test_a_program_that_the_simulator_cannot_execute_keeps_its_values_and_has_no_time():
+    """It does not know the tables of asynchronous collectives of XLA among more than two devices."""
+    case = Case("all_gather_matmul", "none", (8,), ((2, 128, 512), (512, 512)))
+    measured = rehearse_case(case, repeats=1, topology="v5e:2x4")
+    assert measured.timing is None
+    assert measured.missing.keys() == {"time"}
+    assert UNKNOWN in measured.missing["time"]
+    assert measured.errors.keys() == {"y", "dx", "dw"}
+
+
+def test_a_pair_that_no_simulator_can_execute_is_not_supported():
+    case = Case("matmul_all_reduce", "pallas", (8,), ((2, 1024, 512), (512, 512)), directions=1)
+    with pytest.raises(fa.mesh.UnsupportedError, match=rf"no simulator executes it: {FORGETS}; .*{UNKNOWN}"):
+        rehearse_case(case, repeats=1, topology="v5e:2x4")
+
+
+def test_a_ring_of_some_of_the_devices_is_simulated_beside_its_copies():
+    measured = rehearse_case(Case("ppermute", "pallas", (2,), ((128, 512),)), repeats=1, topology="v5e:2x4")
+    assert 0 < measured.timing.seconds < 1e-3
+    assert measured.missing.keys() == {"values"}
+
+
+def test_a_race_in_the_simulator_is_wrong(monkeypatch):
+    case = Case("ppermute", "pallas", (8,), ((128, 512),))
+
+    def play_case(case, topology):
+        raise RaceError("device 1 writes into device 0")
+
+    monkeypatch.setattr(rehearsal, "play_case", play_case)
+    with pytest.raises(RaceError):
+        rehearse_case(case, repeats=1, topology="v5e:2x4")
+    assert judge({"error": "RaceError: device 1 writes into device 0"}, case).verdict is Verdict.WRONG
