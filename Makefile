@@ -43,7 +43,7 @@ train: .venv/.train  ## train the preset configs/tiny.py on 8 simulated CPU devi
 	$(CPU) $(BIN)/python train/run.py configs/tiny.py $(ARGS)
 
 train-2: .venv/.train  ## the same with two processes of four devices each
-	$(CPU) $(BIN)/python train/local_processes.py 2 configs/tiny.py --mesh.cpu_devices 4 $(ARGS)
+	$(CPU) $(BIN)/python train/lifecycle/local_processes.py 2 configs/tiny.py --mesh.cpu_devices 4 $(ARGS)
 
 PYTEST := $(CPU) $(BIN)/python -m pytest
 EVERYTHING := -n 2 --dist worksteal tests

@@ -27,8 +27,8 @@ from table import print_table, write_between_markers
 
 import flaxasync.check
 from configs.tiny import tiny
-from train.mesh import make_mesh
-from train.step import Trainer
+from train.step.mesh import make_mesh
+from train.step.trainer import Trainer
 
 SIZES = {"cpu": 1024, "cuda": 8192}  # about 100 ms on two cores; about 100 ms of float32 on a data-centre GPU
 IN_FLIGHT = (1, 2, 4, 8)

@@ -7,9 +7,9 @@
                                                                     that has the same configuration, JAX and libtpu
 
 A step has one sequence for each chip. The mesh of a row is the best of all grids of data x fsdp x context x model by
-`train.mesh_costs`, whose predictions are made of the sizes of model and mesh alone. A compiled row has the memory that
-libtpu counts for the same mesh and the time that `fa.check.timeline` estimates. Nothing has run on a TPU. The
-compilation of a step takes minutes, so that `--write` without `--compile` replaces the predicted table only.
+`train.dry_run.mesh_costs`, whose predictions are made of the sizes of model and mesh alone. A compiled row has the
+memory that libtpu counts for the same mesh and the time that `fa.check.timeline` estimates. Nothing has run on a TPU.
+The compilation of a step takes minutes, so that `--write` without `--compile` replaces the predicted table only.
 """
 
 import argparse
@@ -24,11 +24,11 @@ import jax
 from benchmarks.table import print_table, write_between_markers
 from flaxasync import check
 from flaxasync.hardware import CHIPS
-from train.command import load_preset
-from train.compare_meshes import COMPILED, Row, compiled_row, rank
 from train.config import Config
-from train.dry_run_report import gib, time_text
-from train.mesh_costs import Prediction
+from train.config.command import load_preset
+from train.dry_run.compare_meshes import COMPILED, Row, compiled_row, rank
+from train.dry_run.mesh_costs import Prediction
+from train.dry_run.report import gib, time_text
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 PRESETS = ("llama_8b", "llama_70b")

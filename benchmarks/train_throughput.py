@@ -30,7 +30,7 @@ from benchmarks.table import print_table, write_between_markers
 from configs.tiny import tiny
 from models.config import TransformerConfig
 from models.transformer import Transformer
-from train.optimizer import make_optimizer
+from train.step.optimizer import make_optimizer
 
 BACKENDS = ("xla", "none")
 TPU, MLP_SHAPE = "v5e:2x4", {"batch": 8, "rows": 2048, "features": 8192, "hidden": 28672}

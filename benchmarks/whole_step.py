@@ -41,11 +41,11 @@ from configs.llama_8b import llama_8b
 from flaxasync import check
 from flaxasync.ops.trust import trusting
 from train.config import Config
-from train.dry_run_report import gib, time_text
-from train.mesh import FSDP, mesh_over
-from train.model_flops import model_flops_per_token
-from train.step import Trainer, TrainState
-from train.step_phases import Phases
+from train.dry_run.report import gib, time_text
+from train.dry_run.step_phases import Phases
+from train.metrics.model_flops import model_flops_per_token
+from train.step.mesh import FSDP, mesh_over
+from train.step.trainer import Trainer, TrainState
 
 AUTOMATIC, OURS = "automatic", "flaxasync"
 BATCH = 16

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from train.checkpoint_command import exit_code, parse
+from train.checkpoints.commands import exit_code, parse
 from train.config import Config, MeshConfig
-from train.errors import InputError
-from train.output import print_line
-from train.saved_config import load_config
+from train.config.saved import load_config
+from train.lifecycle.errors import InputError
+from train.metrics.output import print_line
 
 _ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
 
@@ -60,9 +60,9 @@ def _export(command: Command) -> None:
     import jax
 
     from models.families import write_config
-    from train.init_from import load_parameters
-    from train.mesh import check_model_fits_mesh, configure_jax, make_mesh
-    from train.step import Trainer
+    from train.checkpoints.init_from import load_parameters
+    from train.step.mesh import check_model_fits_mesh, configure_jax, make_mesh
+    from train.step.trainer import Trainer
 
     try:
         write_config(config.model, length=1)
@@ -107,7 +107,7 @@ def _filled(folder: Path) -> Iterator[None]:
 def _write(command: Command, config: Config, params: Any) -> None:
     """Writes the files of an export into its folder, which exists."""
     from models.hugging_face import export_parameters
-    from train.percent import Percent
+    from train.metrics.percent import Percent
 
     kept = command.workdir / "hugging_face"
     before = _read_json(kept / "config.json")

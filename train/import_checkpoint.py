@@ -23,13 +23,13 @@ import tyro
 
 from models.config import TransformerConfig
 from models.families import Family
-from train.checkpoint_command import exit_code, parse
+from train.checkpoints.commands import exit_code, parse
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
-from train.config_check import check
-from train.errors import InputError
-from train.files import write_atomically
-from train.output import print_line
-from train.saved_config import PRESET, as_preset
+from train.config.check import check
+from train.config.saved import PRESET, as_preset
+from train.lifecycle.errors import InputError
+from train.lifecycle.files import write_atomically
+from train.metrics.output import print_line
 
 IMPORTED = "imported"
 """The folder of the checkpoint that an import makes."""
@@ -108,7 +108,7 @@ def _tokenizer(command: Command, model: TransformerConfig) -> str:
     file = command.folder / _TOKENIZER
     if not file.is_file():
         return _UNKNOWN_TOKENIZER
-    from train.tokenizer import Tokenizer
+    from train.data.tokenizer import Tokenizer
 
     Tokenizer.open(file, vocab_size=model.vocab_size, field="FOLDER/tokenizer.json")
     return str(command.workdir / _TOKENIZER)
@@ -134,12 +134,12 @@ def _write(command: Command, config: Config, family: Family) -> None:
     import jax.numpy as jnp
 
     from models.hugging_face import import_parameters
-    from train.checkpoint import Checkpoints
-    from train.mesh import check_model_fits_mesh, configure_jax, make_mesh
-    from train.percent import Percent
-    from train.record import RunIdentity
-    from train.step import Trainer, TrainState
-    from train.workdir import architecture, open_workdir
+    from train.checkpoints.manager import Checkpoints
+    from train.checkpoints.record import RunIdentity
+    from train.lifecycle.workdir import architecture, open_workdir
+    from train.metrics.percent import Percent
+    from train.step.mesh import check_model_fits_mesh, configure_jax, make_mesh
+    from train.step.trainer import Trainer, TrainState
 
     configure_jax(config.mesh)
     mesh = make_mesh(config.mesh)

@@ -13,11 +13,11 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from train.checkpoint_command import exit_code, parse
+from train.checkpoints.commands import exit_code, parse
 from train.config import Config, MeshConfig
-from train.errors import InputError
-from train.saved_config import load_config
-from train.tokenizer import Tokenizer, is_file
+from train.config.saved import load_config
+from train.data.tokenizer import Tokenizer, is_file
+from train.lifecycle.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +82,10 @@ def _sample(command: Command, config: Config) -> None:
 
     import jax
 
-    from train.generation import Generator
-    from train.init_from import load_parameters
-    from train.mesh import check_model_fits_mesh, configure_jax, make_mesh
-    from train.step import Trainer
+    from train.checkpoints.init_from import load_parameters
+    from train.step.generation import Generator
+    from train.step.mesh import check_model_fits_mesh, configure_jax, make_mesh
+    from train.step.trainer import Trainer
 
     configure_jax(config.mesh)
     mesh = make_mesh(config.mesh)

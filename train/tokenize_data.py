@@ -22,9 +22,9 @@ from typing import IO, NamedTuple
 import filelock
 import numpy as np
 
-from train.errors import InputError
-from train.percent import Percent
-from train.tokenizer import Tokenizer
+from train.data.tokenizer import Tokenizer
+from train.lifecycle.errors import InputError
+from train.metrics.percent import Percent
 
 VERSION = 2
 """Version of the tokens that a text becomes; those of 1 lacked the tokens that begin a document."""

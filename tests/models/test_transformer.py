@@ -210,7 +210,7 @@ def test_a_sequence_that_does_not_fit_a_context_axis_is_named():
     check_fits(CONFIG, sequence_length=12, mesh_shape=shape | {"model": 1}, context_layout="contiguous")
 
 
-@pytest.mark.slow  # tests/train/test_context.py trains with a context axis too
+@pytest.mark.slow  # tests/train/step/test_context.py trains with a context axis too
 def test_with_a_context_axis_loss_and_gradients_are_the_same():
     mesh = jax.make_mesh((2, 2, 2), ("data", "context", "model"), (AxisType.Explicit,) * 3)
     order = fa.sequence_order("zigzag", TOKENS.shape[1], 2)

@@ -11,7 +11,7 @@ from benchmarks import whole_step
 from benchmarks.plain_transformer import Layout
 from configs.tiny import tiny
 from train.config import MeshConfig
-from train.step import Trainer
+from train.step.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

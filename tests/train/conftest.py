@@ -12,8 +12,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from models.config import TransformerConfig
 from tests.train.launcher import Launcher, Run
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
-from train.mesh import make_mesh
-from train.step import Trainer
+from train.step.mesh import make_mesh
+from train.step.trainer import Trainer
 
 # With this warm-up the learning rate of step s is s * 3e-4 in a run of any length, so that all runs share the few
 # programs that are compiled here.

@@ -154,8 +154,8 @@ if __name__ == "__main__":
     import matplotlib.backends.backend_agg  # noqa: F401 (a run imports this module and the next one late)
     import tensorboardX  # noqa: F401
 
-    import train.dry_run
-    import train.lifecycle  # noqa: F401
+    import train.dry_run.command
+    import train.lifecycle.training  # noqa: F401
 
     gc.freeze()  # otherwise garbage collection in each run would copy the memory pages of all these objects
     serve(socket.socket(fileno=int(sys.argv[1])))

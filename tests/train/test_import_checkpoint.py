@@ -14,20 +14,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
+from tests.train.data.batches.test_tokenizer import train_tokenizer
 
 from tests.models.test_hugging_face import BASE, export, random_parameters
 from tests.models.test_transformer import make_mesh
-from tests.train.test_tokenizer import train_tokenizer
 from train import export_checkpoint, import_checkpoint, run, sample
-from train.checkpoint import Checkpoints
-from train.command import load_preset, parse
+from train.checkpoints.init_from import load_parameters
+from train.checkpoints.manager import Checkpoints
+from train.checkpoints.record import RunIdentity
 from train.config import Config
-from train.init_from import load_parameters
-from train.mesh import make_mesh as make_training_mesh
-from train.record import RunIdentity
-from train.saved_config import load_config
-from train.step import Trainer, TrainState
-from train.workdir import architecture
+from train.config.command import load_preset, parse
+from train.config.saved import load_config
+from train.lifecycle.workdir import architecture
+from train.step.mesh import make_mesh as make_training_mesh
+from train.step.trainer import Trainer, TrainState
 
 MESH = ["--mesh.platform", "auto", "--mesh.data", "2", "--mesh.model", "4"]
 CONFIG = dataclasses.replace(BASE, vocab_size=300, layers=2, kv_heads=4, tie_embeddings=True, qk_norm=True)

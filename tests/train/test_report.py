@@ -9,7 +9,7 @@ import pytest
 
 from tests.train import browser
 from train import report
-from train.command import parse
+from train.config.command import parse
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.errors import InputError
+from train.lifecycle.errors import InputError
+from train.lifecycle.workdir import Workdir
 from train.run import main
-from train.workdir import Workdir
 
 
 @pytest.fixture
 def run(preset, capsys, monkeypatch, trainer_of):
     """Runs the script's `main` in this process, on its eight devices; returns (exit code, stdout, stderr)."""
-    monkeypatch.setattr("train.lifecycle.Trainer", trainer_of)
+    monkeypatch.setattr("train.lifecycle.training.Trainer", trainer_of)
 
     def call(*options: object) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -57,7 +57,7 @@ def test_processes_that_see_other_checkpoints_are_refused(run, finished, monkeyp
         if what.startswith("the checkpoint to continue from"):
             raise InputError(f"{what} must be the same: {value}")
 
-    monkeypatch.setattr("train.lifecycle.require_same", require_same)
+    monkeypatch.setattr("train.lifecycle.training.require_same", require_same)
     code, out, err = run("--steps", 20, "--workdir", finished)
     assert (code, out) == (2, "")
     assert "(all processes must see the same workdir) must be the same: 12" in err
@@ -210,7 +210,7 @@ def test_divergence_before_the_first_checkpoint_is_explained(run):
 
 
 def test_an_error_in_the_code_keeps_its_traceback(run, monkeypatch):
-    monkeypatch.setattr("train.lifecycle.split", lambda *arguments: 1 / 0)
+    monkeypatch.setattr("train.lifecycle.training.split", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("--steps", 3)
 

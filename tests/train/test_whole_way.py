@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from tests.train.data.batches.test_tokenizer import train_tokenizer
 
 from tests.train.test_import_checkpoint import MESH, run_import
-from tests.train.test_tokenizer import train_tokenizer
 from train import export_checkpoint, run, sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -64,10 +64,10 @@ def logits_of(workdir, tokens):
     """Returns the logits of the run's newest checkpoint."""
     import jax
 
-    from train.init_from import load_parameters
-    from train.mesh import make_mesh
-    from train.saved_config import load_config
-    from train.step import Trainer
+    from train.checkpoints.init_from import load_parameters
+    from train.config.saved import load_config
+    from train.step.mesh import make_mesh
+    from train.step.trainer import Trainer
 
     config = load_config(workdir)
     padded = np.zeros((2, 16), np.int32)  # the model is causal, so what follows changes nothing

@@ -1,0 +1,256 @@
+"""Tests of train/checkpoints/manager.py: a checkpoint is restored bit by bit, on any mesh, or reported as damaged."""
+
+import dataclasses
+import errno
+import gc
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from train.checkpoints import manager as checkpoint
+from train.checkpoints.fingerprint import fingerprint
+from train.checkpoints.manager import Checkpoints, WriteError
+from train.checkpoints.record import identify_run
+from train.config import MeshConfig
+from train.lifecycle.errors import InputError
+from train.step.mesh import make_mesh
+
+# When one of orbax's concurrent reads fails, the others warn when they are garbage-collected, and pytest would turn
+# these warnings into errors.
+ignore_abandoned_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+POSITION = {"sequences": 56}
+
+
+@pytest.fixture
+def trainer(config, mesh, trainer_of):
+    return trainer_of(config, mesh)
+
+
+@pytest.fixture
+def identity(config):
+    return identify_run(config, {})
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kept") / "checkpoints"
+
+
+@pytest.fixture
+def folder(identity, trainer, kept, tmp_path) -> Path:
+    """A folder with the checkpoints of steps 5 and 10, whose states differ."""
+    if not kept.exists():
+        state = trainer.init()
+        with Checkpoints(kept, keep=3) as checkpoints:
+            for step in (5, 10):
+                state = dataclasses.replace(state, step=state.step + 5)
+                checkpoints.save(step, state, data=POSITION, tokens=0, identity=identity)
+    return shutil.copytree(kept, tmp_path / "checkpoints")
+
+
+def assert_equal(state, other):
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, other))
+
+
+def test_a_restored_state_is_equal_bit_by_bit(identity, trainer, folder):
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.steps() == [5, 10]
+        state, record, _ = checkpoints.restore(10, trainer.abstract_state(), identity)
+    assert record.data == POSITION
+    assert_equal(state, dataclasses.replace(trainer.init(), step=np.int32(10)))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (4, 2)])
+def test_a_state_is_restored_onto_another_mesh(shape, config, identity, trainer, trainer_of, folder):
+    expected = jax.tree.map(np.asarray, trainer.init().params)
+    other = make_mesh(MeshConfig(data=shape[0], model=shape[1]))
+    with jax.set_mesh(other), Checkpoints(folder, keep=3) as checkpoints:
+        abstract = trainer_of(config, other).abstract_state()
+        state, *_ = checkpoints.restore(10, abstract, identity)
+    assert_equal(state.params, expected)
+    for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        assert leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
+
+
+def test_training_does_not_change_a_state_that_is_being_saved(identity, trainer, tmp_path):
+    """The next step reuses the buffers of the state once `save` has returned, while the copy is still being written."""
+    step, batch = trainer.train_step, trainer.abstract_batch()[0]
+    tokens = jax.device_put(np.ones(batch.shape, np.int32), batch.sharding)
+    state = trainer.init()
+    with Checkpoints(tmp_path / "checkpoints", keep=8) as checkpoints:
+        saved = {}
+        for count in range(1, 4):
+            state, _ = step(state, tokens, tokens)
+            saved[count] = jax.tree.map(np.array, state)
+            checkpoints.save(count, state, data=POSITION, tokens=0, identity=identity)
+        checkpoints.wait()
+        for count, expected in saved.items():
+            restored, *_ = checkpoints.restore(count, trainer.abstract_state(), identity)
+            assert_equal(restored, expected)
+
+
+def test_only_the_newest_checkpoints_are_kept(identity, trainer, tmp_path):
+    state = trainer.init()
+    with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, state, data=POSITION, tokens=0, identity=identity)
+        checkpoints.wait()
+        assert checkpoints.steps() == [3, 4]
+
+
+def test_a_half_written_checkpoint_of_a_killed_process_is_removed(folder):
+    left = folder / "15.orbax-checkpoint-tmp"
+    shutil.copytree(folder / "10", left)
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert not left.exists()
+        assert checkpoints.choose(None) == 10
+
+
+def test_a_write_that_fails_while_orbax_still_writes_is_a_write_error(folder, monkeypatch):
+    half_written = folder / "15.orbax-checkpoint-tmp" / "state" / "ocdbt.process_0"
+    half_written.mkdir(parents=True)
+    remove = os.rmdir
+
+    def refuse(path, **options):
+        if Path(path).name == half_written.name:  # another thread of orbax has just written a file there
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        remove(path, **options)
+
+    with Checkpoints(folder, keep=3) as checkpoints:
+        half_written.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(os, "rmdir", refuse)
+        failure = checkpoints._failure(OSError(errno.EFBIG, "File too large"))
+        monkeypatch.undo()
+    assert isinstance(failure, WriteError)
+    assert failure.is_full
+
+
+def test_what_orbax_says_of_files_that_disappeared_is_a_write_error_and_other_errors_are_not(folder):
+    with Checkpoints(folder, keep=3) as checkpoints:
+        failure = checkpoints._failure(ValueError("Save failed: 11/11 params are missing .zarray in checkpoint"))
+        assert isinstance(failure, WriteError)
+        with pytest.raises(ValueError, match="a defect"):
+            checkpoints._failure(ValueError("a defect"))
+
+
+def test_the_newest_checkpoint_or_the_requested_one_is_chosen(folder, tmp_path):
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.choose(None) == 10
+        assert checkpoints.choose(5) == 5
+        with pytest.raises(InputError, match=r"--resume must be a step that is in .*: got 7, there are 5, 10"):
+            checkpoints.choose(7)
+    with Checkpoints(tmp_path / "new", keep=3) as checkpoints:
+        assert checkpoints.choose(None) == 0
+        with pytest.raises(InputError, match="got 7, there are none"):
+            checkpoints.choose(7)
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(config, trainer, folder, replace):
+    other = identify_run(replace(config, model={"layers": 3}), {})
+    with (
+        Checkpoints(folder, keep=3) as checkpoints,
+        pytest.raises(InputError, match=r"another architecture: model.layers is 2 there and 3 here"),
+    ):
+        checkpoints.restore(10, trainer.abstract_state(), other)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    if content:
+        content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "a bit flipped": flip,
+    "removed": lambda path: path.unlink(),
+}
+
+
+@pytest.fixture
+def reads_abandoned():
+    """Collects the reads that orbax abandons within the test, where their warnings are ignored."""
+    yield
+    gc.collect()
+
+
+@ignore_abandoned_reads
+@pytest.mark.usefixtures("reads_abandoned")
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damage_to_any_file_is_reported_or_harmless(damage, identity, trainer, folder, tmp_path):
+    """After damage to any one file of the newest checkpoint, restoring reports the damage or gives the same state."""
+    one = jax.make_mesh(
+        (1,), ("data",), devices=jax.devices()[:1]
+    )  # restoring onto eight devices takes many more reads
+    sharding, messages = jax.NamedSharding(one, jax.P()), []
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), trainer.abstract_state()
+    )
+    expected = jax.tree.map(np.asarray, dataclasses.replace(trainer.init(), step=np.int32(10)))
+    for file in files_of(folder / "10"):
+        copy = tmp_path / "damaged"
+        shutil.copytree(folder, copy)
+        damage(copy / file.relative_to(folder))
+        before = files_of(copy)
+        with jax.set_mesh(one), Checkpoints(copy, keep=3) as checkpoints:
+            try:
+                assert checkpoints.choose(None) == 10
+                state, record, _ = checkpoints.restore(10, abstract, identity)
+            except InputError as error:
+                messages.append(str(error))
+            else:
+                assert_equal(state, expected)
+                assert record.data == POSITION
+        assert files_of(copy) == before, "something was deleted"
+        shutil.rmtree(copy)
+    assert len(messages) > 3
+    for message in messages:
+        assert f"the checkpoint of step 10, {copy / '10'}, is damaged (" in message
+        assert "run again with --resume 5 to continue from there" in message
+
+
+@ignore_abandoned_reads
+@pytest.mark.usefixtures("reads_abandoned")
+def test_a_missing_item_is_reported_as_damage(identity, trainer, folder):
+    shutil.rmtree(folder / "10" / "state")
+    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match=r"step 10, .* is damaged"):
+        checkpoints.restore(10, trainer.abstract_state(), identity)
+
+
+@ignore_abandoned_reads
+@pytest.mark.usefixtures("reads_abandoned")
+def test_a_damaged_checkpoint_without_an_earlier_one_suggests_another_workdir(identity, trainer, folder):
+    shutil.rmtree(folder / "5")
+    shutil.rmtree(folder / "10" / "state")
+    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match="none before it: choose another"):
+        checkpoints.restore(10, trainer.abstract_state(), identity)
+
+
+def test_readable_values_that_were_not_saved_are_reported_as_damage(identity, trainer, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+        patch.setattr(checkpoint, "fingerprint", lambda state: fingerprint(state) | {"step": 1})
+        checkpoints.save(10, trainer.init(), data=POSITION, tokens=0, identity=identity)
+    with (
+        Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints,
+        pytest.raises(InputError, match=r"step 10, .* is damaged \(step is not what was saved\)"),
+    ):
+        checkpoints.restore(10, trainer.abstract_state(), identity)
+
+
+def test_later_checkpoints_are_moved_aside_and_kept(identity, trainer, folder, tmp_path):
+    for expected in ("10", "10-1"):
+        with Checkpoints(folder, keep=3) as checkpoints:
+            assert checkpoints.set_aside(5, tmp_path / "aside") == [10]
+            assert checkpoints.steps() == [5]
+            checkpoints.save(10, trainer.init(), data=POSITION, tokens=0, identity=identity)
+        assert (tmp_path / "aside" / expected / "state").is_dir()

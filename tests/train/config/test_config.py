@@ -1,0 +1,195 @@
+"""Tests of train/config/fields.py: presets, the command line, and the input that is refused."""
+
+import dataclasses
+import json
+import re
+import resource
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from models.config import check_fits
+from tests.train.launcher import SCRIPT
+from train.config import Config
+from train.config.check import check
+from train.config.command import DEFAULT_PRESET, load_preset, parse
+from train.lifecycle.errors import InputError
+
+PRESETS = sorted(path for path in DEFAULT_PRESET.parent.glob("*.py") if path.name != "__init__.py")
+
+
+def test_the_default_preset_is_tiny():
+    assert parse([]).config == load_preset(DEFAULT_PRESET)
+    assert DEFAULT_PRESET.name == "tiny.py"
+
+
+def test_options_replace_single_fields_of_the_preset(preset):
+    before = load_preset(preset())
+    options = ["--steps", "7", "--model.kv_heads", "2", "--data.path", "None", "--backend", "none"]
+    assert parse([str(preset()), *options]).config == dataclasses.replace(
+        before,
+        steps=7,
+        backend="none",
+        model=dataclasses.replace(before.model, kv_heads=2),
+        data=dataclasses.replace(before.data, path=None),
+    )
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_is_valid_and_fits_its_mesh(path):
+    config = load_preset(path)
+    check(config)
+    shape = {"data": max(1, config.mesh.data), "context": config.mesh.context, "model": config.mesh.model}
+    check_fits(config.model, sequence_length=config.data.sequence_length, mesh_shape=shape)
+
+
+def test_help_explains_every_field_with_its_unit(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(["--help"])
+    assert exit_info.value.code == 0
+    shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+    for name, default in _fields(load_preset(DEFAULT_PRESET)):
+        described = re.search(rf"--{re.escape(name)} (.*?)\(default: (.*?)\)", shown)
+        assert described, f"--help does not have {name}"
+        assert len(described[1].split()) >= 3, f"--help does not explain {name}: {described[1]}"
+        if isinstance(default, (int, float)) and not isinstance(default, bool) and not name.startswith("model."):
+            assert re.search(r"\([^)]+\)", described[1]), f"{name} has no unit: {described[1]}"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--model.depth", "3"], "--model.depth"),
+        (["--steps", "many"], "--steps"),
+        (["--steps", "1.5"], "--steps"),
+        (["--backend", "magic"], "magic"),
+        (["--model.dtype", "float33"], "float33"),
+        (["--mesh.platform", "abacus"], "abacus"),
+        (["--data.batch_size"], "--data.batch_size"),
+        (["extra.py"], "extra.py"),
+    ],
+)
+def test_a_bad_command_line_exits_with_2_and_names_the_mistake(options, named, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse([str(DEFAULT_PRESET), *options])
+    assert exit_info.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file"),
+        ("def f(): return (", "line 1"),
+        ("", "has none"),
+        ("def one(): ...\ndef two(): ...", "has one, two"),
+        ("def one(): return 1", r"one\(\) .* returned int"),
+    ],
+)
+def test_a_bad_preset_is_refused(content, message, tmp_path):
+    path = tmp_path / "preset.py"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_preset(path)
+
+
+def test_a_preset_that_is_not_python_is_refused(tmp_path):
+    (tmp_path / "preset.toml").write_text("steps = 1")
+    with pytest.raises(InputError, match=r"must be a Python file: got .*preset\.toml"):
+        load_preset(tmp_path / "preset.toml")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--steps", 0, "steps must be at least 1: got 0"),
+        ("--seed", -1, "seed must be at least 0: got -1"),
+        ("--seed", 2**31, r"seed must be below 2\*\*31"),
+        ("--model.layers", 0, "model.layers must be at least 1"),
+        ("--data.batch_size", 0, "data.batch_size must be at least 1"),
+        ("--data.validation_fraction", 1.0, "data.validation_fraction must be at least 0 and below 1"),
+        ("--data.validation_fraction", 0.0, "data.validation_fraction must be above 0 where eval.every is not 0"),
+        ("--optimizer.learning_rate", "nan", "optimizer.learning_rate must be at least 0 and finite: got nan"),
+        ("--optimizer.b2", 1.0, "optimizer.b2 must be"),
+        ("--optimizer.clip_norm", 0.0, "optimizer.clip_norm must be above 0"),
+        ("--optimizer.decay_floor", 1.5, "optimizer.decay_floor must be 0 to 1"),
+        ("--checkpoint.every", 0, "checkpoint.every must be at least 1"),
+        ("--eval.sample_tokens", 256, "eval.sample_tokens must be below data.sequence_length"),
+        ("--eval.temperature", 0.0, "eval.temperature must be above 0"),
+        ("--report.every", 0, "report.every must be at least 1"),
+        ("--steps", 3_000_000_000, "steps must be at most 2147483647: got 3000000000"),
+        ("--optimizer.warmup_steps", 3_000_000_000, "optimizer.warmup_steps must be at most 2147483647"),
+        ("--model.logit_softcap", 0.0, "model.logit_softcap must be above 0, or None"),
+        ("--model.rope_low_frequency", 4.0, "model.rope_low_frequency must be below model.rope_high_frequency=4.0"),
+        ("--model.rope_theta", -1.0, "model.rope_theta must be above 0: got -1.0"),
+        ("--model.rope_theta", "inf", "model.rope_theta must be above 0 and finite: got inf"),
+        ("--model.norm_epsilon", 0.0, "model.norm_epsilon must be above 0: got 0.0"),
+        ("--optimizer.ema_decay", 1.0, "optimizer.ema_decay must be at least 0 and below 1: got 1.0"),
+        ("--optimizer.master_copies", True, "must be False where model.param_dtype=float32, which needs no copies"),
+        ("--skip.spike_factor", 0.5, "skip.spike_factor must be 0, or above 1: got 0.5"),
+        ("--data.separator", 256, "data.separator must be a token below model.vocab_size=256: got 256"),
+        ("--resume", "yesterday", "--resume must be latest, none, or the step of a checkpoint: got yesterday"),
+        ("--workdir", "", "workdir must be a folder: got ''"),
+        ("--data.path", "http://host/a.bin", "data.path must be a path of this machine, or begin with gs:// or s3://"),
+        ("--workdir", "s3://", "workdir must name a bucket: got s3://"),
+        ("--init_from", "gs://bucket/run", "init_from must be a path of this machine: got gs://bucket/run"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(option, value, message):
+    with pytest.raises(InputError, match=message):
+        parse([str(DEFAULT_PRESET), option, str(value)])
+
+
+def test_parsing_asks_for_no_device(preset, monkeypatch):
+    """The devices of this process exist already, so the test forbids the calls that would make them."""
+    for name in ("devices", "local_devices", "device_count", "default_backend"):
+        monkeypatch.setattr(jax, name, lambda *_, name=name: pytest.fail(f"parse called jax.{name}"))
+    parse([str(preset())])
+
+
+def run_script(*options: str) -> tuple[subprocess.CompletedProcess, float]:
+    """Runs the script in a process of its own; returns its result and the processor time that it took, in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("options", [["--nope"], ["--steps", "0"], ["--workdir", "ftp://host/run"]], ids=str)
+def test_a_mistake_is_reported_within_a_second(options):
+    done, seconds = run_script(*options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert seconds < 1
+
+
+def test_print_config_prints_what_a_preset_and_the_options_give():
+    done, _ = run_script("--print-config", "--steps", "7", "--mesh.model", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    fields = json.loads(done.stdout)
+    assert (fields["steps"], fields["mesh"]["model"], fields["model"]["layers"]) == (7, 2, 4)
+
+
+def test_the_help_of_one_section_is_shown_alone(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(["--help", "optimizer"])
+    shown = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    assert "--optimizer.ema_decay" in shown
+    assert "--model.layers" not in shown
+    with pytest.raises(InputError, match=r"--help takes one of the sections mesh, model, data, .*: got models"):
+        parse(["--help", "models"])
+
+
+def _fields(config: Config):
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from (
+                (f"{field.name}.{inner.name}", getattr(value, inner.name)) for inner in dataclasses.fields(value)
+            )
+        else:
+            yield field.name, value

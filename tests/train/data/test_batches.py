@@ -1,0 +1,159 @@
+"""Tests of train/data/batches.py: windows, their order, and the position that is saved."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.data.batches import TrainingBatches, ValidationBatches, Windows, segment_ids, share_of_batch, split
+from train.data.corpus import Corpus, open_corpora
+from train.lifecycle.errors import InputError
+
+
+@given(size=st.integers(0, 200), length=st.integers(1, 50))
+def test_every_token_is_a_target_of_one_window(size, length):
+    tokens = np.arange(size, dtype=np.uint16)
+    windows = Windows(tokens, length)
+    targets = [int(token) for index in range(len(windows)) for token in windows[index][1:]]
+    assert targets == list(range(1, 1 + len(windows) * length))
+    assert size - 1 - len(targets) < length
+    assert all(windows[index].shape == (length + 1,) for index in range(len(windows)))
+
+
+@pytest.fixture
+def config(config, replace):
+    """The minuscule run with four sequences per batch."""
+    return replace(config, data={"batch_size": 4})
+
+
+@pytest.fixture
+def windows(config):
+    training, validation = split(open_corpora(config.data, vocab_size=128), config)
+    return training["data"], validation["data"]
+
+
+def take(batches, count):
+    return [np.asarray(tokens) for tokens, _ in (next(batches) for _ in range(count))]
+
+
+def test_targets_are_the_next_tokens_and_sharded_over_data(config, mesh, windows):
+    tokens, targets = next(TrainingBatches({"data": windows[0]}, config, mesh))
+    np.testing.assert_array_equal(np.asarray(tokens)[:, 1:], np.asarray(targets)[:, :-1])
+    assert tokens.shape == (4, 16)
+    assert tokens.dtype == targets.dtype == np.int32
+    assert tokens.sharding.spec == jax.P("data", None)
+
+
+def test_the_seed_alone_determines_the_order(config, mesh, windows):
+    first, again = (take(TrainingBatches({"data": windows[0]}, config, mesh), 5) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    other = take(TrainingBatches({"data": windows[0]}, dataclasses.replace(config, seed=1), mesh), 5)
+    assert not np.array_equal(first, other)
+
+
+def test_the_order_does_not_depend_on_the_mesh(config, mesh, windows):
+    other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    np.testing.assert_array_equal(
+        take(TrainingBatches({"data": windows[0]}, config, mesh), 5),
+        take(TrainingBatches({"data": windows[0]}, config, other), 5),
+    )
+
+
+@given(data=st.sampled_from([1, 2, 4, 8]), model=st.sampled_from([1, 2, 4]), processes=st.sampled_from([1, 2, 4, 8]))
+def test_each_process_loads_the_rows_that_its_devices_hold(data, model, processes):
+    """Devices belong to processes in order, row by row of the mesh, as `jax.make_mesh` arranges them."""
+    if data * model % processes:
+        return
+    each, shard_rows = data * model // processes, 3
+    loaded = {}
+    for process in range(processes):
+        devices = range(process * each, (process + 1) * each)
+        starts = {device // model * shard_rows for device in devices}
+        first, stride = share_of_batch(starts, shard_rows, batch_size=data * shard_rows)
+        sequences = list(range(data * shard_rows))[first::stride]
+        assert len(sequences) == len(starts) * shard_rows
+        loaded.setdefault(min(starts), sequences)
+        assert loaded[min(starts)] == sequences, "processes with the same rows must load the same sequences"
+    assert sorted(sequence for part in loaded.values() for sequence in part) == list(range(data * shard_rows))
+
+
+def test_each_epoch_has_every_window_once_in_its_own_order(config, mesh):
+    windows = Windows(np.arange(16 * 8 + 1, dtype=np.uint16), 16)  # 8 windows: two batches an epoch
+    batches = TrainingBatches({"data": windows}, config, mesh)
+    epochs = [[int(row[0]) // 16 for batch in take(batches, 2) for row in batch] for _ in range(6)]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+@pytest.mark.parametrize("before", [0, 1, 7, 400])
+def test_batches_continue_from_a_saved_position(before, config, mesh, windows):
+    batches = TrainingBatches({"data": windows[0]}, config, mesh)
+    take(batches, before)
+    state = json.loads(json.dumps(batches.get_state()))
+    expected = take(batches, 3)
+    continued = TrainingBatches({"data": windows[0]}, config, mesh)
+    continued.set_state(state)
+    np.testing.assert_array_equal(take(continued, 3), expected)
+
+
+def test_validation_is_the_end_of_the_tokens_and_the_same_each_time(config, mesh, windows):
+    validation = ValidationBatches(windows[1], config, mesh)
+    assert len(validation) == 2
+    first, again = ([np.asarray(tokens) for tokens, _ in validation] for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first[0][0], windows[1][0][:-1])
+    everything = open_corpora(config.data, vocab_size=128)["data"].tokens
+    assert windows[0].tokens.size + windows[1].tokens.size == everything.size
+    np.testing.assert_array_equal(windows[1].tokens, everything[-windows[1].tokens.size :])
+
+
+def test_validation_takes_all_batches_if_there_are_too_few(config, mesh, replace):
+    config = replace(config, eval={"batches": 50})
+    windows = Windows(np.arange(16 * 9 + 1, dtype=np.uint16), 16)
+    assert len(list(ValidationBatches(windows, config, mesh))) == 2
+
+
+def test_data_that_is_too_short_is_refused(config, replace):
+    def corpus(size):
+        return {"data": Corpus("here", np.zeros(size, np.uint8), is_text=True)}
+
+    with pytest.raises(InputError, match=r"one sequence of data.sequence_length \+ 1 = 17 tokens: here has 16"):
+        split(corpus(16), config)
+    with pytest.raises(InputError, match="leaves 9 of 17 tokens for training"):
+        split(corpus(17), replace(config, data={"validation_fraction": 0.49}))
+    with pytest.raises(InputError, match=r"one batch of data.batch_size=4 sequences: it has 1"):
+        split(corpus(400), config)
+    split(corpus(400), replace(config, eval={"every": 0}))
+
+
+def test_a_batch_of_another_size_continues_the_same_sequences(config, mesh, windows, replace):
+    whole = np.concatenate(take(TrainingBatches({"data": windows[0]}, config, mesh), 6))
+    first, second = (
+        TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": size}), mesh) for size in (4, 8)
+    )
+    begun = take(first, 2)
+    second.set_state(first.get_state())
+    np.testing.assert_array_equal(np.concatenate([*begun, *take(second, 2)]), whole)
+
+
+def test_a_batch_size_that_does_not_divide_the_position_is_refused(config, mesh, windows, replace):
+    batches = TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": 8}), mesh)
+    with pytest.raises(InputError, match=r"data.batch_size=8 cannot continue after 12 sequences"):
+        batches.set_state({"sequences": 12})
+
+
+def test_several_sources_are_mixed_by_their_weights(config, mesh, replace):
+    sources = {name: Windows(np.full(17 * 64, value, np.uint8), 16) for name, value in (("a", 1), ("b", 2))}
+    config = replace(config, data={"sources": (("a", "", 3.0), ("b", "", 1.0))})
+    taken = np.concatenate(take(TrainingBatches(sources, config, mesh), 10))[:, 0]
+    assert (taken == 1).sum() == 30
+    assert (taken == 2).sum() == 10
+
+
+def test_segment_ids_count_the_documents_that_have_ended():
+    tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [5, 5, 5, 5, 5, 5, 5]])
+    np.testing.assert_array_equal(segment_ids(tokens, 0), [[0, 0, 1, 1, 1, 2, 3], [0] * 7])

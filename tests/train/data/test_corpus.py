@@ -1,0 +1,102 @@
+"""Tests of train/data/corpus.py: the sources of tokens, and the data that is refused."""
+
+import numpy as np
+import pytest
+
+from train.data import corpus
+from train.data.corpus import open_corpus
+from train.lifecycle.errors import InputError
+
+
+def open_path(path, *, vocab_size=256, token_dtype="uint16"):
+    return open_corpus(None if path is None else str(path), dtype=np.dtype(token_dtype), vocab_size=vocab_size)
+
+
+def test_the_standard_library_is_large_and_read_the_same_each_time():
+    first, second = (open_path(None) for _ in range(2))
+    assert first.tokens.size > 4_000_000
+    np.testing.assert_array_equal(first.tokens, second.tokens)
+    assert b"def dataclass(" in first.tokens.tobytes()
+
+
+def test_a_text_file_is_mapped_as_bytes(tmp_path):
+    (tmp_path / "a.txt").write_bytes("héllo".encode())
+    opened = open_path(tmp_path / "a.txt")
+    assert isinstance(opened.tokens, np.memmap)
+    assert opened.is_text
+    assert opened.tokens.tobytes().decode() == "héllo"
+
+
+def test_the_files_of_a_folder_are_joined_in_the_order_of_their_paths(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, content in {"b/x.md": "2", "c.txt": "3", "a.txt": "1", ".hidden": "no", "empty.txt": ""}.items():
+        (tmp_path / name).write_text(content)
+    assert open_path(tmp_path).tokens.tobytes() == b"1\n2\n3"
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_token_files_are_mapped_not_loaded(dtype, tmp_path):
+    tokens = np.arange(1000, dtype=dtype)
+    np.save(tmp_path / "a.npy", tokens)
+    tokens.tofile(tmp_path / "a.bin")
+    for name in ("a.npy", "a.bin"):
+        opened = open_path(tmp_path / name, vocab_size=1000, token_dtype=dtype)
+        assert isinstance(opened.tokens, np.memmap)
+        assert not opened.is_text
+        np.testing.assert_array_equal(opened.tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.txt", None, "there is no .*missing.txt"),
+        ("empty.txt", b"", "empty.txt is empty"),
+        ("empty.bin", b"", "empty.bin is empty"),
+        ("picture.png", b"\x89PNG\0\0", "holds a zero byte"),
+        ("odd.bin", b"123", "has 3 bytes, which is no multiple of the 2 bytes of a uint16"),
+        ("torn.npy", b"\x93NUMPY\x01", "torn.npy cannot be read"),
+    ],
+)
+def test_a_bad_file_is_refused(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        open_path(tmp_path / name)
+
+
+@pytest.mark.parametrize("array", [np.zeros((2, 3), np.uint16), np.zeros(6, np.int64), np.zeros(6, np.float32)])
+def test_a_npy_file_without_a_1d_array_of_tokens_is_refused(array, tmp_path):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(InputError, match="must hold a one-dimensional uint16 or uint32 array"):
+        open_path(tmp_path / "a.npy")
+
+
+def test_pickled_objects_are_never_loaded(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([{}], object), allow_pickle=True)
+    with pytest.raises(InputError, match="cannot be read"):
+        open_path(tmp_path / "a.npy")
+
+
+def test_an_empty_folder_and_an_empty_array_are_refused(tmp_path):
+    with pytest.raises(InputError, match="has no file that is not empty"):
+        open_path(tmp_path)
+    np.save(tmp_path / "a.npy", np.zeros(0, np.uint16))
+    with pytest.raises(InputError, match="has no tokens"):
+        open_path(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("index", [0, 99, 100, 250, 999])
+def test_a_token_outside_the_vocabulary_is_found_in_any_chunk(index, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "CHUNK_TOKENS", 100)
+    tokens = np.zeros(1000, np.uint16)
+    tokens[index] = 500
+    tokens.tofile(tmp_path / "a.bin")
+    with pytest.raises(InputError, match=f"below model.vocab_size=500: token {index} of .* is 500"):
+        open_path(tmp_path / "a.bin", vocab_size=500)
+    open_path(tmp_path / "a.bin", vocab_size=501)
+
+
+def test_tokens_whose_type_cannot_leave_the_vocabulary_are_not_scanned(tmp_path, monkeypatch):
+    np.zeros(8, np.uint16).tofile(tmp_path / "a.bin")
+    monkeypatch.setattr(corpus, "CHUNK_TOKENS", 0)  # a scan would raise
+    open_path(tmp_path / "a.bin", vocab_size=65_536)

@@ -1,0 +1,279 @@
+"""Tests of --dry-run --compare-meshes: which meshes it ranks, and what its table says of those that it compiles."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import pytest
+
+from benchmarks import scaling
+from configs.llama_8b import llama_8b
+from flaxasync import check
+from flaxasync.hardware import CHIPS
+from tests.check.jaxlib_counts import counts, counts_of_jaxlib
+from train.config.command import parse
+from train.dry_run import compare_meshes as module
+from train.dry_run.compare_meshes import grids, rank
+from train.lifecycle.errors import InputError
+from train.run import main
+
+TOPOLOGY = "v5e:2x2"
+
+
+def test_grids_are_all_ways_to_share_out_the_devices():
+    assert len(set(grids(16))) == len(list(grids(16))) == 35
+    assert (1, 3, 1, 2) in set(grids(6))
+
+
+def test_meshes_that_fit_come_first_and_those_that_do_not_divide_are_left_out(config, replace):
+    ranked = rank(config, CHIPS["v5e"], 8)
+    assert [one.seconds for one in ranked] == sorted(one.seconds for one in ranked)
+    assert (8, 1, 1, 1) in meshes(ranked)
+    few = meshes(rank(replace(config, data={"batch_size": 4}), CHIPS["v5e"], 8))
+    assert (8, 1, 1, 1) not in few
+    assert (4, 1, 1, 2) in few
+    large = rank(replace(config, model={"width": 4096, "mlp_width": 16384, "layers": 12}), CHIPS["v5e"], 8)
+    fits = [one.fits for one in large]
+    assert set(fits) == {True, False}
+    assert fits == sorted(fits, reverse=True)
+
+
+def test_a_refusal_names_a_mesh_and_prefers_one_that_the_batch_alone_rules_out(config, replace):
+    grid = r"no mesh of 7 devices divides .*; data x fsdp x context x model = "
+    with pytest.raises(InputError, match=grid + r"1 x 1 x 1 x 7 is refused because heads must be a multiple"):
+        rank(replace(config, model={"kv_heads": 3}), CHIPS["v5e"], 7)
+    with pytest.raises(InputError, match=grid + r"7 x 1 x 1 x 1 is refused because .*batch.* axis: got 8 on 7 devices"):
+        rank(config, CHIPS["v5e"], 7)
+
+
+def test_each_mesh_takes_the_fastest_policy_that_fits_with_room_to_spare():
+    """Of the 8B preset, v6e has the memory for all that is costly, v5e has not, and "none" fits neither."""
+    config = llama_8b()
+    policies = ("none", "cheap", "dots", "layer")
+    for chip, remat in (("v5e", "layer"), ("v6e", "cheap")):
+        alone = {policy: rank(with_remat(config, policy), CHIPS[chip], 16) for policy in policies}
+        best = rank(config, CHIPS[chip], 16, remats=policies)[0]
+        assert (best.remat, best.mesh) == (remat, {"data": 1, "fsdp": 4, "model": 4})
+        assert best == alone[remat][0]
+        assert not alone["none"][0].fits
+    little = dataclasses.replace(CHIPS["v6e"], hbm_bytes=best.needed / module.ROOM - 1)
+    assert best.needed < little.hbm_bytes
+    assert rank(config, little, 16, remats=("cheap", "layer"))[0].remat == "layer"  # it would fit barely
+
+
+def with_remat(config, remat):
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+
+
+def meshes(predictions):
+    return [tuple(one.mesh.get(name, 1) for name in module.AXES) for one in predictions]
+
+
+def options(preset, *more):
+    return [str(preset("auto")), "--dry-run", "--compare-meshes", "--topology", TOPOLOGY, *more]
+
+
+def test_without_compiling_the_table_has_predictions_only(preset, tmp_path, capsys, monkeypatch):
+    monkeypatch.delattr(check, "compile_for")
+    assert main(options(preset, "--compiled-meshes", "0")) == 0
+    out = capsys.readouterr().out
+    assert "meshes     10 of v5e:2x2 divide the model and the batch; 10 are predicted to fit" in out
+    rows = json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text())
+    assert len(rows) == 10
+    assert {row["source"] for row in rows} == {"predicted"}
+    assert rows[0]["seconds"] == min(row["seconds"] for row in rows)
+    assert (tmp_path / "run" / "dry_run" / "meshes.txt").read_text() in out
+    sizes = " ".join(f"--mesh.{name} {size}" for name, size in rows[0]["mesh"].items())
+    assert f"best       {sizes} --model.remat {rows[0]['remat']}, by figures that are predicted" in out
+
+
+@pytest.fixture
+def compare(preset, tmp_path, monkeypatch):
+    """A function (outcomes of compilations, meshes to compile) -> the rows of the table and the meshes that were tried.
+
+    An outcome is an error that the compiler raises, or the seconds of a step that fits.
+    """
+
+    def compare(outcomes, compiled):
+        outcomes, real, tried = list(outcomes), module.compiled_row, []
+
+        def compile_one(config, topology, prediction, trust):
+            tried.append(meshes([prediction])[0])
+            if isinstance(outcome := outcomes.pop(0), Exception):
+                monkeypatch.setattr(check, "compile_for", lambda *args, **options: raise_(outcome))
+                return real(config, topology, prediction, trust)
+            return dataclasses.replace(module.row_of(prediction), seconds=outcome, source=module.COMPILED)
+
+        monkeypatch.setattr(module, "compiled_row", compile_one)
+        assert main(options(preset, "--compiled-meshes", str(compiled))) == 0
+        return json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text()), tried
+
+    return compare
+
+
+def raise_(error):
+    raise error
+
+
+NO_ROOM = check.HbmError("no room", 40 << 30, 16 << 30)
+CRASH = RuntimeError("the compiler crashed")
+
+
+def test_refused_and_crashed_meshes_are_replaced_and_stand_below_those_that_compiled(compare, capsys):
+    rows, tried = compare([NO_ROOM, CRASH, 3.0, 2.0], 2)
+    assert len(set(tried)) == 4
+    out = capsys.readouterr().out
+    assert "does not fit: it needs 40 GiB" in out
+    assert "not compiled: the compiler crashed" in out
+    assert "compiling  2 of 2" in out
+    assert "40 GiB (too much)" in out
+    by_mesh = [tuple(row["mesh"].values()) for row in rows]
+    assert len(set(by_mesh)) == len(rows) == 10
+    assert (by_mesh[0], by_mesh[1], by_mesh[-2], by_mesh[-1]) == (tried[3], tried[2], tried[1], tried[0])
+    assert [row["source"] for row in rows] == ["compiled"] * 2 + ["predicted"] * 6 + [module.FAILED, "compiled"]
+    assert (rows[-1]["memory"], rows[-1]["fits"], rows[-1]["seconds"]) == (40 << 30, False, None)
+
+
+def test_the_number_of_tries_is_bounded(compare):
+    rows, tried = compare([NO_ROOM] * 4, 1)
+    assert len(tried) == 4
+    assert [row["source"] for row in rows] == ["predicted"] * 6 + ["compiled"] * 4
+
+
+def test_meshes_that_are_predicted_not_to_fit_replace_none(config, monkeypatch, replace):
+    large = replace(config, model={"width": 4096, "mlp_width": 16384, "layers": 12})
+    ranked = [one for one in rank(large, CHIPS["v5e"], 8) if not one.fits]
+    tried = []
+
+    def refuse(config, topology, prediction, trust):
+        tried.append(prediction)
+        return dataclasses.replace(module.row_of(prediction), seconds=None, source=module.COMPILED)
+
+    monkeypatch.setattr(module, "compiled_row", refuse)
+    assert len(ranked) > 1
+    module._compile_best(large, "v5e:2x4", ranked, "predicted", 1)
+    assert tried == ranked[:1]
+
+
+def test_a_compiler_that_crashes_on_every_mesh_ends_the_comparison_with_code_2(preset, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "compile_for", lambda *args, **options: raise_(CRASH))
+    assert main(options(preset, "--compiled-meshes", "1")) == 2
+    assert "no step could be compiled for v5e:2x2, on 4 meshes" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text())
+    assert [row["source"] for row in rows] == ["predicted"] * 6 + [module.FAILED] * 4
+
+
+def test_a_mesh_that_a_backend_cannot_serve_is_replaced(compare, capsys):
+    rows, tried = compare([NotImplementedError("no such kernel"), 3.0], 1)
+    assert "not compiled: backend=auto cannot serve this run: no such kernel" in capsys.readouterr().out
+    assert tuple(rows[0]["mesh"].values()) == tried[1]
+    assert [row["source"] for row in rows] == ["compiled"] + ["predicted"] * 8 + [module.FAILED]
+
+
+def test_a_mesh_that_cannot_be_laid_out_is_replaced(compare, monkeypatch, capsys):
+    monkeypatch.setattr(module, "mesh_over", lambda *arguments: raise_(InputError("no ring")))
+    rows, _ = compare([CRASH, 3.0], 1)
+    assert "not compiled: no ring" in capsys.readouterr().out
+    assert rows[-1]["source"] == module.FAILED
+
+
+def test_several_slices_are_refused(preset, capsys):
+    arguments = [str(preset("auto")), "--dry-run", "--compare-meshes", "--topology", "v5e:2x2*2"]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "must have a topology of one slice" in error
+    assert "got --topology v5e:2x2*2; use v5e:2x2" in error
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(InputError, match="--compare_meshes belongs to a dry run"):
+        parse(["configs/tiny.py", "--compare-meshes"])
+    with pytest.raises(InputError, match="--compiled_meshes must be at least 0: got -1"):
+        parse(["configs/tiny.py", "--dry-run", "--topology", TOPOLOGY, "--compiled-meshes", "-1"])
+
+
+@pytest.mark.slow
+def test_the_best_meshes_are_compiled(preset, tmp_path, capsys):
+    assert main(options(preset, "--compiled-meshes", "2")) == 0
+    rows = json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text())
+    assert [row["source"] for row in rows].count("compiled") == 2
+    assert rows[0]["seconds"] <= rows[1]["seconds"]
+    for row in rows[:2]:
+        assert 0 < row["mfu"] < 1
+        assert 0 <= row["exposed"] < 1
+        assert row["memory"] > 0
+    assert len(rows) == 10
+    assert module.HEADER[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("preset", "chip", "chips"), [("llama_8b", "v5e", 16), ("llama_70b", "v5p", 8)])
+def test_the_table_of_the_document_is_what_the_command_makes(preset, chip, chips):
+    document = (pathlib.Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in document.splitlines()]
+    assert scaling.predicted(preset, chip, chips) in rows
+
+
+@pytest.fixture
+def keep(monkeypatch, tmp_path):
+    """A function (row of a compilation) -> the table of the benchmark and the number of compilations so far."""
+    config, compilations = llama_8b(), []
+    monkeypatch.setattr(scaling, "run", lambda *args: config)
+    monkeypatch.setattr(scaling.check, "topology_size", lambda topology: 16)
+
+    def keep(source, **data):
+        nonlocal config
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+
+        def compile_one(config, topology, best, trust):
+            compilations.append(best)
+            return dataclasses.replace(module.row_of(best), source=source)
+
+        monkeypatch.setattr(scaling, "compiled_row", compile_one)
+        row = scaling.compiled("llama_8b", "v5e:4x4", tmp_path / "results")[1]
+        return row[-1], len(compilations)
+
+    return keep
+
+
+def test_the_benchmark_keeps_rows_that_compiled_for_the_same_configuration(keep, monkeypatch):
+    assert keep(module.FAILED) == (module.FAILED, 1)
+    assert keep("compiled") == ("compiled", 2)
+    assert keep("compiled") == ("compiled", 2)
+    assert keep("compiled", sequence_length=2048) == ("compiled", 3)
+    monkeypatch.setattr(scaling.importlib.metadata, "version", lambda name: "another")
+    assert keep("compiled") == ("compiled", 4)
+    assert keep("compiled") == ("compiled", 4)
+
+
+def test_the_benchmark_refuses_a_preset_without_a_topology(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--compile", "llama_8b"])
+    with pytest.raises(SystemExit):
+        scaling.main()
+    assert "--compile needs pairs of a preset and a topology: got 1 arguments" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # two minutes of processor time
+def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted_and_is_read_as_jaxlib_reads_it(monkeypatch):
+    """It is compiled for v5e, because jaxlib's parser aborts on the SparseCore gathers of programs for v5p."""
+    compile_for, programs = check.compile_for, []
+
+    def keep(*args, **options):
+        programs.append(compile_for(*args, **options))
+        return programs[-1]
+
+    monkeypatch.setattr(check, "compile_for", keep)
+    config = llama_8b()
+    assert config.data.batch_size == 16
+    assert config.data.sequence_length == 4096
+    assert config.model.param_dtype == "float32"
+    best = rank(config, CHIPS["v5e"], 16)[0]
+    row = module.compiled_row(config, "v5e:4x4", best, "predicted")
+    assert row.source == "compiled"
+    assert row.fits
+    assert row.memory == pytest.approx(best.needed, rel=0.15)
+    assert row.seconds == pytest.approx(best.seconds, rel=0.15)
+    text = programs[-1].as_text()
+    read = check.parse(text)
+    assert counts_of_jaxlib([text]) == [counts(read)]
+    assert check.parse(check.format_module(read)) == read

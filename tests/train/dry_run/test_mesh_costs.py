@@ -1,0 +1,156 @@
+"""Tests of the predictions that rank meshes: they count parameters as the model does, and waits where axes transfer."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import flaxasync as fa
+from configs.llama_8b import llama_8b
+from configs.llama_70b import llama_70b
+from flaxasync.hardware import CHIPS
+from models.config import TransformerConfig
+from models.transformer import Transformer
+from train.dry_run.mesh_costs import predict
+from train.dry_run.mesh_memory import predicted_memory
+from train.step.mesh import make_mesh
+
+GIB = 2**30
+
+
+@pytest.fixture
+def step():
+    """A function (mesh sizes, data, model) -> the prediction of a step of the 8B preset, B16 S4096, on v5e."""
+
+    def step(data=1, fsdp=1, context=1, model=1, chip="v5e", sizes=llama_8b, **changes):
+        config = sizes()
+        batch = {"batch_size": 16, "sequence_length": 4096, "microbatches": changes.pop("microbatches", 1)}
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, **batch))
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+        mesh = {"data": data, "fsdp": fsdp, "context": context, "model": model}
+        return predict(config, CHIPS[chip], mesh)
+
+    return step
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": "bfloat16", "tie_embeddings": True}], ids=str)
+def test_parameters_and_optimizer_state_are_those_of_the_model(config, replace, trainer_of, options):
+    config = replace(config, mesh={"data": 2, "fsdp": 2, "model": 2}, model=options)
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        state = trainer_of(config, mesh).abstract_state()
+
+    def held(tree):
+        leaves = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+                  if "scale" not in jax.tree_util.keystr(path) and leaf.ndim]  # fmt: skip
+        return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
+
+    memory = predicted_memory(config, mesh.shape)
+    assert (memory["parameters"], memory["optimizer state"]) == (held(state.params), held(state.opt_state))
+
+
+def test_each_axis_waits_for_what_it_transfers(step):
+    alone = step()
+    assert alone.exposed == 0
+    assert alone.binds == "matmuls"
+    expected = {
+        "model": "model: activations",
+        "context": "context: keys and values",
+        "fsdp": "fsdp: weights and gradients",
+        "data": "data: gradients",
+    }
+    for axis, name in expected.items():
+        waits = {cause for cause, seconds in step(**{axis: 16}, chip="v6e").waits.items() if seconds > 0}
+        # Devices of the context axis hold the same parameters, so that they sum gradients as those of data do.
+        assert waits == {name} | ({"data: gradients"} if axis == "context" else set()), axis
+    assert step(fsdp=16, chip="v6e").binds == expected["fsdp"]
+
+
+def test_the_work_of_a_step_is_at_least_its_floating_point_operations_and_shared_by_all_devices(step):
+    one, sixteen = step(), step(fsdp=4, model=4)
+    assert 0.5 < one.mfu < 0.75  # three quarters of the work count: a layer is computed twice forward
+    assert sixteen.work == pytest.approx(one.work / 16, rel=0.1)
+    assert step(remat="none").work < 0.85 * one.work
+
+
+def test_memory_falls_with_the_axes_that_share_it_and_micro_batches_share_activations(step):
+    assert step(fsdp=4, model=4).fits
+    assert not step(data=4, model=4).fits
+    assert step(data=4, model=4).memory["optimizer state"] == 4 * step(fsdp=4, model=4).memory["optimizer state"]
+    whole, parts = step(fsdp=4, model=4), step(fsdp=4, model=4, microbatches=4)
+    assert parts.memory["kept"] == whole.memory["kept"] / 4
+    assert parts.memory["gradients"] == 2 * whole.memory["gradients"]
+    fsdp = "fsdp: weights and gradients"
+    assert parts.waits[fsdp] > 3 * whole.waits[fsdp]
+
+
+def test_float32_waits_longer_because_twice_the_bytes_travel(step):
+    for axis, wait in (("model", "model: activations"), ("context", "context: keys and values")):
+        short, long = (step(**{axis: 16}, chip="v6e", dtype=dtype).waits[wait] for dtype in ("bfloat16", "float32"))
+        assert long > 1.5 * short > 0, axis
+
+
+def test_scores_are_counted_where_all_of_them_are_in_memory(step):
+    """8 sequences of 4096 tokens and 8 heads on a device: 4 GiB of float32 scores for each layer that keeps them."""
+    step = functools.partial(step, fsdp=2, model=4, vocab_size=1024)  # with few logits the layers need the most
+    for option in ({"attention_softcap": 50.0}, {"alternating_window": 128}):
+        for remat, uses in (("layer", {"working": 3}), ("none", {"working": 3, "kept": 32})):
+            plain = step(remat=remat).memory
+            capped = step(remat=remat, **option).memory
+            more = {name: (capped[name] - plain[name]) / (4 * GIB) for name in plain if capped[name] != plain[name]}
+            assert more == pytest.approx(uses), (option, remat)
+
+
+@pytest.mark.parametrize("gathered_mib", [0, 1])
+@pytest.mark.parametrize("post_norms", [False, True])
+@pytest.mark.parametrize("remat", ["dots", "cheap"])
+def test_what_remat_keeps_is_what_the_gradient_of_the_model_saves(remat, post_norms, gathered_mib):
+    """All residuals that have the dimension of the layers, but those of remat layer too: its input and kernels."""
+    sizes = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 8, "kv_heads": 4, "mlp_width": 24, "head_dim": 4}
+    config = llama_8b()
+    data = dataclasses.replace(config.data, batch_size=4, sequence_length=8, microbatches=1)
+
+    def saved_and_predicted(remat):
+        model = TransformerConfig(**sizes, post_norms=post_norms, remat=remat, gathered_mib=gathered_mib)
+        mesh = jax.make_mesh((2, 4), ("data", "model"))
+        with jax.set_mesh(mesh):
+            graph, params = nnx.split(nnx.eval_shape(lambda: Transformer(model, backend="none", rngs=nnx.Rngs(0))))
+            tokens = jax.ShapeDtypeStruct((4, 8), np.int32, sharding=jax.NamedSharding(mesh, jax.P("data", None)))
+            loss = lambda params, tokens: nnx.merge(graph, params).loss(tokens, tokens)  # noqa: E731
+            saved = jax.tree.leaves(jax.eval_shape(lambda *xs: jax.vjp(loss, *xs)[1], params, tokens))
+        kept = sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.ndim > 2 and leaf.shape[0] == model.layers)
+        return kept // 8, predicted_memory(dataclasses.replace(config, model=model, data=data), mesh.shape)["kept"]
+
+    (kept, predicted_kept), (layer, predicted_layer) = saved_and_predicted(remat), saved_and_predicted("layer")
+    assert kept - layer == predicted_kept - predicted_layer > 0
+
+
+def test_gathered_rows_are_counted_where_they_are_kept(step):
+    """16 sequences of 4096 rows on 4 x 4 v6e: each gather of a layer brings 128 MiB, and so does a limit of 128 MiB."""
+    step = functools.partial(step, fsdp=4, model=4, chip="v6e", vocab_size=1024)
+    for remat, use, layers in (
+        ("none", "kept", 32),
+        ("cheap", "kept", 32),
+        ("dots", "kept", 32),
+        ("layer", "working", 1),
+    ):
+        plain, kept, less = (step(remat=remat, gathered_mib=limit) for limit in (0, 128, 127))
+        more = {name: kept.memory[name] - plain.memory[name] for name in plain.memory}
+        assert more == {**dict.fromkeys(plain.memory, 0), use: layers * gathers_that_gain(step) * 128 * 2**20}, remat
+        assert kept.seconds < plain.seconds
+        assert (less.memory, less.seconds) == (plain.memory, plain.seconds)
+
+
+def gathers_that_gain(step):
+    """Returns how many gathers of a layer `fa.plan` keeps on this mesh, of query, key and value, and of the MLP."""
+    shapes = [((4, 1024, 4096), (4096, columns)) for columns in (8 * 128 + 2 * 2 * 128, 2 * 14336 // 4)]
+    options = {"chip": "v6e", "ring": 4, "gathered_bytes": 128 * 2**20}
+    return sum("keep_gathered" in fa.plan("all_gather_matmul", *each, **options).settings for each in shapes)
+
+
+def test_the_70b_preset_needs_many_chips(step):
+    assert step(fsdp=2, model=4, chip="v5p", sizes=llama_70b).needed > 95 * GIB
+    assert step(fsdp=16, model=8, chip="v5p", sizes=llama_70b).fits

@@ -1,0 +1,162 @@
+"""The rows of the fault table about processes, signals, memory and the clock. test_table.py says what a row shows."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from tests.train.lifecycle.faults.workplace import after_step, fault, one_paragraph
+
+
+@fault("kill -9 while it starts")
+def test_kill_at_start(place, expected):
+    for seconds in (0.05, 0.5, 1.0):
+        process = place.start()
+        time.sleep(seconds)
+        process.kill()
+        process.communicate()
+    assert place.completes() == ""
+    assert place.losses() == expected
+
+
+@fault("kill -9 between two checkpoints")
+def test_kill_between_steps(place, expected):
+    process = place.start()
+    after_step(process, 13)
+    process.kill()
+    process.communicate()
+    assert place.steps_saved()
+    assert place.completes() == ""
+    assert place.losses() == expected
+
+
+@fault("kill -9 during the write of a checkpoint")
+def test_kill_while_saving(place, expected):
+    process = place.start()
+    while not any("tmp" in path.name for path in (place.work / "checkpoints").glob("*")):
+        assert process.poll() is None
+        time.sleep(0.0005)
+    process.kill()
+    process.communicate()
+    assert place.completes() == ""
+    assert place.losses() == expected
+    assert not [path for path in (place.work / "checkpoints").iterdir() if not path.name.isdigit()]
+
+
+@fault("SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C")
+def test_signal(place, expected):
+    """One run is stopped by each of them in turn."""
+    step = 0
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+        process = place.start()
+        after_step(process, step + 4)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (code, "")
+        step = int(re.search(rf"stopped by {number.name} after step (\d+), saved in", out)[1])
+        assert max(place.steps_saved()) == step
+    assert place.completes() == ""
+    assert place.losses() == expected
+
+
+@fault("a second Ctrl-C")
+def test_second_interrupt(place, expected):
+    process = place.start(code="def _delay(batch): return 0.3\n")
+    after_step(process, 6)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err, out + err
+    assert place.completes() == ""
+    assert place.losses() == expected
+
+
+@fault("SIGTERM while it compiles")
+def test_signal_at_start(place, expected):
+    process = place.start()
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 75
+    assert place.completes() == ""
+    assert place.losses() == expected
+
+
+@fault("SIGSTOP, or a machine that sleeps, then SIGCONT")
+def test_sleep(place, expected):
+    process = place.start("--report.hang_seconds", 4)
+    after_step(process, 6)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 0
+    assert place.losses() == expected
+
+
+@fault("a read that never returns")
+def test_hang(place, expected):
+    hang = "def _delay(batch): return 0.03 if batch < 12 else 1e6\n"
+    code, _, err = place.run("--report.hang_seconds", 3, code=hang)
+    assert code == 75
+    assert one_paragraph(err), err
+    assert "the run made no progress for 3 s after step 12" in err
+    assert "_slowly" in (place.work / "stacks.txt").read_text()
+    assert place.completes() == ""
+    assert place.losses() == expected
+
+
+@fault("the reader of its output ends")
+def test_closed_output(place, expected):
+    process = place.start()
+    after_step(process, 3)
+    process.stdout.close()
+    process.stdout = None
+    assert process.wait() == 0
+    assert place.losses() == expected
+
+
+@fault("too little memory")
+def test_memory(place, expected):
+    allocate = """
+from train.step import trainer as _step
+def _init(self):
+    import jax as _jax, jax.numpy as _jnp
+    return _jax.block_until_ready(_jnp.zeros(2**44, _jnp.int8))
+_step.Trainer.init = _init
+"""
+    code, _, err = place.run(code=allocate)
+    assert code == 4, err
+    assert one_paragraph(err), err
+    assert "has too little memory" in err
+    assert place.completes() == ""
+    assert place.losses() == expected
+
+
+@fault("another run in the same workdir")
+def test_two_runs(place, expected):
+    first = place.start()
+    after_step(first, 3)
+    code, _, err = place.run()
+    assert code == 2
+    assert one_paragraph(err)
+    assert "is in use by another run (process " in err
+    assert first.communicate(timeout=60)[1] == ""
+    assert first.returncode == 0
+    assert place.losses() == expected
+
+
+@pytest.mark.parametrize("jump", [-86400, 86400], ids=["back", "forward"])
+@fault("a wall clock that jumps by a day")
+def test_clock(jump, place, expected):
+    code = f"""
+_clock, _began = _time.time, _time.monotonic()
+_time.time = lambda: _clock() + ({jump} if _time.monotonic() > _began + 1.5 else 0)
+"""
+    exit_code, _, err = place.run("--checkpoint.minutes", 1, code=code)
+    assert (exit_code, err) == (0, "")
+    assert place.losses() == expected
+    assert all(0 <= line["goodput"] <= 1 for line in place.lines())

@@ -1,0 +1,143 @@
+"""The rows of the fault table about training data and losses. test_table.py says what a row shows."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from tests.train.data.batches.test_tokenizer import train_tokenizer
+
+from tests.train.lifecycle.faults.workplace import Workplace, after_step, contents, fault, one_paragraph
+
+
+def other_data(place: Workplace, change: Callable[[bytes], bytes]) -> Path:
+    path = place.work.with_name("other.txt")
+    text = re.search(r'path="(.*?)"', place._preset.read_text())[1]
+    path.write_bytes(change(Path(text).read_bytes()))
+    return path
+
+
+@fault("another corpus than that of the checkpoint")
+def test_changed_data(stopped, expected):
+    """Reversed, halved, and with one byte that differs."""
+    before = contents(stopped.work)
+    for change, said in (
+        (lambda data: data[::-1], "it has as many tokens, and other ones"),
+        (lambda data: data[: len(data) // 2], "tokens was "),
+        (lambda data: data[:9000] + b"X" + data[9001:], "it has as many tokens, and other ones"),
+    ):
+        code, _, err = stopped.run("--data.path", other_data(stopped, change))
+        assert code == 2
+        assert one_paragraph(err)
+        assert said in err
+        assert "--data.accept_change True" in err
+        assert contents(stopped.work) == before
+    assert stopped.completes() == ""
+    assert stopped.losses() == expected
+
+
+@fault("another corpus, accepted")
+def test_accepted_data(stopped, expected):
+    path = other_data(stopped, lambda data: data[::-1])
+    newest = max(stopped.steps_saved())
+    stopped.completes("--data.path", path, "--data.accept_change", "True")
+    assert stopped.losses()[:newest] == expected[:newest]
+    events = [json.loads(line) for line in (stopped.work / "events.jsonl").read_text().splitlines()]
+    starts = [event for event in events if event["event"] == "start"]
+    assert any("other ones" in change for change in starts[-1]["changes"])
+
+
+@fault("another tokenizer")
+def test_other_tokenizer(stopped, expected, text, tmp_path):
+    """The file of another tokenizer, and one of which there is only the name."""
+    file = tmp_path / "tokenizer.json"
+    train_tokenizer(file, text, vocab_size=128, special_tokens=(), all_bytes=False)
+    for tokenizer, said in ((file, "tokenizer was bytes and is"), ("gpt2", "where data.tokenizer is a name")):
+        code, _, err = stopped.run("--data.tokenizer", tokenizer)
+        assert code == 2
+        assert said in err
+    assert stopped.completes() == ""
+    assert stopped.losses() == expected
+
+
+@fault("missing, empty, binary or foreign data")
+def test_bad_data(stopped, expected):
+    path = stopped.work.with_name("bad.txt")
+    for content, said in (
+        (None, "there is no"),
+        (b"", "is empty"),
+        (b"\0abc" * 100, "holds a zero byte"),
+        (b"\xff" * 9000, "token ids"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        code, _, err = stopped.run("--data.path", path)
+        assert code == 2
+        assert one_paragraph(err)
+        assert said in err
+    assert stopped.completes() == ""
+    assert stopped.losses() == expected
+
+
+@fault("data or a workdir that may not be read or written")
+def test_permissions(place, expected):
+    code, _, err = place.run(code="import os as _os\n_os.setegid(65534), _os.seteuid(65534)\n")
+    assert code == 2, err
+    assert one_paragraph(err), err
+    assert "Permission denied" in err
+    assert place.completes() == ""
+    assert place.losses() == expected
+
+
+@fault("a data file that is cut during the run")
+def test_cut_data(place, expected):
+    path = other_data(place, lambda data: data)
+    process = place.start("--data.path", path)
+    after_step(process, 7)
+    content = path.read_bytes()
+    os.truncate(path, 0)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGBUS
+    path.write_bytes(content)
+    assert place.completes("--data.path", path) == ""
+    assert place.losses() == expected
+
+
+@fault("a loss that is not finite")
+def test_not_finite(stopped, expected):
+    newest = max(stopped.steps_saved())
+    code, _, err = stopped.run("--optimizer.learning_rate", 1e30)
+    assert code == 3
+    assert one_paragraph(err)
+    saved = max(stopped.steps_saved())
+    assert f"of step {saved}" in err
+    assert stopped.completes("--resume", newest) == ""
+    assert stopped.losses() == expected
+
+
+@fault("a damaged batch, skipped")
+def test_skipped(place):
+    spoil = """
+import dataclasses as _d
+from train.step import trainer as _step
+_inner = _step.Trainer._train_step
+def _spoiled(self, state, *batch):
+    import jax as _jax, jax.numpy as _jnp
+    bad = _jnp.where(state.step == 11, _jnp.float32(_jnp.nan), _jnp.float32(1))
+    params = _jax.tree.map(lambda leaf: leaf * bad, state.params)
+    new, metrics = _inner(self, _d.replace(state, params=params), *batch)
+    kept = _jax.tree.map(lambda old, leaf: _jnp.where(state.step == 11, old, leaf), state.params, new.params)
+    return _d.replace(new, params=kept), metrics
+_step.Trainer._train_step = _spoiled
+"""
+    code, out, err = place.run("--skip.nonfinite", "True", code=spoil)
+    assert (code, err) == (0, ""), out + err
+    assert "step 12: the update was skipped" in out
+    events = [json.loads(line) for line in (place.work / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "skipped"] == [12]
+    lines = [json.loads(line) for line in (place.work / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["skipped"]] == [12]
+    assert np.isfinite([line["loss"] for line in lines if line["step"] != 12]).all()

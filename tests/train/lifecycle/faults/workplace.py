@@ -1,0 +1,109 @@
+"""What the tests of the fault table share: the registry of its rows, and a run that is started again and again."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+STEPS = 40
+QUIET = ("--eval.every", 0, "--eval.sample_tokens", 4)
+# The preset delays every batch, so that a fault hits a run that is under way.
+SLOW_DATA = """
+import itertools as _itertools
+import time as _time
+from train.data import batches as _data
+_count = _itertools.count()
+_next = _data.TrainingBatches.__next__
+def _slowly(self):
+    _time.sleep(_delay(next(_count)))
+    return _next(self)
+def _delay(batch):
+    return 0.03
+_data.TrainingBatches.__next__ = _slowly
+"""
+ROWS: dict[str, Callable] = {}
+
+
+def fault(name: str) -> Callable:
+    """Registers a test as the row of the fault table that has this name."""
+
+    def register(test: Callable) -> Callable:
+        assert name not in ROWS
+        ROWS[name] = test
+        return pytest.mark.slow(test)
+
+    return register
+
+
+class Workplace:
+    """Starts the same run again and again in one workdir, with or without a fault in its process."""
+
+    def __init__(self, launcher, preset: Path, environment: dict[str, str], work: Path):
+        self._launcher, self._preset, self._environment, self.work = launcher, preset, environment, work
+        self._runs = []
+
+    def start(self, *options: object, code: str = ""):
+        """Starts the run; `code` is Python that its process runs first."""
+        path = self._preset.with_name("with_fault.py")
+        path.write_text(self._preset.read_text() + SLOW_DATA + code)
+        command = [str(path), "--steps", STEPS, "--workdir", self.work, "--checkpoint.every", 5, *QUIET, *options]
+        run = self._launcher.start(list(map(str, command)), environment=self._environment)
+        self._runs.append(run)
+        return run
+
+    def run(self, *options: object, code: str = "") -> tuple[int, str, str]:
+        """Runs to the end; returns the exit code and what was printed."""
+        process = self.start(*options, code=code)
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out, err
+
+    def completes(self, *options: object) -> str:
+        """Runs to the end, checks that it completes, and returns what it printed to standard error."""
+        code, out, err = self.run(*options)
+        assert code == 0, out + err
+        return err
+
+    def kill(self) -> None:
+        for run in self._runs:
+            run.kill()
+            run.communicate()
+
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in (self.work / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self) -> list[float]:
+        lines = self.lines()
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        return [line["loss"] for line in lines]
+
+    def steps_saved(self) -> list[int]:
+        return sorted(int(path.name) for path in (self.work / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def after_step(process, step: int) -> None:
+    """Waits until a run has reported a step."""
+    for line in process.stdout:
+        found = re.match(r"step (\d+)/", line)
+        if found and int(found[1]) >= step:
+            return
+    raise AssertionError(f"the run ended: {process.communicate()}")
+
+
+def after_checkpoint(place: Workplace, process) -> None:
+    """Waits until a run has reported step 7 and its checkpoint of step 5, written beside the steps, is complete."""
+    after_step(process, 7)
+    latest = time.monotonic() + 30
+    while not place.steps_saved():
+        assert time.monotonic() < latest, "no checkpoint was completed"
+        time.sleep(0.01)
+
+
+def one_paragraph(err: str) -> bool:
+    return err.startswith("error: ") and err.count("\n") == 1
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}

@@ -1,0 +1,211 @@
+"""Tests of train/lifecycle/loop.py: the host runs ahead of the devices, and only finite states are saved."""
+
+import contextlib
+import dataclasses
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from train.checkpoints.manager import Checkpoints
+from train.checkpoints.record import identify_run
+from train.checkpoints.saver import Saver
+from train.data.batches import TrainingBatches, split
+from train.data.corpus import open_corpora
+from train.lifecycle.errors import DivergedError
+from train.lifecycle.loop import Loop
+from train.lifecycle.signals import StopRequest
+from train.lifecycle.watchdog import Watchdog
+from train.metrics import recorder as metrics_module
+from train.metrics.events import Events
+from train.metrics.pace import Pace
+from train.metrics.profiler import Profiler
+from train.metrics.recorder import Recorder
+from train.step.evaluation import Evaluation
+
+
+@pytest.fixture
+def opened():
+    """What the loops of a test have opened; closing it waits until every checkpoint is on disk."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def make_loop(mesh, trainer_of, opened, tmp_path):
+    def make(config, sink=None):
+        training, validation = split(open_corpora(config.data, vocab_size=128), config)
+        trainer, identity = trainer_of(config, mesh), identify_run(config, {})
+        batches = TrainingBatches(training, config, mesh)
+        checkpoints = opened.enter_context(Checkpoints(tmp_path / "checkpoints", keep=9))
+        recorder = Recorder([sink] if sink else [], Pace(tokens_per_step=64))
+        events, watchdog = Events(None), Watchdog(0, tmp_path / "stacks.txt")
+        return Loop(
+            config,
+            trainer,
+            trainer.compile_train_step(),
+            trainer.compile_eval_step() if config.eval.every else None,
+            batches,
+            Evaluation(validation, config, mesh),
+            Saver(config, checkpoints, batches, recorder, events, identity, watchdog, warn=pytest.fail),
+            recorder,
+            opened.enter_context(StopRequest(shared=False)),
+            watchdog,
+            Profiler(config.profile, tmp_path / "profile"),
+            events,
+        )
+
+    return make
+
+
+@pytest.fixture
+def steps(opened, tmp_path):
+    """A function that ends the loops of a test, and returns the steps of their checkpoints."""
+
+    def steps():
+        opened.close()
+        with Checkpoints.to_read(tmp_path / "checkpoints") as checkpoints:
+            return checkpoints.steps()
+
+    return steps
+
+
+class Sink:
+    """Collects lines and calls `on_write` for each report."""
+
+    def __init__(self, on_write=None):
+        self.lines, self.on_write = [], on_write
+
+    def write(self, lines):
+        self.lines += lines
+        if self.on_write:
+            self.on_write(lines)
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_intervals(config, make_loop, steps):
+    sink = Sink()
+    loop = make_loop(dataclasses.replace(config, steps=12), sink)
+    state, step = loop.run(loop.trainer.init(), start=0)
+    assert step == int(state.step) == 12
+    assert [line["step"] for line in sink.lines] == list(range(1, 13))
+    assert [line["step"] for line in sink.lines if "validation_loss" in line] == [10, 12]
+    assert steps() == [5, 10, 12]
+
+
+def test_a_report_fetches_the_interval_before_the_last_one(config, make_loop, monkeypatch, replace):
+    """While the host waits for a report, the devices still have one more interval of steps to run."""
+    fetched, dispatched = [], []  # fetched: (steps dispatched by then, steps fetched)
+    device_get = jax.device_get
+    monkeypatch.setattr(
+        metrics_module.jax, "device_get", lambda tree: fetched.append((len(dispatched), len(tree))) or device_get(tree)
+    )
+    config = replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0})
+    loop = make_loop(config)
+    step = loop.train_step
+    loop = dataclasses.replace(loop, train_step=lambda *arguments: dispatched.append(1) or step(*arguments))
+    loop.run(loop.trainer.init(), start=0)
+    assert fetched[:4] == [(8, 4), (12, 4), (16, 4), (20, 4)]
+    assert fetched[4] == (20, 4), "the checkpoint of the last step fetches the rest"
+
+
+def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
+    """Says whether the host dispatches step `until` before the devices have finished the first step.
+
+    The first step needs a value that the devices get only when the host has dispatched step `until`. If the host waits
+    for the devices before that, it gets there only because the devices go on without it after `seconds`.
+    """
+    calls, dispatched, in_time = [], threading.Event(), []
+
+    def wait_for_the_host(step):
+        in_time.append(dispatched.wait(seconds))
+        return step
+
+    def count_and_dispatch(state, *batch):
+        outputs = train_step(state, *batch)
+        calls.append(1)
+        if len(calls) == until:
+            dispatched.set()
+        return outputs
+
+    delay = jax.shard_map(
+        lambda step: jax.pure_callback(wait_for_the_host, step, step),
+        in_specs=jax.P(),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    state = loop.trainer.init()
+    state = dataclasses.replace(state, step=jax.jit(delay)(state.step))
+    dataclasses.replace(loop, train_step=count_and_dispatch).run(state, start=0)
+    assert len(in_time) == jax.device_count(), "every device waits for the host once"
+    return all(in_time)
+
+
+def test_the_host_dispatches_two_intervals_before_it_waits(config, make_loop, replace):
+    """Neither a call of the compiled step nor the loading of a batch waits for the devices.
+
+    benchmarks/dispatch.py measures how much of a step its call takes.
+    """
+    loop = make_loop(replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0}))
+    assert runs_ahead(loop, loop.train_step, until=8, seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("waits", "until"),
+    [pytest.param(False, 9, id="in the report of step 8"), pytest.param(True, 2, id="in every call of the step")],
+)
+def test_a_host_that_waits_is_detected(waits, until, config, make_loop, replace):
+    """The negative test: the host does wait before it dispatches the given step."""
+    loop = make_loop(replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0}))
+
+    def waiting_step(*arguments):
+        return jax.block_until_ready(loop.train_step(*arguments))
+
+    assert not runs_ahead(loop, waiting_step if waits else loop.train_step, until=until, seconds=0.5)
+
+
+def test_a_stop_saves_the_current_step(config, make_loop, steps):
+    loop = make_loop(config, Sink(on_write=lambda lines: loop.stop._note(15, None)))
+    _, step = loop.run(loop.trainer.init(), start=0)
+    assert step == 4, "the first report, which has the steps up to 2, comes in step 4"
+    assert steps() == [4]
+
+
+def test_a_run_continues_with_the_same_losses(config, make_loop, tmp_path):
+    whole, second = Sink(), Sink()
+    loop = make_loop(dataclasses.replace(config, steps=10), whole)
+    loop.run(loop.trainer.init(), start=0)
+    with Checkpoints(tmp_path / "checkpoints", keep=9) as checkpoints:
+        checkpoints.set_aside(5, tmp_path / "aside")
+        identity = identify_run(config, {})
+        state, record, _ = checkpoints.restore(5, loop.trainer.abstract_state(), identity)
+    again = make_loop(dataclasses.replace(config, steps=10), second)
+    again.batches.set_state(record.data)
+    again.run(state, start=5)
+    assert [(line["step"], line["loss"]) for line in second.lines] == [
+        (line["step"], line["loss"]) for line in whole.lines[5:]
+    ]
+
+
+def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace, steps):
+    loop = make_loop(replace(config, checkpoint={"every": 1}), sink := Sink())
+    done = []
+
+    def spoil(state, *batch):
+        """Runs the step, with parameters that are not finite from the fourth step on."""
+        done.append(state.step)
+        if len(done) == 4:
+            state = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
+        return loop.train_step(state, *batch)
+
+    with pytest.raises(DivergedError) as error:
+        dataclasses.replace(loop, train_step=spoil).run(loop.trainer.init(), start=0)
+    assert error.value.step == 4
+    assert steps() == [1, 2, 3]
+    assert [line["step"] for line in sink.lines] == [1, 2, 3, 4]

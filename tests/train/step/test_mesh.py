@@ -1,0 +1,160 @@
+"""Tests of train/step/mesh.py: the mesh of devices, and what must divide over it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flaxasync as fa
+from train.config import MeshConfig
+from train.dry_run.command import _topology_mesh
+from train.lifecycle.errors import InputError
+from train.step.mesh import check_fits_mesh, check_model_fits_mesh, infer_sizes, make_mesh, token_spec
+from train.step.trainer import Trainer
+
+
+@given(sizes=st.lists(st.integers(1, 16), min_size=4, max_size=4))
+def test_any_axis_is_inferred_from_the_others(sizes):
+    names = ("data", "fsdp", "context", "model")
+    given_sizes = dict(zip(names, sizes, strict=True))
+    for unknown in ({}, *({name: -1} for name in names)):
+        assert infer_sizes(given_sizes | unknown, math.prod(sizes)) == given_sizes
+
+
+@given(data=st.integers(-1, 64), model=st.integers(-1, 64), devices=st.integers(1, 64))
+def test_the_sizes_multiply_to_the_devices_or_are_refused(data, model, devices):
+    candidates = [
+        (rows, devices // rows)
+        for rows in range(1, devices + 1)
+        if devices % rows == 0 and data in (-1, rows) and model in (-1, devices // rows)
+    ]
+    if len(candidates) == 1 and (data, model) != (-1, -1):
+        assert tuple(infer_sizes({"data": data, "model": model}, devices).values()) == candidates[0]
+    else:
+        with pytest.raises(InputError, match=r"mesh\.(data|model)"):
+            infer_sizes({"data": data, "model": model}, devices)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "message"),
+    [
+        (3, 4, "mesh.data=3 x mesh.model=4 must multiply to the number of devices: there are 8 simulated cpu devices"),
+        (-1, 3, "mesh.data=-1 x mesh.model=3 must multiply"),
+        (
+            -1,
+            16,
+            "mesh.model=16 .*; change the mesh, or simulate another number with --mesh.platform cpu --mesh.cpu_dev",
+        ),
+        (-1, -1, "only one of them can be inferred"),
+        (0, 8, "mesh.data must be at least 1, or -1 to infer it: got 0"),
+        (8, -2, "mesh.model must be at least 1"),
+    ],
+)
+def test_a_mesh_that_does_not_match_the_devices_is_refused(data, model, message):
+    with pytest.raises(InputError, match=message):
+        make_mesh(MeshConfig(data=data, model=model))
+
+
+def test_the_mesh_has_explicit_axes_over_all_devices():
+    mesh = make_mesh(MeshConfig(data=-1, model=4))
+    assert dict(mesh.shape) == {"data": 2, "model": 4}  # without the axes that have one device
+    assert mesh.size == len(jax.devices())
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+
+
+def test_the_fsdp_axis_splits_the_batch_beside_the_data_axis():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=-1, model=2))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
+    assert token_spec(mesh) == jax.P(("data", "fsdp"), None)
+
+
+def test_another_platform_than_the_one_asked_for_is_refused():
+    with pytest.raises(InputError, match=r"mesh.platform=gpu was requested, but JAX runs on cpu"):
+        make_mesh(MeshConfig(platform="gpu"))
+
+
+def test_a_batch_that_the_data_axis_does_not_divide_is_refused(config, replace):
+    check_fits_mesh(config, {"data": 2, "model": 4})
+    with pytest.raises(InputError, match=r"divisible by the 'data' axis: got 5 on 2 devices; use 4 or 6"):
+        check_fits_mesh(replace(config, data={"batch_size": 5}), {"data": 2, "model": 4})
+    with pytest.raises(InputError, match=r"divisible by the 'data' x 'fsdp' axes: got 6 on 4 devices; use 4 or 8"):
+        check_fits_mesh(replace(config, data={"batch_size": 6}), {"data": 2, "fsdp": 2, "model": 2})
+
+
+def test_a_width_that_the_fsdp_axis_does_not_divide_is_refused(config):
+    with pytest.raises(InputError, match=r"width must be divisible by the 'fsdp' axis: got width=16 on 3 devices; use"):
+        check_fits_mesh(config, {"data": 1, "fsdp": 3, "model": 1})
+
+
+def test_a_model_may_fit_a_mesh_that_batches_and_sequences_do_not(config, replace):
+    odd = replace(config, data={"batch_size": 5, "sequence_length": 7}, model={"fsdp_overlap": "prefetch"})
+    check_model_fits_mesh(odd, {"data": 2, "context": 2, "model": 2})
+    with pytest.raises(InputError, match=r"mlp_width must be divisible by the 'model' axis: got mlp_width=\d+ on 7"):
+        check_model_fits_mesh(config, {"data": 1, "model": 7})
+
+
+def test_a_scan_that_prefetches_needs_an_fsdp_axis(config, replace):
+    changed = replace(config, model={"fsdp_overlap": "prefetch"})
+    with pytest.raises(InputError, match=r"fsdp_overlap='prefetch' needs an 'fsdp' axis .* got 1; use fsdp_overlap='x"):
+        check_fits_mesh(changed, {"data": 2, "fsdp": 1, "model": 2})
+    check_fits_mesh(changed, {"data": 2, "fsdp": 2, "model": 2})
+
+
+def test_direct_copies_need_whole_tiles_and_tpus(config, replace):
+    model = {"fsdp_overlap": "prefetch_pallas", "remat": "layer"}
+    sizes = {"data": 1, "fsdp": 4, "model": 2}
+    with pytest.raises(InputError, match=r"must be a multiple of 128 x the 'fsdp' axis: got width=16 on 4 devices"):
+        check_fits_mesh(replace(config, model=model), sizes)
+    wide = replace(config, mesh=sizes, model=model | {"width": 512})
+    check_fits_mesh(wide, sizes)
+    mesh = make_mesh(wide.mesh)
+    with jax.set_mesh(mesh):
+        trainer = Trainer(wide, mesh)
+        arguments = trainer.abstract_state(), *trainer.abstract_batch()
+        with pytest.raises(InputError, match=r"this mesh is of cpu devices; use --model\.fsdp_overlap prefetch,"):
+            trainer.train_step.eval_shape(*arguments)
+
+
+def test_a_model_that_the_model_axis_does_not_divide_is_refused(config):
+    with pytest.raises(InputError, match=r"mlp_width must be divisible by the 'model' axis: got mlp_width=\d+ on 7 "):
+        check_fits_mesh(config, {"data": 2, "model": 7})
+
+
+def test_a_run_and_its_dry_run_have_the_same_mesh(config, replace, monkeypatch):
+    """`jax.make_mesh` would order these devices in another way, which shows that neither takes its order from there."""
+    config = replace(config, mesh={"data": 2, "model": 4, "platform": "auto"})
+    devices = fa.check.topology_devices("v5e:2x4")
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(fa.check, "topology_devices", lambda topology: devices)
+    mesh = make_mesh(config.mesh)
+    assert mesh is _topology_mesh(config, "v5e:2x4")
+    assert mesh != jax.make_mesh((2, 4), ("data", "model"), devices=devices)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_the_order_of_devices_decides_the_time_of_a_tensor_parallel_mlp():
+    """One program, simulated on the order of `fa.make_mesh` and on that of `jax.make_mesh`."""
+
+    def milliseconds(make):
+        mesh = make((2, 4), ("data", "model"), devices=fa.check.topology_devices("v5e:2x4"))
+        rows, columns = jax.P("data", "model", None), jax.P(None, "model")
+
+        def mlp(x, up, down):
+            hidden = fa.all_gather_matmul(x, up, "model", backend="fused")
+            return fa.matmul_reduce_scatter(hidden, down, "model", backend="fused")
+
+        def abstract(shape, spec):
+            return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
+
+        fn = jax.jit(jax.shard_map(mlp, mesh=mesh, in_specs=(rows, columns, jax.P("model", None)), out_specs=rows))
+        x = abstract((8, 2048, 4096), rows)
+        up, down = abstract((4096, 4096), columns), abstract((4096, 4096), jax.P("model", None))
+        with jax.set_mesh(mesh):
+            return fa.check.play(fn, x, up, down, topology="v5e:2x4").seconds * 1e3
+
+    assert milliseconds(fa.make_mesh) < 1.25
+    assert milliseconds(jax.make_mesh) > 2.2

@@ -1,0 +1,96 @@
+"""Tests of train/step/optimizer.py: which parameters decay, the learning rate, and clipping."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.config import OptimizerConfig
+from train.step.optimizer import decay_mask, make_optimizer, make_schedule
+from train.step.trainer import Trainer
+
+
+def test_kernels_decay_and_nothing_else_does(config, mesh):
+    params = Trainer(config, mesh).abstract_state().params
+    leaves = jax.tree_util.tree_leaves_with_path(decay_mask(params))
+    decays = {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in leaves}
+    assert any(decays.values())
+    assert not all(decays.values())
+    for name, value in decays.items():
+        assert value == name.endswith(".kernel"), name
+
+
+def test_weight_decay_follows_the_name_and_not_the_rank():
+    stacked = {
+        "norm": {"scale": jnp.ones((4, 16))},
+        "mlp": {"kernel": jnp.ones((4, 16, 32)), "bias": jnp.ones((4, 32))},
+    }
+    assert decay_mask(stacked) == {"norm": {"scale": False}, "mlp": {"kernel": True, "bias": False}}
+
+
+def test_a_parameter_with_an_unknown_name_is_refused():
+    with pytest.raises(
+        ValueError, match=r"parameter head.gate must end in one of \['bias', 'embedding', 'kernel', 'sc"
+    ):
+        decay_mask({"head": {"gate": jnp.ones(3)}})
+
+
+def test_without_a_gradient_only_kernels_shrink():
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5), steps=10)
+    params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones((2, 2)), "embedding": jnp.ones((2, 2))}
+    with jax.numpy_dtype_promotion("standard"):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        updates, _ = jax.jit(optimizer.update)(zeros, jax.jit(optimizer.init)(params), params)
+    rate = float(make_schedule(OptimizerConfig(learning_rate=0.1, warmup_steps=0), steps=10)(0))
+    np.testing.assert_allclose(updates["kernel"], -0.5 * rate, rtol=1e-6)
+    assert not np.any(updates["scale"])
+    assert not np.any(updates["embedding"])
+
+
+@given(steps=st.integers(1, 200), warmup=st.integers(0, 100), percent=st.integers(0, 100))
+def test_the_learning_rate_rises_then_falls_to_the_floor(steps, warmup, percent):
+    floor = percent / 100
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=warmup, decay_floor=floor)
+    with jax.numpy_dtype_promotion("standard"):
+        schedule = make_schedule(config, steps=steps)
+        rates = np.asarray(schedule(np.arange(200)))[:steps]  # the same shape each time, because each shape is compiled
+    peak = min(max(warmup - 1, 0), steps - 1)
+    assert np.all(rates > 0) or floor == 0
+    assert np.all(np.diff(rates[: peak + 1]) > 0)
+    assert np.all(np.diff(rates[peak:]) <= 1e-6)
+    if warmup:
+        np.testing.assert_allclose(rates[peak], 2.0 * (peak + 1) / warmup, rtol=1e-5)
+    if steps > warmup:
+        np.testing.assert_allclose(rates[-1], 2.0 * floor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("cosine", [1.0, 1.0 - 0.9 * (1 - np.cos(np.pi / 2)) / 2, 0.1]),
+        ("linear", [1.0, 0.55, 0.1]),
+        ("wsd", [1.0, 1.0, 0.1]),
+        ("constant", [1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_schedules_at_their_peak_in_the_middle_and_at_the_end(schedule, expected):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=20, decay_floor=0.1, decay_fraction=0.2, schedule=schedule)
+    with jax.numpy_dtype_promotion("standard"):
+        rates = np.asarray(make_schedule(config, steps=120)(np.arange(120)))
+    np.testing.assert_allclose(rates[[19, 69, 119]], expected, rtol=1e-5)
+    if schedule == "wsd":
+        np.testing.assert_allclose(rates[[95, 107]], [1.0, 0.55], rtol=1e-5)
+
+
+def test_gradients_are_scaled_down_to_the_norm():
+    # Adam's update does not depend on the scale of the gradient, so the test looks at its first moment, which is
+    # (1 - b1) * gradient after one update.
+    optimizer = make_optimizer(OptimizerConfig(clip_norm=1.0, b1=0.9), steps=10)
+    params = {"kernel": jnp.zeros(4)}
+    with jax.numpy_dtype_promotion("standard"):
+        state = jax.jit(optimizer.init)(params)
+        _, state = jax.jit(optimizer.update)({"kernel": jnp.full(4, 100.0)}, state, params)
+    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (4,)]
+    np.testing.assert_allclose(moments[0], 0.1 * 0.5, rtol=1e-5)  # four equal parts of a vector of norm 1

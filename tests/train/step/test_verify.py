@@ -1,0 +1,202 @@
+"""Tests of train/step/verify.py: what a run verifies before it opens the chips, when, and what follows."""
+
+import dataclasses
+import importlib
+import types
+
+import jax
+import pytest
+
+import flaxasync as fa
+from flaxasync.hardware import CHIPS
+from flaxasync.ops import trust
+from flaxasync.verify import programs
+from flaxasync.verify.rehearsal import stored_aside
+from flaxasync.verify.supervisor import MachineError, Setup
+from flaxasync.verify.verdict import Result, Verdict
+from models.config import TransformerConfig
+from tests.verify.test_what_follows import follow, machine_of
+from train.lifecycle.agreement import agree_on_kernels
+from train.lifecycle.errors import InputError
+from train.step import verify as verify_module
+from train.step.mesh import CONTEXT, FSDP, infer_sizes
+from train.step.verify import cases_of, may_have_tpus, verify_first
+
+PRESETS = ("tiny", "gpt2_124m", "llama_8b", "llama_70b", "long_context")
+MACHINE = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite", "devices": 8}
+
+
+def preset(name):
+    return getattr(importlib.import_module(f"configs.{name}"), name)()
+
+
+@pytest.fixture
+def config(config, replace):
+    model = TransformerConfig(vocab_size=256, width=1024, heads=8, kv_heads=4, mlp_width=2048, dtype="bfloat16")
+    config = replace(config, mesh={"platform": "tpu"}, data={"sequence_length": 1024})
+    return dataclasses.replace(config, model=model)
+
+
+@pytest.fixture
+def ran(monkeypatch, tmp_path):
+    """A machine with eight v5e: the cases of each run, and the verdict that all of them get."""
+    ran = types.SimpleNamespace(runs=[], verdict=Verdict.PASS)
+
+    def verify(cases, machine, setup, *, quick):
+        ran.runs.append(cases)
+        return [Result(case, ran.verdict) for case in cases]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(trust.VARIABLE, raising=False)
+    monkeypatch.setattr(verify_module, "describe", lambda setup, calibrate: (MACHINE, {}))
+    monkeypatch.setattr(verify_module, "verify", verify)
+    trust._parse.cache_clear()
+    trust.say_once.cache_clear()
+    return ran
+
+
+def test_the_cases_are_the_kernels_and_shapes_of_the_configuration(config):
+    cases = cases_of(config, {"data": 2, "model": 4})
+    shapes = {(case.op, case.shapes) for case in cases}
+    assert ("all_gather_matmul", ((4, 256, 1024), (1024, 512))) in shapes  # query, key and value: (8 + 2 * 4) * 128 / 4
+    assert ("all_gather_matmul", ((4, 256, 1024), (1024, 1024))) in shapes  # gate and up
+    assert ("matmul_reduce_scatter", ((4, 1024, 512), (512, 1024))) in shapes
+    assert ("attention", ((4, 1024, 2, 128), (4, 1024, 1, 128))) in shapes
+    assert ("all_to_all", ((4 * 512, 256),)) in shapes  # one sequence of them, all heads of the rows of a device
+    assert {case.backend for case in cases} == {"none", "xla", "pallas", "fused", "reference", "flash"}
+    for case in cases:
+        mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x2" if case.devices == 4 else "v5e:1x1"))
+        with jax.set_mesh(mesh):
+            jax.eval_shape(programs.make_program(case), *programs.abstract_arguments(case, mesh))
+
+
+def test_the_cases_have_the_heads_that_a_device_computes(config, replace):
+    """Two devices share a key-value head, and six query heads are padded to eight."""
+    shapes = {
+        (case.op, case.shapes)
+        for case in cases_of(replace(config, model={"heads": 6, "kv_heads": 2}), {"data": 2, "model": 4})
+    }
+    width, head = config.model.width, config.model.width // 6
+    assert ("all_gather_matmul", ((4, 256, width), (width, 4 * head))) in shapes  # 2 + 2 * 1 heads a device
+    assert ("attention", ((4, 1024, 2, head), (4, 1024, 1, head))) in shapes
+
+
+def test_a_run_verifies_once_and_full_each_time(config, ran, capsys):
+    verify_first(config, "auto")
+    verify_first(config, "auto")
+    assert len(ran.runs) == 1
+    assert "verify     16 cases on TPU v5 lite, once; --verify off skips this" in capsys.readouterr().out
+    verify_first(config, "full")
+    assert {case.op for case in ran.runs[1]} >= {"mesh_matmul", "ring_attention", "ppermute"}
+
+
+def test_a_context_axis_verifies_the_ring_of_attention(config, replace):
+    cases = cases_of(config, {"data": 1, "context": 2, "model": 4})
+    rings = [case for case in cases if case.op == "ring_attention"]
+    assert [(case.backend, case.mesh, case.shapes[0]) for case in rings] == [
+        ("none", (2,), (8, 512, 2, 128)), ("pallas", (2,), (8, 512, 2, 128))
+    ]  # fmt: skip
+
+
+def test_a_size_that_is_inferred_is_inferred_from_the_chips(config, ran, replace):
+    verify_first(replace(config, mesh={"data": -1}), "auto")
+    assert ran.runs == [cases_of(config, {"data": 2, "model": 4})]
+
+
+def test_another_shape_is_verified_again(config, ran, replace):
+    verify_first(config, "auto")
+    verify_first(replace(config, data={"batch_size": 16}), "auto")
+    assert len(ran.runs) == 2
+
+
+def test_nothing_is_verified_where_that_is_not_wanted_or_there_are_no_tpus(config, ran, replace, monkeypatch):
+    verify_first(config, "off")
+    verify_first(replace(config, mesh={"platform": "cpu"}), "auto")
+    verify_first(replace(config, mesh={"platform": "auto"}), "auto")  # JAX_PLATFORMS is cpu in tests
+    monkeypatch.setenv(trust.VARIABLE, "all")
+    verify_first(config, "auto")
+    assert ran.runs == []
+
+
+def test_a_run_of_several_processes_says_which_command_verifies_its_kernels(ran, capsys):
+    with jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))), trust.trusting("verified"):
+        agree_on_kernels()
+        assert (
+            "verify     no kernel has passed in every process; `python -m flaxasync.verify --distributed`, started on "
+            "every host before the run, verifies them"
+        ) in capsys.readouterr().out
+        trust.record(trust.Machine.here("v5e"), {"attention/flash": {"a case": "PASS"}})
+        agree_on_kernels()
+    agree_on_kernels()  # no TPUs
+    assert capsys.readouterr().out == ""
+
+
+def test_a_named_backend_that_fails_ends_the_run_and_auto_goes_on(config, ran):
+    ran.verdict = Verdict.WRONG
+    verify_first(config, "auto")
+    verify_first(config, "auto")
+    assert len(ran.runs) == 1, "what failed is not taken, so it need not be verified again"
+    with pytest.raises(InputError, match=r"backend=fused fails on this machine: .* WRONG, .*--backend auto"):
+        verify_first(dataclasses.replace(config, backend="fused"), "auto")
+    assert len(ran.runs) == 2
+
+
+def test_devices_that_cannot_be_opened_end_the_run(config, ran, monkeypatch):
+    def fail(setup, calibrate):
+        raise MachineError("it died")
+
+    monkeypatch.setattr(verify_module, "describe", fail)
+    with pytest.raises(InputError, match="the TPU could not be verified: it died; --verify off skips this"):
+        verify_first(config, "auto")
+
+
+def test_chips_are_looked_for_without_opening_them(config, replace, monkeypatch):
+    auto = replace(config, mesh={"platform": "auto"})
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    monkeypatch.setattr(verify_module.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
+    assert may_have_tpus(auto)
+    monkeypatch.setattr(verify_module.glob, "glob", lambda pattern: [])
+    assert not may_have_tpus(auto)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not may_have_tpus(auto)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_cases_of_every_preset_go_through_all_that_follows_a_measurement(name, chip, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(trust.VARIABLE, raising=False)
+    config = preset(name)
+    mesh = config.mesh
+    sizes = {"data": mesh.data, FSDP: mesh.fsdp, CONTEXT: mesh.context, "model": mesh.model}
+    follow(cases_of(config, infer_sizes(sizes, 8)), machine_of(chip, 8))
+
+
+def rehearse(config, capsys):
+    """Rehearses the check before a run on eight v5e, and shows that the next run need not verify; returns its lines."""
+    with stored_aside():
+        verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
+        out = capsys.readouterr().out
+        verify_first(config, "auto", setup=Setup(command=("no such program",)))
+    assert capsys.readouterr().out == "", "a second run verifies nothing"
+    return out.splitlines()
+
+
+def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts(config, replace, capsys):
+    config = replace(config, mesh={"data": 8, "model": 1}, data={"sequence_length": 256, "batch_size": 8})
+    first, *lines, last = rehearse(config, capsys)
+    assert first == "verify     2 cases on TPU v5 lite, once; --verify off skips this"
+    assert [line.split()[:3] for line in lines] == [["PASS", "attention", "reference"], ["PASS", "attention", "flash"]]
+    assert all(" ms simulated" in line for line in lines)
+    assert last.startswith("verify     the verdicts are in ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_check_before_a_run_of_each_preset(name, replace, capsys):
+    """The weights are those of the preset, and so are its mesh and its options; the sequences are short."""
+    config = replace(preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 256, "batch_size": 8})
+    first, *lines, last = rehearse(config, capsys)
+    assert first == "verify     16 cases on TPU v5 lite, once; --verify off skips this"
+    assert len(lines) == 16
+    assert last.startswith("verify     the verdicts are in ")

@@ -1,0 +1,1 @@
+"""The training data: sources of tokens, batches, and what identifies them."""

@@ -1,0 +1,180 @@
+"""Predicts the time and the memory of a training step on a mesh, from the sizes of model and mesh alone.
+
+Nothing is traced or compiled, so that all meshes of a topology can be ranked in a second. The prediction ranks meshes.
+It does not replace `--dry-run`, which compiles the step.
+
+```
+rows of a device       b = batch / (data x fsdp x micro-batches) sequences of L / context tokens
+matmuls of a layer     four collective matmuls over the model axis, by the costs of `flaxasync.plan`
+attention              by the costs of ring attention, over the context axis if there is one
+fsdp                   each kernel gathered forward, and backward if it is not kept; each gradient reduce-scattered
+data, context          each gradient all-reduced, at its share of the parameters
+optimizer              state and gradients cross HBM
+```
+
+Transfers over fsdp and data take the time of `flaxasync.check`'s model of a ring on idle links, and hold the core: in
+the compiled step of the preset llama_8b all of XLA's collectives over these axes are synchronous, on v5e as well.
+Constants that are called fitted were chosen by the time that `flaxasync.check` estimates for this step on v5e:4x4.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import flaxasync as fa
+from flaxasync.check.estimate.collective_time import collective_seconds
+from flaxasync.hardware import Chip
+from models.config import Remat, TransformerConfig
+from train.config import Config
+from train.dry_run.mesh_memory import itemsize, parameters_of_a_layer, parameters_outside, predicted_memory
+from train.metrics.model_flops import model_flops_per_token
+from train.step.mesh import CONTEXT, FSDP, batch_shards
+
+ROWS_MOVED = 8
+"""How many times a device moves its rows of the residual stream through HBM in a layer, forward: norms, rotary
+positions, residuals. Fitted. The backward pass moves twice as many."""
+HIDDEN_MOVED = 2
+"""How many times it moves the hidden features of the MLP, likewise. Fitted."""
+LOGITS_MOVED = 4
+"""How many times the loss moves float32 logits through HBM. Assumed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A mesh, and what a step on it is predicted to take.
+
+    Attributes:
+      mesh: The sizes of the axes data, fsdp, context and model.
+      remat: What the backward pass computes again, as `model.remat`.
+      memory: The bytes of a device, by use.
+      work: Seconds in which the core works.
+      waits: Seconds in which it waits for other devices, by the axis and the transfer.
+      mfu: Model FLOPs utilization, 0 to 1.
+      available: The bytes that programs can use on a device.
+    """
+
+    mesh: Mapping[str, int]
+    remat: Remat
+    memory: Mapping[str, int]
+    work: float
+    waits: Mapping[str, float]
+    mfu: float
+    available: int
+
+    @property
+    def needed(self) -> int:
+        """The bytes that a device needs."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits the memory of the chip."""
+        return self.needed <= self.available
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the core waits for other devices."""
+        return sum(self.waits.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.work + self.exposed
+
+    @property
+    def binds(self) -> str:
+        """What takes most of the time beside the work: the name of a wait; "matmuls" if waits are below 5 %."""
+        if self.exposed < 0.05 * self.seconds:
+            return "matmuls"
+        return max(self.waits, key=lambda name: self.waits[name])
+
+
+def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
+    """Predicts a step of a run on a mesh, which must divide what `train.step.mesh.check_fits_mesh` checks.
+
+    Args:
+      config: The run. Its own mesh is not read, except for the layout of sequences.
+      chip: The chip of all devices.
+      mesh: The sizes of the axes data and model and, where they are more than 1, fsdp and context.
+    """
+    model, parts = config.model, config.data.microbatches
+    fsdp, context, ring = mesh.get(FSDP, 1), mesh.get(CONTEXT, 1), mesh["model"]
+    batch = config.data.batch_size // (batch_shards(mesh) * parts)
+    length = config.data.sequence_length // context
+    layer_work, model_wait, context_wait = _layer(config, chip, batch, length, context, ring)
+    head_work, head_wait = _head(model, chip, batch, length, ring)
+    layer, outside = parameters_of_a_layer(model), parameters_outside(model)
+    gathers = 1 if model.remat in ("none", "cheap") else 2
+    fsdp_wait = reduce_wait = 0.0
+    for parameters, count, times in ((layer, model.layers, gathers), (outside, 1, 1)):
+        whole = parameters / ring
+        gather = collective_seconds("all-gather", 0, int(whole * itemsize(model.dtype)), fsdp, chip)
+        scatter = collective_seconds("reduce-scatter", int(whole * itemsize(model.param_dtype)), 0, fsdp, chip)
+        fsdp_wait += count * (times * gather + scatter)
+        shard = int(whole / fsdp * itemsize(model.param_dtype))
+        reduce_wait += count * collective_seconds("all-reduce", shard, shard, mesh["data"] * context, chip)
+    memory = predicted_memory(config, mesh, chip)
+    state = memory["parameters"] + memory["optimizer state"]
+    optimizer = (2 * state + 2 * memory["gradients"]) / (chip.hbm_bandwidth * chip.hbm_efficiency)
+    work = parts * (model.layers * layer_work + head_work) + optimizer
+    waits = {
+        "model: activations": parts * (model.layers * model_wait + head_wait),
+        "context: keys and values": parts * model.layers * context_wait,
+        "fsdp: weights and gradients": parts * fsdp_wait,
+        "data: gradients": parts * reduce_wait,
+    }
+    tokens, devices = config.data.batch_size * config.data.sequence_length, batch_shards(mesh) * context * ring
+    flops = tokens * model_flops_per_token(model, config.data.sequence_length)
+    seconds = work + sum(waits.values())
+    mfu = flops / (seconds * devices * chip.flops)
+    return Prediction(dict(mesh), model.remat, memory, work, waits, mfu, round(chip.hbm_bytes))
+
+
+def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ring: int) -> tuple[float, float, float]:
+    """Returns the seconds of work of one layer, forward and backward, and its waits over the model and context axes."""
+    model = config.model
+    heads, kv_heads, head = -(-model.heads // ring), -(-model.kv_heads // ring), model.head_features
+    width, hidden, rows = model.width, model.mlp_width // ring, length // ring
+    matmuls: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (
+        ("all_gather_matmul", (batch, rows, width), (width, (heads + 2 * kv_heads) * head)),
+        ("matmul_reduce_scatter", (batch, length, heads * head), (heads * head, width)),
+        ("all_gather_matmul", (batch, rows, width), (width, 2 * hidden)),
+        ("matmul_reduce_scatter", (batch, length, hidden), (hidden, width)),
+    )
+    repeated = {"dots": ("attention",), "layer": ("matmuls", "attention")}.get(model.remat, ())
+    bytes_each = {"itemsize": itemsize(model.dtype)}
+    work = wait = 0.0
+    for op, x, w in matmuls:
+        limit = {"gathered_bytes": model.gathered_mib * 2**20} if op == "all_gather_matmul" else {}
+        for backward in (True, False)[: 1 + ("matmuls" in repeated)]:
+            busy, waiting = _cost(chip, ring, op, (x, w), config.backend, backward=backward, **bytes_each, **limit)
+            work, wait = work + busy, wait + waiting
+    q, k = (batch, length, heads, head), (batch, length, kv_heads, head)
+    options = bytes_each | ({"layout": config.mesh.context_layout} if context > 1 else {})
+    context_wait = 0.0
+    for backward in (True, False)[: 1 + ("attention" in repeated)]:
+        busy, waiting = _cost(chip, context, "ring_attention", (q, k), config.backend, backward=backward, **options)
+        work, context_wait = work + busy, context_wait + waiting
+    moved = batch * (ROWS_MOVED * rows * width + HIDDEN_MOVED * length * hidden) * itemsize(model.dtype)
+    return work + (3 + (model.remat != "none")) * moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait, context_wait
+
+
+def _head(model: TransformerConfig, chip: Chip, batch: int, length: int, ring: int) -> tuple[float, float]:
+    """Returns the seconds of work of the output projection and the loss, and the wait over the model axis."""
+    vocabulary = -(-model.vocab_size // ring)
+    x, w = (batch, length // ring, model.width), (model.width, vocabulary)
+    work, wait = _cost(chip, ring, "all_gather_matmul", (x, w), "auto", backward=True, itemsize=itemsize(model.dtype))
+    moved = LOGITS_MOVED * 4 * batch * length * vocabulary
+    return work + moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait
+
+
+@functools.lru_cache(maxsize=4096)
+def _cost(
+    chip: Chip, ring: int, op: str, shapes: tuple[tuple[int, ...], ...], backend: str, **options: Any
+) -> tuple[float, float]:
+    """Returns the seconds in which an op works and waits, with the backend of the run, or else with the fastest one."""
+    plan = fa.plan(op, *shapes, chip=chip, ring=ring, **options)
+    cost = plan.costs.get(backend, plan.costs[plan.backend])
+    exposed = cost.exposed if ring > 1 else 0.0  # one device waits for its own memory alone
+    return cost.seconds - exposed, exposed

@@ -1,0 +1,79 @@
+"""Ends a process that makes no progress, because a supervisor cannot tell a hang from a slow step.
+
+A collective whose partner is gone waits forever, and so does a read from a file system that has stopped answering.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from train.lifecycle.errors import RESTART
+
+TICK_SECONDS = 1.0
+
+
+class Watchdog:
+    """A context manager whose thread ends the process if `progress` is not called for some time.
+
+    The time is counted in ticks of the thread and not read from a clock, so that a process which was stopped with
+    SIGSTOP, or a machine that slept, does not count as hanging.
+    """
+
+    def __init__(self, seconds: float, stacks: Path, *, end: Callable[[int], None] = os._exit):
+        """Makes a watchdog that is not watching yet.
+
+        Args:
+          seconds: The longest time without progress; 0 is for ever.
+          stacks: The file that gets the stack of every thread.
+          end: Ends the process with an exit code.
+        """
+        self._seconds, self._stacks, self._end = seconds, stacks, end
+        self._idle = 0.0
+        self._last = "the start"
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+
+    def progress(self, last: str) -> None:
+        """Tells that something was finished, which `last` names for the message."""
+        self._idle, self._last = 0.0, last
+
+    def _watch(self) -> None:
+        tick = min(TICK_SECONDS, self._seconds / 4)
+        while not self._stopped.is_set():
+            time.sleep(tick)
+            self._idle += tick
+            if self._idle > self._seconds and not self._stopped.is_set():
+                self._end_process()
+                return
+
+    def _end_process(self) -> None:
+        where = str(self._stacks)
+        try:
+            with open(self._stacks, "w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            where = f"no file, because {self._stacks} cannot be written: {error.strerror}"
+        print(
+            f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; the "
+            f"stack of every thread is in {where}. Starting again continues from the newest checkpoint; "
+            "report.hang_seconds sets the time.",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._end(RESTART)

@@ -1,0 +1,131 @@
+"""The measurements of a run: the loop hands over device arrays, and reports turn them into lines for the sinks.
+
+The device arrays may not have been computed yet, and `Recorder.report` fetches those up to a given step. The host waits
+for the devices there and where a checkpoint is copied; the share of its time that it waits is a metric, too.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import jax
+
+from train.lifecycle.errors import DivergedError
+from train.metrics.pace import Pace
+
+Line = dict[str, float | int | None]
+"""The values of one step by name, as docs/train.md lists them; a number that is not finite is None."""
+_MUST_BE_FINITE = ("loss", "grad_norm")
+
+
+class Sink(Protocol):
+    """A destination of finished lines, such as a file, TensorBoard or a terminal."""
+
+    def write(self, lines: list[Line]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """Collects the metrics of dispatched steps and writes finished lines to the sinks."""
+
+    def __init__(
+        self,
+        sinks: Iterable[Sink],
+        pace: Pace,
+        *,
+        skip_limit: int = 0,
+        on_skip: Callable[[Line], None] = lambda line: None,
+    ):
+        """Makes a recorder.
+
+        Args:
+          sinks: The destinations of lines.
+          pace: What measures the speed.
+          skip_limit: Number of updates in a row whose skipping ends the run; 0 if no updates are skipped.
+          on_skip: Is called with the line of each step whose update was skipped.
+        """
+        self._sinks = list(sinks)
+        self._pace = pace
+        self._skip_limit, self._on_skip = skip_limit, on_skip
+        self._skipped_in_row = 0
+        self._pending: dict[int, dict[str, jax.Array]] = {}
+
+    @property
+    def pace(self) -> Pace:
+        """What measures the speed; the loop tells it where the host waits."""
+        return self._pace
+
+    def add(self, step: int, **metrics: jax.Array) -> None:
+        """Adds metrics of a step without waiting for them; more metrics of the same step may be added later.
+
+        A metric whose name ends in "_loss" also gives a perplexity.
+        """
+        self._pending.setdefault(step, {}).update(metrics)
+
+    def report(self, until: int) -> None:
+        """Waits for the steps up to `until` and writes their lines to the sinks.
+
+        Raises:
+          DivergedError: A loss or the gradient norm of a step is not finite; the lines up to that step are written.
+        """
+        steps = [step for step in self._pending if step <= until]
+        if not steps:
+            return
+        with self._pace.waiting():
+            fetched = jax.device_get([self._pending.pop(step) for step in steps])
+        pace = self._pace.report(len(steps))
+        lines, diverged = list[Line](), None
+        for step, metrics in zip(steps, fetched, strict=True):
+            values = {name: float(value) for name, value in metrics.items()}
+            lines.append({**_line(step, values), **self._pace.tokens(step), **pace})
+            if values.get("skipped"):
+                self._on_skip(lines[-1])
+            diverged = self._find_divergence(step, values)
+            if diverged:
+                break
+        for sink in self._sinks:
+            sink.write(lines)
+        if diverged:
+            raise diverged
+
+    def flush(self) -> None:
+        """Waits until all written lines are on disk, because a checkpoint must not be newer than its lines."""
+        for sink in self._sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def _find_divergence(self, step: int, values: dict[str, float]) -> DivergedError | None:
+        skipped = bool(values.get("skipped"))
+        self._skipped_in_row = self._skipped_in_row + 1 if skipped else 0
+        if skipped and self._skipped_in_row >= self._skip_limit:
+            return DivergedError(step, f"{self._skipped_in_row} updates in a row were skipped, the last one")
+        required = [] if skipped else [name for name in _MUST_BE_FINITE if name in values]
+        for name in (*required, *(name for name in values if name.endswith("_loss"))):
+            if not math.isfinite(values[name]):
+                return DivergedError(step, f"{name} is {values[name]}")
+        return None
+
+
+def step_of(line: Line) -> int:
+    """Returns the step of a line."""
+    step = line["step"]
+    assert isinstance(step, int)
+    return step
+
+
+def _line(step: int, values: dict[str, float]) -> Line:
+    perplexities = {
+        f"{name.removesuffix('_loss')}_perplexity": math.exp(min(value, 700.0))  # e^700 is near the largest float
+        for name, value in values.items()
+        if name.endswith("_loss")
+    }
+    finite: Line = {name: value if math.isfinite(value) else None for name, value in (values | perplexities).items()}
+    if "skipped" in finite:
+        finite["skipped"] = int(values["skipped"])
+    return {"step": step, "loss": finite.pop("loss", None), **finite}

@@ -1,0 +1,1 @@
+"""The compiled training step, its mesh, and what surrounds it."""

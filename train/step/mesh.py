@@ -1,0 +1,208 @@
+"""The devices of a run: their platform, and the mesh of data x fsdp x context x model.
+
+`configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import flaxasync as fa
+from models.config import TransformerConfig, check_fits
+from train.config import Config, MeshConfig
+from train.lifecycle.errors import InputError, RestartError
+
+FSDP, CONTEXT = "fsdp", "context"
+"""Names of the mesh axes that split stored parameters, and sequences. A mesh has them only if they are more than 1."""
+
+
+def configure_jax(config: MeshConfig) -> None:
+    """Selects the platform, divides the CPU into devices, and joins the other processes if there are any.
+
+    Raises:
+      InputError: There is nothing here that tells which processes to join.
+      RestartError: The processes could not be joined.
+    """
+    # JAX has no platform called "gpu", only "cuda" and "rocm"; make_mesh checks which devices JAX found.
+    if config.platform in ("cpu", "tpu"):
+        jax.config.update("jax_platforms", config.platform)
+    if config.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    if config.distributed:
+        try:
+            jax.distributed.initialize()
+        except jax.errors.JaxRuntimeError as error:
+            raise RestartError(
+                f"the processes of the run could not join each other: {_first_line(error)}; start all of them again"
+            ) from error
+        except (ValueError, RuntimeError) as error:
+            raise InputError(
+                "mesh.distributed is set, but the processes could not be joined: "
+                f"{_first_line(error)}; set it where a TPU pod, SLURM or Open MPI starts the processes"
+            ) from error
+
+
+def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
+    """Makes the mesh of a run over all devices of this machine, or of all its processes.
+
+    Raises:
+      InputError: JAX has no devices of that platform, or the axis sizes do not multiply to the number of devices.
+    """
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise InputError(
+            f"mesh.platform={config.platform} has no devices here: {_first_line(error)}; "
+            "use --mesh.platform cpu to simulate them"
+        ) from error
+    if config.platform not in ("auto", devices[0].platform):
+        raise InputError(
+            f"mesh.platform={config.platform} was requested, but JAX runs on {devices[0].platform}; "
+            "use --mesh.platform auto, or install JAX for that platform"
+        )
+    kind = "simulated cpu" if devices[0].platform == "cpu" else devices[0].platform
+    return mesh_over(devices, config, kind)
+
+
+def mesh_over(devices: Sequence[Any], config: MeshConfig, kind: str) -> jax.sharding.Mesh:
+    """Makes the mesh over devices that are present, or that a dry run describes, with Explicit axes.
+
+    Both go through this one function, so that the program of a dry run is the program of the run.
+
+    Args:
+      devices: The devices, all of which the mesh takes.
+      config: The requested sizes.
+      kind: The kind of device that error messages name, such as "tpu".
+
+    Raises:
+      InputError: The sizes do not multiply to the number of devices, or a ring would lie across slices.
+    """
+    shape = mesh_shape(config, len(devices), kind)
+    try:
+        return fa.make_mesh(tuple(shape.values()), tuple(shape), devices=devices)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, int]:
+    """Returns the axis names of the mesh and their sizes, major axis first.
+
+    The model axis is the minor one, whose devices are neighbours: its blocks travel at every matmul, those of the
+    other axes only once per layer or step.
+
+    Args:
+      config: The requested sizes, of which one may be -1.
+      devices: The number of devices.
+      kind: The kind of device that error messages name, such as "tpu".
+
+    Raises:
+      InputError: The sizes do not multiply to `devices`.
+    """
+    requested = {"data": config.data, FSDP: config.fsdp, CONTEXT: config.context, "model": config.model}
+    sizes = infer_sizes(requested, devices, kind)
+    return {name: size for name, size in sizes.items() if size > 1 or name not in (FSDP, CONTEXT)}
+
+
+def token_spec(mesh: jax.sharding.Mesh) -> jax.P:
+    """Returns the sharding of every [batch, sequence] array; such an array is replicated over the model axis."""
+    return jax.P(("data", FSDP) if FSDP in mesh.shape else "data", CONTEXT if CONTEXT in mesh.shape else None)
+
+
+def batch_shards(shape: Mapping[str, int]) -> int:
+    """Returns the number of shards of a batch, from the axis names of a mesh and their sizes."""
+    return shape["data"] * shape.get(FSDP, 1)
+
+
+def sequence_order(mesh: jax.sharding.Mesh, config: MeshConfig, length: int) -> np.ndarray:
+    """Returns the position of each token in the order in which the mesh lays a sequence out, int [length]."""
+    return fa.sequence_order(config.context_layout, length, mesh.shape.get(CONTEXT, 1))
+
+
+def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
+    """Checks that the model, its sequences and the batch divide evenly over a mesh.
+
+    Args:
+      config: The run.
+      shape: Axis names of the mesh and their sizes.
+
+    Raises:
+      InputError: Something does not divide; the message names the sizes.
+    """
+    _check_fits_model(config, config.model, config.data.sequence_length, shape)
+    batch, parts = config.data.batch_size, config.data.microbatches
+    shards = batch_shards(shape)
+    unit = shards * parts
+    if batch % unit:
+        axes = "'data' x 'fsdp' axes" if FSDP in shape else "'data' axis"
+        lower, upper = batch // unit * unit, -(-batch // unit) * unit
+        times, each = (" x data.microbatches", f" x {parts} micro-batches = {unit}") if parts > 1 else ("", "")
+        raise InputError(
+            f"data.batch_size must be divisible by the {axes}{times}: got {batch} on {shards} devices{each}; "
+            f"use {f'{lower} or ' if lower else ''}{upper}{', or fewer micro-batches' if parts > 1 else ''}"
+        )
+
+
+def check_model_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
+    """Checks that a mesh can hold the model, whatever batches and sequences are: to decode with it, or to import it.
+
+    Args:
+      config: The run.
+      shape: Axis names of the mesh and their sizes.
+
+    Raises:
+      InputError: Something does not divide; the message names the sizes.
+    """
+    length = 2 * shape["model"] * shape.get(CONTEXT, 1)  # one that every such mesh divides
+    _check_fits_model(config, dataclasses.replace(config.model, fsdp_overlap="xla"), length, shape)
+
+
+def _check_fits_model(config: Config, model: TransformerConfig, length: int, shape: Mapping[str, int]) -> None:
+    try:
+        check_fits(model, sequence_length=length, mesh_shape=shape, context_layout=config.mesh.context_layout)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[str, int]:
+    """Infers the size that is -1, and checks that all sizes multiply to the number of devices.
+
+    >>> infer_sizes({"data": -1, "model": 4}, 8)
+    {'data': 2, 'model': 4}
+
+    Args:
+      sizes: The requested sizes of the axes by their names, of which one may be -1.
+      devices: The number of devices.
+      kind: The kind of device that error messages name, such as "tpu".
+
+    Raises:
+      InputError: A size is not positive, more than one is -1, or the sizes do not multiply to `devices`.
+    """
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise InputError(f"mesh.{name} must be at least 1, or -1 to infer it: got {size}")
+    unknown = [f"mesh.{name}" for name, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        raise InputError(f"{' and '.join(unknown)} are both -1: only one of them can be inferred")
+    rest = devices // math.prod(size for size in sizes.values() if size != -1)
+    inferred = {name: rest if size == -1 else size for name, size in sizes.items()}
+    if math.prod(inferred.values()) != devices:
+        named = [f"mesh.{name}={size}" for name, size in sizes.items() if size != 1 or name in ("data", "model")]
+        raise InputError(
+            f"{' x '.join(named)} must multiply to the number of devices: there are {devices} {kind} devices".replace(
+                "  ", " "
+            )
+            + (
+                "; change the mesh, or simulate another number with --mesh.platform cpu --mesh.cpu_devices N"
+                if "cpu" in kind
+                else "; change the mesh"
+            )
+        )
+    return inferred
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,240 @@
+"""One training step, one validation step, and the state that they work on.
+
+The state is a plain pytree of sharded arrays: the parameters that `nnx.split` returns, the optimizer's moments, the
+step and the random key. The parameters keep the names of the model's attributes, in checkpoints as well.
+
+With `optimizer.master_copies` the state holds float32 parameters, and the model computes with copies of them in
+`model.param_dtype`, which exist within a step only. Small updates then add up that the parameters' own type would round
+away.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from flaxasync.mesh import check_tpu, mesh_report
+from models.transformer import Transformer
+from train.config import Config
+from train.lifecycle.errors import InputError
+from train.step.guard import GuardState, init_guard, is_on, judge, keep_if
+from train.step.mesh import CONTEXT, FSDP, token_spec
+from train.step.microbatches import loss_and_gradient, sum_of_losses
+from train.step.optimizer import make_optimizer, make_schedule
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "opt_state", "step", "key", "ema", "guard"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All arrays of a run; a checkpoint stores them.
+
+    Attributes:
+      params: Parameters of the model, as nested dicts.
+      opt_state: State of the optax optimizer, whose moments are sharded as the parameters are.
+      step: Number of steps that are done, an int32 scalar.
+      key: Random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it.
+      ema: Running mean of the parameters in float32, or None if `optimizer.ema_decay` is 0.
+      guard: State of what skips updates, or None if none are skipped.
+    """
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+    key: jax.Array
+    ema: Any = None
+    guard: GuardState | None = None
+
+
+class Trainer:
+    """The compiled functions of a run. They must be called under `jax.set_mesh(mesh)`."""
+
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh):
+        self._config = config
+        self._mesh = mesh
+        self._optimizer = make_optimizer(config.optimizer, steps=config.steps)
+        self._schedule = make_schedule(config.optimizer, steps=config.steps)
+        self._graphdef = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))[0]
+        self._jitted_init = jax.jit(self._init)
+        self._jitted_start = jax.jit(lambda params, seed: self._first_state(params, _run_key(seed)))
+        self.train_step = jax.jit(self._train_step, donate_argnums=0)
+        """(state, *batch) -> (state, metrics). The given state is donated: its buffers hold the new state."""
+        self.eval_step = jax.jit(self._eval_step)
+        """(params, total, *batch) -> total + (sum of the losses of the batch in nats, number of its targets)."""
+
+    def init(self) -> TrainState:
+        """Makes the state of step 0; every parameter is drawn on the devices that hold it."""
+        return self._jitted_init(self._config.seed)
+
+    def start_from(self, params: Any) -> TrainState:
+        """Makes the state of step 0 that has the given parameters."""
+        with jax.numpy_dtype_promotion("standard"):
+            return self._jitted_start(params, self._config.seed)
+
+    def complete(self, state: TrainState) -> TrainState:
+        """Adds the parts of the state that a checkpoint lacks, because this run keeps them and that one did not."""
+        ema, guard = state.ema, state.guard
+        if self._config.optimizer.ema_decay and ema is None:
+            ema = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), state.params)
+        if is_on(self._config.skip) and guard is None:
+            guard = jax.jit(lambda applied: dataclasses.replace(init_guard(), applied=applied))(state.step)
+        return dataclasses.replace(state, ema=ema, guard=guard)
+
+    def abstract_state(self) -> TrainState:
+        """Returns the shape, type and sharding of every array of the state without making any."""
+        state = self._jitted_init.eval_shape(self._config.seed)
+
+        def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            spec = leaf.sharding.spec if leaf.sharding else jax.P()
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(self._mesh, spec))
+
+        return jax.tree.map(with_sharding, state)
+
+    def abstract_batch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns the shape, type and sharding of each array of a batch."""
+        shape = (self._config.data.batch_size, self._config.data.sequence_length)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(self._mesh, token_spec(self._mesh)))
+        return (tokens,) * (2 if self._config.data.separator is None else 3)
+
+    def compile_train_step(self) -> jax.stages.Compiled:
+        """Compiles `train_step` ahead of time, from abstract values."""
+        return self.train_step.lower(self.abstract_state(), *self.abstract_batch()).compile()
+
+    def compile_eval_step(self) -> jax.stages.Compiled:
+        """Compiles `eval_step` ahead of time, so that no report of the speed includes it."""
+        total = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=jax.NamedSharding(self._mesh, jax.P()))
+        params = self.evaluated(self.abstract_state())
+        return self.eval_step.lower(params, total, *self.abstract_batch()).compile()
+
+    def evaluated(self, state: TrainState) -> Any:
+        """Returns the parameters that validation and samples use: their running mean, if there is one."""
+        return state.params if state.ema is None else state.ema
+
+    def model(self, params: Any) -> Transformer:
+        """Returns the model with the given parameters, which are cast to its parameter type if they have another."""
+        dtype = jnp.dtype(self._config.model.param_dtype)
+        return nnx.merge(self._graphdef, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+
+    def _build(self, key: jax.Array) -> Transformer:
+        backend = None if self._config.backend == "auto" else self._config.backend
+        return Transformer(
+            self._config.model,
+            fsdp_axis=FSDP if FSDP in self._mesh.shape else None,
+            context_axis=CONTEXT if CONTEXT in self._mesh.shape else None,
+            context_layout=self._config.mesh.context_layout,
+            backend=backend,
+            rngs=nnx.Rngs(params=key),
+        )
+
+    def _init(self, seed: int) -> TrainState:
+        params = nnx.to_pure_dict(nnx.split(self._build(jax.random.split(jax.random.key(seed))[0]))[1])
+        return self._first_state(params, _run_key(seed))
+
+    def _first_state(self, params: Any, key: jax.Array) -> TrainState:
+        """Returns the state of step 0 that has the given parameters."""
+        optimizer = self._config.optimizer
+        if optimizer.master_copies:
+            params = _as_float32(params)
+        return TrainState(
+            params,
+            self._optimizer.init(params),
+            jnp.int32(0),
+            key,
+            ema=_as_float32(params) if optimizer.ema_decay else None,
+            guard=init_guard() if is_on(self._config.skip) else None,
+        )
+
+    def _loss(self, params: Any, tokens: jax.Array, targets: jax.Array, *segments: jax.Array) -> jax.Array:
+        if not segments:
+            return self.model(params).loss(tokens, targets)
+        weights = self._has_target(tokens).astype(jnp.float32)
+        return self.model(params).loss(tokens, targets, segment_ids_BL=segments[0], weights_BL=weights)
+
+    def _targets(self, tokens: jax.Array, *_: jax.Array) -> jax.Array:
+        """Returns the number of targets of a batch, as float32."""
+        if self._config.data.separator is None:
+            return jnp.float32(tokens.size)
+        return jnp.sum(self._has_target(tokens), dtype=jnp.float32)
+
+    def _has_target(self, tokens: jax.Array) -> jax.Array:
+        """Returns which positions are not separators: nothing predicts the first token of the next document."""
+        assert self._config.data.separator is not None
+        return tokens != jnp.int32(self._config.data.separator)
+
+    def _train_step(self, state: TrainState, *batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        _check_overlap(self._config, self._mesh)
+        dtype = jnp.dtype(self._config.model.param_dtype)
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), state.params)
+        loss, grads = loss_and_gradient(self._loss, self._targets, params, batch, self._config.data.microbatches)
+        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+            grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, state.params)
+            norm = optax.tree.norm(grads)
+            updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            metrics = {"loss": loss, "grad_norm": norm.astype(jnp.float32)}
+            updates_done, guard = state.step, state.guard
+            if guard is not None:
+                updates_done = guard.applied
+                skip, guard = judge(guard, loss, norm, self._config.skip)
+                params, opt_state = keep_if(skip, (state.params, state.opt_state), (params, opt_state))
+                metrics["skipped"] = skip
+            metrics["learning_rate"] = jnp.asarray(self._schedule(updates_done), jnp.float32)
+            ema = state.ema
+            if ema is not None:
+                decay = self._config.optimizer.ema_decay
+                ema = jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf, ema, _as_float32(params))
+                if guard is not None:
+                    ema = keep_if(skip, state.ema, ema)
+        return TrainState(params, opt_state, state.step + 1, state.key, ema, guard), metrics
+
+    def _eval_step(self, params: Any, total: jax.Array, *batch: jax.Array) -> jax.Array:
+        # Each batch takes the total of the batch before it, so that the batches run one after the other. Many programs
+        # with collectives that run at once can exhaust the thread pool of simulated devices.
+        return total + sum_of_losses(self._loss, self._targets, params, batch, self._config.data.microbatches)
+
+
+@contextlib.contextmanager
+def backend_limits_are_input_errors(config: Config) -> Iterator[None]:
+    """Turns the NotImplementedError of a layer, whose backend cannot serve this run, into an InputError."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise InputError(f"backend={config.backend} cannot serve this run: {error}") from error
+
+
+def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises InputError where the devices of the mesh cannot send to each other as `model.fsdp_overlap` needs it."""
+    if config.model.fsdp_overlap != "prefetch_pallas":
+        return
+    try:
+        check_tpu("model.fsdp_overlap=prefetch_pallas", "--model.fsdp_overlap prefetch, which runs on every device")
+    except NotImplementedError as error:
+        raise InputError(str(error)) from error
+    if any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh)):
+        raise InputError(
+            "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across slices, which none "
+            "connects; put mesh.data across them, or use --model.fsdp_overlap prefetch"
+        )
+
+
+def count_parameters(params: Any) -> int:
+    """Returns the number of elements in all parameters, each counted once however many devices hold it."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _run_key(seed: int) -> jax.Array:
+    """Returns the random key of the run, which differs from the one that draws the parameters."""
+    return jax.random.key_data(jax.random.split(jax.random.key(seed))[1])
+
+
+def _as_float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

@@ -1,0 +1,139 @@
+"""Verifies the kernels that a run would use, on the chips that it will run on, before it opens them.
+
+A TPU belongs to one process at a time, so the check runs in child processes that end before this one asks JAX for a
+device. It runs the ops and shapes of the configuration, and once: verdicts are stored, and a run whose cases all have
+one starts at once. Kernels that fail are not taken by `backend=auto`; a backend that was named and fails ends the run.
+A run of several processes verifies nothing: its processes agree on what is stored (`train.lifecycle.agreement`).
+"""
+
+import glob
+import importlib.util
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from flaxasync.hardware import CHIPS
+from flaxasync.nn.shares import head_shares
+from flaxasync.ops import trust
+from flaxasync.verify.__main__ import record_verdicts, verify
+from flaxasync.verify.cases import PAIRS, Case, list_cases
+from flaxasync.verify.supervisor import MachineError, Setup, describe
+from flaxasync.verify.verdict import Verdict
+from train.config import Config
+from train.lifecycle.errors import InputError
+from train.metrics.show import say
+from train.step.mesh import CONTEXT, FSDP, batch_shards, infer_sizes
+
+type Verify = Literal["auto", "off", "full"]
+KERNELS = ("pallas", "fused")  # what `fa.plan` may choose for the collective matmuls of a training step
+LIMIT = 120  # seconds for one case
+
+
+def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) -> None:
+    """Verifies what a run on TPUs would use, unless that is known or not wanted.
+
+    Args:
+      config: The run.
+      mode: "auto" verifies the ops and shapes of the configuration if they have no verdicts; "full" verifies every op,
+        at the shapes of `python -m flaxasync.verify`, each time; "off" nothing.
+      setup: How child processes are started.
+
+    Raises:
+      InputError: The devices could not be opened or opened again, or the named backend failed.
+    """
+    if mode == "off" or os.environ.get(trust.VARIABLE) in ("all", "none") or not may_have_tpus(config):
+        return
+    mesh = config.mesh
+    sizes = {"data": mesh.data, FSDP: mesh.fsdp, CONTEXT: mesh.context, "model": mesh.model}
+    enough = tuple(Verdict) if config.backend == "auto" else (Verdict.PASS, Verdict.SLOWER)
+    if mode == "auto" and min(sizes.values()) > 0 and _have_verdicts(cases_of(config, sizes), enough):
+        return
+    setup = setup or Setup(platform="tpu" if config.mesh.platform == "tpu" else None, repeats=1, limit=LIMIT)
+    try:
+        machine, _ = describe(setup, calibrate=False)
+    except MachineError as error:
+        raise InputError(f"the TPU could not be verified: {error}; --verify off skips this") from error
+    if machine["platform"] != "tpu":
+        return
+    devices = machine["devices"]
+    sizes = infer_sizes(sizes, devices, "tpu")
+    cases = list_cases("tpu", devices, quick=False) if mode == "full" else cases_of(config, sizes)
+    say(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
+    results = verify(cases, machine, setup, quick=True)
+    stored = record_verdicts(results, machine)
+    if stored is not None:
+        say(f"verify     the verdicts are in {stored}")
+    not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
+    if not_run:
+        raise InputError(f"{len(not_run)} of {len(cases)} cases could not be verified: {not_run[0]}")
+    failed = sorted({f"{r.case.op} {r.verdict}" for r in results if r.case.backend == config.backend and r.verdict.bad})
+    if failed:
+        raise InputError(
+            f"backend={config.backend} fails on this machine: {', '.join(failed)}; use --backend auto, or --verify off "
+            "to use it nevertheless"
+        )
+
+
+def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
+    """Returns the kernels that a run may take, each with the plain backend beside it, at the shapes of the run.
+
+    Args:
+      config: The run.
+      sizes: The numbers of devices on its mesh axes.
+    """
+    ring, context = sizes["model"], sizes.get(CONTEXT, 1)
+    model, dtype = config.model, config.model.dtype
+    batch, rows = (
+        max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1),
+        config.data.sequence_length // context,
+    )
+    head = model.head_features
+    heads, kv_heads = (shares.local for shares in head_shares(model.heads, model.kv_heads, head, ring))
+    projected = (heads + 2 * kv_heads) * head
+    trips = {
+        ("all_gather_matmul", (batch, rows // ring, model.width), (model.width, projected)),
+        ("all_gather_matmul", (batch, rows // ring, model.width), (model.width, 2 * model.mlp_width // ring)),
+        ("matmul_reduce_scatter", (batch, rows, heads * head), (heads * head, model.width)),
+        ("matmul_reduce_scatter", (batch, rows, model.mlp_width // ring), (model.mlp_width // ring, model.width)),
+    }
+    kernels = KERNELS if config.backend == "auto" else (config.backend,)
+    backends = [name for name in kernels if name not in trust.PLAIN]
+    cases = []
+    if ring > 1 and backends:
+        for op, *shapes in sorted(trips):
+            cases += [Case(op, backend, (ring,), tuple(shapes), dtype) for backend in ("none", *backends)]
+    if ring > 1 and context == 1 and config.backend == "auto" and model.exchange_heads is None:
+        block = (ring * projected, rows // ring)  # of one sequence; attention takes it only if it is verified
+        cases += [Case("all_to_all", name, (ring,), (block,), dtype, gradient=False) for name in ("xla", "pallas")]
+    q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
+    if context > 1:
+        travel = config.backend if config.backend in PAIRS else "pallas"
+        ring_shape = (context,)
+        cases += [Case("ring_attention", backend, ring_shape, (q, k), dtype) for backend in ("none", travel)]
+    return [*cases, *(Case("attention", kernel, (1,), (q, k), dtype) for kernel in ("reference", "flash"))]
+
+
+def may_have_tpus(config: Config) -> bool:
+    """Says whether the run may be on TPUs, without opening them: by its configuration, and by the files of chips."""
+    if config.mesh.platform != "auto":
+        return config.mesh.platform == "tpu"
+    if os.environ.get("JAX_PLATFORMS", "tpu").partition(",")[0] != "tpu" or importlib.util.find_spec("libtpu") is None:
+        return False
+    return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
+
+
+def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
+    """Says whether all cases have one of some verdicts, for one kind of chip with the versions that are installed.
+
+    Where a backend was named, a failure is not enough: it is verified again, and ends the run again.
+    """
+    kernels = [case for case in cases if case.backend not in trust.PLAIN]
+    for chip in CHIPS:
+        machine = trust.Machine.here(chip)
+        if machine.file.exists():
+            stored = trust.read(machine)
+            names = [(trust.key(c.op, c.backend, c.mesh), json.dumps(c.to_json(), sort_keys=True)) for c in kernels]
+            if all(stored.get(name, {}).get(case) in enough for name, case in names):
+                return True
+    return False
