@@ -203,7 +203,7 @@ def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_check_before_a_run_of_each_preset(name, replace, capsys):
-    """Its mesh, options and head size are those of the preset; sequences are short, and wide models have fewer heads."""
+    """Its mesh, options and head size are those of the preset; sequences are short, wide models have fewer heads."""
     config = replace(preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 512, "batch_size": 8})
     model, share = config.model, {"llama_8b": 4, "llama_70b": 8}.get(name, 1)
     sizes = {field: getattr(model, field) // share for field in ("width", "heads", "kv_heads", "mlp_width")}
