@@ -12,12 +12,7 @@ _GPU_NOTES = ('"operation_queue_id"', '"__triton')  # in a backend_config: XLA f
 
 
 def limits(module: HloModule, chip: str) -> list[str]:
-    """Returns what a reader should know about the times of a program.
-
-    Args:
-      module: The program.
-      chip: The name of the chip whose times are taken.
-    """
+    """Returns what a reader should know about the times of a program that are taken from the chip of that name."""
     between_slices = with_host = 0
     on_gpu = False
     for computation in module.computations.values():

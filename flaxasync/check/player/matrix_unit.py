@@ -34,36 +34,25 @@ MULTIPLY, PUSH, POP = 0, 1, 2
 
 
 class MatrixOperation(NamedTuple):
-    """What an operation asks of a matrix unit.
+    """What an operation asks of a matrix unit."""
 
-    Attributes:
-      kind: MULTIPLY, PUSH or POP.
-      unit: The number of the unit.
-      cycles: For how long it occupies the unit (a multiply) or its port (a push).
-      results: The number of results that a multiply makes.
-    """
-
-    kind: int
+    kind: int  # MULTIPLY, PUSH or POP
     unit: int
-    cycles: int
-    results: int = 0
+    cycles: int  # for how long it occupies the unit (a multiply) or its port (a push)
+    results: int = 0  # that a multiply makes
 
 
 class Cost(NamedTuple):
     """The time of a basic block, in cycles.
 
-    Attributes:
-      cycles: From its beginning to its end.
-      state: The work that the matrix units still have to do at its end: for each unit its number, the cycles until it
-        is free, the cycles until its port is free, and the cycles until each of its results is ready.
-      stall: Cycles in which a bundle waited for a matrix unit.
-      busy: Cycles in which the busiest unit multiplied.
+    `state` is the work that the matrix units still have to do at its end: for each unit its number, the cycles until it
+    is free, the cycles until its port is free, and the cycles until each of its results is ready.
     """
 
     cycles: int
     state: tuple
-    stall: int
-    busy: int
+    stall: int  # in which a bundle waited for a matrix unit
+    busy: int  # in which the busiest unit multiplied
 
 
 IDLE: tuple = ()  # the state of units that have no work

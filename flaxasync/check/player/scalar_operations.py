@@ -19,6 +19,7 @@ _INTEGER = re.compile(r"-?(?:0x[0-9a-f]+|\d+)$")
 _FLOAT = re.compile(r"-?(?:(?:\d+\.\d*|\d*\.\d+)(?:e[-+]?\d+)?|\d+e[-+]?\d+|inf|nan)$")
 _ALLOCATION = re.compile(r"\[#(allocation\w+)((?:\s*\+\s*[^\s\]]+)*)\]$")
 _MEMORY = re.compile(r"\[(?:smem|sflag):\[(.*)\]\]$", re.S)
+_PLACE = re.compile(r"\{(-?\d)\}")
 
 
 class NoScalarError(ValueError):
@@ -58,7 +59,37 @@ RUNTIME = {
     "shift_right": shift_right,
 }
 
-_INTEGER_ARITHMETIC = {
+# Templates of the expressions. {0} is the first operand, {-1} the last one.
+_BY_NAME = {
+    "spop.sfrf": "d.semaphore_values.popleft()",
+    "spop.sccf": "d.core_values.popleft()",
+    "spop.drf": "d.divided.popleft()",
+    "spop": "d.pop_vector()",
+    "smul.u32.u64.high": "({0} * {1}) >> 32",
+}
+_BY_UNIT = {
+    "por": "({0}) or ({1})",
+    "pand": "({0}) and ({1})",
+    "pnand": "not (({0}) and ({1}))",
+    "pnor": "not (({0}) or ({1}))",
+    "pxor": "bool({0}) != bool({1})",
+    "pneg": "not ({0})",
+    "pmov": "bool({0})",
+    "smov": "{-1}",
+    "int_to_ptr": "{-1}",
+    "scalar_parameter_address": "d.parameters[{0}]",
+    "scalar_select": "({1}) if ({0}) else ({2})",
+    "sld": "d.load({0})",
+    "smulhi": "({0} * {1}) >> 32",
+    "sc": "({0} + {1}) > 4294967295",  # the carry of an addition
+    "sclz": "32 - ({0}).bit_length()",
+    "reloc": "0",  # the index of a profile counter
+}
+_CONVERSIONS = {
+    "scvt.s32.f32": "as_bits(float(signed({0})))",
+    "scvt.f32.s32": "int(as_float({0})) & 4294967295",
+}
+_BITS = {
     "sadd": "({0} + {1}) & 4294967295",
     "ssub": "({0} - {1}) & 4294967295",
     "smul": "({0} * {1}) & 4294967295",
@@ -69,28 +100,20 @@ _INTEGER_ARITHMETIC = {
     "sshrl": "shift_right({0}, {1})",
     "sshra": "(signed({0}) >> min({1}, 31)) & 4294967295",
 }
-_UNSIGNED = {"smin": "min({0}, {1})", "smax": "max({0}, {1})"}
-_SIGNED = {
-    "smin": "min(signed({0}), signed({1})) & 4294967295",
-    "smax": "max(signed({0}), signed({1})) & 4294967295",
-}
-_FLOAT_ARITHMETIC = {
-    "sadd": "as_bits(as_float({0}) + as_float({1}))",
-    "ssub": "as_bits(as_float({0}) - as_float({1}))",
-    "smul": "as_bits(as_float({0}) * as_float({1}))",
-    "smin": "as_bits(min(as_float({0}), as_float({1})))",
-    "smax": "as_bits(max(as_float({0}), as_float({1})))",
+# Arithmetic by the first letter of its type.
+_ARITHMETIC = {
+    "u": _BITS | {name: f"{name[1:]}({{0}}, {{1}})" for name in ("smin", "smax")},
+    "s": _BITS | {name: f"{name[1:]}(signed({{0}}), signed({{1}})) & 4294967295" for name in ("smin", "smax")},
+    "f": {
+        "sadd": "as_bits(as_float({0}) + as_float({1}))",
+        "ssub": "as_bits(as_float({0}) - as_float({1}))",
+        "smul": "as_bits(as_float({0}) * as_float({1}))",
+        "smin": "as_bits(min(as_float({0}), as_float({1})))",
+        "smax": "as_bits(max(as_float({0}), as_float({1})))",
+    },
 }
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_PREDICATES = {
-    "por": "({0}) or ({1})",
-    "pand": "({0}) and ({1})",
-    "pnand": "not (({0}) and ({1}))",
-    "pnor": "not (({0}) or ({1}))",
-    "pxor": "bool({0}) != bool({1})",
-    "pneg": "not ({0})",
-    "pmov": "bool({0})",
-}
+_VIEW = {"f": "as_float", "s": "signed", "u": ""}  # how a comparison reads its operands
 # Operations that change no register. The operands of a phi share its register, and the caller sets the operands of a
 # call.
 NO_EFFECT = ("sphi", "pphi", "inlined_call_operand", "sfence", "compiler-scheduling-barrier", "vsettm", "xla_tuple")
@@ -151,62 +174,31 @@ def result_value(operation: Operation, resolve: Resolve) -> str | None:
     Raises:
       NoScalarError: The operation is unknown.
     """
-    unit, parts = operation.unit, operation.name.split(".")
-    if unit in NO_EFFECT:
+    if operation.unit in NO_EFFECT:
         return None
+    if operation.unit == "int_to_ptr":
+        same = _REGISTER.match(operation.operands[-1])
+        if same and result_register(operation) == (same[2], int(same[3])):
+            return None
+    return _PLACE.sub(lambda m: operand_value(operation.operands[int(m[1])], resolve), _template(operation))
 
-    def read(index: int) -> str:
-        return operand_value(operation.operands[index], resolve)
 
-    operands = operation.operands
-    if "sparse_core" in operation.name:
-        raise NoScalarError(operation.name)
-    if unit == "int_to_ptr":
-        source = operands[-1]
-        same = _REGISTER.match(source)
-        written = result_register(operation)
-        return None if same and written == (same[2], int(same[3])) else operand_value(source, resolve)
-    if unit == "scalar_parameter_address":
-        return f"d.parameter({int(operands[0])})"
-    if unit == "reloc":
-        return "0"  # the index of a profile counter
-    if unit == "smov":
-        return read(-1)
-    if unit in _PREDICATES:
-        return _PREDICATES[unit].format(*(operand_value(o, resolve) for o in operands))
+def _template(operation: Operation) -> str:
+    name, unit = operation.name, operation.unit
+    if "sparse_core" in name:
+        raise NoScalarError(name)
+    if found := _BY_NAME.get(name) or _BY_UNIT.get(unit):
+        return found
     if unit == "scmp":
-        order, kind = parts[1], parts[2]
-        wrap = "as_float" if kind.startswith("f") else "signed" if kind.startswith("s") else ""
-        return f"{wrap}({read(0)}) {_COMPARE[order]} {wrap}({read(1)})"
-    if unit == "sc":  # the carry of an addition
-        return f"({read(0)} + {read(1)}) > 4294967295"
-    if unit == "scalar_select":
-        return f"({read(1)}) if ({read(0)}) else ({read(2)})"
+        _, order, kind = name.split(".")[:3]
+        view = _VIEW[kind[0]]
+        return f"{view}({{0}}) {_COMPARE[order]} {view}({{1}})"
     if unit == "scalar_lea":
-        return f"({read(0)} + {read(1) if len(operands) > 1 else 0}) & 4294967295"
-    if unit == "sld":
-        return f"d.load({read(0)})"
-    if operation.name == "spop.sfrf":
-        return "d.semaphore_values.popleft()"
-    if operation.name == "spop.sccf":
-        return "d.core_values.popleft()"
-    if operation.name == "spop.drf":
-        return "d.divided.popleft()"
-    if operation.name == "spop":
-        return "d.pop_vector()"
-    if operation.name == "smul.u32.u64.high" or unit == "smulhi":
-        return f"({read(0)} * {read(1)}) >> 32"
-    if operation.name.startswith("scvt.s32.f32"):
-        return f"as_bits(float(signed({read(0)})))"
-    if operation.name.startswith("scvt.f32.s32"):
-        return f"int(as_float({read(0)})) & 4294967295"
-    if unit == "sclz":
-        return f"32 - ({read(0)}).bit_length()"
-    kind = parts[1] if len(parts) > 1 else "s32"
-    if kind.startswith("f"):
-        table = _FLOAT_ARITHMETIC
-    else:
-        table = _INTEGER_ARITHMETIC | (_UNSIGNED if kind.startswith("u") else _SIGNED)
-    if unit in table and len(operands) == 2:
-        return table[unit].format(read(0), read(1))
-    raise NoScalarError(f"scalar operation {operation.name!r}")
+        return "({0} + {1}) & 4294967295" if len(operation.operands) > 1 else "{0} & 4294967295"
+    if unit == "scvt":
+        return _CONVERSIONS[name[: len("scvt.s32.f32")]]
+    kind = name.partition(".")[2] or "s32"
+    found = _ARITHMETIC.get(kind[0], _ARITHMETIC["s"]).get(unit)
+    if found is None or len(operation.operands) != 2:
+        raise NoScalarError(f"scalar operation {name!r}")
+    return found

@@ -21,9 +21,9 @@ def test_chips_and_routes():
     ("name", "devices", "coords", "message"),
     [
         ("v5e:2x4", 4, (), "compiled for 4 devices, but v5e:2x4 has 8"),
-        ("v5e:2x2", 4, ((0, 0), (1, 0)), "names 2 chips"),
-        ("v5e:2x2", 4, ((0, 0), (1, 0), (0, 1), (0, 2)), "has no chip"),
-        ("v5e:2x2", 4, ((0, 0), (1, 0), (0, 1), (0, 1)), "each chip 1 time"),
+        ("v5e:2x2", 4, ((0, 0), (1, 0)), "each chip of v5e:2x2 1 time"),
+        ("v5e:2x2", 4, ((0, 0), (1, 0), (0, 1), (0, 2)), "each chip of v5e:2x2 1 time"),
+        ("v5e:2x2", 4, ((0, 0), (1, 0), (0, 1), (0, 1)), "each chip of v5e:2x2 1 time"),
     ],
 )
 def test_meshes_that_do_not_fit(name, devices, coords, message):

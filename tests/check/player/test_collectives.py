@@ -118,16 +118,12 @@ def test_the_option_makes_it_synchronous():
 
 def test_xlas_windowed_einsum_on_v6e():
     mesh = topology_mesh("v6e:2x4", (8,), ("model",))
-    rows, features, hidden = 16384, 256, 512
+    rows, columns, features, hidden = P("model", None), P(None, "model"), 256, 512
     arguments = [
-        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for s, spec in (
-            ((rows, features), P("model", None)),
-            ((features, hidden), P(None, "model")),
-            ((hidden, features), P("model", None)),
-        )
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((16384, features), rows), ((features, hidden), columns), ((hidden, features), rows))
     ]
-    fn = jax.jit(lambda x, a, b: jax.nn.relu(x @ a) @ b, out_shardings=NamedSharding(mesh, P("model", None)))
+    fn = jax.jit(lambda x, a, b: jax.nn.relu(x @ a) @ b, out_shardings=NamedSharding(mesh, rows))
     result = play(fn, *arguments, topology="v6e:2x4")
     assert_times_add_up(result)
     loops = [p for p in result.slowest.phases if p.name.startswith("while")]

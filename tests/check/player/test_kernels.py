@@ -15,19 +15,12 @@ from flaxasync.check.player.play import play_dump
 from flaxasync.kernels.gemm import gemm
 from flaxasync.transport import direct
 
-TEXT = """HloModule m, is_scheduled=true
-ENTRY main {
-  a = f32[8,128]{1,0:T(8,128)} parameter(0)
-  ROOT n = f32[8,128]{1,0:T(8,128)} negate(a)
-}
-"""
-
 
 def test_only_a_program_that_names_its_chips_can_have_its_kernels_simulated():
     with pytest.raises(ValueError, match=r"needs a program of flaxasync\.check\.compile_for: got str"):
-        fa.check.timeline(TEXT, "v5e", kernels="play")
+        fa.check.timeline("HloModule m", "v5e", kernels="play")
     with pytest.raises(ValueError, match="kernels must be 'play', or seconds by name: got 'played'"):
-        fa.check.timeline(TEXT, "v5e", kernels="played")
+        fa.check.timeline("HloModule m", "v5e", kernels="played")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ def test_a_simulation_is_the_same_every_time():
     folder, result = simulated("fused")
     again, third = play_dump(folder), play_dump(folder)
     assert result.to_json() == again.to_json() == third.to_json()
-    assert again.stretches == third.stretches
+    assert again.slices == third.slices
 
 
 def test_measured_gives_an_error_and_constants_can_be_replaced():

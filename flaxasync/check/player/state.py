@@ -1,0 +1,49 @@
+"""What the parts of a simulation share: the program, the chips, the devices, and what happens next."""
+
+from collections import Counter
+
+from flaxasync.check.estimate.timeline import Slice
+from flaxasync.check.player.addresses import Addresses
+from flaxasync.check.player.basic_blocks import Code
+from flaxasync.check.player.chip_grid import ChipGrid, Coords
+from flaxasync.check.player.chips import PlayedChip
+from flaxasync.check.player.dump import Dump
+from flaxasync.check.player.errors import PlayerError
+from flaxasync.check.player.event_queue import EventQueue
+from flaxasync.check.player.launch import Launch
+from flaxasync.check.player.machine import Machine
+from flaxasync.check.player.vector_clocks import VectorClocks
+
+
+class State:
+    """The state of a simulation of a program on a grid of chips, whose partitions are on the chips `coords`."""
+
+    def __init__(
+        self, dump: Dump, grid: ChipGrid, coords: tuple[Coords, ...], chip: PlayedChip, accept: frozenset[str]
+    ):
+        self.dump, self.grid, self.chip = dump, grid, chip
+        self.addresses = Addresses(chip.hbm_unit)
+        for program in dump.programs.values():
+            self.addresses.add(program)
+        self.codes = {n: Code(p, self.addresses, chip, accept) for n, p in dump.programs.items()}
+        self.launch = Launch(dump, self.addresses, grid, coords)
+        self.slices: list[Slice] = []  # of all devices, in the order in which they ended
+        self.machines = self.launch.machines(self.codes[dump.top.name], self.slices)
+        self.clocks = VectorClocks(len(coords))
+        self.queue = EventQueue()  # of all that happens next, except the ends of transfers
+        self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
+        self._by_number = {m.chip_id * grid.cores + m.core: m for m in self.machines}
+
+    def addressed(self, chip: int, core: int, sender: Machine) -> Machine:
+        """Returns the device that a program addresses by chip and core.
+
+        Raises:
+          PlayerError: The topology does not have this chip.
+        """
+        number = chip * self.grid.cores + core % self.grid.cores
+        if number not in self._by_number:
+            raise PlayerError(
+                f"{sender.kernel} on device {sender.device} addresses chip {chip}, which {self.grid.name} lacks: "
+                "name the topology that the program was compiled for"
+            )
+        return self._by_number[number]
