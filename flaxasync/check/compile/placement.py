@@ -16,14 +16,7 @@ from flaxasync.check.compile.topologies import topology_mesh
 def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, Mesh | None]:
     """Moves the shardings of arguments to a topology.
 
-    Args:
-      topology: The name of the topology.
-      devices: Its devices.
-      args: Arrays or jax.ShapeDtypeStruct, or pytrees of them.
-
-    Returns:
-      The arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under. The mesh is None if nothing
-      was moved.
+    Returns the arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under, None if nothing was moved.
 
     Raises:
       ValueError: A mesh is not of the topology's size, or the arguments lie on several meshes.
@@ -58,9 +51,6 @@ def _new_meshes(topology: str, devices: list, meshes: Collection[Any], ambient: 
 
     A mesh over the devices of the topology is not moved, so it is not in the result. `ambient` is the mesh that is set,
     if it is one of those.
-
-    Raises:
-      ValueError: A mesh is not of the topology's size, or the meshes would move to more than one.
     """
     moved: dict[Any, Mesh] = {}
     here = [ambient] if ambient is not None and ambient.size == len(devices) else []

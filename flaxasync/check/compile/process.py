@@ -47,15 +47,9 @@ class CompilerProcess:
         )  # fmt: skip
 
     def compile(self, request: dict, timeout: float, folder: pathlib.Path | None = None) -> dict:
-        """Compiles one program.
+        """Compiles one program, within `timeout` seconds. Its dumps go into `folder`.
 
-        Args:
-          request: As for `compile_request` of worker.py.
-          timeout: Seconds after which the child is ended.
-          folder: Where the dumps of the program go, if this process dumps.
-
-        Returns:
-          The answer of `compile_request`.
+        Request and answer are those of `compile_request` of worker.py.
 
         Raises:
           HbmError: The program does not fit into memory.

@@ -60,9 +60,7 @@ class Costs:
     chip: Chip
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)  # that the caller gives, by `_given`
     copies: str = "cycles"  # or "bytes" or "simulated": what the time of a copy is taken from
-    played: Mapping[str, KernelTime] = dataclasses.field(
-        default_factory=dict
-    )  # by the instruction; of pairs, the start
+    played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)  # by the name of the kernel or start
     _known: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
     _known_trips: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -116,14 +114,12 @@ class Costs:
     def transfer_seconds(self, operation: AsyncOperation) -> float:
         """Returns how long an asynchronous operation is under way when it is alone on its link or in its memory."""
         computation = self.module.computations[operation.computation]
-        if operation.spelling == "kernel":
-            given = self._given(operation.start.name)
-            if given is not None:
-                return given
-            if operation.start.name in self.played:
-                return self.played[operation.start.name].seconds
-            if not operation.communicates:
-                return self.memory_seconds(2 * operation.bytes)
+        name = operation.start.name
+        if operation.spelling == "kernel" and (given := self._given(name)) is not None:
+            return given
+        if operation.spelling == "kernel" and name in self.played:
+            return self.played[name].seconds
+        if operation.spelling == "kernel" and operation.communicates:
             return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
         if operation.communicates:
             collective = operation.inner or operation.start

@@ -31,18 +31,14 @@ _WIDTH, _CORE, _LANE, _AROUND, _LEGEND, _BASIS = 13.0, 0.45, 0.2, 0.85, 0.35, 0.
 
 @dataclasses.dataclass(frozen=True)
 class _Panel:
-    """A period of a timeline on the bands of some of its devices, by (device, lane)."""
+    """A period of a timeline, on the bands of some of its devices."""
 
     title: str
     timeline: Timeline
     begin: float
     end: float
-    bands: dict[tuple[int, str], list[Slice]]
-
-    @property
-    def heights(self) -> list[float]:
-        """The height of each band, in inches."""
-        return [_CORE if lane == "core" else _LANE for _, lane in self.bands]
+    bands: dict[tuple[int, str], list[Slice]]  # by (device, lane)
+    heights: list[float]  # of the bands, in inches
 
 
 def draw_timeline(timeline: Timeline, path: Any, *, phase_of: Callable[[str], str] | None = None) -> None:
@@ -56,33 +52,26 @@ def draw_timeline(timeline: Timeline, path: Any, *, phase_of: Callable[[str], st
     Raises:
       ImportError: matplotlib is not installed.
     """
-    phase_of = phase_of or str
+    name_of = phase_of or str
     least = LONG_LOOP * timeline.seconds
     loops = [loop for loop in timeline.loops if loop.depth == 0 and loop.trips > 1 and loop.end - loop.start > least]
     longest = sorted(loops, key=lambda loop: loop.start - loop.end)[:2]
     panels = [_panel(_title(timeline, timeline.name), timeline, 0.0, timeline.seconds)]
     for loop in sorted(longest, key=lambda loop: loop.start):
         begin, end = loop.iteration
-        title = f"one of {loop.trips} iterations, {(end - begin) * 1e3:.3g} ms: {phase_of(loop.name) or loop.name}"
+        title = f"one of {loop.trips} iterations, {(end - begin) * 1e3:.3g} ms: {name_of(loop.name) or loop.name}"
         panels.append(_panel(title, timeline, begin, end, devices=1))
-    _draw(panels, path, phase_of)
+    _draw(panels, path, name_of)
 
 
 def draw_timelines(timelines: Sequence[Timeline], path: Any, *, titles: Sequence[str] = ()) -> None:
     """Draws several timelines as a PNG, below one another, on one scale of time.
 
-    Args:
-      timelines: At least one.
-      path: As for `draw_timeline`.
-      titles: A title for each timeline; the name of its program by default.
-
-    Raises:
-      ImportError: matplotlib is not installed.
+    `path` and the errors are those of `draw_timeline`. A timeline without a title has the name of its program.
     """
     end = max(t.seconds for t in timelines)
     named = [*titles, *(t.name for t in timelines[len(titles) :])]
-    panels = [_panel(_title(t, name), t, 0.0, end) for t, name in zip(timelines, named, strict=True)]
-    _draw(panels, path, str)
+    _draw([_panel(_title(t, name), t, 0.0, end) for t, name in zip(timelines, named, strict=True)], path, str)
 
 
 def _title(t: Timeline, name: str) -> str:
@@ -96,10 +85,11 @@ def _panel(title: str, timeline: Timeline, begin: float, end: float, *, devices:
         if s.start < end and s.end > begin and (s.device, "core") in found:
             found.setdefault((s.device, s.lane), []).append(s)
     order = sorted(found, key=lambda at: (at[0], at[1] != "core", at[1] == "memory", at[1]))
-    return _Panel(title, timeline, begin, end, {at: found[at] for at in order})
+    heights = [_CORE if lane == "core" else _LANE for _, lane in order]
+    return _Panel(title, timeline, begin, end, {at: found[at] for at in order}, heights)
 
 
-def _draw(panels: Sequence[_Panel], path: Any, phase_of: Callable[[str], str]) -> None:
+def _draw(panels: Sequence[_Panel], path: Any, name_of: Callable[[str], str]) -> None:
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -121,7 +111,7 @@ def _draw(panels: Sequence[_Panel], path: Any, phase_of: Callable[[str], str]) -
                 len(panel.bands), 1, height_ratios=panel.heights, hspace=0.12, left=0.1, right=0.985,
                 top=(top - 0.45) / inches, bottom=(bottom + 0.4) / inches,
             )  # fmt: skip
-            drawn.update(_draw_panel([figure.add_subplot(grid[n]) for n in range(len(panel.bands))], panel, phase_of))
+            drawn |= _draw_panel([figure.add_subplot(grid[n]) for n in range(len(panel.bands))], panel, name_of)
             top = bottom
         patches = [Patch(color=colour, label=label) for kind, (colour, label) in COLOURS.items() if kind in drawn]
         figure.legend(handles=patches, loc="upper right", ncols=len(patches), frameon=False)
@@ -130,10 +120,10 @@ def _draw(panels: Sequence[_Panel], path: Any, phase_of: Callable[[str], str]) -
         figure.savefig(path)
 
 
-def _draw_panel(axes_of_bands: Sequence[Any], panel: _Panel, phase_of: Callable[[str], str]) -> set[str]:
+def _draw_panel(axes_of_bands: Sequence[Any], panel: _Panel, name_of: Callable[[str], str]) -> set[str]:
     """Draws a panel on one pair of axes for each band. Returns the kinds of slices in it."""
     drawn: set[str] = set()
-    width = (panel.end - panel.begin) * 1e3
+    last, width = axes_of_bands[-1], (panel.end - panel.begin) * 1e3
     edges = [n * width / _BINS for n in range(_BINS + 1)]
     for axes, ((device, lane), slices) in zip(axes_of_bands, panel.bands.items(), strict=True):
         shares = _shares(slices, panel)
@@ -141,27 +131,23 @@ def _draw_panel(axes_of_bands: Sequence[Any], panel: _Panel, phase_of: Callable[
         colours = [COLOURS[kind][0] for kind in shares]
         axes.stackplot(edges, *shares.values(), colors=colours, step="post", linewidth=0)
         axes.set(xlim=(0, width), ylim=(0, 1), yticks=[])
-        axes.set_ylabel(
-            lane + (f", device {device}" if len(panel.timeline.devices) > 1 else ""),
-            rotation=0,
-            ha="right",
-            va="center",
-        )
-        axes.tick_params(axis="x", bottom=axes is axes_of_bands[-1], labelbottom=axes is axes_of_bands[-1])
+        label = lane + (f", device {device}" if len(panel.timeline.devices) > 1 else "")
+        axes.set_ylabel(label, rotation=0, ha="right", va="center")
+        axes.tick_params(axis="x", bottom=axes is last, labelbottom=axes is last)
         axes.spines[:].set_visible(False)
         if lane == "core":
-            _name_work(axes, slices, panel, phase_of)
+            _name_work(axes, slices, panel, name_of)
     axes_of_bands[0].set_title(panel.title, loc="left", fontweight="bold", fontsize=9, pad=13)
-    axes_of_bands[-1].set_xlabel("ms")
+    last.set_xlabel("ms")
     return drawn
 
 
-def _name_work(axes: Any, slices: Sequence[Slice], panel: _Panel, phase_of: Callable[[str], str]) -> None:
+def _name_work(axes: Any, slices: Sequence[Slice], panel: _Panel, name_of: Callable[[str], str]) -> None:
     """Writes above the core what it works on, where that takes long enough for a name."""
     runs: list[tuple[str, float, float]] = []  # the name, the begin and the end of consecutive slices of one name
     for s in slices:
         if s.kind in ("compute", "collective", "repeat"):
-            name = phase_of(s.name)
+            name = name_of(s.name)
             start = runs.pop()[1] if runs and runs[-1][0] == name else s.start
             runs.append((name, start, s.end))
     for name, start, end in runs:

@@ -49,29 +49,21 @@ class Buffer:
 
 
 class Addresses:
-    """Assigns addresses, and finds the buffer at an address.
-
-    Attributes:
-      fixed: The compiler's description of each (space, address) that the compiler has fixed.
-    """
+    """Assigns addresses, and finds the buffer at an address."""
 
     def __init__(self, hbm_unit: int) -> None:
         self._unit = {"smem": 4, "sflag": 4, "vmem": 512, "hbm": hbm_unit}
         self._next = {space: first // self._unit[space] for space, first in _FIRST.items()}
         self._by_program: dict[str, dict[str, Buffer]] = {}
         self._ordered: dict[str, list[Buffer]] = {space: [] for space in self._unit}  # by address
-        self.fixed: dict[tuple[str, int], str] = {}
+        self.fixed: dict[tuple[str, int], str] = {}  # what is at each (space, address) that the compiler has fixed
 
     def add(self, program: Program) -> None:
         """Gives addresses to the declarations of one program."""
         self._by_program[program.name] = {name: self._declared(program, d) for name, d in program.declarations.items()}
 
     def new(self, space: str, size: int, label: str) -> Buffer:
-        """Gives addresses to a buffer of `size` bytes.
-
-        Raises:
-          PlayerError: All buffers of the space together are larger than its range of addresses.
-        """
+        """Gives addresses to a buffer of `size` bytes. PlayerError says that the space has no more of them."""
         units = max(1, -(-size // self._unit[space]))
         buffer = Buffer(space, self._next[space], units, label)
         if (end := (buffer.address + units) * self._unit[space]) > _END[space]:
@@ -88,9 +80,7 @@ class Addresses:
 
         Later passes of the compiler add scalars, for spilled registers and for offsets of the linker. These are not
         declared, and get an address when they are first used. Their numbers are higher than those of all declarations.
-
-        Raises:
-          DumpError: The name is not declared although it should be.
+        DumpError says that any other name is not declared.
         """
         placed = self._by_program[program.name]
         if name not in placed:
@@ -135,10 +125,7 @@ class Addresses:
 
 
 def padded_bytes(shape: Shape) -> int:
-    """Returns the bytes of a shape with the padding of its tiles. For a tuple it returns the sum.
-
-    `bf16[3,5]{1,0:T(8,128)(2,1)}` has 2048 bytes.
-    """
+    """Returns the bytes of a shape with the padding of its tiles: 2048 for `bf16[3,5]{1,0:T(8,128)(2,1)}`."""
     return sum(_array_bytes(leaf) for _, leaf in shape.leaves())
 
 

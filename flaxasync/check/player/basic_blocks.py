@@ -156,10 +156,10 @@ class Code:
         elif operation.name == "spush.sccf":  # to the other core of the chip, which is assumed to send the same value
             reads.append(f"t{number} = {self._scalar(operation.operands[0])}")
             writes.append(f"{guard}d.core_values.append(t{number})")
-        elif operation.unit in scalar.NO_EFFECT or operation.name in scalar.NO_EFFECT:
+        elif operation.unit in scalar.NO_EFFECT:
             return
-        elif operation.unit[0] == "v" or operation.name == "compiler-scheduling-barrier":
-            if not matrix_unit.is_vector(operation) and operation.name not in self._accept:
+        elif operation.unit[0] == "v":
+            if operation.unit not in matrix_unit.VECTOR_FAMILIES and operation.name not in self._accept:
                 raise scalar.NoScalarError(f"vector operation {operation.name!r}")
         else:
             result = scalar.result_value(operation, self._address_of)

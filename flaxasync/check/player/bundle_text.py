@@ -82,11 +82,7 @@ class Program:
 
 
 def read_program(name: str, bundles: pathlib.Path, original: pathlib.Path) -> Program:
-    """Reads one program.
-
-    Raises:
-      DumpError: The text has another form, or ends too early.
-    """
+    """Reads one program. DumpError says that its text has another form, or ends too early."""
     text = bundles.read_text(errors="replace")
     if not text.startswith(HEADER):
         raise DumpError(

@@ -51,11 +51,7 @@ class ChipGrid:
 
 
 def chip_grid(name: str) -> ChipGrid:
-    """Reads a topology's name: "v5e:2x4", "v5p:2x2x2".
-
-    Raises:
-      PlayerError: The text is not such a name.
-    """
+    """Reads a topology's name: "v5e:2x4", "v5p:2x2x2"."""
     match = _NAME.fullmatch(name)
     if not match and "*" in name:
         raise PlayerError(f"the player simulates one slice: got {name!r}; compile for {name.partition('*')[0]!r}")
@@ -68,14 +64,7 @@ def chip_grid(name: str) -> ChipGrid:
 
 
 def coords_of_partitions(grid: ChipGrid, devices: int, coords: tuple[Coords, ...]) -> tuple[Coords, ...]:
-    """Returns the chip of each partition, as three coordinates.
-
-    `coords` is the chip of each partition, or empty. Then the partitions are assumed to be on the chips in the order of
-    the chips' numbers.
-
-    Raises:
-      MeshMismatchError: The topology has another number of devices, or a chip is not on its grid.
-    """
+    """Returns the chip of each partition, as three coordinates: that in `coords`, or if it is empty, of its number."""
     if devices != grid.devices:
         raise MeshMismatchError(
             f"the program was compiled for {devices} devices, but {grid.name} has {grid.devices}: "

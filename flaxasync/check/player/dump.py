@@ -87,9 +87,6 @@ class Dump:
         """Returns the bundles of an HLO instruction, and the name under which they were dumped.
 
         libtpu dumps identical fusions only once, and it shortens long names.
-
-        Raises:
-          DumpError: There are no such bundles.
         """
         if instruction in self.programs:
             return self.programs[instruction], instruction

@@ -4,7 +4,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-type Answer = Callable[[float], None]  # called with the time of the event
+type Answer = Callable[[], None]
 
 
 class EventQueue:

@@ -39,7 +39,7 @@ TWO_DEVICES = ("tpu7x",)
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
 """The environment variable that names another folder for the times of kernels."""
 _CALL = "tpu_custom_call"
-_TYPES = {"bf16": "bfloat16", "pred": "bool", "f": "float", "s": "int", "u": "uint"}
+_TYPES = {"bf16": "bfloat16", "pred": "bool", "f8": "float8_", "f": "float", "s": "int", "u": "uint"}  # of beginnings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def kernel_times(
                 say(f"kernel {number} of {len(names_of)}: {names[0]}")
             try:
                 time = _simulate(program, kernel)
-            except (PlayerError, RuntimeError, ValueError, TypeError) as error:
+            except (PlayerError, RuntimeError) as error:  # it cannot be simulated, or not be compiled
                 lines.append(f"{names[0]} was not simulated: {str(error).partition(chr(10))[0]}")
                 continue
             _write(file, json.dumps(dataclasses.asdict(time)))
@@ -219,7 +219,7 @@ def _type(text: str) -> Any:
     import jax.numpy as jnp
 
     element, sizes = re.fullmatch(r"(\w+)\[([\d,]*)\]", text).groups()  # type: ignore[union-attr]
-    name = _TYPES.get(element) or _TYPES[element[0]] + element[1:]
+    name = next(name + element.removeprefix(short) for short, name in _TYPES.items() if element.startswith(short))
     return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), jnp.dtype(name))
 
 

@@ -19,15 +19,12 @@ _PROFILE_COUNTERS = 0x180000  # an address beyond all scalar memory that a progr
 
 
 class Launch:
-    """The memory that every device finds when it starts. It is the same on each.
-
-    Attributes:
-      chips: The number of each partition's chip (and core), as programs address it.
-    """
+    """The memory that every device finds when it starts. It is the same on each."""
 
     def __init__(self, dump: Dump, addresses: Addresses, grid: ChipGrid, coords: tuple[Coords, ...]):
         self._addresses, self._grid, self._coords = addresses, grid, coords
         self._cores = [coords[:device].count(chip) for device, chip in enumerate(coords)]
+        # The number of each partition's chip (and core), as programs address it.
         self.chips = [grid.chip_id(chip) * grid.cores + core for chip, core in zip(coords, self._cores, strict=True)]
         instructions = dump.module.entry.instructions
         self._parameters = {

@@ -16,17 +16,16 @@ from flaxasync.check.player.bundle_text import Operation
 from flaxasync.check.player.chips import PlayedChip
 
 # The operations of the vector, permute and transpose units that were seen in dumps, by their name up to the first dot.
-# They cost their slot in the bundle.
+# They cost their slot in the bundle. A unit holds four sets of weights, and each has its own push operation.
 VECTOR_FAMILIES = frozenset(
     """
     vadd vand vbcast vc vceil vclampa vclamps vclz vcmask vcmp vcombine vcosq vcvt vdelay verf vexp2 vfloor
     vlaneseq vld vllmr vlog2 vmand vmatprep vmax vmin vmmov vmneg vmor vmov vmpackc vmphi vmul vnez vor vpack vpcnt
     vperm vphi vpop vpush vrcp vrng vrot vround vrsqrt vsel vset vsetiar vsetrngseed vsettm vshll vshra vshrl
     vsigshft vsinq vst vstv vsub vtanh vtrace vtrunc vunpack vweird vxor vxpose
+    vmatmul vmatpush vmatpush1 vmatpush2 vmatpush3
     """.split()  # noqa: SIM905, one a line would fill the page
 )
-# A unit holds four sets of weights, and each has its own push operation.
-MATRIX_FAMILIES = frozenset(["vmatmul", "vmatpush", "vmatpush1", "vmatpush2", "vmatpush3"])
 _UNIT = re.compile(r"mxu(\d)")
 _PACKED = re.compile(r"\.(?:bf16|packed|f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
 
@@ -58,11 +57,6 @@ class Cost(NamedTuple):
 IDLE: tuple = ()  # the state of units that have no work
 
 
-def is_vector(operation: Operation) -> bool:
-    """Says whether a vector operation is known: it costs only its slot, or it uses a matrix unit."""
-    return operation.unit in VECTOR_FAMILIES or operation.unit in MATRIX_FAMILIES
-
-
 def matrix_operation(operation: Operation, chip: PlayedChip) -> MatrixOperation | None:
     """Returns what an operation asks of a matrix unit; None for every other operation."""
     if not operation.unit.startswith(("vmat", "vpop")):
@@ -81,13 +75,9 @@ def matrix_operation(operation: Operation, chip: PlayedChip) -> MatrixOperation 
 
 
 def cost(bundles: int, work: list[tuple[int, tuple[MatrixOperation, ...]]], state: tuple, latency: int) -> Cost:
-    """Returns the time of a basic block.
+    """Returns the time of a basic block, from the state of the units before it, and the latency of a multiply.
 
-    Args:
-      bundles: The number of its bundles.
-      work: (index of the bundle, operations) for each bundle that uses a matrix unit.
-      state: The state of the units before, as in `Cost`.
-      latency: Cycles from a multiply to its first result.
+    `work` is (index of the bundle, operations) for each bundle that uses a matrix unit.
     """
     free = {unit: until for unit, until, _, _ in state}
     port = {unit: until for unit, _, until, _ in state}

@@ -36,12 +36,7 @@ class MemoryClaims:
         self._active: dict[tuple[int, str], list[Claim]] = {}
 
     def claim(self, transfer: Transfer, source: int, target: int) -> list[Claim]:
-        """Claims the memory of a transfer from device `source` to device `target`.
-
-        Raises:
-          OutOfBoundsError: The transfer leaves its buffer.
-          RaceError: Another transfer is still using the memory.
-        """
+        """Claims the memory of a transfer from device `source` to device `target`, after a check of both rules."""
         size = transfer.granules
         read, write = transfer.source_address, transfer.target_address
         both = (

@@ -42,22 +42,8 @@ def as_bits(x: float) -> int:
         return 0x7F800000 if x > 0 else 0xFF800000
 
 
-def shift_left(x: int, n: int) -> int:
-    return (x << n) & MASK if n < 32 else 0
-
-
-def shift_right(x: int, n: int) -> int:
-    return (x & MASK) >> n if n < 32 else 0
-
-
 # The functions that the expressions call.
-RUNTIME = {
-    "signed": signed,
-    "as_float": as_float,
-    "as_bits": as_bits,
-    "shift_left": shift_left,
-    "shift_right": shift_right,
-}
+RUNTIME = {"signed": signed, "as_float": as_float, "as_bits": as_bits}
 
 # Templates of the expressions. {0} is the first operand, {-1} the last one.
 _BY_NAME = {
@@ -96,8 +82,8 @@ _BITS = {
     "sand": "{0} & {1}",
     "sor": "{0} | {1}",
     "sxor": "{0} ^ {1}",
-    "sshll": "shift_left({0}, {1})",
-    "sshrl": "shift_right({0}, {1})",
+    "sshll": "({0} << min({1}, 32)) & 4294967295",
+    "sshrl": "{0} >> min({1}, 32)",
     "sshra": "(signed({0}) >> min({1}, 31)) & 4294967295",
 }
 # Arithmetic by the first letter of its type.
@@ -128,11 +114,7 @@ def result_register(operation: Operation) -> tuple[str, int] | None:
 
 
 def operand_value(text: str, resolve: Resolve) -> str:
-    """Returns a Python expression for the value of an operand.
-
-    Raises:
-      NoScalarError: The scalar unit cannot read such an operand.
-    """
+    """Returns a Python expression for the value of an operand. NoScalarError says that it is none for this unit."""
     text = text.strip()
     if match := _REGISTER.match(text):
         value = f"{match[2]}[{int(match[3])}]"
@@ -142,38 +124,30 @@ def operand_value(text: str, resolve: Resolve) -> str:
     if _FLOAT.match(text):
         return str(as_bits(float(text)))
     if match := _ALLOCATION.match(text):
-        terms = [str(resolve(match[1]))]
-        terms += [operand_value(term.lstrip("$"), resolve) for term in re.findall(r"\+\s*([^\s\]]+)", match[2])]
-        return terms[0] if len(terms) == 1 else f"(({' + '.join(terms)}) & 4294967295)"
+        offsets = [operand_value(term.lstrip("$"), resolve) for term in re.findall(r"\+\s*([^\s\]]+)", match[2])]
+        return _sum([str(resolve(match[1])), *offsets])
     if match := _MEMORY.match(text):
         inner = match[1]
         return operand_value(f"[{inner}]" if inner.startswith("#") else inner, resolve)
     if " [#" in text:  # the text also names the buffer that a pointer belongs to
         return operand_value(text[: text.index(" [#")], resolve)
     if " + " in text:
-        return (
-            "(("
-            + " + ".join(operand_value(t.strip().lstrip("$"), resolve) for t in text.split(" + "))
-            + ") & 4294967295)"
-        )
+        return _sum([operand_value(term.strip().lstrip("$"), resolve) for term in text.split(" + ")])
     raise NoScalarError(f"operand {text!r}")
+
+
+def _sum(terms: list[str]) -> str:
+    return terms[0] if len(terms) == 1 else f"(({' + '.join(terms)}) & 4294967295)"
 
 
 def predicate_value(text: str, resolve: Resolve) -> str:
     """Returns a Python expression for the value of a predicate, which may be a constant."""
-    if text in ("1", "!0"):
-        return "True"
-    if text in ("0", "!1"):
-        return "False"
-    return operand_value(text, resolve)
+    constants = {"1": "True", "!0": "True", "0": "False", "!1": "False"}
+    return constants.get(text) or operand_value(text, resolve)
 
 
 def result_value(operation: Operation, resolve: Resolve) -> str | None:
-    """Returns a Python expression for the result of an operation; None if it has no result.
-
-    Raises:
-      NoScalarError: The operation is unknown.
-    """
+    """Returns a Python expression for the result of an operation; None if it changes no register."""
     if operation.unit in NO_EFFECT:
         return None
     if operation.unit == "int_to_ptr":

@@ -1,6 +1,7 @@
 """The semaphores of all devices: which device waits for which value, and what it learns when the wait ends."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 
@@ -66,7 +67,7 @@ class Semaphores:
         machine.recorder.wait(machine.now, now, name, cause)
         machine.wait_until(now)
         self._learn(machine, semaphore)
-        self._state.queue.at(machine.now, lambda now: self._resume(machine))
+        self._state.queue.at(machine.now, functools.partial(self._resume, machine))
 
     def wait(self, machine: Machine, operation: ExternalOperation, values: tuple) -> bool:
         """Waits for a semaphore. Returns True if it has the value already, and False if the device must wait."""

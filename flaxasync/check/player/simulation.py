@@ -36,11 +36,7 @@ class Simulation:
         self._collectives: dict[tuple, ModelledCollective] = {}  # those that have not begun, by name and group
 
     def run(self) -> None:
-        """Runs all devices to the end.
-
-        Raises:
-          ProtocolError: The program hangs, halts, races, leaves its buffers, or ends with a semaphore that is not zero.
-        """
+        """Runs all devices to the end. ProtocolError says which rule of the machine the program breaks."""
         state, queue, network = self._state, self._state.queue, self._engine.network
         for machine in state.machines:
             self._advance(machine)
@@ -50,7 +46,7 @@ class Simulation:
                 continue
             now, answer = queue.pop()
             network.advance(now)
-            answer(now)
+            answer()
         if any(not m.finished for m in state.machines):
             raise diagnostics.deadlock(state, self._semaphores.waits)
         if (left := diagnostics.left_at_the_end(state)) is not None:
@@ -67,7 +63,7 @@ class Simulation:
                 return
             machine.leave()
         self._pending[machine.device] = operations
-        self._state.queue.at(machine.now, lambda now: self._execute_pending(machine))
+        self._state.queue.at(machine.now, functools.partial(self._execute_pending, machine))
 
     def _execute_pending(self, machine: Machine) -> None:
         """Executes the external operations of one bundle, until one of them has to wait."""
@@ -98,8 +94,10 @@ class Simulation:
             self._semaphores.add(machine, values[0], signed(values[1]), machine.now, "sync", message)
         elif name == "vsyncadd.remote":
             self._signal(machine, values)
-        elif unit == "vsyncpa":
-            self._begin_or_end_of_life(machine, values[0], is_end=bool(values[1]))
+        elif unit == "vsyncpa":  # the life of a semaphore begins, or ends
+            if values[1] and machine.semaphores[values[0]]:
+                raise diagnostics.left_in_scope(self._state, machine, values[0])
+            machine.semaphores[values[0]] = 0
         elif name == "vsyncmov":
             machine.semaphore_values.append(machine.semaphores[values[0]] & 0xFFFFFFFF)
         elif name == "vsyncset":
@@ -127,16 +125,6 @@ class Simulation:
         else:
             machine.recorder.leave_phase(machine.now)
 
-    def _begin_or_end_of_life(self, machine: Machine, semaphore: int, *, is_end: bool) -> None:
-        """Begins or ends the lifetime of a semaphore. Its value must be zero at the end, and is zero at the beginning.
-
-        Raises:
-          LeftoverSemaphoreError: The value is not zero at the end.
-        """
-        if is_end and machine.semaphores[semaphore]:
-            raise diagnostics.left_in_scope(self._state, machine, semaphore)
-        machine.semaphores[semaphore] = 0
-
     def _signal(self, machine: Machine, values: tuple) -> None:
         """Signals a semaphore of a device, which may be another one."""
         state = self._state
@@ -146,9 +134,8 @@ class Simulation:
         message = state.clocks.known_to(machine.device)
         links = len(state.grid.route(machine.coords, target.coords))
         delay = state.chip.cycles(state.chip.route_latency(links, signal=True)) if target is not machine else 0.0
-        state.queue.at(
-            machine.now + delay, lambda now: self._semaphores.add(target, semaphore, amount, now, "sync", message)
-        )
+        now = machine.now + delay
+        state.queue.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, "sync", message))
 
     # Calls and collectives.
 
@@ -187,14 +174,10 @@ class Simulation:
         del self._collectives[name, group]
         end = machine.now + joined.cycles(group, self._state.chip)
         self._state.clocks.synchronize(group)
-        for device in group:
-            member = self._state.machines[device]
+        for member in (self._state.machines[device] for device in group):
             member.recorder.wait(member.now, end, name, "collective")
             member.recorder.counts.bytes["collective (ring model)"] += joined.sent_bytes(group)
             member.wait_until(end)
             if member is not machine:
-                self._state.queue.at(end, functools.partial(self._resume, member))
-        self._state.queue.at(end, functools.partial(self._resume, machine))
-
-    def _resume(self, machine: Machine, now: float) -> None:
-        self._go_on(machine)
+                self._state.queue.at(end, functools.partial(self._go_on, member))
+        self._state.queue.at(end, functools.partial(self._go_on, machine))

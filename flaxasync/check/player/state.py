@@ -35,11 +35,7 @@ class State:
         self._by_number = {m.chip_id * grid.cores + m.core: m for m in self.machines}
 
     def addressed(self, chip: int, core: int, sender: Machine) -> Machine:
-        """Returns the device that a program addresses by chip and core.
-
-        Raises:
-          PlayerError: The topology does not have this chip.
-        """
+        """Returns the device that a program addresses by chip and core."""
         number = chip * self.grid.cores + core % self.grid.cores
         if number not in self._by_number:
             raise PlayerError(

@@ -32,12 +32,7 @@ class TransferEngine:
         self._constants: dict[Buffer, list[int]] = {}
 
     def start(self, machine: Machine, operation: ExternalOperation, values: tuple) -> None:
-        """Starts a transfer.
-
-        Raises:
-          ProtocolError: It leaves its buffer, or its target is in use or not known to have entered the kernel.
-          UnknownOperationError: The player does not know its form, or it reads a table that the dump lacks.
-        """
+        """Starts a transfer, after a check of its memory and of its target."""
         transfer = read_transfer(operation.operation, values, machine.location(operation.index), machine.phase)
         if transfer is None:
             return
@@ -78,11 +73,9 @@ class TransferEngine:
             if transfer.sent >= 0:
                 cause = "send" if remote else "memory"
                 self._semaphores.add(machine, transfer.sent, transfer.raised, now, cause, None)
-            state.queue.at(now + latency, received)
-
-        def received(now: float) -> None:
-            cause = "receive" if remote else "memory"
-            self._semaphores.add(target, transfer.received, transfer.raised, now, cause, message)
+            arrived, cause = now + latency, "receive" if remote else "memory"
+            add = self._semaphores.add
+            state.queue.at(arrived, lambda: add(target, transfer.received, transfer.raised, arrived, cause, message))
 
         ends = [(transfer.source, machine.device), (transfer.target, target.device)]
         uses = Counter(end for end in ends if end[0] == "hbm") | Counter(route)

@@ -48,11 +48,7 @@ class Transfer:
 
 
 def read_transfer(operation: Operation, values: tuple, location: str, phase: str) -> Transfer | None:
-    """Decodes a DMA. Returns None for a transfer to the host, for which no program waits.
-
-    Raises:
-      UnknownOperationError: The player does not know this form.
-    """
+    """Decodes a DMA. Returns None for a transfer to the host, for which no program waits."""
     if "host" in operation.name:
         return None
     general = operation.name == "dma.general"

@@ -55,6 +55,8 @@ def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_w
     assert "played" in str(estimated)
     # At the data sheet's peak, with transfers for nothing, the kernels take less.
     assert fa.check.timeline(program).seconds < 0.95 * estimated.seconds
+    products = 3 * 3 * 2 * (2 * 2048) * 2048 * 8192 / 4  # three kernels, forward and twice backward
+    assert estimated.flops == pytest.approx(products, rel=1e-3)
 
     said.clear()
     again = fa.check.timeline(program, kernels="play", say=said.append)
@@ -113,10 +115,3 @@ def test_of_two_cores_one_is_simulated_and_of_two_devices_none(tmp_path, monkeyp
         timeline = fa.check.timeline(fa.check.compile_for(topology, mapped, x, x), kernels="play")
     assert [line for line in timeline.notes if note in line]
     assert ("played" in timeline.slowest.sources) == topology.startswith("v5p")
-
-
-@pytest.mark.slow
-def test_the_products_of_a_program_are_those_of_the_layer(layer):
-    program, _ = layer
-    products = 3 * 3 * 2 * (2 * 2048) * 2048 * 8192 / 4  # three kernels, forward and twice backward
-    assert fa.check.timeline(program).flops == pytest.approx(products, rel=1e-3)
