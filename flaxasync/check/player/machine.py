@@ -31,18 +31,8 @@ class Frame(NamedTuple):
 class Machine:
     """The state of one device. Times are in cycles."""
 
-    def __init__(
-        self,
-        device: int,
-        chip_id: int,
-        core: int,
-        coords: tuple[int, ...],
-        addresses: Addresses,
-        code: Code,
-        recorder: Recorder,
-    ):
+    def __init__(self, device: int, coords: tuple[int, ...], addresses: Addresses, code: Code, recorder: Recorder):
         self.device, self.coords = device, coords
-        self.chip_id, self.core = chip_id, core  # the number of its chip, and that of its core on the chip
         self.recorder = recorder
         self.now = 0.0  # the time of the core
         self.semaphores: Counter[int] = Counter()  # by number
@@ -51,9 +41,7 @@ class Machine:
         self.finished = False
         self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
         self.parameters: dict[int, int] = {}  # the address of each parameter of the program
-        self.pointers: dict[
-            str, int
-        ] = {}  # addresses that the runtime leaves in scalar memory, by the compiler's words
+        self.scalars: dict[str, int] = {}  # what the runtime leaves in scalar memory, by the compiler's words for it
         # What the functions of basic blocks read and write.
         self.registers = [0] * 64
         self.predicates = [False] * 32
@@ -145,16 +133,7 @@ class Machine:
         if value is not None:
             return value
         tag = self._addresses.fixed.get(("smem", address), "")
-        known = {
-            "chip ID": self.chip_id,
-            "core index": self.core,
-            "partition id": self.device,
-            "replica id": 0,
-            "launch": 0,
-            "hbm offset": 0,
-            "spec success": 0,  # nothing was fetched before the program began
-        }
-        for words, meaning in (known | self.pointers).items():
+        for words, meaning in self.scalars.items():
             if words in tag:
                 return meaning
         buffer = self._addresses.at("smem", address)

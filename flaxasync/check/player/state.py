@@ -10,8 +10,9 @@ from flaxasync.check.player.chips import PlayedChip
 from flaxasync.check.player.dump import Dump
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.event_queue import EventQueue
-from flaxasync.check.player.launch import Launch
+from flaxasync.check.player.launch import first_bundle, prepare_memory
 from flaxasync.check.player.machine import Machine
+from flaxasync.check.player.recorder import Recorder
 from flaxasync.check.player.vector_clocks import VectorClocks
 
 
@@ -26,13 +27,22 @@ class State:
         for program in dump.programs.values():
             self.addresses.add(program)
         self.codes = {n: Code(p, self.addresses, chip, accept) for n, p in dump.programs.items()}
-        self.launch = Launch(dump, self.addresses, grid, coords)
+        cores = [coords[:device].count(chip) for device, chip in enumerate(coords)]
+        # The number of each partition's chip (and core), as programs address it.
+        self.chips = [grid.chip_id(chip) * grid.cores + core for chip, core in zip(coords, cores, strict=True)]
+        self.prepared = prepare_memory(dump, self.addresses, self.chips)
         self.slices: list[Slice] = []  # of all devices, in the order in which they ended
-        self.machines = self.launch.machines(self.codes[dump.top.name], self.slices)
+        top = self.codes[dump.top.name]
+        self.machines = []
+        for device, number in enumerate(self.chips):
+            machine = Machine(device, coords[device], self.addresses, top, Recorder(device, chip, self.slices))
+            machine.position, machine.parameters = first_bundle(top), self.prepared.parameters
+            machine.scalars = self.prepared.scalars(device, *divmod(number, grid.cores))
+            self.machines.append(machine)
         self.clocks = VectorClocks(len(coords))
         self.queue = EventQueue()  # of all that happens next, except the ends of transfers
         self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
-        self._by_number = {m.chip_id * grid.cores + m.core: m for m in self.machines}
+        self._by_number = dict(zip(self.chips, self.machines, strict=True))
 
     def addressed(self, chip: int, core: int, sender: Machine) -> Machine:
         """Returns the device that a program addresses by chip and core."""

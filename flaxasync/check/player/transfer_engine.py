@@ -93,10 +93,10 @@ class TransferEngine:
         """Writes the words that a transfer brings into scalar memory: those of constants and of known tables, or 0."""
         state, name = self._state, machine.recorder.phase
         buffer = state.addresses.at_granule(transfer.source, transfer.source_address)
-        contents = self._constants.get(buffer) or state.launch.words_of(buffer) if buffer else None
+        contents = self._constants.get(buffer) or state.prepared.tables.get(buffer) if buffer else None
         if contents is None and buffer is not None and "constant" in buffer.label:
             collective = state.dump.collective(name)
-            contents = table_of(collective, machine.code.program, state.launch.chips)
+            contents = table_of(collective, machine.code.program, state.chips)
             if contents is None and state.dump.is_half_of_collective(name):
                 raise UnknownOperationError(refusal(collective, name, transfer.location))
         if contents is None:
