@@ -26,7 +26,8 @@ MAX_DEVICES = 4  # drawn per timeline
 LONG_LOOP = 0.1  # a loop that takes at least this share of the time has a panel for one of its iterations
 _BINS = 1500  # thin slices of time in a band
 _LETTERS = 190  # letters that fit into the width of a band
-_WIDTH, _CORE, _LANE, _AROUND, _LEGEND, _BASIS = 13.0, 0.45, 0.2, 0.85, 0.35, 0.3  # inches
+_WIDTH, _CORE, _LANE, _AROUND, _LEGEND, _BASIS = 13.0, 0.58, 0.2, 0.75, 0.35, 0.3  # inches
+_NAMES = 1.3  # the height of the axes of a core, with the names above it, in units of its band
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _draw(panels: Sequence[_Panel], path: Any, name_of: Callable[[str], str]) ->
             bottom = top - _AROUND - sum(panel.heights)
             grid = figure.add_gridspec(
                 len(panel.bands), 1, height_ratios=panel.heights, hspace=0.12, left=0.1, right=0.985,
-                top=(top - 0.45) / inches, bottom=(bottom + 0.4) / inches,
+                top=(top - 0.35) / inches, bottom=(bottom + 0.4) / inches,
             )  # fmt: skip
             drawn |= _draw_panel([figure.add_subplot(grid[n]) for n in range(len(panel.bands))], panel, name_of)
             top = bottom
@@ -130,14 +131,14 @@ def _draw_panel(axes_of_bands: Sequence[Any], panel: _Panel, name_of: Callable[[
         drawn.update(shares)
         colours = [COLOURS[kind][0] for kind in shares]
         axes.stackplot(edges, *shares.values(), colors=colours, step="post", linewidth=0)
-        axes.set(xlim=(0, width), ylim=(0, 1), yticks=[])
+        axes.set(xlim=(0, width), ylim=(0, _NAMES if lane == "core" else 1), yticks=[])
         label = lane + (f", device {device}" if len(panel.timeline.devices) > 1 else "")
         axes.set_ylabel(label, rotation=0, ha="right", va="center")
         axes.tick_params(axis="x", bottom=axes is last, labelbottom=axes is last)
         axes.spines[:].set_visible(False)
         if lane == "core":
             _name_work(axes, slices, panel, name_of)
-    axes_of_bands[0].set_title(panel.title, loc="left", fontweight="bold", fontsize=9, pad=13)
+    axes_of_bands[0].set_title(panel.title, loc="left", fontweight="bold", fontsize=9, pad=4)
     last.set_xlabel("ms")
     return drawn
 
@@ -154,7 +155,7 @@ def _name_work(axes: Any, slices: Sequence[Slice], panel: _Panel, name_of: Calla
         letters = int((end - start) / (panel.end - panel.begin) * _LETTERS)
         if letters > 3:
             text = name if len(name) <= letters else name[: letters - 1] + "…"
-            axes.text((max(start, panel.begin) - panel.begin) * 1e3, 1.05, text, fontsize=6.5, va="bottom")
+            axes.text((max(start, panel.begin) - panel.begin) * 1e3, 1.04, text, fontsize=6.5, va="bottom")
 
 
 def _shares(slices: Sequence[Slice], panel: _Panel) -> dict[str, Any]:

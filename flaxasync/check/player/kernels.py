@@ -107,7 +107,9 @@ def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
     """
     for computation in module.computations.values():
         for i in computation.instructions:
-            if i.custom_call_target == _CALL and not _has_semaphores(computation, i):
+            shapes = [i.shape, *(computation.by_name[o].shape for o in i.operands if o in computation.by_name)]
+            spaces = {leaf.memory_space for shape in shapes for _, leaf in shape.leaves()}
+            if i.custom_call_target == _CALL and SEMAPHORE not in spaces:
                 yield i.name, _kernel_of(computation, i)
     for operation in async_operations(module):
         if operation.spelling == "kernel" and operation.communicates and operation.windows:
@@ -117,12 +119,6 @@ def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
             done = _kernel_of(ends_at, window.done)
             start = _kernel_of(at, operation.start)
             yield operation.start.name, dataclasses.replace(start, done=done, wires=wires) if wires else None
-
-
-def _has_semaphores(computation: Computation, i: Instruction) -> bool:
-    """Says whether a kernel takes or returns semaphores, so that it is one half of a pair."""
-    shapes = [i.shape, *(computation.by_name[o].shape for o in i.operands if o in computation.by_name)]
-    return any(leaf.memory_space == SEMAPHORE for shape in shapes for _, leaf in shape.leaves())
 
 
 def _wires(start: Instruction, operands: Sequence[Instruction]) -> tuple[int, ...]:

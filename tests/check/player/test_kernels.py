@@ -23,6 +23,12 @@ def test_only_a_program_that_names_its_chips_can_have_its_kernels_simulated():
         fa.check.timeline("HloModule m", "v5e", kernels="played")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4", "uint16", "bool"])
+def test_operands_of_every_type(dtype):
+    short = {"bfloat16": "bf16", "float8_e4m3fn": "f8e4m3fn", "int4": "s4", "uint16": "u16", "bool": "pred"}[dtype]
+    assert kernels._type(f"{short}[8,128]") == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
+
+
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory):
     """An MLP, forward and backward, on four chips: the compiled program, and the folder of its dumps."""
