@@ -1,4 +1,4 @@
-"""Draws docs/img/player_study.png: the fused and the overlapped kernel of the 2x2 study, simulated, side by side.
+"""Draws docs/img/player_study.png: the fused and the overlapped kernel of the 2x2 study, simulated, below one another.
 
 python docs/player_picture.py
 """

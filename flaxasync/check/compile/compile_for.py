@@ -80,11 +80,10 @@ def compile_for(
             f"the function was lowered for {len(request['device_ids'])} devices that are not those of {topology}: "
             f"make its mesh with topology_mesh({topology!r}, ...), or let it use the ambient mesh"
         )
-    folder = None
-    if keep_dumps:
-        folder = pathlib.Path(tempfile.mkdtemp(prefix="flaxasync-") if keep_dumps is True else keep_dumps).absolute()
+    folder = tempfile.mkdtemp(prefix="flaxasync-") if keep_dumps is True else keep_dumps or None
+    dumps = None if folder is None else pathlib.Path(folder).absolute()
     began = time.perf_counter()
-    answer = shared_process(dumps=folder is not None).compile(request, timeout, folder)
+    answer = shared_process(dumps=dumps is not None).compile(request, timeout, dumps)
     seconds = time.perf_counter() - began
     coords = {d.id: tuple(d.coords) for d in devices}
     program = CompiledProgram(
@@ -93,7 +92,7 @@ def compile_for(
         memory=answer["memory"],
         cost=answer["cost"],
         coords=tuple(coords[i] for i in request["device_ids"]),
-        dumps=folder,
+        dumps=dumps,
         axes=_mesh_axes(args),
     )
     for listen in listeners:
@@ -116,8 +115,7 @@ def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:
     from jax._src.interpreters import pxla
 
     lowering = lowered._lowering
-    facts = lowering.compile_args
-    devices = tuple(lowering._device_list)
+    facts, devices = lowering.compile_args, tuple(lowering._device_list)
     to_inputs, to_outputs = pxla.get_prop_to_input_output(facts["in_shardings"], facts["out_shardings"], 0)
     options = dict(lowering._compiler_options_kvs) | compiler_options
     module = io.BytesIO()

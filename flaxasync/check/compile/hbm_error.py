@@ -12,11 +12,9 @@ _MESSAGES = (
 
 
 class HbmError(RuntimeError):
-    """The program needs more HBM than a device has. The compiler gives both sizes to three or four digits.
+    """The program needs more HBM than a device has: `needed` of `available` bytes, as the compiler rounds them.
 
-    Attributes:
-      needed: The bytes that the program needs on a device, including its arguments and outputs.
-      available: The bytes that programs can use on that device.
+    `needed` includes arguments and outputs, and `available` is what programs can use.
     """
 
     def __init__(self, message: str, needed: int, available: int):

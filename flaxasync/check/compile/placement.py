@@ -16,62 +16,44 @@ from flaxasync.check.compile.topologies import topology_mesh
 def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, Mesh | None]:
     """Moves the shardings of arguments to a topology.
 
-    Args:
-      topology: The name of the topology.
-      devices: Its devices.
-      args: Arrays or jax.ShapeDtypeStruct, or pytrees of them.
-
-    Returns:
-      The arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under. The mesh is None if nothing
-      was moved.
+    Returns the arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under, None if nothing was moved.
 
     Raises:
       ValueError: A mesh is not of the topology's size, or the arguments lie on several meshes.
     """
-    leaves, tree = jax.tree.flatten(args)
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    named = [s for s in shardings if isinstance(s, NamedSharding)]
-    moved = _new_meshes(topology, devices, {s.mesh: None for s in named})
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    meshes = dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding))
     ambient = jax.sharding.get_mesh()
-    if not named and not ambient.empty and not _is_of_topology(ambient, devices) and ambient.size == len(devices):
-        moved[ambient] = topology_mesh(topology, ambient.axis_sizes, ambient.axis_names, axis_types=ambient.axis_types)
+    ambient_is_here = not ambient.empty and _is_of_topology(ambient, devices)
+    moved = _new_meshes(topology, devices, meshes, ambient if ambient_is_here else None)
+    if not meshes and not ambient.empty and not ambient_is_here and ambient.size == len(devices):
+        moved[ambient] = _mesh_like(topology, ambient)
     # Without any sharding, and without an ambient mesh, the program is compiled for a single chip.
-    is_single = not named and not moved and (ambient.empty or not _is_of_topology(ambient, devices))
-    single = SingleDeviceSharding(devices[0]) if is_single else None
+    single = None if meshes or moved or ambient_is_here else SingleDeviceSharding(devices[0])
 
-    def placed(leaf: Any, sharding: Any) -> Any:
+    def placed(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            mesh = moved.get(sharding.mesh)
-            if mesh is None and isinstance(leaf, jax.ShapeDtypeStruct):
-                return leaf
-            sharding = sharding if mesh is None else NamedSharding(mesh, sharding.spec)
-        elif single is not None:
-            sharding = single
-        elif isinstance(leaf, jax.ShapeDtypeStruct):
+            sharding = NamedSharding(moved[sharding.mesh], sharding.spec) if sharding.mesh in moved else sharding
+        elif single is None and isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         else:
-            sharding = None
-        aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+            sharding = single
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         weak = getattr(aval, "weak_type", False)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
-    all_placed = jax.tree.unflatten(tree, [placed(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)])
-    return all_placed, next(iter(moved.values()), None)
+    return jax.tree.map(placed, args), next(iter(moved.values()), None)
 
 
-def _new_meshes(topology: str, devices: list, meshes: Collection[Any]) -> dict[Any, Mesh]:
+def _new_meshes(topology: str, devices: list, meshes: Collection[Any], ambient: Any) -> dict[Any, Mesh]:
     """Returns the mesh of the topology that each mesh of the arguments moves to.
 
-    A mesh over the devices of the topology is not moved, so it is not in the result.
-
-    Raises:
-      ValueError: A mesh is not of the topology's size, or the meshes would move to more than one.
+    A mesh over the devices of the topology is not moved, so it is not in the result. `ambient` is the mesh that is set,
+    if it is one of those.
     """
     moved: dict[Any, Mesh] = {}
-    ambient = jax.sharding.get_mesh()
-    here = []  # the meshes in use that are over the devices of the topology already
-    if not ambient.empty and _is_of_topology(ambient, devices) and ambient.size == len(devices):
-        here.append(ambient)
+    here = [ambient] if ambient is not None and ambient.size == len(devices) else []
     for mesh in meshes:
         if mesh.size != len(devices):
             raise ValueError(
@@ -82,10 +64,8 @@ def _new_meshes(topology: str, devices: list, meshes: Collection[Any]) -> dict[A
             here.append(mesh)
     for mesh in meshes:
         if mesh not in here:
-            known = (m for m in (*here, *moved.values()) if _axes(m) == _axes(mesh))
-            moved[mesh] = next(known, None) or topology_mesh(
-                topology, mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types
-            )
+            same_axes = [m for m in (*here, *moved.values()) if list(m.shape.items()) == list(mesh.shape.items())]
+            moved[mesh] = same_axes[0] if same_axes else _mesh_like(topology, mesh)
     if moved and len({*here, *moved.values()}) > 1:
         described = ", ".join(dict.fromkeys(str(dict(m.shape)) for m in (*here, *moved.values())))
         raise ValueError(
@@ -95,8 +75,8 @@ def _new_meshes(topology: str, devices: list, meshes: Collection[Any]) -> dict[A
     return moved
 
 
-def _axes(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    return mesh.axis_names, mesh.axis_sizes
+def _mesh_like(topology: str, mesh: Any) -> Mesh:
+    return topology_mesh(topology, mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _is_of_topology(mesh: Any, devices: list) -> bool:

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import os
 import pathlib
+import pickle
 import select
 import shutil
 import signal
@@ -30,90 +31,74 @@ class CompilerProcess:
 
     libtpu reads only once, when it is loaded, whether and where it writes dumps. A process therefore dumps all of its
     programs or none. It dumps into one folder, and the dumps of each program are then moved to the caller's folder.
-
-    Attributes:
-      dumps: The folder into which libtpu dumps; None if it does not.
-      log: What the child prints.
-      process: The child.
     """
 
     def __init__(self, *, dumps: bool = False):
         environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
-        self.dumps = tempfile.TemporaryDirectory(prefix="flaxasync-") if dumps else None
-        if self.dumps is not None:
-            flags = f"--xla_jf_dump_to={self.dumps.name} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
+        self._dumps = tempfile.TemporaryDirectory(prefix="flaxasync-") if dumps else None
+        if self._dumps is not None:
+            flags = f"--xla_jf_dump_to={self._dumps.name} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
             flags += f" --xla_jf_dump_llo_pass_label_regex={_DUMP_PASSES}"
             environment["LIBTPU_INIT_ARGS"] = f"{environment.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
         self.process = subprocess.Popen(
             [sys.executable, worker.__file__],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
         )  # fmt: skip
 
     def compile(self, request: dict, timeout: float, folder: pathlib.Path | None = None) -> dict:
-        """Compiles one program.
+        """Compiles one program, within `timeout` seconds. Its dumps go into `folder`.
 
-        Args:
-          request: As for `compile_request` of worker.py.
-          timeout: Seconds after which the child is ended.
-          folder: Where the dumps of the program go, if this process dumps.
-
-        Returns:
-          The answer of `compile_request`.
+        Request and answer are those of `compile_request` of worker.py.
 
         Raises:
           HbmError: The program does not fit into memory.
           RuntimeError: The compiler refused the program, died, or did not finish.
         """
         try:
-            return self._compile(request, timeout)
+            answer = self._answer(request, timeout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            death = f"the TPU compiler {_death(self.process.wait())}; its last lines:\n{self._last_lines()}"
+            self.end()
+            raise RuntimeError(death) from None
         finally:
-            if self.dumps is not None and folder is not None:
+            if self._dumps is not None and folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                for file in pathlib.Path(self.dumps.name).iterdir():
+                for file in pathlib.Path(self._dumps.name).iterdir():
                     shutil.move(file, folder / file.name)  # replaces a file of that name, as libtpu would
+        if (message := answer.get("error")) is not None:
+            refused = busy_message(message) if "already in use" in message else f"the TPU compiler refused: {message}"
+            raise hbm_error(message) or RuntimeError(refused)
+        return answer["ok"]
 
-    def _compile(self, request: dict, timeout: float) -> dict:
+    def _answer(self, request: dict, timeout: float) -> dict:
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
-        try:
-            worker.send(stdin, request)
-            if not select.select([stdout], [], [], timeout)[0]:
-                self.end()
-                raise RuntimeError(
-                    f"the TPU compiler did not finish in {timeout} s and was ended; pass a longer timeout"
-                )
-            answer = worker.receive(stdout)
-        except (EOFError, BrokenPipeError):
-            death = f"the TPU compiler {_death(self.process.wait())}; its last lines:\n{self.last_lines()}"
+        pickle.dump(request, stdin)
+        stdin.flush()
+        if not select.select([stdout], [], [], timeout)[0]:
             self.end()
-            raise RuntimeError(death) from None
-        if "error" in answer:
-            message = answer["error"]
-            raise hbm_error(message) or RuntimeError(
-                busy_message(message) if "already in use" in message else f"the TPU compiler refused: {message}"
-            )
-        return answer["ok"]
+            raise RuntimeError(f"the TPU compiler did not finish in {timeout} s and was ended; pass a longer timeout")
+        return pickle.load(stdout)
 
-    def last_lines(self) -> str:
+    def _last_lines(self) -> str:
         """Returns the end of what the child has printed."""
-        self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
         return "\n".join(line for line in lines if not line.startswith("http"))[-2000:]
 
     def close(self) -> None:
         """Ends the child and removes its dumps."""
         self.end()
-        if self.dumps is not None:
-            self.dumps.cleanup()
+        if self._dumps is not None:
+            self._dumps.cleanup()
 
     def end(self) -> None:
         """Ends the child."""
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.log):
+        for stream in (self.process.stdin, self.process.stdout, self._log):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()  # type: ignore[union-attr]
 

@@ -9,25 +9,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """What the TPU compiler made of a function, on one device of a topology. It cannot be run.
+    """What the TPU compiler made of a function, on one device of a topology. It cannot be run."""
 
-    Attributes:
-      text: The HLO text, after optimization and scheduling.
-      topology: The name of the topology.
-      memory: The entries `*_in_bytes` of JAX's memory analysis for one device.
-      cost: XLA's cost analysis.
-      coords: The chip of each partition, in the order of the mesh.
-      dumps: The folder with libtpu's final bundles, if they were asked for.
-      axes: The sizes of the mesh axes, by name, in the order of the mesh; empty if there is no mesh.
-    """
-
-    text: str
+    text: str  # HLO, after optimization and scheduling
     topology: str
-    memory: Mapping[str, int]
-    cost: Mapping[str, float]
-    coords: tuple[tuple[int, ...], ...]
-    dumps: pathlib.Path | None = None
-    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    memory: Mapping[str, int]  # the entries `*_in_bytes` of JAX's memory analysis for one device
+    cost: Mapping[str, float]  # XLA's cost analysis
+    coords: tuple[tuple[int, ...], ...]  # the chip of each partition, in the order of the mesh
+    dumps: pathlib.Path | None = None  # the folder with libtpu's final bundles, if they were asked for
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # the sizes of the mesh axes, in their order
 
     @property
     def chip(self) -> str:

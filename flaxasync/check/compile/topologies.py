@@ -1,13 +1,13 @@
 """The TPU topologies that libtpu describes, and meshes over their devices, which the machine need not have."""
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -47,10 +47,10 @@ def topology_mesh(
     shape, names = tuple(axis_shapes), tuple(axis_names)
     if len(shape) != len(names):
         raise ValueError(f"axis_names needs one name per axis: got {names} for axis_shapes {shape}")
-    if np.prod(shape) != len(devices):
+    if (size := math.prod(shape)) != len(devices):
         raise ValueError(
-            f"axis_shapes must multiply to the {len(devices)} devices of {topology}: got {shape}, which is "
-            f"{np.prod(shape)}; change the mesh, or choose a topology of that size"
+            f"axis_shapes must multiply to the {len(devices)} devices of {topology}: got {shape}, which is {size}; "
+            "change the mesh, or choose a topology of that size"
         )
     ordered = order_slices(devices, shape, names)
     assert ordered is not None  # the devices of each slice fill its grid
@@ -74,7 +74,7 @@ def topology_devices(topology: str) -> list:
     known = "; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in TOPOLOGIES.items())
     wanted = f"topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}; there are {known}"
     sizes = [int(n.lstrip("*")) for n in match.groups()[1:] if n] if match else []
-    if not match or match[1] not in TOPOLOGIES or np.prod(sizes) > MAX_CHIPS:
+    if not match or match[1] not in TOPOLOGIES or math.prod(sizes) > MAX_CHIPS:
         raise ValueError(wanted)
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError("compiling for a TPU needs libtpu, no TPU: install flaxasync with its 'tpu' or 'dev' extra")

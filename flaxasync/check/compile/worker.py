@@ -1,7 +1,7 @@
-"""The process in which libtpu compiles. It reads requests from stdin and writes answers to stdout.
+"""The process in which libtpu compiles. It reads requests from stdin and writes answers to stdout, both as pickles.
 
 libtpu may crash this process without harm to its parent. process.py runs this file as a script, by its path. The script
-imports jax and never flaxasync, so that it starts fast. A message is a pickle, preceded by eight bytes with its length.
+imports jax and never flaxasync, so that it starts fast.
 
 The script uses three internals of jaxlib (the compile-only client, CompileOptions and DeviceList), because only they
 can compile a lowered module in another process than the one that traced it.
@@ -9,29 +9,8 @@ can compile a lowered module in another process than the one that traced it.
 
 import os
 import pickle
-import struct
 import sys
-from typing import IO, Any
-
-
-def send(stream: IO[bytes], message: Any) -> None:
-    """Writes one message."""
-    data = pickle.dumps(message)
-    stream.write(struct.pack("<Q", len(data)) + data)
-    stream.flush()
-
-
-def receive(stream: IO[bytes]) -> Any:
-    """Reads one message.
-
-    Raises:
-      EOFError: The other side has ended.
-    """
-    size = stream.read(8)
-    if len(size) < 8:
-        raise EOFError
-    data = stream.read(struct.unpack("<Q", size)[0])
-    return pickle.loads(data)
+from typing import Any
 
 
 def compile_request(request: dict) -> dict:
@@ -75,13 +54,15 @@ def main() -> None:
     os.dup2(2, 1)  # so that nothing that libtpu prints on stdout is taken for an answer
     while True:
         try:
-            request = receive(sys.stdin.buffer)
+            request = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            send(answers, {"ok": compile_request(request)})
+            answer: dict = {"ok": compile_request(request)}
         except Exception as error:
-            send(answers, {"error": f"{type(error).__name__}: {error}"})
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        pickle.dump(answer, answers)
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, c
     """
     if group < 2:
         return 0.0
-    directions = 1 if group == 2 else 2
-    share = (group - 1) / group
+    directions, share = 1 if group == 2 else 2, (group - 1) / group
+    exchanged = bytes_in * (1 / 2 if group == 2 else group / 4)
     volumes = {
         "all-gather": bytes_out * share,
         "reduce-scatter": bytes_in * share,
         "all-reduce": 2 * bytes_in * share,
-        "all-to-all": bytes_in * (1 / 2 if group == 2 else group / 4),
-        "ragged-all-to-all": bytes_in * (1 / 2 if group == 2 else group / 4),
+        "all-to-all": exchanged,
+        "ragged-all-to-all": exchanged,
         "collective-broadcast": bytes_in,
     }
     if opcode not in volumes:

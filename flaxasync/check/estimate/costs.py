@@ -45,41 +45,24 @@ _STEPS = ("-start", "-done", "-update")
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """What a kernel, or a transfer from its start to its done, takes on its slowest device, by simulation.
-
-    Attributes:
-      seconds: All of its time.
-      exposed: The seconds of it in which the device waits for other devices.
-      guessed: Whether it reads scalars that the program does not determine, and that the simulation takes as 0.
-    """
+    """What a kernel, or a transfer from its start to its done, takes on its slowest device, by simulation."""
 
     seconds: float
-    exposed: float
-    guessed: bool = False
+    exposed: float  # the seconds of it in which the device waits for other devices
+    guessed: bool = False  # whether it reads scalars that the program does not determine, and that are taken as 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The times of the instructions of one module on one chip, in seconds.
-
-    Attributes:
-      module: The program.
-      chip: The chip.
-      kernels: Seconds of Pallas kernels, by the name of the instruction, with or without its number.
-      played: What Pallas kernels took in a simulation, by the name of the instruction; the transfer of a start/done
-        pair by that of the start.
-      copies: "cycles", "bytes" or "simulated": what the time of a copy is taken from.
-      known: A cache of what `explained` returned, by computation and instruction.
-      known_trips: A cache of what `trips` returned, by the names of the loop and of its body.
-    """
+    """The times of the instructions of one module on one chip, in seconds."""
 
     module: HloModule
     chip: Chip
-    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    copies: str = "cycles"
-    played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)
-    known: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
-    known_trips: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)  # that the caller gives, by `_given`
+    copies: str = "cycles"  # or "bytes" or "simulated": what the time of a copy is taken from
+    played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)  # by the name of the kernel or start
+    _known: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
+    _known_trips: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
         """Returns the time that the core spends on an instruction. A start and a done take none."""
@@ -91,10 +74,10 @@ class Costs:
         The second value is one of "cycles", "links", "bytes", "played", "given", "estimate", "body" and "nothing".
         """
         key = f"{computation.name}/{instruction.name}"
-        if key not in self.known:
-            self.known[key] = (0.0, "nothing")  # ends the recursion if a computation of the text calls itself
-            self.known[key] = self._explain(computation, instruction)
-        return self.known[key]
+        if key not in self._known:
+            self._known[key] = (0.0, "nothing")  # ends the recursion if a computation of the text calls itself
+            self._known[key] = self._explain(computation, instruction)
+        return self._known[key]
 
     def exposed(self, instruction: Instruction) -> float:
         """Returns the seconds of a kernel in which it waits for other devices, as far as that is known."""
@@ -108,10 +91,10 @@ class Costs:
     def trips(self, loop: Instruction) -> int:
         """Returns the trip count of a loop; 1 if the text does not determine it."""
         key = f"{loop.name}/{loop.loop_body}"
-        if key not in self.known_trips:
+        if key not in self._known_trips:
             count = trip_count(self.module, loop)
-            self.known_trips[key] = 1 if count is None else count
-        return self.known_trips[key]
+            self._known_trips[key] = 1 if count is None else count
+        return self._known_trips[key]
 
     def executions(self) -> dict[str, int]:
         """Returns how often each computation of the control flow runs: the entry, loop bodies, branches and calls."""
@@ -131,14 +114,12 @@ class Costs:
     def transfer_seconds(self, operation: AsyncOperation) -> float:
         """Returns how long an asynchronous operation is under way when it is alone on its link or in its memory."""
         computation = self.module.computations[operation.computation]
-        if operation.spelling == "kernel":
-            given = self._given(operation.start.name)
-            if given is not None:
-                return given
-            if operation.start.name in self.played:
-                return self.played[operation.start.name].seconds
-            if not operation.communicates:
-                return self.memory_seconds(2 * operation.bytes)
+        name = operation.start.name
+        if operation.spelling == "kernel" and (given := self._given(name)) is not None:
+            return given
+        if operation.spelling == "kernel" and name in self.played:
+            return self.played[name].seconds
+        if operation.spelling == "kernel" and operation.communicates:
             return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
         if operation.communicates:
             collective = operation.inner or operation.start
@@ -159,15 +140,13 @@ class Costs:
         if i.opcode == "call":
             return sum(self.computation_seconds(name) for name in i.called_computations), "body"
         if i.opcode in COLLECTIVES:
-            sent = self._operand_bytes(computation, i)
-            return collective_seconds(i.opcode, sent, i.shape.bytes, self.group_size(i), self.chip), "links"
+            return self._collective_seconds(computation, i, i), "links"
         if i.opcode == "custom-call":
             return self._custom_call(computation, i)
         if i.opcode == "fusion" and (collective := collective_in_fusion(self.module, i)) is not None:
             if collective.opcode == "custom-call":
                 return 0.0, "nothing"  # the fusion is a start or a done
-            sent, kind = self._operand_bytes(computation, i), self.collective_kind(computation, i, collective)
-            return collective_seconds(kind, sent, i.shape.bytes, self.group_size(collective), self.chip), "links"
+            return self._collective_seconds(computation, i, collective), "links"
         cycles, moved = i.estimated_cycles, self._bytes_seconds(computation, i)
         if i.opcode == "copy" and cycles is not None and self.copies == "simulated":
             return self._copy_seconds(computation, i, cycles / self.chip.clock, moved), "cycles"
@@ -192,6 +171,10 @@ class Costs:
 
     def _given(self, kernel: str) -> float | None:
         return self.kernels.get(kernel, self.kernels.get(_without_number(kernel)))
+
+    def _collective_seconds(self, computation: Computation, i: Instruction, collective: Instruction) -> float:
+        sent, kind = self._operand_bytes(computation, i), self.collective_kind(computation, i, collective)
+        return collective_seconds(kind, sent, i.shape.bytes, self.group_size(collective), self.chip)
 
     def collective_kind(self, computation: Computation, i: Instruction, collective: Instruction) -> str:
         """Returns the opcode of what a collective does. XLA writes a reduce-scatter as an all-reduce and a slice."""

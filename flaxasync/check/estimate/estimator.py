@@ -33,19 +33,9 @@ def timeline(
     """Estimates which instruction runs when, on each device.
 
     Args:
-      compiled: A compiled program, its text, or a parsed module. It must be scheduled.
-      chip: "v5e", "v6e", "v5p" or "tpu7x"; the name of a topology will do, too. By default the program's own chip.
-      kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own cost estimate at the
-        chip's peak.
-      copies: "cycles" takes the compiler's estimates of copies, which are far too long within vector memory. "bytes"
-        times copies by the bytes that they move. "simulated" times those from or to vector memory so, at the rates of
-        simulated copies, and takes the compiler's estimates of all others.
+      compiled: As for `fa.check.timeline`, and so are `chip`, `kernels` and `copies`.
       played: What kernels took in a simulation, by name.
       notes: More notes of the timeline.
-
-    Returns:
-      The timeline: `.seconds`, `.compute`, `.exposed`, `.devices`. `print` shows a table. `fa.check.save_picture` and
-      `fa.check.save_trace` write it to files.
 
     Raises:
       ValueError: The chip is unknown or was not given, or the program is not scheduled or has no text.

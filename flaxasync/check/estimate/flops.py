@@ -16,18 +16,15 @@ def product_flops(module: HloModule, costs: Costs) -> float:
 
 
 def _flops(module: HloModule, computation: Computation, inside: set[str]) -> float:
-    """Returns the FLOPs of a computation and of the fusions in it."""
-    if computation.name in inside:
-        return 0.0
+    """Returns the FLOPs of a computation and of the fusions in it, except of one that contains itself."""
     total = 0.0
     for i in computation.instructions:
-        if i.opcode == "fusion":
-            for name in i.called_computations:
-                if name in module.computations:
-                    total += _flops(module, module.computations[name], inside | {computation.name})
-        elif i.opcode in ("dot", "convolution"):
-            total += 2.0 * math.prod(i.shape.dimensions) * _summed(computation, i)
         total += i.kernel_flops or 0
+        if i.opcode in ("dot", "convolution"):
+            total += 2.0 * math.prod(i.shape.dimensions) * _summed(computation, i)
+        for name in i.called_computations if i.opcode == "fusion" else ():
+            if name in module.computations and name not in inside:
+                total += _flops(module, module.computations[name], inside | {name})
     return total
 
 

@@ -12,23 +12,17 @@ _GPU_NOTES = ('"operation_queue_id"', '"__triton')  # in a backend_config: XLA f
 
 
 def limits(module: HloModule, chip: str) -> list[str]:
-    """Returns what a reader should know about the times of a program.
-
-    Args:
-      module: The program.
-      chip: The name of the chip whose times are taken.
-    """
-    between_slices = with_host = 0
-    on_gpu = False
-    for computation in module.computations.values():
-        for i in computation.instructions:
-            if i.opcode == "send":
-                between_slices += "megascale" in i.attributes.get("frontend_attributes", "")
-            elif i.opcode in ("copy", "copy-start", "async-start"):
-                with_host += any(leaf.memory_space == HOST for _, leaf in i.shape.leaves())
-            elif i.opcode == "custom-call":
-                on_gpu = on_gpu or i.custom_call_target.startswith(_GPU_CALLS)
-            on_gpu = on_gpu or any(note in i.attributes.get("backend_config", "") for note in _GPU_NOTES)
+    """Returns what a reader should know about the times of a program that are taken from the chip of that name."""
+    instructions = [i for computation in module.computations.values() for i in computation.instructions]
+    between_slices = sum(
+        i.opcode == "send" and "megascale" in i.attributes.get("frontend_attributes", "") for i in instructions
+    )
+    copies = [i for i in instructions if i.opcode in ("copy", "copy-start", "async-start")]
+    with_host = sum(any(leaf.memory_space == HOST for _, leaf in i.shape.leaves()) for i in copies)
+    configs = [i.attributes.get("backend_config", "") for i in instructions]
+    on_gpu = any(i.custom_call_target.startswith(_GPU_CALLS) for i in instructions) or any(
+        note in config for config in configs for note in _GPU_NOTES
+    )
     notes = []
     if on_gpu:
         notes.append(

@@ -22,29 +22,19 @@ MAX_DEVICES = 64  # devices that are stepped through, of a program whose devices
 
 
 class Lockstep:
-    """All devices of one program. They run the same instructions, each at its own time.
-
-    Attributes:
-      module: The program.
-      costs: The times of its instructions.
-      executed: How often each computation of the control flow runs.
-      devices: The numbers of the devices that are stepped through; [0] where all of them do the same.
-      clock: The time of each device's core, in seconds.
-      seconds: The seconds of each device, by the kind of slice, its cause, and what its time was taken from.
-      slices: The slices of work, waits and transfers of all devices.
-      loops: The loops of the first device.
-    """
+    """All devices of one program. They run the same instructions, each at its own time."""
 
     def __init__(self, module: HloModule, costs: Costs):
         self.module, self.costs = module, costs
-        self.executed = costs.executions()
+        self.executed = costs.executions()  # how often each computation of the control flow runs
         self._operations = [op for op in async_operations(module) if op.computation in self.executed]
-        self.devices = self._distinct_devices()
+        self.devices = self._distinct_devices()  # those that are stepped through; [0] where all of them do the same
         count = len(self.devices)
-        self.clock = [0.0] * count
+        self.clock = [0.0] * count  # the time of each device's core, in seconds
+        # The seconds of each device, by the kind of slice, its cause, and what its time was taken from.
         self.seconds: list[dict[tuple[str, str, str], float]] = [{} for _ in range(count)]
         self.slices: list[Slice] = []
-        self.loops: list[Loop] = []
+        self.loops: list[Loop] = []  # of the first device
         # The operation that begins at an instruction: at its start, or at the update that brings late operands.
         self._begins = {op.name: op for op in self._operations if op.start.operands or not op.updates}
         self._begins |= {op.updates[-1].name: op for op in self._operations if op.updates and not op.start.operands}
@@ -161,18 +151,11 @@ class Lockstep:
     def _hold(self, computation: Computation, i: Instruction, collective: Instruction) -> None:
         """Lets the devices of each group wait for each other, and then holds them for the time of the collective."""
         seconds = self.costs.seconds(computation, i)
-        pairs = permute_pairs(collective)
-        if pairs and len(self.devices) > 1:
-            before = list(self.clock)
-            for source, target in pairs:
-                if source < len(before) and target < len(before):
-                    begin = max(before[source], before[target])
-                    for n in (source, target):
-                        self._spend(n, begin, f"waits for {i.name}", "stall", i.name)
-                        self._spend(n, begin + seconds, i.name, "collective", i.name)
-            return
-        for group in self._groups(collective):
-            begin = max((self.clock[n] for n in group), default=0.0)
+        before, groups = list(self.clock), self._groups(collective)
+        if len(before) > 1 and (pairs := permute_pairs(collective)):
+            groups = [list(pair) for pair in pairs if max(pair) < len(before)]
+        for group in groups:
+            begin = max((before[n] for n in group), default=0.0)
             for n in group:
                 self._spend(n, begin, f"waits for {i.name}", "stall", i.name)
                 self._spend(n, begin + seconds, i.name, "collective", i.name)
@@ -187,9 +170,7 @@ class Lockstep:
     # Control flow.
 
     def _longest_branch(self, i: Instruction) -> None:
-        names = [name for name in i.called_computations if name in self.module.computations]
-        if names:
-            self._run(max(names, key=self.costs.computation_seconds))
+        self._run(max(i.called_computations, key=self.costs.computation_seconds, default=""))
 
     def _loop(self, loop: Instruction) -> None:
         body = loop.loop_body
@@ -197,32 +178,20 @@ class Lockstep:
             return
         self._open_loops.append(body)
         trips, depth = self.costs.trips(loop), len(self._open_loops) - 1
-        began = before = after = self.clock[0]
-        if trips <= STEPPED_ITERATIONS:
-            for _ in range(trips):
-                before = self.clock[0]
-                self._run(body)
-            after = self.clock[0]
-        else:
-            for _ in range(STEPPED_ITERATIONS - 2):
-                self._run(body)
+        began = self.clock[0]
+        iteration = (began, began)
+        for number in range(min(trips, STEPPED_ITERATIONS)):
             clock, seconds = list(self.clock), [dict(by_kind) for by_kind in self.seconds]
             self._run(body)
-            before, after = clock[0], self.clock[0]
-            self._repeat(loop, trips - STEPPED_ITERATIONS, clock, seconds)
-            self._run(body)
-        self.loops.append(Loop(loop.name, depth, trips, began, self.clock[0], (before, after)))
+            if trips <= STEPPED_ITERATIONS or number == STEPPED_ITERATIONS - 2:
+                iteration = (clock[0], self.clock[0])
+            if trips > STEPPED_ITERATIONS and number == STEPPED_ITERATIONS - 2:
+                self._repeat(loop, trips - STEPPED_ITERATIONS, clock, seconds)
+        self.loops.append(Loop(loop.name, depth, trips, began, self.clock[0], iteration))
         self._open_loops.pop()
 
     def _repeat(self, loop: Instruction, times: int, clock: list[float], seconds: list[dict]) -> None:
-        """Adds iterations that are like the last one.
-
-        Args:
-          loop: The while instruction.
-          times: How many iterations are added.
-          clock: The clock before the last iteration.
-          seconds: The seconds by kind and cause before the last iteration.
-        """
+        """Adds iterations that are like the last one, before which the clock and the seconds were those given."""
         step = max(now - before for now, before in zip(self.clock, clock, strict=True)) * times
         for n in range(len(self.devices)):
             for key, value in list(self.seconds[n].items()):

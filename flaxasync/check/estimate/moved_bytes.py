@@ -15,10 +15,7 @@ _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 def moved_bytes(module: HloModule, computation: Computation, i: Instruction) -> list[tuple[int, int]]:
     """Returns (memory space, bytes) of every array that an instruction reads or writes.
 
-    Args:
-      module: The program.
-      computation: The computation of the instruction.
-      i: The instruction: a fusion, or any other that computes its result from all of its operands or from slices.
+    `i` is a fusion, or any other instruction that computes its result from all of its operands or from slices.
     """
     operands = [made.shape if (made := computation.by_name.get(o)) else None for o in i.operands]
     known = [shape for shape in operands if shape is not None]

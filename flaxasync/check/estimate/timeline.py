@@ -33,25 +33,15 @@ SOURCES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
-    """One period of time on one lane of one device.
-
-    Attributes:
-      device: The number of the device.
-      lane: "core", "memory", or the name of a link.
-      name: The instruction that runs, waits or travels.
-      kind: One of KINDS.
-      start: When it begins, in seconds.
-      end: When it ends, in seconds.
-      cause: The operation that a wait is for; the kind of operation that a transfer belongs to.
-    """
+    """One period of time on one lane of one device."""
 
     device: int
-    lane: str
-    name: str
-    kind: str
-    start: float
-    end: float
-    cause: str = ""
+    lane: str  # "core", "memory", or the name of a link
+    name: str  # of the instruction that runs, waits or travels
+    kind: str  # one of KINDS
+    start: float  # in seconds
+    end: float  # in seconds
+    cause: str = ""  # the operation that a wait is for; the kind of operation that a transfer belongs to
 
     @property
     def seconds(self) -> float:
@@ -60,73 +50,43 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """One run of a loop on the first device.
+    """One run of a loop on the first device. Times are in seconds."""
 
-    Attributes:
-      name: The name of the while instruction.
-      depth: The number of loops around this one.
-      trips: The number of iterations.
-      start: When the loop begins, in seconds.
-      end: When the loop ends, in seconds.
-      iteration: The begin and end of a typical iteration whose slices are all in the timeline, in seconds.
-    """
-
-    name: str
-    depth: int
-    trips: int
+    name: str  # of the while instruction
+    depth: int  # the number of loops around this one
+    trips: int  # the number of iterations
     start: float
     end: float
-    iteration: tuple[float, float]
+    iteration: tuple[float, float]  # the begin and end of a typical iteration whose slices are all in the timeline
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
-    """Where the time of one device goes.
-
-    Attributes:
-      device: The number of the device.
-      seconds: All of its time.
-      compute: Seconds of work.
-      exposed: Seconds in which it waits for other devices, in stalls or in synchronous collectives.
-      memory: Seconds in which it waits for copies within the device.
-      causes: The seconds of `exposed` and `memory`, by the name of the operation that the device waits for.
-      sources: The seconds by what they were taken from, one of SOURCES; empty where all come from one simulation.
-    """
+    """Where the time of one device goes, in seconds."""
 
     device: int
-    seconds: float
-    compute: float
-    exposed: float
-    memory: float
-    causes: Mapping[str, float]
+    seconds: float  # all of its time
+    compute: float  # in which it works
+    exposed: float  # in which it waits for other devices, in stalls or in synchronous collectives
+    memory: float  # in which it waits for copies within the device
+    causes: Mapping[str, float]  # of `exposed` and `memory`, by the name of the operation that the device waits for
+    # All of them by what they were taken from, one of SOURCES; empty where all come from one simulation.
     sources: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What runs when in a program. The totals are those of the slowest device. `print` shows a table.
-
-    Attributes:
-      name: The name of the program.
-      chip: The name of the chip.
-      basis: What the times are based on.
-      known_error: How far such times were from a measurement, if one is known.
-      slices: All slices of all devices.
-      devices: Where the time of each device goes.
-      notes: What a reader should know beside the figures.
-      loops: The loops, in the order in which they ended.
-      flops: The FLOPs of a device's matrix products, recomputed ones included; None where they are not known.
-    """
+    """What runs when in a program. The totals are those of the slowest device. `print` shows a table."""
 
     name: str
     chip: str
-    basis: str
-    known_error: str
-    slices: tuple[Slice, ...]
+    basis: str  # what the times are based on
+    known_error: str  # how far such times were from a measurement, if one is known
+    slices: tuple[Slice, ...]  # of all devices
     devices: tuple[DeviceTime, ...]
-    notes: tuple[str, ...] = ()
-    loops: tuple[Loop, ...] = ()
-    flops: float | None = None
+    notes: tuple[str, ...] = ()  # what a reader should know beside the figures
+    loops: tuple[Loop, ...] = ()  # in the order in which they ended
+    flops: float | None = None  # of a device's matrix products, recomputed ones included; None if they are not known
 
     @property
     def slowest(self) -> DeviceTime:

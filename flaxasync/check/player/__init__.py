@@ -5,12 +5,11 @@ Each file imports only files that are listed above it or beside it:
   errors, bundle_text, dump                                    from the text of the dumps to programs
   chips, chip_grid                                             the timing of the chips, and the grid that they are on
   addresses, scalar_operations, matrix_unit, basic_blocks      from a program to Python code that executes it
-  machine                                                      one core
-  network, event_queue, recorder, vector_clocks                what the cores share
-  transfers, memory_claims, semaphores                         transfers, the memory that they use, and semaphores
+  result, recorder, machine, launch                            one device: what it finds, what it does, and its record
+  network, event_queue, vector_clocks, state                   what the devices share
+  transfers, memory_claims, semaphores, diagnostics            transfers, the memory that they use, and semaphores
   collective_tables, ring_model                                XLA's collectives
-  launch, diagnostics, devices, transfer_engine, simulation    all devices together
-  result, summary, picture                                     the result of a simulation
+  transfer_engine, simulation                                  all devices together
   play                                                         the public functions `play` and `play_dump`
 """
 

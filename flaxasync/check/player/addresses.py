@@ -22,6 +22,8 @@ import dataclasses
 import math
 import re
 
+from flaxasync.check.hlo.shape_reader import read_shape
+from flaxasync.check.hlo.shapes import Shape, element_bits
 from flaxasync.check.player.bundle_text import Declaration, Program
 from flaxasync.check.player.errors import DumpError, PlayerError
 
@@ -32,22 +34,13 @@ _END = {"smem": 0x600000, "sflag": 4 << 13, "vmem": _FIRST["hbm"], "hbm": GRANUL
 FIRST_HBM_GRANULE = _FIRST["hbm"] // GRANULE
 # Bytes between buffers, so that an address just past the end of one is in no buffer.
 _GAP = {"smem": 0, "sflag": 0, "vmem": 4096, "hbm": 32768}
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
 _TILE = re.compile(r"\(([\d,]+)\)")
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0, "opaque": 0}
 LATE = "late scalar"  # the beginning of the labels of scalars that the compiler added after the declarations
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
-    """A range of addresses.
-
-    Attributes:
-      space: The memory space.
-      address: The first address, in units of the space.
-      size: The size, in units of the space.
-      label: What it is, for messages.
-    """
+    """A range of addresses. `address` is the first one; it and `size` are in units of the memory space."""
 
     space: str
     address: int
@@ -56,32 +49,21 @@ class Buffer:
 
 
 class Addresses:
-    """Assigns addresses, and finds the buffer at an address.
-
-    Attributes:
-      fixed: The compiler's description of each (space, address) that the compiler has fixed.
-    """
+    """Assigns addresses, and finds the buffer at an address."""
 
     def __init__(self, hbm_unit: int) -> None:
         self._unit = {"smem": 4, "sflag": 4, "vmem": 512, "hbm": hbm_unit}
         self._next = {space: first // self._unit[space] for space, first in _FIRST.items()}
         self._by_program: dict[str, dict[str, Buffer]] = {}
-        self._ordered: dict[str, tuple[list[int], list[Buffer]]] = {space: ([], []) for space in self._unit}
-        self.fixed: dict[tuple[str, int], str] = {}
+        self._ordered: dict[str, list[Buffer]] = {space: [] for space in self._unit}  # by address
+        self.fixed: dict[tuple[str, int], str] = {}  # what is at each (space, address) that the compiler has fixed
 
     def add(self, program: Program) -> None:
         """Gives addresses to the declarations of one program."""
-        placed: dict[str, Buffer] = {}
-        for declaration in program.declarations.values():
-            placed[declaration.name] = self._declared(program, declaration)
-        self._by_program[program.name] = placed
+        self._by_program[program.name] = {name: self._declared(program, d) for name, d in program.declarations.items()}
 
     def new(self, space: str, size: int, label: str) -> Buffer:
-        """Gives addresses to a buffer of `size` bytes.
-
-        Raises:
-          PlayerError: All buffers of the space together are larger than its range of addresses.
-        """
+        """Gives addresses to a buffer of `size` bytes. PlayerError says that the space has no more of them."""
         units = max(1, -(-size // self._unit[space]))
         buffer = Buffer(space, self._next[space], units, label)
         if (end := (buffer.address + units) * self._unit[space]) > _END[space]:
@@ -90,9 +72,7 @@ class Addresses:
                 f"{_END[space]:#x}, as no two buffers share any: simulate its parts as programs of their own ({label})"
             )
         self._next[space] += units + _GAP[space] // self._unit[space]
-        starts, buffers = self._ordered[space]
-        starts.append(buffer.address)
-        buffers.append(buffer)
+        self._ordered[space].append(buffer)
         return buffer
 
     def of(self, program: Program, name: str) -> Buffer:
@@ -100,9 +80,7 @@ class Addresses:
 
         Later passes of the compiler add scalars, for spilled registers and for offsets of the linker. These are not
         declared, and get an address when they are first used. Their numbers are higher than those of all declarations.
-
-        Raises:
-          DumpError: The name is not declared although it should be.
+        DumpError says that any other name is not declared.
         """
         placed = self._by_program[program.name]
         if name not in placed:
@@ -114,6 +92,13 @@ class Addresses:
             placed[name] = self.new("smem", 4, f"{LATE} {name} of {program.name}")
         return placed[name]
 
+    def at(self, space: str, address: int) -> Buffer | None:
+        """Returns the buffer that contains an address; None if there is none."""
+        buffers = self._ordered[space]
+        index = bisect.bisect_right(buffers, address, key=lambda buffer: buffer.address) - 1
+        found = index >= 0 and address < buffers[index].address + buffers[index].size
+        return buffers[index] if found else None
+
     def at_granule(self, space: str, granule: int) -> Buffer | None:
         """Returns the buffer that contains a granule of vmem or hbm; None if there is none."""
         return self.at(space, granule * GRANULE // self._unit[space])
@@ -123,51 +108,38 @@ class Addresses:
         scale = self._unit[buffer.space] // GRANULE
         return buffer.address * scale, (buffer.address + buffer.size) * scale
 
-    def at(self, space: str, address: int) -> Buffer | None:
-        """Returns the buffer that contains an address; None if there is none."""
-        starts, buffers = self._ordered[space]
-        index = bisect.bisect_right(starts, address) - 1
-        if index < 0 or address >= buffers[index].address + buffers[index].size:
-            return None
-        return buffers[index]
-
     def _declared(self, program: Program, declaration: Declaration) -> Buffer:
         """Returns the buffer of a declaration, at its fixed address if it has one."""
-        space = declaration.space
-        if space not in self._unit:
-            space = "smem"  # the core that is simulated never uses its address
+        # The core that is simulated never uses the address of any other space.
+        space = declaration.space if declaration.space in self._unit else "smem"
+        size = declaration.size
         label = f"{declaration.tag} ({declaration.name} of {program.name})"
-        if declaration.offset >= 0:
-            address = declaration.offset // self._unit[space]
-            if declaration.size and not declaration.tag.endswith("null"):
-                self.fixed[space, address] = declaration.tag
-            if space not in ("smem", "sflag"):
-                return self.new(space, max(declaration.size, 1), label)
-            return Buffer(space, address, max(1, declaration.size // 4), label)
-        size = declaration.size if declaration.size >= 0 else shape_bytes(declaration.shape)
-        return self.new(space, size, label)
+        if declaration.offset < 0:
+            return self.new(space, size if size >= 0 else padded_bytes(read_shape(declaration.shape)), label)
+        address = declaration.offset // self._unit[space]
+        if size and not declaration.tag.endswith("null"):
+            self.fixed[space, address] = declaration.tag
+        if space in ("vmem", "hbm"):
+            return self.new(space, max(size, 1), label)
+        return Buffer(space, address, max(1, size // 4), label)
 
 
-def shape_bytes(shape: str) -> int:
-    """Returns the bytes of an HLO shape with the padding of its tiles. For a tuple it returns the sum.
-
-    `bf16[3,5]{1,0:T(8,128)(2,1)}` has 2048 bytes.
-    """
-    return sum(_array_bytes(m) for m in _SHAPE.finditer(shape))
+def padded_bytes(shape: Shape) -> int:
+    """Returns the bytes of a shape with the padding of its tiles: 2048 for `bf16[3,5]{1,0:T(8,128)(2,1)}`."""
+    return sum(_array_bytes(leaf) for _, leaf in shape.leaves())
 
 
-def _array_bytes(match: re.Match) -> int:
-    dtype, dims, order, layout = match.groups()
-    sizes = [int(d) for d in dims.split(",") if d]
-    if order and len(order.split(",")) == len(sizes):
-        sizes = [sizes[int(i)] for i in reversed(order.split(","))]
-    tile = [int(t) for t in m[1].split(",")] if (m := _TILE.search(layout or "")) else []
+def _array_bytes(shape: Shape) -> int:
+    sizes = list(shape.dimensions)
+    if shape.layout and len(shape.layout.minor_to_major) == len(sizes):
+        sizes = [sizes[dimension] for dimension in reversed(shape.layout.minor_to_major)]
+    tiling = _TILE.search(shape.layout.tiling) if shape.layout else None
+    tile = [int(side) for side in tiling[1].split(",")] if tiling else []
     if tile and not sizes:
         sizes = [1]  # a scalar has a whole tile, too
     for axis in range(1, min(len(tile), len(sizes)) + 1):
         sizes[-axis] = -(-sizes[-axis] // tile[-axis]) * tile[-axis]
-    bits = _BITS.get(dtype) if dtype in _BITS else int(found[0]) if (found := re.findall(r"\d+", dtype)) else 32
-    return -(-math.prod(sizes) * (bits or 0) // 8)
+    return -(-math.prod(sizes) * element_bits(shape.element_type) // 8)
 
 
 def _number(name: str) -> int:

@@ -42,47 +42,34 @@ class ExternalOperation:
 class BasicBlock:
     """A sequence of bundles without a branch in it.
 
-    Attributes:
-      run: The compiled function. It takes the registers, the predicates and the machine. It returns the branch that was
-        taken, or None, and a list of (index in `external`, values of the operands), or None.
-      end: The index of the last bundle.
-      bundles: The number of bundles.
-      work: The work of the matrix units, as `matrix_unit.cost` takes it.
-      external: The external operations of the last bundle.
-      costs: The time of the block, by the state of the matrix units at its beginning.
+    `run` takes the registers, the predicates and the machine. It returns the branch that was taken, or None, and a list
+    of (index in `external`, values of the operands), or None.
     """
 
     run: Callable[..., Any]
-    end: int
-    bundles: int
-    work: list
-    external: list[ExternalOperation]
-    costs: dict
+    end: int  # the index of the last bundle
+    bundles: int  # their number
+    work: list  # of the matrix units, as `matrix_unit.cost` takes it
+    external: list[ExternalOperation]  # those of the last bundle
+    costs: dict[tuple, matrix_unit.Cost] = dataclasses.field(default_factory=dict)  # by the state of the matrix units
+
+    def time(self, units: tuple, latency: int) -> matrix_unit.Cost:
+        """Computes the time of the block for one more state of the matrix units."""
+        cost = self.costs[units] = matrix_unit.cost(self.bundles, self.work, units, latency)
+        return cost
 
 
 class Code:
-    """A program that is ready to be executed on a chip.
+    """A program that is ready to be executed on a chip."""
 
-    Attributes:
-      program: The program.
-      chip: The chip.
-      length: The number of bundles.
-    """
-
-    def __init__(
-        self, program: Program, addresses: Addresses, chip: PlayedChip, *, accept: frozenset[str] = frozenset()
-    ):
+    def __init__(self, program: Program, addresses: Addresses, chip: PlayedChip, accept: frozenset[str]):
         self.program, self.chip = program, chip
         self.length = len(program.bundles)
         self._addresses, self._accept = addresses, accept
         self._blocks: dict[int, BasicBlock] = {}
         # How many results of each division the program reads: the quotient, the remainder, or both.
-        self._pops = Counter(
-            o.operands[0].lstrip("%")
-            for b in program.bundles
-            for o in b.operations
-            if o.name == "spop.drf" and o.operands
-        )
+        pops = [o for bundle in program.bundles for o in bundle if o.name == "spop.drf" and o.operands]
+        self._pops = Counter(o.operands[0].lstrip("%") for o in pops)
         self._ends = self._block_ends()
 
     def block(self, start: int) -> BasicBlock:
@@ -98,7 +85,7 @@ class Code:
     def _block_ends(self) -> list[int]:
         ends = {self.length - 1}
         for index, bundle in enumerate(self.program.bundles):
-            for operation in bundle.operations:
+            for operation in bundle:
                 if operation.unit == "sbr":
                     ends.add(min(index + self.chip.branch_delay, self.length - 1))
                     ends.add(max(0, self.program.regions[operation.target] - 1))
@@ -112,9 +99,7 @@ class Code:
         work: list = []
         external: list[ExternalOperation] = []
         for index in range(start, end + 1):
-            operations = self.program.bundles[index].operations
-            if not operations:
-                continue
+            operations = self.program.bundles[index]
             reads: list[str] = []
             writes: list[str] = []
             for number, operation in enumerate(operations):
@@ -129,7 +114,7 @@ class Code:
         lines.append(" return branch, external")
         scope: dict[str, Any] = dict(scalar.RUNTIME)
         exec(compile("\n".join(lines), f"<{self.program.name} from bundle {start:#x}>", "exec"), scope)
-        return BasicBlock(scope["block"], end, end - start + 1, work, external, {})
+        return BasicBlock(scope["block"], end, end - start + 1, work, external)
 
     def _emit(
         self,
@@ -140,21 +125,14 @@ class Code:
         writes: list[str],
         external: list[ExternalOperation],
     ) -> None:
-        """Adds the Python code of one operation.
+        """Adds the Python code of one operation: the lines of `reads` of a bundle run before those of `writes`.
 
-        Args:
-          operation: The operation.
-          index: The index of its bundle.
-          number: Its number in the bundle, which makes the names of its variables unique.
-          reads: Lines that run before the `writes` of any operation of the bundle.
-          writes: Lines that run after them.
-          external: The external operations of the block. An external operation is added to them.
+        `number` is that of the operation in its bundle, which makes the names of its variables unique.
         """
         guard = ""
         # A predicate of a vector operation is not evaluated, because its values are not computed.
-        if operation.predicate and not (
-            operation.unit[0] == "v" and not is_external(operation) and operation.unit != "vpush"
-        ):
+        is_scalar = operation.unit[0] != "v" or operation.unit == "vpush"
+        if operation.predicate and (is_scalar or is_external(operation)):
             reads.append(f"g{number} = {scalar.predicate_value(operation.predicate, self._address_of)}")
             guard = f"if g{number}: "
         if operation.unit == "sbr":
@@ -166,22 +144,22 @@ class Code:
             external.append(ExternalOperation(operation, index))
             writes.append(f"{guard}external = (external or []) + [e{number}]")
         elif operation.unit == "sst":
-            address, value = (scalar.operand_value(text, self._address_of) for text in operation.operands)
+            address, value = map(self._scalar, operation.operands)
             reads.append(f"a{number} = {address}; t{number} = {value}")
             writes.append(f"{guard}d.smem[a{number}] = t{number}")
         elif operation.unit == "sdivrem":
-            dividend, divisor = (scalar.operand_value(text, self._address_of) for text in operation.operands)
+            dividend, divisor = map(self._scalar, operation.operands)
             reads.append(f"t{number} = divmod({dividend}, max({divisor}, 1))")
             both = self._pops[operation.result] == 2
             chosen = "" if both else "[1:]" if "Rem" in operation.comment else "[:1]"
             writes.append(f"{guard}d.divided.extend(t{number}{chosen})")
         elif operation.name == "spush.sccf":  # to the other core of the chip, which is assumed to send the same value
-            reads.append(f"t{number} = {scalar.operand_value(operation.operands[0], self._address_of)}")
+            reads.append(f"t{number} = {self._scalar(operation.operands[0])}")
             writes.append(f"{guard}d.core_values.append(t{number})")
-        elif operation.unit in scalar.NO_EFFECT or operation.name in scalar.NO_EFFECT:
+        elif operation.unit in scalar.NO_EFFECT:
             return
-        elif operation.unit[0] == "v" or operation.name == "compiler-scheduling-barrier":
-            if not matrix_unit.is_vector(operation) and operation.name not in self._accept:
+        elif operation.unit[0] == "v":
+            if operation.unit not in matrix_unit.VECTOR_FAMILIES and operation.name not in self._accept:
                 raise scalar.NoScalarError(f"vector operation {operation.name!r}")
         else:
             result = scalar.result_value(operation, self._address_of)
@@ -193,10 +171,13 @@ class Code:
             reads.append(f"t{number} = {result}" if not guard else f"t{number} = ({result}) if g{number} else 0")
             writes.append(f"{guard}{register[0]}[{register[1]}] = t{number}")
 
+    def _scalar(self, text: str) -> str:
+        return scalar.operand_value(text, self._address_of)
+
     def _value(self, text: str) -> str:
         """Returns a Python expression for an operand of an external operation; "None" for one that is no scalar."""
         try:
-            return scalar.operand_value(text, self._address_of)
+            return self._scalar(text)
         except scalar.NoScalarError:
             return "None"
 

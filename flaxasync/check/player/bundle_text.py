@@ -11,6 +11,7 @@ import re
 import sys
 from typing import NamedTuple
 
+from flaxasync.check.hlo.shape_reader import split_at_commas
 from flaxasync.check.player.errors import DumpError
 
 HEADER = "= control target key start"
@@ -21,7 +22,6 @@ _COMMENT = re.compile(r"/\*(.*?)\*/", re.S)
 _PLACEHOLDER = re.compile(r"\x01(\d+)\x02")  # stands for a comment while operations are split apart
 _LABEL = re.compile(r"/\*\w+=\*/")
 _OPERATION = re.compile(r"(?:%(\S+) = )?([a-z_][\w.\-\[\]]*)\s*(.*)", re.S)
-_BRACKET = re.compile(r"[\[\](),]")
 _THREAD = re.compile(r"\[(?:thread|resolvable):\$?\w+\]\s*")
 _TARGET = re.compile(r"target = \$region(\d+)")
 _PREDICATE = re.compile(r"\((!?(?:%p\w+|[01]))(?:,\s*(%\w+))?\)\s*,?\s*")
@@ -38,95 +38,51 @@ _UNKNOWN_SIZE = 1 << 40  # a declared size above this means that the compiler do
 
 
 class Operation(NamedTuple):
-    """One operation of a bundle.
+    """One operation of a bundle."""
 
-    Attributes:
-      name: The name, like "sadd.s32".
-      unit: The name up to the first dot, like "sadd".
-      result: The register that it writes; "" if it writes none.
-      operands: The operands, as text.
-      predicate: "" or the condition under which it is executed: "%p3_p1", "!%p3_p1", "1" or "!1".
-      target: The region that a branch goes to; -1 for every other operation.
-      comment: The compiler's comment.
-    """
-
-    name: str
-    unit: str
-    result: str
+    name: str  # like "sadd.s32"
+    unit: str  # the name up to the first dot
+    result: str  # the register that it writes; "" if it writes none
     operands: tuple[str, ...]
-    predicate: str
-    target: int
-    comment: str
+    predicate: str  # the condition under which it is executed: "%p3_p1", "!%p3_p1", "1", "!1", or "" for always
+    target: int  # the region that a branch goes to; -1 for every other operation
+    comment: str  # the compiler's
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bundle:
-    """The operations that the core issues in one cycle.
+class Declaration(NamedTuple):
+    """A buffer, scalar or semaphore, as the compiler declared it."""
 
-    Attributes:
-      address: The address in the program.
-      line: The line of the text.
-      operations: The operations, in printed order.
-    """
-
-    address: int
-    line: int
-    operations: tuple[Operation, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Declaration:
-    """A buffer, scalar or semaphore, as the compiler declared it.
-
-    Attributes:
-      name: The name, like "allocation3".
-      shape: The HLO shape, as text.
-      space: The memory space: "hbm", "vmem", "smem", "sflag", ...
-      size: The size in bytes; -1 if the text does not say.
-      offset: The address in bytes if the compiler fixed it; -1 otherwise.
-      tag: What it is for, in the compiler's words.
-    """
-
-    name: str
-    shape: str
-    space: str
-    size: int
-    offset: int
-    tag: str
+    name: str  # like "allocation3"
+    shape: str  # the HLO shape
+    space: str  # "hbm", "vmem", "smem", "sflag", ...
+    size: int  # in bytes; -1 if the text does not say
+    offset: int  # the address in bytes if the compiler fixed it; -1 otherwise
+    tag: str  # what it is for, in the compiler's words
 
 
 @dataclasses.dataclass
 class Program:
     """The bundles of one fusion, of one kernel, or of the top level program.
 
-    Attributes:
-      name: The HLO instruction that it implements.
-      path: The file.
-      bundles: The bundles, in the order of their addresses.
-      regions: The index of the first bundle of each region.
-      declarations: The buffers, scalars and semaphores, by name.
-      marks: The HLO instruction of each trace mark. Only the top level program has marks.
+    The index of a bundle is its address.
     """
 
-    name: str
+    name: str  # of the HLO instruction that it implements
     path: pathlib.Path
-    bundles: list[Bundle]
-    regions: dict[int, int]
-    declarations: dict[str, Declaration]
-    marks: dict[int, str]
+    bundles: list[tuple[Operation, ...]]  # the operations of each, in printed order
+    lines: list[int]  # that of each bundle in the file
+    regions: dict[int, int]  # the index of the first bundle of each region
+    declarations: dict[str, Declaration]  # the buffers, scalars and semaphores, by name
+    marks: dict[int, str]  # the HLO instruction of each trace mark; only the top level program has any
 
     def location(self, index: int) -> str:
         """Returns the file, line and address of a bundle, for messages."""
-        bundle = self.bundles[min(index, len(self.bundles) - 1)]
-        return f"{self.path.name}:{bundle.line} (bundle {bundle.address:#x})"
+        index = min(index, len(self.bundles) - 1)
+        return f"{self.path.name}:{self.lines[index]} (bundle {index:#x})"
 
 
 def read_program(name: str, bundles: pathlib.Path, original: pathlib.Path) -> Program:
-    """Reads one program.
-
-    Raises:
-      DumpError: The text has another form, or ends too early.
-    """
+    """Reads one program. DumpError says that its text has another form, or ends too early."""
     text = bundles.read_text(errors="replace")
     if not text.startswith(HEADER):
         raise DumpError(
@@ -134,8 +90,7 @@ def read_program(name: str, bundles: pathlib.Path, original: pathlib.Path) -> Pr
             "or is no bundle dump"
         )
     declared = original.read_text(errors="replace")
-    parsed, regions = _bundles(text, bundles)
-    return Program(name, bundles, parsed, regions, _declarations(declared), _marks(declared))
+    return Program(name, bundles, *_bundles(text, bundles), _declarations(declared), _marks(declared))
 
 
 def parse_operation(text: str, comment: str = "") -> Operation | None:
@@ -161,71 +116,53 @@ def parse_operation(text: str, comment: str = "") -> Operation | None:
     )
 
 
-def _bundles(text: str, path: pathlib.Path) -> tuple[list[Bundle], dict[int, int]]:
-    """Returns the bundles of a text, and the index of the first bundle of each region."""
+def _bundles(text: str, path: pathlib.Path) -> tuple[list[tuple[Operation, ...]], list[int], dict[int, int]]:
+    """Returns the bundles of a text, the line of each, and the index of the first bundle of each region."""
     starts = list(_BUNDLE.finditer(text))
     if not starts:
         raise DumpError(f"{path.name} holds no bundle: the dump was cut short; compile again")
-    bundles: list[Bundle] = []
+    bundles: list[tuple[Operation, ...]] = []
+    lines = [text.count("\n", 0, starts[0].start()) + 1]
     regions: dict[int, int] = {}
-    line = text.count("\n", 0, starts[0].start()) + 1
     for index, match in enumerate(starts):
         end = starts[index + 1].start() if index + 1 < len(starts) else len(text)
-        address = int(match[1], 0)
-        if address != index:
-            raise DumpError(
-                f"{path.name}:{line}: bundle {index:#x} is missing (found {address:#x}): the dump was cut; "
-                "compile again"
-            )
-        body = text[match.end() : end]
-        if "/*" not in body and body.startswith("}"):
-            bundles.append(Bundle(address, line, ()))
-        else:
-            close = _close(body)
-            if close < 0:
-                raise DumpError(
-                    f"{path.name}:{line}: bundle {address:#x} does not end: the dump was cut short; compile again"
-                )
-            for region in _REGION.findall(body, close):
+        where = f"{path.name}:{lines[-1]}: bundle {index:#x}"
+        if int(match[1], 0) != index:
+            raise DumpError(f"{where} is missing (found {match[1]}): the dump was cut; compile again")
+        comments: list[str] = []
+        inside, brace, after = _set_aside(text[match.end() : end], comments).partition("}")
+        if not brace or "/*" in inside:
+            raise DumpError(f"{where} does not end: the dump was cut short; compile again")
+        for number in _PLACEHOLDER.findall(after):
+            for region in _REGION.findall(comments[int(number)]):
                 regions.setdefault(int(region), index)
-            bundles.append(Bundle(address, line, _operations(body[:close])))
-        line += text.count("\n", match.start(), end)
+        bundles.append(_operations(inside, comments))
+        lines.append(lines[-1] + text.count("\n", match.start(), end))
     if starts[-1][2]:
         # The exit bundle is the target of branches, but its comment names the exit instead of its regions.
-        targets = {o.target for bundle in bundles for o in bundle.operations if o.target >= 0}
-        for region in targets - regions.keys():
-            regions[region] = len(bundles) - 1
-    return bundles, regions
+        targets = {o.target for bundle in bundles for o in bundle if o.target >= 0}
+        regions |= dict.fromkeys(targets - regions.keys(), len(bundles) - 1)
+    return bundles, lines, regions
 
 
-def _close(body: str) -> int:
-    """Returns the position of the brace that ends a bundle, the first one outside of comments; -1 if there is none."""
-    position = 0
-    while True:
-        brace, comment = body.find("}", position), body.find("/*", position)
-        if brace < 0 or comment < 0 or brace < comment:
-            return brace
-        after = body.find("*/", comment)
-        if after < 0:
-            return -1
-        position = after + 2
+def _set_aside(text: str, comments: list[str]) -> str:
+    """Replaces each comment of a text, which may hold braces and semicolons, by its number in `comments`."""
+    if "/*" not in text:
+        return text
 
-
-def _operations(text: str) -> tuple[Operation, ...]:
-    comments: list[str] = []
-
-    def set_aside(match: re.Match) -> str:
+    def placeholder(match: re.Match) -> str:
         comments.append(match[1].strip())
         return f"\x01{len(comments) - 1}\x02"
 
-    if "/*" in text:
-        text = _COMMENT.sub(set_aside, _LABEL.sub("", text))
+    return _COMMENT.sub(placeholder, _LABEL.sub("", text))
+
+
+def _operations(text: str, comments: list[str]) -> tuple[Operation, ...]:
     operations = []
     for one in text.split(" ;; "):
-        comment = ""
-        if found := _PLACEHOLDER.search(one) if "\x01" in one else None:
-            one, comment = _PLACEHOLDER.sub("", one), comments[int(found[1])]
-        operation = parse_operation(one.strip(), comment)
+        found = _PLACEHOLDER.search(one)
+        comment = comments[int(found[1])] if found else ""
+        operation = parse_operation(_PLACEHOLDER.sub("", one).strip() if found else one.strip(), comment)
         if operation is not None:
             operations.append(operation)
     return tuple(operations)
@@ -233,19 +170,8 @@ def _operations(text: str) -> tuple[Operation, ...]:
 
 def _split(text: str) -> tuple[str, ...]:
     """Splits operands at the commas that are outside of brackets."""
-    if "[" not in text and "(" not in text:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    parts, depth, start = [], 0, 0
-    for match in _BRACKET.finditer(text):
-        if match[0] in "[(":
-            depth += 1
-        elif match[0] in "])":
-            depth -= 1
-        elif depth == 0:
-            parts.append(text[start : match.start()].strip())
-            start = match.end()
-    parts.append(text[start:].strip())
-    return tuple(part for part in parts if part)
+    parts = split_at_commas(text) if "[" in text or "(" in text else text.split(",")
+    return tuple(part.strip() for part in parts if part.strip())
 
 
 def _declarations(text: str) -> dict[str, Declaration]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 from flaxasync.check.player.errors import MeshMismatchError, PlayerError
@@ -15,23 +16,16 @@ Coords = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ChipGrid:
-    """Chips on a grid. They are numbered with the first coordinate running fastest, as libtpu numbers them.
-
-    Attributes:
-      name: The name of the topology.
-      shape: The number of chips in each of three dimensions.
-      cores: The number of devices of one chip.
-      wraps: Whether each dimension closes into a ring.
-    """
+    """Chips on a grid. They are numbered with the first coordinate running fastest, as libtpu numbers them."""
 
     name: str
-    shape: Coords
-    cores: int
-    wraps: tuple[bool, ...]
+    shape: Coords  # the number of chips in each of three dimensions
+    cores: int  # the number of devices of one chip
+    wraps: tuple[bool, ...]  # whether each dimension closes into a ring
 
     @property
     def devices(self) -> int:
-        return self.shape[0] * self.shape[1] * self.shape[2] * self.cores
+        return math.prod(self.shape) * self.cores
 
     def chip_id(self, coords: Coords) -> int:
         x, y, z = coords
@@ -50,19 +44,14 @@ class ChipGrid:
                 step = 1 if target[axis] > here[axis] else -1
                 if self.wraps[axis] and abs(target[axis] - here[axis]) > size / 2:
                     step = -step
-                after = list(here)
-                after[axis] = (here[axis] + step) % size if self.wraps[axis] else here[axis] + step
-                path.append(("link", tuple(here), tuple(after)))
-                here = after
+                before = tuple(here)
+                here[axis] = (here[axis] + step) % size  # the modulus changes nothing where the dimension does not wrap
+                path.append(("link", before, tuple(here)))
         return tuple(path)
 
 
 def chip_grid(name: str) -> ChipGrid:
-    """Reads a topology's name: "v5e:2x4", "v5p:2x2x2".
-
-    Raises:
-      PlayerError: The text is not such a name.
-    """
+    """Reads a topology's name: "v5e:2x4", "v5p:2x2x2"."""
     match = _NAME.fullmatch(name)
     if not match and "*" in name:
         raise PlayerError(f"the player simulates one slice: got {name!r}; compile for {name.partition('*')[0]!r}")
@@ -75,35 +64,17 @@ def chip_grid(name: str) -> ChipGrid:
 
 
 def coords_of_partitions(grid: ChipGrid, devices: int, coords: tuple[Coords, ...]) -> tuple[Coords, ...]:
-    """Returns the chip of each partition, as three coordinates.
-
-    Args:
-      grid: The topology.
-      devices: The number of partitions of the program.
-      coords: The chip of each partition, if it is known. Otherwise the partitions are assumed to be on the chips
-        in the order of the chips' numbers.
-
-    Raises:
-      MeshMismatchError: The topology has another number of devices, or a chip is not on its grid.
-    """
+    """Returns the chip of each partition, as three coordinates: that in `coords`, or if it is empty, of its number."""
     if devices != grid.devices:
         raise MeshMismatchError(
             f"the program was compiled for {devices} devices, but {grid.name} has {grid.devices}: "
             "name the topology that it was compiled for"
         )
-    if not coords:
-        return tuple(grid.coords(n // grid.cores) for n in range(devices))
-    if len(coords) != devices:
+    in_order = tuple(grid.coords(n // grid.cores) for n in range(devices))
+    full = tuple((*c, 0, 0)[:3] for c in coords) or in_order
+    if sorted(full) != sorted(in_order):
         raise MeshMismatchError(
-            f"the program has {devices} devices, but the order of the mesh names {len(coords)} chips"
+            f"the order of the mesh must name each chip of {grid.name} {grid.cores} time(s), within {grid.shape}: "
+            f"got {full}"
         )
-    full = tuple((*c, 0, 0)[:3] for c in coords)
-    for c in full:
-        if any(not 0 <= v < size for v, size in zip(c, grid.shape, strict=True)):
-            raise MeshMismatchError(
-                f"{grid.name} has no chip {c}: its grid is {grid.shape}; name the topology that it was compiled for"
-            )
-    counted = [full.count(c) for c in full]
-    if set(counted) != {grid.cores}:
-        raise MeshMismatchError(f"the order of the mesh must name each chip {grid.cores} time(s): got {full}")
     return full

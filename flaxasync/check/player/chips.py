@@ -20,7 +20,6 @@ The study is the published 2x2 matmul study on v5e, with which docs/player.md co
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from flaxasync import hardware as data_sheets
 from flaxasync.check.player.errors import PlayerError
@@ -28,43 +27,25 @@ from flaxasync.check.player.errors import PlayerError
 
 @dataclasses.dataclass(frozen=True)
 class PlayedChip:
-    """A chip as the player models it. Cycles are those of its clock.
-
-    Attributes:
-      name: The name of the chip.
-      sheet: Its data sheet.
-      occupancy: Cycles for which one vmatmul occupies its unit, by operand type; "" is every type but bf16.
-      push: Cycles for which one weight push occupies the port of its unit.
-      latency: Cycles from a vmatmul to its first result.
-      results: The number of pops for one vmatmul, by operand type.
-      hbm_efficiency: The share of the data sheet's HBM bandwidth that transfers reach.
-      link_efficiency: The share of the data sheet's link bandwidth that transfers reach.
-      local_latency: Seconds from the last byte of a transfer within a chip until its semaphore is raised.
-      remote_latency: Seconds from the last byte of a transfer between chips until its semaphore is raised.
-      sync_latency: Seconds that a semaphore signal takes to another chip.
-      link_latency: Seconds that each link of a route after the first adds to either of these two.
-      branch_delay: The number of bundles after a branch that are still issued.
-      granule: Bytes of the unit in which transfers are counted.
-      hbm_unit: Bytes of the unit in which HBM addresses are counted.
-      known_error: How far simulated times were from a measurement, if one is known.
-    """
+    """A chip as the player models it. Cycles are those of its clock."""
 
     name: str
     sheet: data_sheets.Chip
-    occupancy: Mapping[str, int]
-    push: int
-    latency: int
-    results: Mapping[str, int]
-    hbm_efficiency: float
-    link_efficiency: float
-    local_latency: float
-    remote_latency: float
-    sync_latency: float
-    branch_delay: int
-    granule: int
-    hbm_unit: int
-    known_error: str
-    link_latency: float = 0.0
+    occupancy: Mapping[str, int]  # cycles for which one vmatmul occupies its unit, by type; "" is every one but bf16
+    push: int  # cycles for which one weight push occupies the port of its unit
+    latency: int  # cycles from a vmatmul to its first result
+    results: Mapping[str, int]  # the number of pops for one vmatmul, by type
+    link_efficiency: float = 1.0  # the share of the data sheet's bandwidth that transfers reach on links,
+    hbm_efficiency: float = 0.801  # and in HBM
+    local_latency: float = (
+        0.45e-6  # seconds from the last byte of a transfer within a chip until its semaphore is raised
+    )
+    remote_latency: float = 1e-6  # the same of a transfer between chips
+    sync_latency: float = 1e-6  # seconds that a semaphore signal takes to another chip
+    link_latency: float = 0.0  # seconds that each link of a route after the first adds to either of these two
+    branch_delay: int = 4  # the number of bundles after a branch that are still issued
+    hbm_unit: int = 32  # bytes of the unit in which HBM addresses are counted
+    known_error: str = ""  # how far simulated times were from a measurement, if one is known
 
     @property
     def clock(self) -> float:
@@ -100,35 +81,33 @@ _V5E_ERROR = (
     "1 % on the totals and phases of the published 2x2 study (docs/player.md), two phases of which calibrate HBM and "
     "links; small programs, where latencies rule, were not compared"
 )
-_SHARED: dict[str, Any] = {
-    "local_latency": 0.45e-6,
-    "remote_latency": 1e-6,
-    "sync_latency": 1e-6,
-    "granule": 32,
-}
 _ASSUMED = "none of our own on {0}: the constants of {0} are assumed, see docs/player.md"
 
+
+def _assumed(
+    name: str,
+    occupancy: Mapping[str, int],
+    push: int,
+    latency: int,
+    results: Mapping[str, int],
+    *,
+    branch_delay: int = 4,
+) -> PlayedChip:
+    """Returns a chip whose other constants are taken to be those of v5e; those of links are taken from its sheet."""
+    return PlayedChip(
+        name, data_sheets.CHIPS[name], occupancy, push, latency, results,
+        branch_delay=branch_delay, known_error=_ASSUMED.format(name),
+    )  # fmt: skip
+
+
 PLAYED_CHIPS = {
-    chip.name: chip
-    for chip in (
-        PlayedChip(
-            "v5e", data_sheets.CHIPS["v5e"], {"bf16": 16, "": 8}, 4, 100, {"bf16": 2, "": 1}, 0.801, 1.0367,
-            branch_delay=4, hbm_unit=512, known_error=_V5E_ERROR,
-            **_SHARED,
-        ),
-        PlayedChip(
-            "v6e", data_sheets.CHIPS["v6e"], {"bf16": 8, "": 16}, 2, 160, {"bf16": 4, "": 2}, 0.801, 1.0,
-            branch_delay=4, hbm_unit=32, known_error=_ASSUMED.format("v6e"), **_SHARED,
-        ),
-        PlayedChip(
-            "v5p", data_sheets.CHIPS["v5p"], {"bf16": 16, "": 8}, 4, 100, {"bf16": 2, "": 1}, 0.801, 1.0,
-            branch_delay=4, hbm_unit=32, known_error=_ASSUMED.format("v5p"), **_SHARED,
-        ),
-        PlayedChip(
-            "tpu7x", data_sheets.CHIPS["tpu7x"], {"bf16": 8, "": 16}, 2, 160, {"bf16": 2, "": 1}, 0.801, 1.0,
-            branch_delay=1, hbm_unit=32, known_error=_ASSUMED.format("tpu7x"), **_SHARED,
-        ),
-    )
+    "v5e": PlayedChip(
+        "v5e", data_sheets.CHIPS["v5e"], {"bf16": 16, "": 8}, 4, 100, {"bf16": 2, "": 1}, 1.0367, hbm_unit=512,
+        known_error=_V5E_ERROR,
+    ),
+    "v6e": _assumed("v6e", {"bf16": 8, "": 16}, 2, 160, {"bf16": 4, "": 2}),
+    "v5p": _assumed("v5p", {"bf16": 16, "": 8}, 4, 100, {"bf16": 2, "": 1}),
+    "tpu7x": _assumed("tpu7x", {"bf16": 8, "": 16}, 2, 160, {"bf16": 2, "": 1}, branch_delay=1),
 }  # fmt: skip
 
 

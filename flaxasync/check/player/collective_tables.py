@@ -29,7 +29,7 @@ _PAIRED = ("all-gather", "all-reduce", "reduce-scatter")
 
 def can_be_simulated(instruction: Instruction | None, program: Program, devices: int) -> bool:
     """Says whether a synchronous collective can be simulated: it reads no table, or one that can be reconstructed."""
-    if not any(o.name == "dma.hbm_to_smem" for bundle in program.bundles for o in bundle.operations):
+    if not any(o.name == "dma.hbm_to_smem" for bundle in program.bundles for o in bundle):
         return True
     return instruction is not None and (_is_in_pairs(instruction, devices) or _is_short_ring(instruction, program))
 
@@ -37,10 +37,7 @@ def can_be_simulated(instruction: Instruction | None, program: Program, devices:
 def table_of(instruction: Instruction | None, program: Program, chips: list[int]) -> list[int] | None:
     """Returns the words of a collective's table; None if they are not known.
 
-    Args:
-      instruction: The collective.
-      program: The code that reads the table.
-      chips: The chip of each partition.
+    `program` is the code that reads the table, and `chips` are the chips of the partitions.
     """
     if instruction is None:
         return None
@@ -88,5 +85,5 @@ def _is_in_pairs(instruction: Instruction, devices: int) -> bool:
 
 def _is_short_ring(instruction: Instruction, program: Program) -> bool:
     """Says whether this is XLA's all-reduce of small arrays, which goes around one ring in vector memory."""
-    comments = {o.comment.strip() for bundle in program.bundles for o in bundle.operations}
+    comments = {o.comment.strip() for bundle in program.bundles for o in bundle}
     return instruction.opcode == "all-reduce" and "shard-cw-recv-wait" in comments

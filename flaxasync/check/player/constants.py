@@ -22,12 +22,7 @@ LANES = 128
 def integer_elements(instructions: Mapping[str, Instruction], name: str) -> list[int] | None:
     """Returns the elements of a constant, or of one that was copied or repeated.
 
-    Args:
-      instructions: The instructions of a computation, by name.
-      name: That of one of them.
-
-    Returns:
-      The elements, or as many of them as are repeated; None where the text does not say.
+    The result is None where the text does not say. `instructions` are those of a computation, by name.
     """
     i = instructions.get(name)
     if i is None:

@@ -2,111 +2,99 @@
 
 from collections.abc import Sequence
 
-from flaxasync.check.player.addresses import Addresses
 from flaxasync.check.player.basic_blocks import ExternalOperation
-from flaxasync.check.player.dump import Dump
 from flaxasync.check.player.errors import (
-    Blocked,
     DeadlockError,
     HaltError,
     LeftoverSemaphoreError,
     OutOfBoundsError,
-    PlayerError,
     ProtocolError,
     RaceError,
 )
 from flaxasync.check.player.machine import Machine
-from flaxasync.check.player.recorder import Recorder
-from flaxasync.check.player.semaphores import Wait, leftovers
+from flaxasync.check.player.semaphores import Wait
+from flaxasync.check.player.state import State
 from flaxasync.check.player.transfers import Transfer
 
 _SHOWN = 16  # leftover semaphores that a message lists
 
 
-class Diagnostics:
-    """Makes the errors of one simulation."""
+def halted(state: State, machine: Machine, operation: ExternalOperation) -> ProtocolError:
+    """Returns the error for one of the program's own checks that failed."""
+    comment = operation.operation.comment
+    first = comment.splitlines()[0] if comment else "no reason given"
+    where = f"device {machine.device} in {machine.phase}, {machine.location(operation.index)}"
+    made_at = _made_at(state, machine)
+    if "BoundsCheck" in comment:
+        return OutOfBoundsError(f"{where}: the program's own bounds check stops a transfer ({first}){made_at}")
+    if "nonzero value" in comment:
+        return LeftoverSemaphoreError(f"{where}: {first}{made_at}")
+    return HaltError(f"{where}: the program halts: {first}{made_at}")
 
-    def __init__(self, dump: Dump, addresses: Addresses, recorder: Recorder):
-        self._dump, self._addresses, self._recorder = dump, addresses, recorder
 
-    def phase(self, machine: Machine) -> str:
-        """Returns the instruction that a device is in."""
-        return self._recorder.phase(machine.device) or machine.kernel
+def left_in_scope(state: State, machine: Machine, semaphore: int) -> LeftoverSemaphoreError:
+    """Returns the error for a semaphore that is not zero at the end of its kernel."""
+    return LeftoverSemaphoreError(
+        f"device {machine.device}: {_semaphore(state, semaphore)} is {machine.semaphores[semaphore]} at the end of "
+        f"its life in {machine.kernel}, {machine.location()}: a transfer or signal was not waited "
+        f"for{_made_at(state, machine)}"
+    )
 
-    def semaphore(self, number: int) -> str:
-        """Returns a name for a semaphore that says what it is for."""
-        buffer = self._addresses.at("sflag", number)
-        if buffer is not None:
-            index = f"[{number - buffer.address}]" if buffer.size > 1 else ""
-            return f"semaphore {number}{index}, {buffer.label},"
-        return f"semaphore {number}, {self._addresses.fixed.get(('sflag', number), 'unnamed')},"
 
-    def halted(self, machine: Machine, operation: ExternalOperation) -> ProtocolError:
-        """Returns the error for one of the program's own checks that failed."""
-        comment = operation.operation.comment
-        where = f"device {machine.device} in {self.phase(machine)}, {machine.location(operation.index)}"
-        first = comment.splitlines()[0] if comment else "no reason given"
-        made_at = self._made_at(machine)
-        if "BoundsCheck" in comment:
-            return OutOfBoundsError(f"{where}: the program's own bounds check stops a transfer ({first}){made_at}")
-        if "nonzero value" in comment:
-            return LeftoverSemaphoreError(f"{where}: {first}{made_at}")
-        return HaltError(f"{where}: the program halts: {first}{made_at}")
+def left_at_the_end(state: State) -> LeftoverSemaphoreError | None:
+    """Returns the error for semaphores that are not zero at the end of the program; None if all are zero."""
+    left = [
+        f"device {m.device}: {_semaphore(state, number)} is {value}"
+        for m in state.machines
+        for number, value in sorted(m.semaphores.items())
+        if value
+    ]
+    listed = "\n  ".join(left[:_SHOWN])
+    return LeftoverSemaphoreError(f"semaphores are not zero at the end of the program:\n  {listed}") if left else None
 
-    def left_in_scope(self, machine: Machine, semaphore: int) -> LeftoverSemaphoreError:
-        """Returns the error for a semaphore that is not zero at the end of its kernel."""
-        return LeftoverSemaphoreError(
-            f"device {machine.device}: {self.semaphore(semaphore)} is {machine.semaphores[semaphore]} at the end of "
-            f"its life in {machine.kernel}, {machine.location()}: a transfer or signal was not waited "
-            f"for{self._made_at(machine)}"
-        )
 
-    def left_at_the_end(self, machines: Sequence[Machine]) -> LeftoverSemaphoreError | None:
-        """Returns the error for semaphores that are not zero at the end of the program; None if all are zero."""
-        left = [f"device {m.device}: {self.semaphore(number)} is {value}" for m, number, value in leftovers(machines)]
-        if not left:
-            return None
-        listed = "\n  ".join(left[:_SHOWN])
-        return LeftoverSemaphoreError(f"semaphores are not zero at the end of the program:\n  {listed}")
+def deadlock(state: State, waits: Sequence[Wait | None]) -> DeadlockError:
+    """Returns the error for devices that wait although no event is left that could end their waits."""
+    lines = [_blocked(state, m, waits[m.device]) for m in state.machines if not m.finished]
+    finished = ", ".join(str(m.device) for m in state.machines if m.finished)
+    done = f"; devices {finished} ran to the end" if finished else ""
+    return DeadlockError("deadlock:\n  " + "\n  ".join(lines) + done)
 
-    def deadlock(self, machines: Sequence[Machine], waits: Sequence[Wait | None]) -> DeadlockError:
-        """Returns the error for devices that wait although no event is left that could end their waits."""
-        blocked = tuple(self._blocked(m, waits[m.device]) for m in machines if not m.finished)
-        return DeadlockError(blocked, tuple(m.device for m in machines if m.finished))
 
-    def not_entered(self, machine: Machine, target: Machine, transfer: Transfer) -> RaceError:
-        """Returns the error for a write into a device that is not known to have entered the kernel."""
-        return RaceError(
-            f"{self.phase(machine)}: device {machine.device} writes into device {target.device} "
-            f"({transfer.name}, {transfer.location}) without having heard that it has entered the kernel: "
-            f"a barrier with the receiver is missing{self._made_at(machine)}"
-        )
+def not_entered(state: State, machine: Machine, target: Machine, transfer: Transfer) -> RaceError:
+    """Returns the error for a write into a device that is not known to have entered the kernel."""
+    return RaceError(
+        f"{transfer.phase}: device {machine.device} writes into device {target.device} "
+        f"({transfer.name}, {transfer.location}) without having heard that it has entered the kernel: "
+        f"a barrier with the receiver is missing{_made_at(state, machine)}"
+    )
 
-    def no_such_chip(self, machine: Machine, chip: int, topology: str) -> PlayerError:
-        """Returns the error for a chip that the program addresses and the topology does not have."""
-        return PlayerError(
-            f"{machine.kernel} on device {machine.device} addresses chip {chip}, which {topology} lacks: "
-            "name the topology that the program was compiled for"
-        )
 
-    def _made_at(self, machine: Machine) -> str:
-        """Returns the end of a message, with the line of Python that made the instruction."""
-        source = self._dump.source(self.phase(machine))
-        return f"; the operation was made at {source}" if source else ""
+def _semaphore(state: State, number: int) -> str:
+    """Returns a name for a semaphore that says what it is for."""
+    buffer = state.addresses.at("sflag", number)
+    if buffer is not None:
+        index = f"[{number - buffer.address}]" if buffer.size > 1 else ""
+        return f"semaphore {number}{index}, {buffer.label},"
+    return f"semaphore {number}, {state.addresses.fixed.get(('sflag', number), 'unnamed')},"
 
-    def _blocked(self, machine: Machine, wait: Wait | None) -> Blocked:
-        phase = self.phase(machine)
-        source = self._dump.source(phase)
-        if wait is None:  # the device waits in a collective that is timed by the ring model
-            others = "the other devices of its group"
-            return Blocked(machine.device, phase, others, 0, "to join", "", machine.location(), source)
-        return Blocked(
-            device=machine.device,
-            kernel=phase,
-            semaphore=self.semaphore(wait.semaphore),
-            value=machine.semaphores[wait.semaphore],
-            needed=wait.needed_in_words,
-            comment=wait.operation.operation.comment,
-            location=machine.location(wait.operation.index),
-            source=source,
-        )
+
+def _made_at(state: State, machine: Machine) -> str:
+    """Returns the end of a message, with the line of Python that made the instruction."""
+    source = state.dump.source(machine.phase)
+    return f"; the operation was made at {source}" if source else ""
+
+
+def _blocked(state: State, machine: Machine, wait: Wait | None) -> str:
+    """Says where a device waits forever, and for what."""
+    source = state.dump.source(machine.phase)
+    made_at = f", made at {source}" if source else ""
+    waits = f"device {machine.device} waits in {machine.phase} for"
+    if wait is None:  # in a collective that is timed by the ring model
+        return f"{waits} the other devices of its group; {machine.location()}{made_at}"
+    comment = wait.operation.operation.comment
+    why, value = f" ({comment})" if comment else "", machine.semaphores[wait.semaphore]
+    return (
+        f"{waits} {_semaphore(state, wait.semaphore)} {wait.needed_in_words}{why}, which is {value}; "
+        f"{machine.location(wait.operation.index)}{made_at}"
+    )

@@ -1,7 +1,6 @@
 """Reads a folder of libtpu's dumps: the programs, the HLO module, and the topology that they were made for.
 
-libtpu does not write its version. `play` writes a note (player.json) with the version beside the dumps. A folder
-without the note is read if its form is that of a tested version, and the result says that the version is unknown.
+libtpu does not write its version. `play` writes a note (player.json) with the version beside the dumps.
 """
 
 import dataclasses
@@ -27,36 +26,22 @@ _BUNDLES = re.compile(r"\d+-(.+)-(\d\d)-final_bundles\.txt")
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """What only the process that compiled the program knows.
-
-    Attributes:
-      topology: The topology; "" if it is unknown.
-      libtpu: The version of libtpu; "" if it is unknown.
-      coords: The chip of each partition, in the order of the mesh; empty if it is unknown.
-    """
+    """What only the process that compiled the program knows."""
 
     topology: str = ""
-    libtpu: str = ""
-    coords: tuple[tuple[int, ...], ...] = ()
+    libtpu: str = ""  # its version
+    coords: tuple[tuple[int, ...], ...] = ()  # the chip of each partition, in the order of the mesh
 
 
 @dataclasses.dataclass(eq=False)
 class Dump:
-    """What a folder of dumps contains.
-
-    Attributes:
-      folder: The folder.
-      programs: The bundles of each fusion and kernel, and of the top level program, by name.
-      module: The scheduled HLO module.
-      note: What the process that compiled it knew.
-      instructions: The HLO instructions by name.
-    """
+    """What a folder of dumps contains."""
 
     folder: pathlib.Path
-    programs: dict[str, Program]
-    module: HloModule
+    programs: dict[str, Program]  # each fusion and kernel, and the top level program, by name
+    module: HloModule  # scheduled
     note: Note
-    instructions: dict[str, Instruction]
+    instructions: dict[str, Instruction]  # of all computations, by name
 
     @property
     def top(self) -> Program:
@@ -102,9 +87,6 @@ class Dump:
         """Returns the bundles of an HLO instruction, and the name under which they were dumped.
 
         libtpu dumps identical fusions only once, and it shortens long names.
-
-        Raises:
-          DumpError: There are no such bundles.
         """
         if instruction in self.programs:
             return self.programs[instruction], instruction
@@ -129,26 +111,14 @@ class Dump:
         return i.opcode, str(i.shape), shapes, kernel, tuple((self._fingerprint(j.name), j.literal) for j in inside)
 
 
-def read_dump(folder: str | pathlib.Path, *, any_version: bool = False) -> Dump:
-    """Reads a folder of libtpu's bundle dumps.
-
-    Args:
-      folder: The folder that `--xla_jf_dump_to` named.
-      any_version: Whether to read dumps of a libtpu with which the player was not tested.
+def read_dump(folder: pathlib.Path) -> Dump:
+    """Reads the folder of bundle dumps that `--xla_jf_dump_to` named.
 
     Raises:
-      DumpError: There is no dump or more than one program, a file is missing or cut short, or the version is not one
-        of the tested ones.
+      DumpError: There is no dump or more than one program, or a file is missing or cut short.
     """
-    folder = pathlib.Path(folder)
     if not folder.is_dir():
         raise DumpError(f"{folder} is no folder: give the one that --xla_jf_dump_to wrote to")
-    note = _read_note(folder)
-    if note.libtpu and note.libtpu not in TESTED_LIBTPU and not any_version:
-        raise DumpError(
-            f"{folder} was dumped by libtpu {note.libtpu}; the player was tested with {', '.join(TESTED_LIBTPU)}. "
-            "Compile with one of these, or pass any_version=True (--any-version) and trust the figures less"
-        )
     files = [(m[1], path) for path in sorted(folder.iterdir()) if (m := _BUNDLES.fullmatch(path.name))]
     if not files:
         raise DumpError(
@@ -156,22 +126,19 @@ def read_dump(folder: str | pathlib.Path, *, any_version: bool = False) -> Dump:
             "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=(final_bundles|original), or let "
             "play() do it"
         )
-    names = [name for name, _ in files]
-    if names.count(TOP) != 1:
-        found = "no top level program" if TOP not in names else f"{names.count(TOP)} programs"
+    tops = sum(name == TOP for name, _ in files)
+    if tops != 1:
+        found = f"{tops} programs" if tops else "no top level program"
         raise DumpError(f"{folder} holds {found}: compile one jitted function into an empty folder")
-    programs = {}
-    for name, path in files:
-        if name.startswith(_SET_UP):
-            continue
-        programs[name] = read_program(name, path, _original(path))
-        _check_complete(programs[name])
     texts = list(folder.glob("*-TLP-hlo.txt"))
     if not texts:
         raise DumpError(f"{folder} lacks *-TLP-hlo.txt, the scheduled HLO: compile with --xla_jf_dump_hlo_text=true")
+    programs = {n: read_program(n, path, _original(path)) for n, path in files if not n.startswith(_SET_UP)}
+    for program in programs.values():
+        _check_complete(program)
     module = parse(texts[0].read_text())
     instructions = {i.name: i for c in module.computations.values() for i in c.instructions}
-    return Dump(folder, programs, module, note, instructions)
+    return Dump(folder, programs, module, _read_note(folder), instructions)
 
 
 def write_note(folder: pathlib.Path, note: Note) -> None:
@@ -205,14 +172,14 @@ def _check_complete(program: Program) -> None:
     """Raises DumpError if the text ends before the program does."""
     last = program.bundles[-1]
     if program.name == TOP:
-        complete = any(o.name == "inlined_call" and "late-finalization" in o.comment for o in last.operations)
+        complete = any(o.name == "inlined_call" and "late-finalization" in o.comment for o in last)
     else:
         with program.path.open("rb") as stream:
             stream.seek(max(0, program.path.stat().st_size - 4096))
             complete = b"exit bundle" in stream.read()
-    missing = [
-        o.target for b in program.bundles for o in b.operations if o.target >= 0 and o.target not in program.regions
-    ]
+    missing = [o.target for b in program.bundles for o in b if o.target >= 0 and o.target not in program.regions]
     if not complete or missing:
         what = f"region {missing[0]} is branched to but missing" if missing else "the exit bundle is missing"
-        raise DumpError(f"{program.path.name} was cut short after bundle {last.address:#x}: {what}; compile again")
+        raise DumpError(
+            f"{program.path.name} was cut short after bundle {len(program.bundles) - 1:#x}: {what}; compile again"
+        )

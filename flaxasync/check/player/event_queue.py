@@ -1,11 +1,10 @@
 """The queue of the events of a simulation, ordered by time."""
 
 import heapq
+import math
 from collections.abc import Callable
 
-from flaxasync.check.player.network import INFINITY
-
-type Answer = Callable[[float], None]  # called with the time of the event
+type Answer = Callable[[], None]
 
 
 class EventQueue:
@@ -21,7 +20,7 @@ class EventQueue:
     @property
     def next(self) -> float:
         """The time of the next event; infinity if there is none."""
-        return self._events[0][0] if self._events else INFINITY
+        return self._events[0][0] if self._events else math.inf
 
     def at(self, time: float, answer: Answer) -> None:
         """Queues an event."""

@@ -38,40 +38,21 @@ TWO_DEVICES = ("tpu7x",)
 """Chips with two devices, of which the simulator has one."""
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
 """The environment variable that names another folder for the times of kernels."""
+_CALL = "tpu_custom_call"
+_TYPES = {"bf16": "bfloat16", "pred": "bool", "f8": "float8_", "f": "float", "s": "int", "u": "uint"}  # of beginnings
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel as a program of its own, without its names.
+    """A kernel, or the start of a pair, as a program of its own. Names do not matter to it."""
 
-    Attributes:
-      config: What the custom call holds: its code, and the memory that it may use.
-      operands: The shapes of its operands, as texts.
-      results: The shapes of its results.
-      aliases: Pairs of an operand and the result that shares its memory.
-      integers: The elements of integer operands that the text determines, by operand.
-    """
-
-    config: str
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    aliases: tuple[tuple[int, int], ...]
-    integers: tuple[tuple[int, tuple[int, ...]], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A start and its done as one program.
-
-    Attributes:
-      start: The first half.
-      done: The second half.
-      wires: For each operand of the done, the number of the result of the start that it is.
-    """
-
-    start: Kernel
-    done: Kernel
-    wires: tuple[int, ...]
+    config: str  # what the custom call holds: its code, and the memory that it may use
+    operands: tuple[str, ...]  # their shapes
+    results: tuple[str, ...]  # their shapes
+    aliases: tuple[tuple[int, int], ...]  # pairs of an operand and the result that shares its memory
+    integers: tuple[tuple[int, tuple[int, ...]], ...]  # the elements of operands that the text determines, by operand
+    done: "Kernel | None" = None  # the other half of a pair
+    wires: tuple[int, ...] = ()  # for each operand of the done, the number of the result of the start that it is
 
 
 def kernel_times(
@@ -94,67 +75,68 @@ def kernel_times(
     lines: list[str] = []
     if hardware.chip(program.chip).cores > 1:
         lines.append("kernels were simulated on core 0 of each device; the other core is taken to keep step with it")
-    by_kernel: dict[Kernel | Pair, list[str]] = {}
-    for computation, instruction in _kernels(module):
-        by_kernel.setdefault(_kernel_of(computation, instruction), []).append(instruction.name)
-    for start, pair in _pairs(module):
-        if pair is None:
-            lines.append(f"{start} was not simulated: its done takes other arrays than those that it returns")
+    names_of: dict[Kernel, list[str]] = {}
+    for name, kernel in _kernels(module):
+        if kernel is None:
+            lines.append(f"{name} was not simulated: its done takes other arrays than those that it returns")
         else:
-            by_kernel.setdefault(pair, []).append(start)
-    for number, (kernel, names) in enumerate(by_kernel.items(), 1):
-        try:
-            time = _time(
-                program, kernel, functools.partial(say or _silent, f"kernel {number} of {len(by_kernel)}: {names[0]}")
-            )
-        except (PlayerError, RuntimeError, ValueError, TypeError) as error:
-            lines.append(f"{names[0]} was not simulated: {str(error).partition(chr(10))[0]}")
-            continue
+            names_of.setdefault(kernel, []).append(name)
+    for number, (kernel, names) in enumerate(names_of.items(), 1):
+        file = _cache_file(program, kernel)
+        if file.exists():
+            time = KernelTime(**json.loads(file.read_text()))
+        else:
+            if say is not None:
+                say(f"kernel {number} of {len(names_of)}: {names[0]}")
+            try:
+                time = _simulate(program, kernel)
+            except (PlayerError, RuntimeError) as error:  # it cannot be simulated, or not be compiled
+                lines.append(f"{names[0]} was not simulated: {str(error).partition(chr(10))[0]}")
+                continue
+            _write(file, json.dumps(dataclasses.asdict(time)))
         found |= dict.fromkeys(names, time)
         if time.guessed:
             lines.append(f"{names[0]} was simulated with 0 for scalars that the text of the program does not determine")
     return found, tuple(lines)
 
 
-def _silent(line: str) -> None:
-    """Says nothing."""
+def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
+    """Yields the name of every whole kernel and of every start between devices, with the kernel.
 
-
-def _kernels(module: HloModule) -> Iterator[tuple[Computation, Instruction]]:
-    """Yields every kernel that is whole, with its computation."""
+    The kernel is None for a start whose done takes something else than its results, too.
+    """
     for computation in module.computations.values():
         for i in computation.instructions:
-            if i.custom_call_target != "tpu_custom_call":
-                continue
             shapes = [i.shape, *(computation.by_name[o].shape for o in i.operands if o in computation.by_name)]
-            if not any(leaf.memory_space == SEMAPHORE for shape in shapes for _, leaf in shape.leaves()):
-                yield computation, i
-
-
-def _pairs(module: HloModule) -> Iterator[tuple[str, Pair | None]]:
-    """Yields the name of every start between devices, with its pair; None where the done takes something else, too."""
+            spaces = {leaf.memory_space for shape in shapes for _, leaf in shape.leaves()}
+            if i.custom_call_target == _CALL and SEMAPHORE not in spaces:
+                yield i.name, _kernel_of(computation, i)
     for operation in async_operations(module):
-        if operation.spelling != "kernel" or not operation.communicates or not operation.windows:
-            continue
-        start, window = operation.start, operation.windows[0]
-        at, ends_at = module.computations[operation.computation], module.computations[window.computation]
-        left = [(n, leaf.without_layout(), leaf.memory_space) for n, (_, leaf) in enumerate(start.shape.leaves())]
-        wires: list[int] = []
-        for shape in (ends_at.by_name[name].shape for name in window.done.operands):
-            same = [made for made in left if made[1:] == (shape.without_layout(), shape.memory_space)]
-            if same:
-                left.remove(same[0])
-                wires.append(same[0][0])
-        whole = len(wires) == len(window.done.operands)
-        pair = Pair(_kernel_of(at, start), _kernel_of(ends_at, window.done), tuple(wires)) if whole else None
-        yield start.name, pair
+        if operation.spelling == "kernel" and operation.communicates and operation.windows:
+            window = operation.windows[0]
+            at, ends_at = module.computations[operation.computation], module.computations[window.computation]
+            wires = _wires(operation.start, [ends_at.by_name[name] for name in window.done.operands])
+            done = _kernel_of(ends_at, window.done)
+            start = _kernel_of(at, operation.start)
+            yield operation.start.name, dataclasses.replace(start, done=done, wires=wires) if wires else None
+
+
+def _wires(start: Instruction, operands: Sequence[Instruction]) -> tuple[int, ...]:
+    """Returns which result of a start each operand of its done is, by their shapes; () if one is none of them."""
+    left = [(leaf.without_layout(), leaf.memory_space) for _, leaf in start.shape.leaves()]
+    wires = []
+    for operand in operands:
+        wanted = (operand.shape.without_layout(), operand.shape.memory_space)
+        if wanted not in left:
+            return ()
+        wires.append(left.index(wanted))
+        left[wires[-1]] = ("", -1)  # taken
+    return tuple(wires)
 
 
 def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
-    config = {
-        key: value for key, value in i.backend_config.items() if key in ("custom_call_config", "scoped_memory_configs")
-    }
-    config["custom_call_config"] = {k: v for k, v in config["custom_call_config"].items() if k != "debug_locations"}
+    call = {key: v for key, v in i.backend_config["custom_call_config"].items() if key != "debug_locations"}
+    config = {key: v for key, v in i.backend_config.items() if key == "scoped_memory_configs"}
     operands = [computation.by_name[name].shape for name in i.operands]
     integers = []
     for number, (name, shape) in enumerate(zip(i.operands, operands, strict=True)):
@@ -163,30 +145,16 @@ def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
             if values is not None:
                 integers.append((number, tuple(np.resize(values, int(np.prod(shape.dimensions))).tolist())))
     return Kernel(
-        json.dumps(config, sort_keys=True),
-        tuple(shape.without_layout() for shape in operands),
-        tuple(leaf.without_layout() for _, leaf in i.shape.leaves()),
-        tuple((alias.operand, alias.output[0] if alias.output else 0) for alias in i.aliases),
-        tuple(integers),
+        config=json.dumps(config | {"custom_call_config": call}, sort_keys=True),
+        operands=tuple(shape.without_layout() for shape in operands),
+        results=tuple(leaf.without_layout() for _, leaf in i.shape.leaves()),
+        aliases=tuple((alias.operand, alias.output[0] if alias.output else 0) for alias in i.aliases),
+        integers=tuple(integers),
     )
 
 
-def _time(program: "CompiledProgram", kernel: Kernel | Pair, begins: Callable[[], Any]) -> KernelTime:
-    key = (*dataclasses.astuple(kernel), program.topology, program.coords, _versions())
-    file = _cache_folder() / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
-    if file.exists():
-        return KernelTime(**json.loads(file.read_text()))
-    begins()
-    time = _simulate(program, kernel)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(dataclasses.asdict(time)))
-    partial.replace(file)
-    return time
-
-
-def _simulate(program: "CompiledProgram", simulated: Kernel | Pair) -> KernelTime:
-    """Compiles a kernel or a pair as a program of its own, and simulates it."""
+def _simulate(program: "CompiledProgram", kernel: Kernel) -> KernelTime:
+    """Compiles a kernel as a program of its own, and simulates it."""
     import jax
     from jax.sharding import AxisType, PartitionSpec
 
@@ -198,58 +166,47 @@ def _simulate(program: "CompiledProgram", simulated: Kernel | Pair) -> KernelTim
     devices = {tuple(device.coords): device for device in topology_devices(program.topology)}
     ordered = np.array([devices[coords] for coords in program.coords], dtype=object)
     mesh = jax.sharding.Mesh(ordered, ("devices",), axis_types=(AxisType.Auto,))
-    kernel = simulated.start if isinstance(simulated, Pair) else simulated
-    fixed = dict(kernel.integers)
+    shapes, fixed = [_type(text) for text in kernel.operands], dict(kernel.integers)
     written = {operand for operand, _ in kernel.aliases}  # made in the program: XLA would copy its arguments first
-    shapes = [_type(text) for text in kernel.operands]
-
-    def call(kernel: Kernel, *operands: Any) -> Sequence[Any]:
-        return jax.ffi.ffi_call(
-            "tpu_custom_call",
-            [_type(text) for text in kernel.results],
-            has_side_effect=True,
-            input_output_aliases=dict(kernel.aliases),
-            custom_call_api_version=1,
-            legacy_backend_config=kernel.config,
-        )(*operands)
+    passed = [n for n in range(len(shapes)) if n not in fixed and n not in written]
 
     def run(*arrays: Any) -> Any:
-        given = iter(arrays)
-        results = call(kernel, *(
-            np.array(fixed[n], shape.dtype).reshape(shape.shape) if n in fixed
-            else jax.numpy.zeros(shape.shape, shape.dtype) if n in written
-            else next(given)
-            for n, shape in enumerate(shapes)
-        ))  # fmt: skip
-        if isinstance(simulated, Pair):
-            results = call(simulated.done, *(results[n] for n in simulated.wires))
+        operands = dict(zip(passed, arrays, strict=True))
+        operands |= {n: np.array(v, shapes[n].dtype).reshape(shapes[n].shape) for n, v in fixed.items()}
+        operands |= {n: jax.numpy.zeros(shapes[n].shape, shapes[n].dtype) for n in written - fixed.keys()}
+        results = _call(kernel, *(operands[n] for n in range(len(shapes))))
+        if kernel.done is not None:
+            results = _call(kernel.done, *(results[n] for n in kernel.wires))
         return [result[(slice(1),) * result.ndim] for result in results]  # so that nothing copies whole results
 
     spec = PartitionSpec()
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     sharding = jax.NamedSharding(mesh, spec)
-    arrays = [
-        jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-        for n, shape in enumerate(shapes)
-        if n not in fixed and n not in written
-    ]
-    with (
-        tempfile.TemporaryDirectory(prefix="flaxasync-") as folder,
-        jax.set_mesh(mesh),
-    ):  # the caller may have set another
-        compiled = compile_for(program.topology, mapped, *arrays, keep_dumps=folder)
+    arguments = [jax.ShapeDtypeStruct(shapes[n].shape, shapes[n].dtype, sharding=sharding) for n in passed]
+    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder, jax.set_mesh(mesh):  # the caller's may be another
+        compiled = compile_for(program.topology, mapped, *arguments, keep_dumps=folder)
         result = play_dump(folder, topology=program.topology, coords=compiled.coords)
-    module = parse(compiled.text)
-    if isinstance(simulated, Pair):
-        (operation,) = (operation for operation in async_operations(module) if operation.spelling == "kernel")
-        names = (operation.start.name, operation.windows[0].done.name)
-        pairs = [[phase for phase in device.phases if phase.name in names] for device in result.devices]
-        return KernelTime(max(done.start + done.seconds - start.start for start, done in pairs), 0.0)
-    (name,) = (i.name for _, i in _kernels(module))
-    phases = [phase for device in result.devices for phase in device.phases if phase.name == name]
-    slowest = max(phases, key=lambda phase: phase.seconds)
-    guessed = any(note.startswith(f"{name}: {UNKNOWN_SCALARS}") for note in result.notes)
+    instructions = [i for c in parse(compiled.text).computations.values() for i in c.instructions]
+    names = [i.name for i in instructions if i.custom_call_target == _CALL]
+    phases = [[phase for phase in device.phases if phase.name in names] for device in result.devices]
+    if kernel.done is not None:
+        return KernelTime(max(done.start + done.seconds - start.start for start, done in phases), 0.0)
+    slowest = max((phase for (phase,) in phases), key=lambda phase: phase.seconds)
+    guessed = any(note.startswith(f"{slowest.name}: {UNKNOWN_SCALARS}") for note in result.notes)
     return KernelTime(slowest.seconds, slowest.exposed, guessed)
+
+
+def _call(kernel: Kernel, *operands: Any) -> Sequence[Any]:
+    import jax
+
+    return jax.ffi.ffi_call(
+        _CALL,
+        [_type(text) for text in kernel.results],
+        has_side_effect=True,
+        input_output_aliases=dict(kernel.aliases),
+        custom_call_api_version=1,
+        legacy_backend_config=kernel.config,
+    )(*operands)
 
 
 def _type(text: str) -> Any:
@@ -258,9 +215,16 @@ def _type(text: str) -> Any:
     import jax.numpy as jnp
 
     element, sizes = re.fullmatch(r"(\w+)\[([\d,]*)\]", text).groups()  # type: ignore[union-attr]
-    kinds = {"bf16": "bfloat16", "pred": "bool", "f": "float", "s": "int", "u": "uint"}
-    name = kinds.get(element) or kinds[element[0]] + element[1:]
+    name = next(name + element.removeprefix(short) for short, name in _TYPES.items() if element.startswith(short))
     return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), jnp.dtype(name))
+
+
+def _cache_file(program: "CompiledProgram", kernel: Kernel) -> pathlib.Path:
+    """Returns the file for the time of a kernel, by all on which the time depends."""
+    key = repr((kernel, program.topology, program.coords, _versions()))
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = os.environ.get(VARIABLE) or pathlib.Path(base) / "flaxasync" / "played-kernels"
+    return pathlib.Path(folder).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
 @functools.cache
@@ -271,7 +235,9 @@ def _versions() -> tuple[str, ...]:
     return importlib.metadata.version("libtpu"), digest
 
 
-def _cache_folder() -> pathlib.Path:
-    named = os.environ.get(VARIABLE)
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(named).expanduser() if named else pathlib.Path(base) / "flaxasync" / "played-kernels"
+def _write(file: pathlib.Path, text: str) -> None:
+    """Writes a file as a whole, so that another process never reads a part of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(file)

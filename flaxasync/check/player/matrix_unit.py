@@ -16,17 +16,16 @@ from flaxasync.check.player.bundle_text import Operation
 from flaxasync.check.player.chips import PlayedChip
 
 # The operations of the vector, permute and transpose units that were seen in dumps, by their name up to the first dot.
-# They cost their slot in the bundle.
+# They cost their slot in the bundle. A unit holds four sets of weights, and each has its own push operation.
 VECTOR_FAMILIES = frozenset(
     """
     vadd vand vbcast vc vceil vclampa vclamps vclz vcmask vcmp vcombine vcosq vcvt vdelay verf vexp2 vfloor
     vlaneseq vld vllmr vlog2 vmand vmatprep vmax vmin vmmov vmneg vmor vmov vmpackc vmphi vmul vnez vor vpack vpcnt
     vperm vphi vpop vpush vrcp vrng vrot vround vrsqrt vsel vset vsetiar vsetrngseed vsettm vshll vshra vshrl
     vsigshft vsinq vst vstv vsub vtanh vtrace vtrunc vunpack vweird vxor vxpose
+    vmatmul vmatpush vmatpush1 vmatpush2 vmatpush3
     """.split()  # noqa: SIM905, one a line would fill the page
 )
-# A unit holds four sets of weights, and each has its own push operation.
-MATRIX_FAMILIES = frozenset(["vmatmul", "vmatpush", "vmatpush1", "vmatpush2", "vmatpush3"])
 _UNIT = re.compile(r"mxu(\d)")
 _PACKED = re.compile(r"\.(?:bf16|packed|f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
 
@@ -34,44 +33,28 @@ MULTIPLY, PUSH, POP = 0, 1, 2
 
 
 class MatrixOperation(NamedTuple):
-    """What an operation asks of a matrix unit.
+    """What an operation asks of a matrix unit."""
 
-    Attributes:
-      kind: MULTIPLY, PUSH or POP.
-      unit: The number of the unit.
-      cycles: For how long it occupies the unit (a multiply) or its port (a push).
-      results: The number of results that a multiply makes.
-    """
-
-    kind: int
+    kind: int  # MULTIPLY, PUSH or POP
     unit: int
-    cycles: int
-    results: int = 0
+    cycles: int  # for how long it occupies the unit (a multiply) or its port (a push)
+    results: int = 0  # that a multiply makes
 
 
 class Cost(NamedTuple):
     """The time of a basic block, in cycles.
 
-    Attributes:
-      cycles: From its beginning to its end.
-      state: The work that the matrix units still have to do at its end: for each unit its number, the cycles until it
-        is free, the cycles until its port is free, and the cycles until each of its results is ready.
-      stall: Cycles in which a bundle waited for a matrix unit.
-      busy: Cycles in which the busiest unit multiplied.
+    `state` is the work that the matrix units still have to do at its end: for each unit its number, the cycles until it
+    is free, the cycles until its port is free, and the cycles until each of its results is ready.
     """
 
     cycles: int
     state: tuple
-    stall: int
-    busy: int
+    stall: int  # in which a bundle waited for a matrix unit
+    busy: int  # in which the busiest unit multiplied
 
 
 IDLE: tuple = ()  # the state of units that have no work
-
-
-def is_vector(operation: Operation) -> bool:
-    """Says whether a vector operation is known: it costs only its slot, or it uses a matrix unit."""
-    return operation.unit in VECTOR_FAMILIES or operation.unit in MATRIX_FAMILIES
 
 
 def matrix_operation(operation: Operation, chip: PlayedChip) -> MatrixOperation | None:
@@ -92,13 +75,9 @@ def matrix_operation(operation: Operation, chip: PlayedChip) -> MatrixOperation 
 
 
 def cost(bundles: int, work: list[tuple[int, tuple[MatrixOperation, ...]]], state: tuple, latency: int) -> Cost:
-    """Returns the time of a basic block.
+    """Returns the time of a basic block, from the state of the units before it, and the latency of a multiply.
 
-    Args:
-      bundles: The number of its bundles.
-      work: (index of the bundle, operations) for each bundle that uses a matrix unit.
-      state: The state of the units before, as in `Cost`.
-      latency: Cycles from a multiply to its first result.
+    `work` is (index of the bundle, operations) for each bundle that uses a matrix unit.
     """
     free = {unit: until for unit, until, _, _ in state}
     port = {unit: until for unit, _, until, _ in state}

@@ -12,19 +12,9 @@ from flaxasync.check.player.errors import OutOfBoundsError, RaceError
 from flaxasync.check.player.transfers import Transfer
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Claim:
-    """A range of one device's memory that a transfer under way is using.
-
-    Attributes:
-      device: The device.
-      space: The memory space.
-      first: The first granule.
-      stop: The granule after the last.
-      writes: Whether the transfer writes it.
-      transfer: The transfer.
-      phase: The instruction of the program that started it.
-    """
+    """A range of one device's memory that a transfer under way is using, from granule `first` up to granule `stop`."""
 
     device: int
     space: str
@@ -32,7 +22,10 @@ class Claim:
     stop: int
     writes: bool
     transfer: Transfer
-    phase: str
+
+    @property
+    def does(self) -> str:
+        return "writes" if self.writes else "reads"
 
 
 class MemoryClaims:
@@ -42,23 +35,19 @@ class MemoryClaims:
         self._addresses = addresses
         self._active: dict[tuple[int, str], list[Claim]] = {}
 
-    def claim(self, transfer: Transfer, source: int, target: int, phase: str) -> list[Claim]:
-        """Claims the memory of a transfer from device `source` to device `target`.
-
-        Raises:
-          OutOfBoundsError: The transfer leaves its buffer.
-          RaceError: Another transfer is still using the memory.
-        """
-        claims = []
-        for device, space, address, writes in (
-            (source, transfer.source, transfer.source_address, False),
-            (target, transfer.target, transfer.target_address, True),
-        ):
-            if space == "smem" or transfer.granules <= 0:
-                continue
-            self._check_bounds(transfer, device, space, address, writes, phase)
-            if not transfer.strided:
-                claims.append(Claim(device, space, address, address + transfer.granules, writes, transfer, phase))
+    def claim(self, transfer: Transfer, source: int, target: int) -> list[Claim]:
+        """Claims the memory of a transfer from device `source` to device `target`, after a check of both rules."""
+        size = transfer.granules
+        read, write = transfer.source_address, transfer.target_address
+        both = (
+            Claim(source, transfer.source, read, read + size, False, transfer),
+            Claim(target, transfer.target, write, write + size, True, transfer),
+        )
+        claims = [claim for claim in both if claim.space != "smem" and size > 0]
+        for claim in claims:
+            self._check_bounds(claim)
+        if transfer.strided:
+            return []
         for claim in claims:
             self._check_races(claim)
         for claim in claims:
@@ -70,26 +59,24 @@ class MemoryClaims:
         for claim in claims:
             self._active[claim.device, claim.space].remove(claim)
 
-    def _check_bounds(
-        self, transfer: Transfer, device: int, space: str, address: int, writes: bool, phase: str
-    ) -> None:
-        buffer = self._addresses.at_granule(space, address)
-        limit = self._addresses.granules(buffer)[1] if buffer else 0
-        over = address + transfer.granules - limit
-        if buffer is None or (not transfer.strided and over > 0):
+    def _check_bounds(self, claim: Claim) -> None:
+        transfer = claim.transfer
+        buffer = self._addresses.at_granule(claim.space, claim.first)
+        over = claim.stop - self._addresses.granules(buffer)[1] if buffer else 0
+        if buffer is None or (over > 0 and not transfer.strided):
             past = f"{over * GRANULE} bytes past the end of {buffer.label}" if buffer else "outside every buffer"
             raise OutOfBoundsError(
-                f"{phase}: {transfer.name} of {transfer.granules * GRANULE} bytes on device {device} "
-                f"{'writes' if writes else 'reads'} {past}; at {transfer.location}"
+                f"{transfer.phase}: {transfer.name} of {transfer.granules * GRANULE} bytes on device {claim.device} "
+                f"{claim.does} {past}; at {transfer.location}"
             )
 
     def _check_races(self, claim: Claim) -> None:
         for other in self._active.get((claim.device, claim.space), ()):
             if (claim.writes or other.writes) and claim.first < other.stop and other.first < claim.stop:
                 buffer = self._addresses.at_granule(claim.space, claim.first)
+                mine, earlier = claim.transfer, other.transfer
                 raise RaceError(
-                    f"device {claim.device}: {claim.transfer.name} in {claim.phase} ({claim.transfer.location}) "
-                    f"{'writes' if claim.writes else 'reads'} {buffer.label if buffer else claim.space} while "
-                    f"{other.transfer.name} of {other.phase} ({other.transfer.location}) still "
-                    f"{'writes' if other.writes else 'reads'} it"
+                    f"device {claim.device}: {mine.name} in {mine.phase} ({mine.location}) {claim.does} "
+                    f"{buffer.label if buffer else claim.space} while {earlier.name} of {earlier.phase} "
+                    f"({earlier.location}) still {other.does} it"
                 )

@@ -11,10 +11,10 @@ link on its route. Resources are shared by these rules, which were chosen by com
 """
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 
-INFINITY = float("inf")
 _EPSILON = 1e-12
 _UNLIMITED = 1e9  # bytes per cycle of a transfer that uses no resource
 
@@ -23,25 +23,15 @@ Use = tuple[Hashable, float]  # a resource, and the bytes of it that one byte of
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Flow:
-    """A transfer under way.
+    """A transfer under way."""
 
-    Attributes:
-      number: The number of the transfer, in the order in which transfers were issued.
-      size: Bytes.
-      uses: The resources that it uses.
-      done: Called with the time and the flow when the transfer ends.
-      left: Bytes that have not moved yet.
-      rate: Bytes per cycle at the current time.
-      started: When its first byte moved; -1 before that.
-    """
-
-    number: int
-    size: int
+    number: int  # of the transfer, in the order in which transfers were issued
+    size: int  # bytes
     uses: tuple[Use, ...]
-    done: Callable[[float, "Flow"], None]
-    left: float
-    rate: float = 0.0
-    started: float = -1.0
+    done: Callable[[float, "Flow"], None]  # called with the time and the flow when the transfer ends
+    left: float  # bytes that have not moved yet
+    rate: float = 0.0  # bytes per cycle at the current time
+    started: float = -1.0  # when its first byte moved; -1 before that
 
 
 class Network:
@@ -52,19 +42,14 @@ class Network:
     """
 
     def __init__(self, capacity: Mapping[str, float]):
-        """Makes a network without transfers.
-
-        Args:
-          capacity: The capacity of a resource, by its kind. The kind is the first entry of the resource's name, which
-            is ("hbm", device) or ("link", from, to).
-        """
+        """Makes a network without transfers. The resource ("hbm", device) has the capacity of the kind "hbm"."""
         self._capacity = capacity
         self._between_chips: dict[Hashable, deque[Flow]] = {}  # queues by their first link
         self._within_chip: dict[Hashable, deque[Flow]] = {}  # queues by their HBM
         self._moving: list[Flow] = []
         self._now = 0.0
         self._count = 0
-        self.next = INFINITY
+        self.next = math.inf
 
     def start(self, now: float, size: int, uses: tuple[Use, ...], done: Callable[[float, Flow], None]) -> None:
         """Begins a transfer. `done(time, flow)` is called at its end.
@@ -109,25 +94,21 @@ class Network:
 
     def _share(self) -> None:
         """Sets the rate of every transfer that is at the head of its queue."""
-        between = sorted((queue[0] for queue in self._between_chips.values()), key=_number)
-        within = sorted((queue[0] for queue in self._within_chip.values()), key=_number)
-        free: dict[Hashable, float] = {}
-        for flow in between + within:
-            for resource, _ in flow.uses:
-                free[resource] = self._capacity[resource[0]]  # type: ignore[index]
+        between, within = (
+            sorted((queue[0] for queue in queues.values()), key=lambda flow: flow.number)
+            for queues in (self._between_chips, self._within_chip)
+        )
+        used = {resource for flow in between + within for resource, _ in flow.uses}
+        free = {resource: self._capacity[resource[0]] for resource in used}  # type: ignore[index]
         _share_evenly(between, free)
         for flow in within:
             flow.rate = min((free[resource] / share for resource, share in flow.uses), default=_UNLIMITED)
         self._moving = [f for f in between + within if f.rate > _EPSILON]
-        self.next = INFINITY
+        self.next = math.inf
         for flow in self._moving:
             if flow.started < 0:
                 flow.started = self._now
             self.next = min(self.next, self._now + max(flow.left, 0.0) / flow.rate)
-
-
-def _number(flow: Flow) -> int:
-    return flow.number
 
 
 def _share_evenly(flows: list[Flow], free: dict[Hashable, float]) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from flaxasync.check.player.chip_grid import chip_grid, coords_of_partitions
 from flaxasync.check.player.chips import PlayedChip, played_chip
-from flaxasync.check.player.dump import Note, read_dump, write_note
+from flaxasync.check.player.dump import TESTED_LIBTPU, Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError
 from flaxasync.check.player.result import Result
 from flaxasync.check.player.simulation import Simulation
-from flaxasync.check.player.summary import summarize
+from flaxasync.check.player.state import State
 
 
 def play(
@@ -54,7 +54,7 @@ def play(
                 f"keep_dumps must be an empty folder: {folder} is not; dumps of two programs cannot be told apart"
             )
         compiled = compile_for(topology, fn, *args, keep_dumps=folder, compiler_options=compiler_options)
-        write_note(folder, Note(topology, _libtpu_version(), compiled.coords))
+        write_note(folder, Note(topology, importlib.metadata.version("libtpu"), compiled.coords))
         return play_dump(folder, measured=measured, accept=accept)
 
 
@@ -66,7 +66,6 @@ def play_dump(
     chip: PlayedChip | None = None,
     measured: float | None = None,
     accept: Iterable[str] = (),
-    any_version: bool = False,
 ) -> Result:
     """Simulates a folder of bundle dumps.
 
@@ -79,12 +78,11 @@ def play_dump(
         `dataclasses.replace(played_chip("v5e"), hbm_efficiency=1.0)`.
       measured: As for `play`.
       accept: As for `play`.
-      any_version: Whether to read dumps of a libtpu with which the player was not tested.
 
     Raises:
       PlayerError: The program cannot be simulated, or breaks a rule of the machine; see errors.py.
     """
-    dump = read_dump(pathlib.Path(folder), any_version=any_version)
+    dump = read_dump(pathlib.Path(folder))
     named = topology or dump.note.topology
     if not named:
         raise MeshMismatchError(
@@ -102,13 +100,31 @@ def play_dump(
         notes.append("the order of the mesh is not known: partitions are taken to be the chips in their order")
     if not dump.note.libtpu:
         notes.append("the dump does not say which libtpu made it; its form is that of a tested version")
-    simulation = Simulation(dump, grid, coords_of_partitions(grid, dump.devices, order), chip, frozenset(accept))
-    simulation.run()
-    return summarize(simulation, measured=measured, notes=tuple(notes))
+    elif dump.note.libtpu not in TESTED_LIBTPU:
+        notes.append(f"dumped by libtpu {dump.note.libtpu}; the player was tested with {', '.join(TESTED_LIBTPU)}")
+    state = State(dump, grid, coords_of_partitions(grid, dump.devices, order), chip, frozenset(accept))
+    Simulation(state).run()
+    return _result(state, measured, notes)
 
 
-def _libtpu_version() -> str:
-    try:
-        return importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _result(state: State, measured: float | None, notes: list[str]) -> Result:
+    """Returns the result of a simulation that has ended, whose first notes are those given."""
+    chip = state.chip
+    devices = tuple(m.recorder.device(m.coords, m.now) for m in state.machines)
+    counted = sum((m.notes for m in state.machines), state.notes)
+    notes = notes + [f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in sorted(counted.items())]
+    if analytic := sorted({p.name for d in devices for p in d.phases if p.analytic}):
+        notes.append(f"timed by a ring model, not by their bundles: {', '.join(analytic)}")
+    return Result(
+        name=state.dump.module.name,
+        topology=state.grid.name,
+        chip=chip.name,
+        basis=f"a simulated prediction, nothing was run on a TPU: libtpu {state.dump.note.libtpu or 'unknown'}'s final "
+        f"bundles executed for {len(devices)} devices, {chip.clock / 1e9:g} GHz, HBM {chip.hbm / 1e9:.0f} GB/s, links "
+        f"{chip.link / 1e9:.1f} GB/s in each direction",
+        known_error=chip.known_error,
+        devices=devices,
+        notes=tuple(notes),
+        slices=tuple(state.slices),
+        measured=measured,
+    )

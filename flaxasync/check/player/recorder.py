@@ -1,158 +1,125 @@
-"""The records of a simulation: stretches of time on lanes, the phases of the program, and bytes by kind."""
+"""The record of one device: what it does when, and where its time and its bytes go, in total and by phase."""
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
-# What a device can wait for.
-CAUSES = {
-    "memory": "a transfer within its own chip",
-    "receive": "bytes from another device",
-    "send": "its own bytes to have left for another device",
-    "sync": "a signal of another device",
-    "collective": "a collective of XLA that is timed by a ring model",
-}
+from flaxasync.check.estimate.timeline import Slice
+from flaxasync.check.player.chips import PlayedChip
+from flaxasync.check.player.result import Device, Phase
 
 
 @dataclasses.dataclass(slots=True)
-class Stretch:
-    """What one lane of a device does for a stretch of time. Times are in cycles.
+class Counts:
+    """What a device has done so far, or in one phase. Times are in cycles."""
 
-    Attributes:
-      device: The device.
-      lane: "core", "memory" or "link to N".
-      name: The instruction, or what was waited for.
-      kind: "run", "wait", "transfer" or "copy".
-      start: When it begins.
-      end: When it ends.
-      cause: A key of CAUSES if the core waits; the instruction if it is a transfer.
-      busy: Cycles of it in which a matrix unit multiplied.
-    """
+    cycles: float = 0.0
+    issue: int = 0  # in which a bundle was issued
+    stall: int = 0  # in which a bundle waited for a matrix unit
+    busy: int = 0  # in which the busiest matrix unit multiplied
+    waits: Counter[str] = dataclasses.field(default_factory=Counter)  # cycles by cause
+    bytes: Counter[str] = dataclasses.field(default_factory=Counter)  # that transfers moved, by kind
 
-    device: int
-    lane: str
-    name: str
-    kind: str
-    start: float
-    end: float
-    cause: str = ""
-    busy: int = 0
+    def at(self, now: float) -> "Counts":
+        """Returns a copy, with the time `now`."""
+        return dataclasses.replace(self, cycles=now, waits=self.waits.copy(), bytes=self.bytes.copy())
 
+    def times(self, chip: PlayedChip) -> dict[str, Any]:
+        """Returns the fields of `Times`."""
+        return {
+            "seconds": chip.seconds(self.cycles),
+            "issue": chip.seconds(self.issue),
+            "matrix_stall": chip.seconds(self.stall),
+            "matrix_busy": chip.seconds(self.busy),
+            "waits": {cause: chip.seconds(cycles) for cause, cycles in sorted(self.waits.items())},
+            "bytes": dict(sorted(self.bytes.items())),
+        }
 
-@dataclasses.dataclass(slots=True)
-class PhaseTime:
-    """The time of one device in one instruction of the program, for one execution of it, in cycles.
-
-    Attributes:
-      device: The device.
-      name: The instruction.
-      start: When it began.
-      end: When it ended.
-      depth: The number of instructions (loops) around it.
-      issue: Cycles in which a bundle was issued.
-      stall: Cycles in which a bundle waited for a matrix unit.
-      busy: Cycles in which the busiest matrix unit multiplied.
-      waits: Cycles of waiting, by cause.
-      analytic: Whether a collective in it was timed by the ring model.
-      bytes: Bytes that its transfers moved, by kind.
-    """
-
-    device: int
-    name: str
-    start: float
-    end: float
-    depth: int
-    issue: int
-    stall: int
-    busy: int
-    waits: Counter[str]
-    analytic: bool
-    bytes: Counter[str]
+    def add(self, later: "Counts", earlier: "Counts") -> None:
+        """Adds what a device did between two moments."""
+        self.cycles += later.cycles - earlier.cycles
+        self.issue += later.issue - earlier.issue
+        self.stall += later.stall - earlier.stall
+        self.busy += later.busy - earlier.busy
+        self.waits.update(later.waits - earlier.waits)
+        self.bytes.update(later.bytes - earlier.bytes)
 
 
 @dataclasses.dataclass(slots=True)
-class _OpenPhase:
-    """A phase that has begun and not ended, with the counts of its device at its beginning."""
+class _Phase:
+    """All executions of one instruction of the program on one device."""
 
-    name: str
-    start: float
-    issue: int
-    stall: int
-    busy: int
-    waits: Counter[str]
-    bytes: Counter[str]
-    analytic: bool = False
+    start: float  # of the execution that ended first, in cycles
+    depth: int  # the number of instructions (loops) around it
+    runs: int = 0
+    counts: Counts = dataclasses.field(default_factory=Counts)
 
 
 class Recorder:
-    """The records of all devices.
+    """The record of one device. `slices` collects those of all devices, in the order in which they end."""
 
-    Attributes:
-      stretches: The stretches of time, in the order in which they ended.
-      phases: The phases, in the order in which they ended.
-      waits: Cycles of waiting of each device, by cause.
-      bytes: Bytes that the transfers of each device moved, by kind.
-    """
+    def __init__(self, device: int, chip: PlayedChip, slices: list[Slice]):
+        self.counts = Counts()  # what the device has done so far, without its time
+        self._device, self._chip, self._slices = device, chip, slices
+        self._open: list[tuple[str, Counts]] = []  # the phases that the device is in, with its counts when it entered
+        self._ended: dict[str, _Phase] = {}
+        self._analytic: set[str] = set()
+        self._run_start = 0.0
 
-    def __init__(self, devices: int):
-        self.stretches: list[Stretch] = []
-        self.phases: list[PhaseTime] = []
-        self.waits: list[Counter[str]] = [Counter() for _ in range(devices)]
-        self.bytes: list[Counter[str]] = [Counter() for _ in range(devices)]
-        self._open: list[list[_OpenPhase]] = [[] for _ in range(devices)]
-        self._run_start = [0.0] * devices
-        self._run_busy = [0] * devices
+    @property
+    def phase(self) -> str:
+        """The innermost instruction that the device is in; "" if it is in none."""
+        return self._open[-1][0] if self._open else ""
 
-    def phase(self, device: int) -> str:
-        """Returns the innermost instruction that a device is in; "" if it is in none."""
-        return self._open[device][-1].name if self._open[device] else ""
+    def enter_phase(self, name: str, now: float) -> None:
+        self.run_until(now)
+        self._open.append((name, self.counts.at(now)))
 
-    def depth(self, device: int) -> int:
-        """Returns the number of instructions that a device is in, one within the other."""
-        return len(self._open[device])
-
-    def enter_phase(self, device: int, name: str, now: float, issue: int, stall: int, busy: int) -> None:
-        """Begins an instruction. The last three arguments are the counts of the device so far."""
-        self.run_until(device, now, busy)
-        entry = _OpenPhase(name, now, issue, stall, busy, self.waits[device].copy(), self.bytes[device].copy())
-        self._open[device].append(entry)
-
-    def leave_phase(self, device: int, now: float, issue: int, stall: int, busy: int) -> None:
-        """Ends the innermost instruction. The last three arguments are the counts of the device so far."""
-        self.run_until(device, now, busy)
-        entry = self._open[device].pop()
-        waits, moved = self.waits[device] - entry.waits, self.bytes[device] - entry.bytes
-        self.phases.append(
-            PhaseTime(
-                device, entry.name, entry.start, now, len(self._open[device]), issue - entry.issue, stall - entry.stall,
-                busy - entry.busy, waits, entry.analytic, moved,
-            )
-        )  # fmt: skip
-
-    def mark_analytic(self, device: int) -> None:
-        """Notes that the ring model times a collective in the innermost instruction."""
-        if self._open[device]:
-            self._open[device][-1].analytic = True
-
-    def run_until(self, device: int, now: float, busy: int) -> None:
-        """Ends the current stretch in which the core runs."""
-        start = self._run_start[device]
-        if now > start:
-            name = self.phase(device) or "program"
-            self.stretches.append(Stretch(device, "core", name, "run", start, now, "", busy - self._run_busy[device]))
-        self._run_start[device], self._run_busy[device] = now, busy
-
-    def wait(self, device: int, start: float, end: float, name: str, cause: str, busy: int) -> None:
-        """Records that the core waited."""
-        if end <= start:
+    def leave_phase(self, now: float) -> None:
+        """Ends the innermost phase, if the device is in one."""
+        if not self._open:
             return
-        self.run_until(device, start, busy)
-        self.waits[device][cause] += end - start  # type: ignore[assignment]
-        self.stretches.append(Stretch(device, "core", name, "wait", start, end, cause))
-        self._run_start[device] = end
+        self.run_until(now)
+        name, before = self._open.pop()
+        phase = self._ended.setdefault(name, _Phase(before.cycles, len(self._open)))
+        phase.runs += 1
+        phase.counts.add(self.counts.at(now), before)
 
-    def transfer(self, device: int, lane: str, name: str, kind: str, start: float, end: float) -> None:
-        """Records that a transfer of the device was under way."""
-        self.stretches.append(Stretch(device, lane, name, kind, start, end, name))
+    def run_until(self, now: float) -> None:
+        """Ends the slice in which the core runs."""
+        if now > self._run_start:
+            self._slice("core", self.phase or "program", "compute", self._run_start, now)
+        self._run_start = now
 
-    def count_bytes(self, device: int, kind: str, size: int) -> None:
-        self.bytes[device][kind] += size
+    def wait(self, start: float, end: float, name: str, cause: str) -> None:
+        """Records that the core waited, for one of CAUSES."""
+        if end > start:
+            self.run_until(start)
+            self.counts.waits[cause] += end - start  # type: ignore[assignment]
+            self._slice("core", name, cause if cause in ("memory", "collective") else "stall", start, end, cause)
+            self._run_start = end
+
+    def transfer(self, lane: str, start: float, end: float, name: str) -> None:
+        """Records that a transfer was under way, which the instruction `name` began."""
+        self._slice(lane, name, "copy" if lane == "memory" else "transfer", start, end, name)
+
+    def mark_analytic(self) -> None:
+        """Notes that the ring model times a collective in the innermost phase."""
+        self._analytic.add(self.phase)
+
+    def device(self, coords: tuple[int, ...], now: float) -> Device:
+        """Returns where the time of the device went until its end, on the chip with these coordinates."""
+        phases = [
+            Phase(
+                name=name, runs=p.runs, start=self._chip.seconds(p.start), depth=p.depth,
+                analytic=name in self._analytic, **p.counts.times(self._chip),
+            )
+            for name, p in self._ended.items()
+        ]  # fmt: skip
+        in_order = tuple(sorted(phases, key=lambda p: (p.start, p.depth)))
+        times = self.counts.at(now).times(self._chip)
+        return Device(device=self._device, coords=coords, phases=in_order, **times)
+
+    def _slice(self, lane: str, name: str, kind: str, start: float, end: float, cause: str = "") -> None:
+        seconds = self._chip.seconds
+        self._slices.append(Slice(self._device, lane, name, kind, seconds(start), seconds(end), cause))

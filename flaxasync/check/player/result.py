@@ -11,77 +11,52 @@ from collections import Counter
 from collections.abc import Mapping
 
 from flaxasync.check.estimate.timeline import DeviceTime, Slice, Timeline
-from flaxasync.check.player.recorder import CAUSES, Stretch
 
-BETWEEN_DEVICES = ("receive", "send", "sync", "collective")  # the causes whose waits are exposed communication
+# What a device can wait for.
+CAUSES = {
+    "memory": "a transfer within its own chip",
+    "receive": "bytes from another device",
+    "send": "its own bytes to have left for another device",
+    "sync": "a signal of another device",
+    "collective": "a collective of XLA that is timed by a ring model",
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """One instruction of the program, with all of its executions together. Times are in seconds.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Times:
+    """Where the time and the bytes of a device, or of a phase, went. Times are in seconds."""
 
-    Attributes:
-      name: The instruction.
-      runs: How often it was executed.
-      start: When the first execution began.
-      seconds: All of its time.
-      issue: Time in which bundles were issued.
-      matrix_stall: Time in which a bundle waited for a matrix unit.
-      matrix_busy: Time in which the busiest matrix unit multiplied.
-      waits: Time of waiting, by cause.
-      bytes: Bytes that its transfers moved, by kind.
-      analytic: Whether a collective in it was timed by the ring model.
-      depth: The number of loops around it.
-    """
-
-    name: str
-    runs: int
-    start: float
-    seconds: float
-    issue: float
-    matrix_stall: float
-    matrix_busy: float
-    waits: Mapping[str, float]
-    bytes: Mapping[str, int]
-    analytic: bool
-    depth: int
+    seconds: float  # all of its time: the sum of `issue`, `matrix_stall` and all `waits`
+    issue: float  # in which bundles were issued
+    matrix_stall: float  # in which a bundle waited for a matrix unit
+    matrix_busy: float  # in which the busiest matrix unit multiplied
+    waits: Mapping[str, float]  # by cause
+    bytes: Mapping[str, int]  # that its transfers moved, by kind
 
     @property
     def exposed(self) -> float:
         """Seconds of waiting for other devices."""
-        return sum(self.waits.get(cause, 0.0) for cause in BETWEEN_DEVICES)
+        return sum(self.waits.get(cause, 0.0) for cause in CAUSES if cause != "memory")
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """One device. Times are in seconds: `seconds` is the sum of `issue`, `matrix_stall` and all `waits`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase(Times):
+    """One instruction of the program, with all of its executions together."""
 
-    Attributes:
-      device: The number of the partition.
-      coords: The coordinates of its chip.
-      seconds: All of its time.
-      issue: Time in which bundles were issued.
-      matrix_stall: Time in which a bundle waited for a matrix unit.
-      matrix_busy: Time in which the busiest matrix unit multiplied.
-      waits: Time of waiting, by cause.
-      bytes: Bytes that its transfers moved, by kind.
-      phases: The phases, in the order in which they first began.
-    """
+    name: str
+    runs: int  # how often it was executed
+    start: float  # when the first execution began, in seconds
+    analytic: bool  # whether a collective in it was timed by the ring model
+    depth: int  # the number of loops around it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device(Times):
+    """One device, by the number of its partition and the coordinates of its chip."""
 
     device: int
     coords: tuple[int, ...]
-    seconds: float
-    issue: float
-    matrix_stall: float
-    matrix_busy: float
-    waits: Mapping[str, float]
-    bytes: Mapping[str, int]
-    phases: tuple[Phase, ...]
-
-    @property
-    def exposed(self) -> float:
-        """Seconds of waiting for other devices."""
-        return sum(self.waits.get(cause, 0.0) for cause in BETWEEN_DEVICES)
+    phases: tuple[Phase, ...]  # in the order in which they first began
 
     @property
     def share_of_peak(self) -> float:
@@ -100,33 +75,19 @@ class Device:
         return max(found, key=lambda p: p.seconds)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """A simulated program. The totals are those of the slowest device. `print` shows a table.
-
-    Attributes:
-      name: The name of the program.
-      topology: The topology.
-      chip: The name of the chip.
-      basis: What the times are based on.
-      known_error: How far such times were from a measurement, if one is known.
-      devices: The devices, in the order of the partitions.
-      notes: What a reader should know beside the figures.
-      stretches: What each lane of each device did when, in cycles.
-      clock: Cycles per second.
-      measured: Seconds that the program took on a TPU; None if it was not measured.
-    """
+    """A simulated program. The totals are those of the slowest device. `print` shows a table."""
 
     name: str
     topology: str
     chip: str
-    basis: str
-    known_error: str
-    devices: tuple[Device, ...]
-    notes: tuple[str, ...]
-    stretches: tuple[Stretch, ...] = dataclasses.field(repr=False)
-    clock: float = dataclasses.field(repr=False)
-    measured: float | None = None
+    basis: str  # what the times are based on
+    known_error: str  # how far such times were from a measurement, if one is known
+    devices: tuple[Device, ...]  # in the order of the partitions
+    notes: tuple[str, ...]  # what a reader should know beside the figures
+    slices: tuple[Slice, ...] = dataclasses.field(repr=False)  # what each lane of each device did when
+    measured: float | None = None  # seconds that the program took on a TPU, if it was measured
 
     @property
     def slowest(self) -> Device:
@@ -160,20 +121,6 @@ class Result:
 
     def timeline(self) -> Timeline:
         """Returns the result as a `Timeline`, which `fa.check.timeline` also returns."""
-        kinds = {"run": "compute", "transfer": "transfer", "copy": "copy"}
-        waits = dict.fromkeys(CAUSES, "stall") | {"memory": "memory", "collective": "collective"}
-        slices = tuple(
-            Slice(
-                device=s.device,
-                lane=s.lane,
-                name=s.name,
-                kind=kinds.get(s.kind) or waits[s.cause],
-                start=s.start / self.clock,
-                end=s.end / self.clock,
-                cause=s.cause,
-            )
-            for s in self.stretches
-        )
         devices = tuple(
             DeviceTime(
                 device=d.device,
@@ -185,52 +132,41 @@ class Result:
             )
             for d in self.devices
         )
-        return Timeline(self.name, self.chip, self.basis, self.known_error, slices, devices, self.notes)
+        return Timeline(self.name, self.chip, self.basis, self.known_error, self.slices, devices, self.notes)
 
     def to_json(self) -> str:
-        """Returns everything except the stretches of time as JSON."""
-        content = {
-            "name": self.name,
-            "topology": self.topology,
+        """Returns everything except the slices as JSON."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("slices", "chip")}
+        fields["devices"] = [dataclasses.asdict(d) for d in self.devices]
+        totals = {
             "seconds": self.seconds,
             "share_of_peak": self.share_of_peak,
             "exposed": self.exposed,
-            "measured": self.measured,
             "error": self.error,
             "bytes": self.bytes,
-            "basis": self.basis,
-            "known_error": self.known_error,
-            "notes": list(self.notes),
-            "devices": [dataclasses.asdict(d) for d in self.devices],
         }
-        return json.dumps(content, indent=1)
+        return json.dumps(fields | totals, indent=1)
 
     def __str__(self) -> str:
-        return _table(self)
+        slowest = self.slowest
+        head = f"{self.name} on {self.topology}: {self.seconds * 1e3:.4f} ms, {slowest.share_of_peak:.1%} of peak, "
+        head += f"exposed communication {self.exposed * 1e3:.4f} ms"
+        if self.error is not None and self.measured is not None:
+            head += f"; measured {self.measured * 1e3:.4g} ms, error {self.error:+.1%}"
+        columns = ("total", "issue", "mxu stall", "mxu busy", *CAUSES)
+        lines = [head, f"  {'':34s}" + "".join(f"{c:>11s}" for c in columns) + "   ms"]
+        lines += [_row(f"device {d.device} at {','.join(map(str, d.coords))}", d) for d in self.devices]
+        lines.append(f"  phases of device {slowest.device}, the slowest:")
+        for p in slowest.phases:
+            if p.seconds > 0.002 * slowest.seconds:
+                runs = f" x{p.runs}" if p.runs > 1 else ""
+                lines.append(_row("  " * (1 + p.depth) + p.name + runs + (" (ring model)" if p.analytic else ""), p))
+        moved = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(self.bytes.items()))
+        lines += [f"  bytes of all devices: {moved}", f"  basis: {self.basis}", f"  known error: {self.known_error}"]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-def _table(result: Result) -> str:
-    head = f"{result.name} on {result.topology}: {result.seconds * 1e3:.4f} ms, {result.share_of_peak:.1%} of peak, "
-    head += f"exposed communication {result.exposed * 1e3:.4f} ms"
-    if result.error is not None and result.measured is not None:
-        head += f"; measured {result.measured * 1e3:.4g} ms, error {result.error:+.1%}"
-    columns = ("total", "issue", "mxu stall", "mxu busy", *CAUSES)
-    title = f"  {'':34s}" + "".join(f"{c:>11s}" for c in columns)
-    lines = [head, title + "   ms"]
-    for d in result.devices:
-        lines.append(_row(f"device {d.device} at {','.join(map(str, d.coords))}", d))
-    slowest = result.slowest
-    lines.append(f"  phases of device {slowest.device}, the slowest:")
-    for p in slowest.phases:
-        if p.seconds > 0.002 * slowest.seconds:
-            runs = f" x{p.runs}" if p.runs > 1 else ""
-            lines.append(_row("  " * (1 + p.depth) + p.name + runs + (" (ring model)" if p.analytic else ""), p))
-    moved = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(result.bytes.items()))
-    lines += [f"  bytes of all devices: {moved}", f"  basis: {result.basis}", f"  known error: {result.known_error}"]
-    return "\n".join(lines + [f"  note: {note}" for note in result.notes])
-
-
-def _row(label: str, times: Device | Phase) -> str:
+def _row(label: str, times: Times) -> str:
     waits = (times.waits.get(cause, 0.0) for cause in CAUSES)
     values = (times.seconds, times.issue, times.matrix_stall, times.matrix_busy, *waits)
     return f"  {label[:34]:34s}" + "".join(f"{v * 1e3:11.4f}" for v in values)

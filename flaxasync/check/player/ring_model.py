@@ -9,7 +9,7 @@ import dataclasses
 from flaxasync.check.estimate.collective_time import collective_seconds
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.participants import replica_groups
-from flaxasync.check.player.addresses import shape_bytes
+from flaxasync.check.player.addresses import padded_bytes
 from flaxasync.check.player.chips import PlayedChip
 from flaxasync.check.player.dump import SYNCHRONOUS
 
@@ -20,25 +20,13 @@ HBM_BYTES_PER_REDUCED_BYTE = 1.5
 
 @dataclasses.dataclass
 class ModelledCollective:
-    """One collective that is timed by the ring model.
-
-    Attributes:
-      opcode: The opcode.
-      bytes_in: Bytes of one device's operand.
-      bytes_out: Bytes of one device's result.
-      groups: The groups of devices that exchange data.
-      arrived: The devices of one group that have arrived.
-    """
+    """One collective that is timed by the ring model."""
 
     opcode: str
-    bytes_in: int
-    bytes_out: int
-    groups: tuple[tuple[int, ...], ...]
-    arrived: set[int] = dataclasses.field(default_factory=set)
-
-    def fresh(self) -> "ModelledCollective":
-        """Returns the same collective before any device has arrived."""
-        return dataclasses.replace(self, arrived=set())
+    bytes_in: int  # of one device's operand
+    bytes_out: int  # of one device's result
+    groups: tuple[tuple[int, ...], ...]  # of devices that exchange data
+    arrived: int = 0  # devices of one group
 
     def group_of(self, device: int) -> tuple[int, ...]:
         return next((g for g in self.groups if device in g), (device,))
@@ -62,7 +50,7 @@ def modelled_collective(instruction: Instruction | None, devices: int) -> Modell
     """Returns the model of a synchronous collective; None for any other instruction."""
     if instruction is None or instruction.opcode not in SYNCHRONOUS:
         return None
-    size = shape_bytes(str(instruction.shape))
+    size = padded_bytes(instruction.shape)
     groups = replica_groups(instruction, devices)
     count = max(len(g) for g in groups)
     bytes_in = {"all-gather": size // count, "reduce-scatter": size * count}.get(instruction.opcode, size)

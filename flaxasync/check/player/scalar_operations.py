@@ -19,6 +19,7 @@ _INTEGER = re.compile(r"-?(?:0x[0-9a-f]+|\d+)$")
 _FLOAT = re.compile(r"-?(?:(?:\d+\.\d*|\d*\.\d+)(?:e[-+]?\d+)?|\d+e[-+]?\d+|inf|nan)$")
 _ALLOCATION = re.compile(r"\[#(allocation\w+)((?:\s*\+\s*[^\s\]]+)*)\]$")
 _MEMORY = re.compile(r"\[(?:smem|sflag):\[(.*)\]\]$", re.S)
+_PLACE = re.compile(r"\{(-?\d)\}")
 
 
 class NoScalarError(ValueError):
@@ -41,48 +42,18 @@ def as_bits(x: float) -> int:
         return 0x7F800000 if x > 0 else 0xFF800000
 
 
-def shift_left(x: int, n: int) -> int:
-    return (x << n) & MASK if n < 32 else 0
-
-
-def shift_right(x: int, n: int) -> int:
-    return (x & MASK) >> n if n < 32 else 0
-
-
 # The functions that the expressions call.
-RUNTIME = {
-    "signed": signed,
-    "as_float": as_float,
-    "as_bits": as_bits,
-    "shift_left": shift_left,
-    "shift_right": shift_right,
-}
+RUNTIME = {"signed": signed, "as_float": as_float, "as_bits": as_bits}
 
-_INTEGER_ARITHMETIC = {
-    "sadd": "({0} + {1}) & 4294967295",
-    "ssub": "({0} - {1}) & 4294967295",
-    "smul": "({0} * {1}) & 4294967295",
-    "sand": "{0} & {1}",
-    "sor": "{0} | {1}",
-    "sxor": "{0} ^ {1}",
-    "sshll": "shift_left({0}, {1})",
-    "sshrl": "shift_right({0}, {1})",
-    "sshra": "(signed({0}) >> min({1}, 31)) & 4294967295",
+# Templates of the expressions. {0} is the first operand, {-1} the last one.
+_BY_NAME = {
+    "spop.sfrf": "d.semaphore_values.popleft()",
+    "spop.sccf": "d.core_values.popleft()",
+    "spop.drf": "d.divided.popleft()",
+    "spop": "d.pop_vector()",
+    "smul.u32.u64.high": "({0} * {1}) >> 32",
 }
-_UNSIGNED = {"smin": "min({0}, {1})", "smax": "max({0}, {1})"}
-_SIGNED = {
-    "smin": "min(signed({0}), signed({1})) & 4294967295",
-    "smax": "max(signed({0}), signed({1})) & 4294967295",
-}
-_FLOAT_ARITHMETIC = {
-    "sadd": "as_bits(as_float({0}) + as_float({1}))",
-    "ssub": "as_bits(as_float({0}) - as_float({1}))",
-    "smul": "as_bits(as_float({0}) * as_float({1}))",
-    "smin": "as_bits(min(as_float({0}), as_float({1})))",
-    "smax": "as_bits(max(as_float({0}), as_float({1})))",
-}
-_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_PREDICATES = {
+_BY_UNIT = {
     "por": "({0}) or ({1})",
     "pand": "({0}) and ({1})",
     "pnand": "not (({0}) and ({1}))",
@@ -90,7 +61,45 @@ _PREDICATES = {
     "pxor": "bool({0}) != bool({1})",
     "pneg": "not ({0})",
     "pmov": "bool({0})",
+    "smov": "{-1}",
+    "int_to_ptr": "{-1}",
+    "scalar_parameter_address": "d.parameters[{0}]",
+    "scalar_select": "({1}) if ({0}) else ({2})",
+    "sld": "d.load({0})",
+    "smulhi": "({0} * {1}) >> 32",
+    "sc": "({0} + {1}) > 4294967295",  # the carry of an addition
+    "sclz": "32 - ({0}).bit_length()",
+    "reloc": "0",  # the index of a profile counter
 }
+_CONVERSIONS = {
+    "scvt.s32.f32": "as_bits(float(signed({0})))",
+    "scvt.f32.s32": "int(as_float({0})) & 4294967295",
+}
+_BITS = {
+    "sadd": "({0} + {1}) & 4294967295",
+    "ssub": "({0} - {1}) & 4294967295",
+    "smul": "({0} * {1}) & 4294967295",
+    "sand": "{0} & {1}",
+    "sor": "{0} | {1}",
+    "sxor": "{0} ^ {1}",
+    "sshll": "({0} << min({1}, 32)) & 4294967295",
+    "sshrl": "{0} >> min({1}, 32)",
+    "sshra": "(signed({0}) >> min({1}, 31)) & 4294967295",
+}
+# Arithmetic by the first letter of its type.
+_ARITHMETIC = {
+    "u": _BITS | {name: f"{name[1:]}({{0}}, {{1}})" for name in ("smin", "smax")},
+    "s": _BITS | {name: f"{name[1:]}(signed({{0}}), signed({{1}})) & 4294967295" for name in ("smin", "smax")},
+    "f": {
+        "sadd": "as_bits(as_float({0}) + as_float({1}))",
+        "ssub": "as_bits(as_float({0}) - as_float({1}))",
+        "smul": "as_bits(as_float({0}) * as_float({1}))",
+        "smin": "as_bits(min(as_float({0}), as_float({1})))",
+        "smax": "as_bits(max(as_float({0}), as_float({1})))",
+    },
+}
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_VIEW = {"f": "as_float", "s": "signed", "u": ""}  # how a comparison reads its operands
 # Operations that change no register. The operands of a phi share its register, and the caller sets the operands of a
 # call.
 NO_EFFECT = ("sphi", "pphi", "inlined_call_operand", "sfence", "compiler-scheduling-barrier", "vsettm", "xla_tuple")
@@ -105,11 +114,7 @@ def result_register(operation: Operation) -> tuple[str, int] | None:
 
 
 def operand_value(text: str, resolve: Resolve) -> str:
-    """Returns a Python expression for the value of an operand.
-
-    Raises:
-      NoScalarError: The scalar unit cannot read such an operand.
-    """
+    """Returns a Python expression for the value of an operand. NoScalarError says that it is none for this unit."""
     text = text.strip()
     if match := _REGISTER.match(text):
         value = f"{match[2]}[{int(match[3])}]"
@@ -119,94 +124,55 @@ def operand_value(text: str, resolve: Resolve) -> str:
     if _FLOAT.match(text):
         return str(as_bits(float(text)))
     if match := _ALLOCATION.match(text):
-        terms = [str(resolve(match[1]))]
-        terms += [operand_value(term.lstrip("$"), resolve) for term in re.findall(r"\+\s*([^\s\]]+)", match[2])]
-        return terms[0] if len(terms) == 1 else f"(({' + '.join(terms)}) & 4294967295)"
+        offsets = [operand_value(term.lstrip("$"), resolve) for term in re.findall(r"\+\s*([^\s\]]+)", match[2])]
+        return _sum([str(resolve(match[1])), *offsets])
     if match := _MEMORY.match(text):
         inner = match[1]
         return operand_value(f"[{inner}]" if inner.startswith("#") else inner, resolve)
     if " [#" in text:  # the text also names the buffer that a pointer belongs to
         return operand_value(text[: text.index(" [#")], resolve)
     if " + " in text:
-        return (
-            "(("
-            + " + ".join(operand_value(t.strip().lstrip("$"), resolve) for t in text.split(" + "))
-            + ") & 4294967295)"
-        )
+        return _sum([operand_value(term.strip().lstrip("$"), resolve) for term in text.split(" + ")])
     raise NoScalarError(f"operand {text!r}")
+
+
+def _sum(terms: list[str]) -> str:
+    return terms[0] if len(terms) == 1 else f"(({' + '.join(terms)}) & 4294967295)"
 
 
 def predicate_value(text: str, resolve: Resolve) -> str:
     """Returns a Python expression for the value of a predicate, which may be a constant."""
-    if text in ("1", "!0"):
-        return "True"
-    if text in ("0", "!1"):
-        return "False"
-    return operand_value(text, resolve)
+    constants = {"1": "True", "!0": "True", "0": "False", "!1": "False"}
+    return constants.get(text) or operand_value(text, resolve)
 
 
 def result_value(operation: Operation, resolve: Resolve) -> str | None:
-    """Returns a Python expression for the result of an operation; None if it has no result.
-
-    Raises:
-      NoScalarError: The operation is unknown.
-    """
-    unit, parts = operation.unit, operation.name.split(".")
-    if unit in NO_EFFECT:
+    """Returns a Python expression for the result of an operation; None if it changes no register."""
+    if operation.unit in NO_EFFECT:
         return None
+    if operation.unit == "int_to_ptr":
+        same = _REGISTER.match(operation.operands[-1])
+        if same and result_register(operation) == (same[2], int(same[3])):
+            return None
+    return _PLACE.sub(lambda m: operand_value(operation.operands[int(m[1])], resolve), _template(operation))
 
-    def read(index: int) -> str:
-        return operand_value(operation.operands[index], resolve)
 
-    operands = operation.operands
-    if "sparse_core" in operation.name:
-        raise NoScalarError(operation.name)
-    if unit == "int_to_ptr":
-        source = operands[-1]
-        same = _REGISTER.match(source)
-        written = result_register(operation)
-        return None if same and written == (same[2], int(same[3])) else operand_value(source, resolve)
-    if unit == "scalar_parameter_address":
-        return f"d.parameter({int(operands[0])})"
-    if unit == "reloc":
-        return "0"  # the index of a profile counter
-    if unit == "smov":
-        return read(-1)
-    if unit in _PREDICATES:
-        return _PREDICATES[unit].format(*(operand_value(o, resolve) for o in operands))
+def _template(operation: Operation) -> str:
+    name, unit = operation.name, operation.unit
+    if "sparse_core" in name:
+        raise NoScalarError(name)
+    if found := _BY_NAME.get(name) or _BY_UNIT.get(unit):
+        return found
     if unit == "scmp":
-        order, kind = parts[1], parts[2]
-        wrap = "as_float" if kind.startswith("f") else "signed" if kind.startswith("s") else ""
-        return f"{wrap}({read(0)}) {_COMPARE[order]} {wrap}({read(1)})"
-    if unit == "sc":  # the carry of an addition
-        return f"({read(0)} + {read(1)}) > 4294967295"
-    if unit == "scalar_select":
-        return f"({read(1)}) if ({read(0)}) else ({read(2)})"
+        _, order, kind = name.split(".")[:3]
+        view = _VIEW[kind[0]]
+        return f"{view}({{0}}) {_COMPARE[order]} {view}({{1}})"
     if unit == "scalar_lea":
-        return f"({read(0)} + {read(1) if len(operands) > 1 else 0}) & 4294967295"
-    if unit == "sld":
-        return f"d.load({read(0)})"
-    if operation.name == "spop.sfrf":
-        return "d.semaphore_values.popleft()"
-    if operation.name == "spop.sccf":
-        return "d.core_values.popleft()"
-    if operation.name == "spop.drf":
-        return "d.divided.popleft()"
-    if operation.name == "spop":
-        return "d.pop_vector()"
-    if operation.name == "smul.u32.u64.high" or unit == "smulhi":
-        return f"({read(0)} * {read(1)}) >> 32"
-    if operation.name.startswith("scvt.s32.f32"):
-        return f"as_bits(float(signed({read(0)})))"
-    if operation.name.startswith("scvt.f32.s32"):
-        return f"int(as_float({read(0)})) & 4294967295"
-    if unit == "sclz":
-        return f"32 - ({read(0)}).bit_length()"
-    kind = parts[1] if len(parts) > 1 else "s32"
-    if kind.startswith("f"):
-        table = _FLOAT_ARITHMETIC
-    else:
-        table = _INTEGER_ARITHMETIC | (_UNSIGNED if kind.startswith("u") else _SIGNED)
-    if unit in table and len(operands) == 2:
-        return table[unit].format(read(0), read(1))
-    raise NoScalarError(f"scalar operation {operation.name!r}")
+        return "({0} + {1}) & 4294967295" if len(operation.operands) > 1 else "{0} & 4294967295"
+    if unit == "scvt":
+        return _CONVERSIONS[name[: len("scvt.s32.f32")]]
+    kind = name.partition(".")[2] or "s32"
+    found = _ARITHMETIC.get(kind[0], _ARITHMETIC["s"]).get(unit)
+    if found is None or len(operation.operands) != 2:
+        raise NoScalarError(f"scalar operation {name!r}")
+    return found

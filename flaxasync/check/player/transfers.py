@@ -29,45 +29,26 @@ _SPACES = re.compile(r"(hbm|vmem|smem)[-_]to[-_](hbm|vmem|smem)")
 
 @dataclasses.dataclass(slots=True)
 class Transfer:
-    """One DMA. Addresses and sizes are in granules; addresses in scalar memory are in words.
+    """One DMA. Addresses and sizes are in granules; addresses in scalar memory are in words."""
 
-    Attributes:
-      source: The memory space that is read.
-      target: The memory space that is written.
-      source_address: The first address that is read.
-      target_address: The first address that is written.
-      granules: The size.
-      received: The semaphore that is raised at the destination.
-      sent: The semaphore that is raised at the source; -1 if none is.
-      chip: The number of the destination's chip; -1 if it is the same chip.
-      core: The core on that chip.
-      strided: Whether the transfer skips addresses.
-      raised: By how much each semaphore is raised.
-      name: The name of the operation.
-      location: The file and line of the dump.
-    """
-
-    source: str
-    target: str
+    source: str  # the memory space that is read
+    target: str  # the memory space that is written
     source_address: int
     target_address: int
     granules: int
-    received: int
-    sent: int
-    chip: int
-    core: int
-    strided: bool
-    raised: int
+    received: int  # the semaphore that is raised at the destination
     name: str
-    location: str
+    location: str  # in the dump
+    phase: str  # the instruction of the program that started it
+    strided: bool  # whether it skips addresses
+    raised: int  # by how much each semaphore is raised
+    sent: int = -1  # the semaphore that is raised at the source, if any is
+    chip: int = -1  # the number of the destination's chip, unless it is the same one
+    core: int = 0  # the core on that chip
 
 
-def read_transfer(operation: Operation, values: tuple, location: str, kernel: str) -> Transfer | None:
-    """Decodes a DMA. Returns None for a transfer to the host, for which no program waits.
-
-    Raises:
-      UnknownOperationError: The player does not know this form.
-    """
+def read_transfer(operation: Operation, values: tuple, location: str, phase: str) -> Transfer | None:
+    """Decodes a DMA. Returns None for a transfer to the host, for which no program waits."""
     if "host" in operation.name:
         return None
     general = operation.name == "dma.general"
@@ -77,35 +58,33 @@ def read_transfer(operation: Operation, values: tuple, location: str, kernel: st
     elif general and None not in values[:3]:
         source, target = _space(values[0]), _space(values[2])
     else:
-        raise UnknownOperationError(f"{kernel}: transfer {operation.name!r} is unknown to the player; at {location}")
+        raise UnknownOperationError(f"{phase}: transfer {operation.name!r} is unknown to the player; at {location}")
     if None in values[:4] or (general and None in values[4:7]):
         raise UnknownOperationError(
-            f"{kernel}: the operands of {operation.name} cannot be read: {operation.operands}; at {location}"
+            f"{phase}: the operands of {operation.name} cannot be read: {operation.operands}; at {location}"
         )
-    granules, received = values[1], values[3]
-    sent, chip, core, strided, raised = -1, -1, 0, len(values) > 4, granules
-    if general:
-        override = values[6]
-        core = received >> _CORE_BIT_OF_TRANSFER & 1
-        if override & _REMOTE:
-            chip, sent = override & CHIP_MASK, values[4] & SEMAPHORE_MASK
-        strided = values[5] > 0  # the address of the descriptor of the strides, which is null for a plain transfer
-        raised = 1 if values[4] & _COUNTED_ONCE else granules
-    return Transfer(
+    transfer = Transfer(
         source=source,
         target=target,
         source_address=values[0],
         target_address=values[2],
-        granules=granules,
-        received=received & SEMAPHORE_MASK,
-        sent=sent,
-        chip=chip,
-        core=core,
-        strided=strided,
-        raised=raised,
+        granules=values[1],
+        received=values[3] & SEMAPHORE_MASK,
         name=operation.name,
         location=location,
+        phase=phase,
+        strided=len(values) > 4,
+        raised=values[1],
     )
+    if general:
+        sent, strides, override = values[4:7]
+        transfer.core = values[3] >> _CORE_BIT_OF_TRANSFER & 1
+        transfer.strided = strides > 0  # the address of their descriptor, which is null for a plain transfer
+        if override & _REMOTE:
+            transfer.chip, transfer.sent = override & CHIP_MASK, sent & SEMAPHORE_MASK
+        if sent & _COUNTED_ONCE:
+            transfer.raised = 1
+    return transfer
 
 
 def _space(address: int) -> str:

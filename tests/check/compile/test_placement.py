@@ -33,13 +33,6 @@ def test_the_ambient_mesh_of_the_topology_is_used():
         assert "all-reduce" in compile_for("v5e:2x2", fn, x).text
 
 
-def test_explicit_axes():
-    mesh = topology_mesh("v5e:2x2", (4,), ("x",), axis_types=(AxisType.Explicit,))
-    x = jax.ShapeDtypeStruct((4096, 128), jnp.float32, sharding=NamedSharding(mesh, P("x")))
-    with jax.set_mesh(mesh):
-        assert parse(compile_for("v5e:2x2", lambda x: x * 2, x).text).num_partitions == 4
-
-
 def abstract_and_concrete(mesh, axes):
     """Returns x on an abstract mesh, as `nnx.eval_shape` leaves it, and y on a mesh of devices."""
     abstract = jax.sharding.AbstractMesh((2, 2), axes, axis_types=(AxisType.Explicit,) * 2)

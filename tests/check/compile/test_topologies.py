@@ -15,16 +15,7 @@ def hops(coords):
 
 @pytest.mark.parametrize(
     ("topology", "shape", "axis"),
-    [
-        ("v5e:2x2", (4,), 0),
-        ("v5e:2x4", (8,), 0),
-        ("v5e:4x4", (16,), 0),
-        ("v5p:2x2x2", (8,), 0),
-        ("v5p:2x2x2", (2, 4), 1),
-        ("v5p:2x2x4", (4, 4), 1),
-        ("tpu7x:2x2x1", (8,), 0),
-        ("v6e:2x4", (2, 4, 1), 1),
-    ],
+    [("v5e:2x4", (8,), 0), ("v5p:2x2x4", (4, 4), 1), ("tpu7x:2x2x1", (8,), 0), ("v6e:2x4", (2, 4, 1), 1)],
 )
 def test_neighbours_on_a_ring_are_neighbours_on_the_network(topology, shape, axis):
     mesh = topology_mesh(topology, shape, tuple("xyz"[: len(shape)]))
@@ -32,16 +23,6 @@ def test_neighbours_on_a_ring_are_neighbours_on_the_network(topology, shape, axi
     for row in rows:
         assert hops([device.coords for device in row]) <= {0, 1}
     assert len({device.id for device in mesh.devices.flat}) == mesh.devices.size
-
-
-def test_a_mesh_that_splits_a_dimension_takes_jaxs_order():
-    assert topology_mesh("v5e:4x4", (8, 2), ("x", "y")).devices.shape == (8, 2)
-
-
-def test_the_size_of_a_topology():
-    assert (topology_size("v5e:2x4"), topology_size("tpu7x:2x2x1")) == (8, 8)
-    with pytest.raises(ValueError, match="topology must be one that libtpu describes"):
-        topology_size("v5e:5")
 
 
 def test_several_slices():
@@ -55,33 +36,23 @@ def test_several_slices():
         topology_mesh("v5e:2x2*2", (8,), ("model",))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "v5e:2x2*0",
-        "v5e:2x2*",
-        "v5e:2x2*-1",
-        "v5e:16x16*99",
-        "v9:2x2",
-        "v5e",
-        "v5e:axb",
-        "v5e:0x2",
-        "v5e:3x3",
-        "v5e:9999x9999",
-        "",
-        5,
-    ],
-)
+@pytest.mark.parametrize("name", ["v5e:2x2*0", "v5e:16x16*99", "v9:2x2", "v5e:0x2", "v5e:3x3", "v5e:9999x9999", 5])
 def test_an_unknown_topology_lists_those_that_exist(name):
     with pytest.raises(ValueError, match=r"v5e: 1x1, 2x2, 2x4.*tpu7x: 1x1x1"):
         topology_mesh(name, (2, 2), ("x", "y"))
 
 
-def test_axes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"must multiply to the 8 devices of v5e:2x4: got \(2, 2\), which is 4"):
-        topology_mesh("v5e:2x4", (2, 2), ("x", "y"))
-    with pytest.raises(ValueError, match="one name per axis"):
-        topology_mesh("v5e:2x2", (2, 2), ("x",))
+@pytest.mark.parametrize(
+    ("topology", "axes", "message"),
+    [
+        ("v5e:2x4", ("x", "y"), r"must multiply to the 8 devices of v5e:2x4: got \(2, 2\), which is 4"),
+        ("tpu7x:2x2x1", ("x", "y"), "the 8 devices of tpu7x:2x2x1"),
+        ("v5e:2x2", ("x",), "one name per axis"),
+    ],
+)
+def test_axes_that_do_not_fit(topology, axes, message):
+    with pytest.raises(ValueError, match=message):
+        topology_mesh(topology, (2, 2), axes)
 
 
 def test_no_libtpu(monkeypatch):

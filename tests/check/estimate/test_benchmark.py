@@ -3,14 +3,14 @@
 Two forms of a smaller MLP stand for all forms at full size, whose tests are marked slow: they compile for a minute.
 """
 
-import importlib.util
 import itertools
 import pathlib
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[3]
+from benchmarks import timeline as benchmark
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "check.md"
 EXPECTED_ORDER = (
     "ring by hand, every step written out", "ring by hand, unroll=2", "XLA, post_spmd collective matmul",
     "XLA default", "ring by hand, unroll=1", "XLA, windowed einsum off",
@@ -21,24 +21,15 @@ SMALL = {"MODEL": 1024, "HIDDEN": 7168}  # at this size the ring by hand is slow
 
 @pytest.fixture(scope="module", params=["small", pytest.param("full", marks=pytest.mark.slow)])
 def size(request):
-    return request.param
+    with pytest.MonkeyPatch.context() as patch:
+        for name, side in SMALL.items() if request.param == "small" else ():
+            assert getattr(benchmark, name) > side
+            patch.setattr(benchmark, name, side)
+        yield request.param
 
 
 @pytest.fixture(scope="module")
-def benchmark(size):
-    spec = importlib.util.spec_from_file_location("benchmark_timeline", ROOT / "benchmarks" / "timeline.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    for name, side in SMALL.items() if size == "small" else ():
-        assert getattr(module, name) > side
-        setattr(module, name, side)
-    yield module
-    del sys.modules[spec.name]
-
-
-@pytest.fixture(scope="module")
-def rows(benchmark, size):
+def rows(size):
     return {name: benchmark.run(name) for name in (FEW if size == "small" else EXPECTED_ORDER)}
 
 
@@ -58,10 +49,8 @@ def test_timing_copies_by_their_bytes_moves_one_row_only(rows):
     assert looped.by_bytes.seconds < rows["XLA, post_spmd collective matmul"].by_bytes.seconds, "the order changes"
 
 
-def test_the_page_has_these_figures(benchmark, size, request):
+def test_the_page_has_these_figures(size, request):
     """The page has the figures of the measured program, and of every program that was compiled at the page's size."""
-    study = benchmark.run("2x2 jnp.matmul")
-    page = (ROOT / "docs" / "check.md").read_text()
-    assert benchmark.BEGIN in page
-    for row in (study, *(request.getfixturevalue("rows").values() if size == "full" else ())):
+    page = PAGE.read_text()
+    for row in (benchmark.run("2x2 jnp.matmul"), *(request.getfixturevalue("rows").values() if size == "full" else ())):
         assert f"| {row.name} | {row.best.seconds * 1e3:.2f} | {row.by_bytes.seconds * 1e3:.2f} |" in page

@@ -51,14 +51,10 @@ def moved(program, name):
     return tuple(sum(size for space, size in found if space == wanted and size > 4) for wanted in (HBM, VMEM))
 
 
-def test_one_layer_counts_and_not_the_array_of_all_layers():
-    assert moved(text(), "stored") == (2 * LAYER, 0)
-    assert moved(text(), "loaded") == (2 * LAYER, 0)
-
-
-def test_each_array_counts_in_its_own_memory():
-    assert moved(text(space=":S(1)"), "stored") == (LAYER, LAYER)
-    assert moved(text(space=":S(1)"), "loaded") == (LAYER, LAYER)
+def test_one_layer_counts_and_not_the_array_of_all_layers_each_in_its_own_memory():
+    for name in ("stored", "loaded"):
+        assert moved(text(), name) == (2 * LAYER, 0)
+        assert moved(text(space=":S(1)"), name) == (LAYER, LAYER)
 
 
 def test_an_array_that_is_read_later_is_not_updated_in_place():

@@ -14,16 +14,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-FAULTS = (
-    "no barrier",
-    "wrong barrier",
-    "no wait for the send",
-    "no wait for the receipt",
-    "waits twice",
-    "wrong neighbour",
-    "reads early",
-    "too far",
-)
 ROWS, COLUMNS = 256, 512
 
 
@@ -32,17 +22,14 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
 
     def body(x_ref, o_ref, slot, send_sem, recv_sem, copy_sem):
         here, count = lax.axis_index("ring"), lax.axis_size("ring")
-        right = lax.rem(here + 1, count)
-        left = lax.rem(here + count - 1, count)
+        right, left = lax.rem(here + 1, count), lax.rem(here + count - 1, count)
         if fault != "no barrier":
             barrier = pltpu.get_barrier_semaphore()
             pl.semaphore_signal(barrier, device_id={"ring": right})
             if fault != "wrong barrier":  # without it a device never hears from the device that it writes into
                 pl.semaphore_signal(barrier, device_id={"ring": left})
             pl.semaphore_wait(barrier, 1 if fault == "wrong barrier" else 2)
-        target = right
-        if fault == "wrong neighbour":
-            target = jnp.where(here == 0, left, right)
+        target = jnp.where(here == 0, left, right) if fault == "wrong neighbour" else right
         send = pltpu.make_async_remote_copy(x_ref, slot, send_sem, recv_sem, device_id={"ring": target})
         send.start()
         if fault == "reads early":
@@ -60,31 +47,22 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
         copy.start()
         copy.wait()
 
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    if fault == "no barrier":
-        # libtpu puts a barrier of its own before a kernel that has none, unless it is told not to.
-        options = pltpu.CompilerParams(skip_device_barrier=True, has_side_effects=True)
-    else:
-        options = pltpu.CompilerParams(collective_id=5, has_side_effects=True)
+    # libtpu puts a barrier of its own before a kernel that has none, unless it is told not to.
+    barrier = {"skip_device_barrier": True} if fault == "no barrier" else {"collective_id": 5}
     return pl.pallas_call(
         body,
-        out_shape=[shape, shape],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * 2,
         scratch_shapes=[pltpu.SemaphoreType.DMA] * 3,
-        compiler_params=options,
+        compiler_params=pltpu.CompilerParams(has_side_effects=True, **barrier),
         name="exchange",
     )(x)[0]
 
 
 def exchange_program(mesh: Mesh, fault: str = "") -> tuple:
     """Returns the jitted exchange on a mesh with the axis "ring", and its argument."""
-    x = jax.ShapeDtypeStruct((ROWS * mesh.size, COLUMNS), jnp.float32, sharding=NamedSharding(mesh, P("ring", None)))
-    sharded = jax.shard_map(
-        functools.partial(exchange, fault=fault),
-        mesh=mesh,
-        in_specs=P("ring", None),
-        out_specs=P("ring", None),
-        check_vma=False,
-    )
-    return jax.jit(sharded), x
+    spec = P("ring", None)
+    x = jax.ShapeDtypeStruct((ROWS * mesh.size, COLUMNS), jnp.float32, sharding=NamedSharding(mesh, spec))
+    local = functools.partial(exchange, fault=fault)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from flaxasync.check.player.addresses import Addresses, shape_bytes
+from flaxasync.check.hlo.shape_reader import read_shape
+from flaxasync.check.player.addresses import Addresses, padded_bytes
 from flaxasync.check.player.bundle_text import parse_operation
 from flaxasync.check.player.errors import OutOfBoundsError, PlayerError
 from flaxasync.check.player.memory_claims import MemoryClaims
@@ -19,11 +20,11 @@ from flaxasync.check.player.transfers import read_transfer
         ("f32[3,5]{0,1:T(8,128)}", 8 * 128 * 4),
         ("s32[8]{0:T(128)}", 512),
         ("(f32[2]{0}, pred[3]{0})", 11),
-        ("u32[]", 4),
+        ("u32[]{:S(2)}", 4),
     ],
 )
 def test_bytes_of_shapes(shape, size):
-    assert shape_bytes(shape) == size
+    assert padded_bytes(read_shape(shape)) == size
 
 
 def test_buffers_do_not_share_addresses():
@@ -50,11 +51,11 @@ def test_a_memory_space_is_recognized_by_its_addresses(before):
     in_vmem, in_hbm = addresses.new("vmem", 4096, "window"), addresses.new("hbm", 4096, "array")
     transfer = transfer_from(in_hbm, in_vmem)
     assert (transfer.source, transfer.target) == ("hbm", "vmem")
-    claims = MemoryClaims(addresses).claim(dataclasses.replace(transfer, strided=False), 0, 0, "")
+    claims = MemoryClaims(addresses).claim(dataclasses.replace(transfer, strided=False), 0, 0)
     assert [claim.space for claim in claims] == ["hbm", "vmem"]
     past = dataclasses.replace(transfer, strided=False, target_address=transfer.target_address + 4096 // 32)
     with pytest.raises(OutOfBoundsError, match="writes outside every buffer"):
-        MemoryClaims(addresses).claim(past, 0, 0, "")
+        MemoryClaims(addresses).claim(past, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,9 @@ def test_a_program_with_regions_and_comments_over_several_lines(tmp_path):
         "   0x1 LB: > { } /* Start/End empty region 5 :: Start region 6 */\n   0x2   :  {}\n",
         "  #allocation0 [shape = 's32[2]{0}', space=sflag, size = 0x8, scoped, tag = 'scratch operand']\n",
     )
-    assert [len(b.operations) for b in program.bundles] == [2, 0, 0]
+    assert [len(bundle) for bundle in program.bundles] == [2, 0, 0]
     assert program.regions == {4: 0, 5: 1, 6: 1}
-    assert program.bundles[0].operations[0].comment == "stops }\n here"
+    assert program.bundles[0][0].comment == "stops }\n here"
     assert program.declarations["allocation0"].size == 8
 
 

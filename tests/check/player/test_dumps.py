@@ -42,18 +42,12 @@ def test_a_kernel_that_was_cut_short(copy):
         play_dump(copy)
 
 
-def test_a_kernel_that_is_missing(copy):
-    for path in copy.glob("*-exchange.1-*"):
-        path.unlink()
-    with pytest.raises(DumpError, match=r"no bundles for exchange.1"):
-        play_dump(copy)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exchange.1-00-original.txt", "no \\*-original.txt beside it"),
-        ("TLP-hlo.txt", "lacks \\*-TLP-hlo.txt"),
+        ("exchange.1-02-final_bundles.txt", r"no bundles for exchange.1"),
+        ("exchange.1-00-original.txt", r"no \*-original.txt beside it"),
+        ("TLP-hlo.txt", r"lacks \*-TLP-hlo.txt"),
         ("TLP-02-final_bundles.txt", "no top level program"),
     ],
 )
@@ -80,33 +74,27 @@ def test_two_programs_in_one_folder(copy):
         play(fn, x, topology="v5e:2x2", keep_dumps=copy)
 
 
-def test_another_version(copy):
+def test_another_version_is_noted(copy):
     note = json.loads((copy / "player.json").read_text())
     (copy / "player.json").write_text(json.dumps(note | {"libtpu": "0.0.99"}))
-    with pytest.raises(DumpError, match=r"dumped by libtpu 0.0.99; the player was tested with 0.0.51"):
-        play_dump(copy)
-    assert play_dump(copy, any_version=True).seconds > 0
+    assert "dumped by libtpu 0.0.99; the player was tested with 0.0.51, 0.0.52" in play_dump(copy).notes
 
 
-def test_a_damaged_note(copy):
+def test_a_note_that_is_damaged_or_missing(copy):
     (copy / "player.json").write_text("{")
     with pytest.raises(DumpError, match="damaged"):
         play_dump(copy)
-
-
-def test_a_folder_without_a_note_needs_its_topology(copy):
     (copy / "player.json").unlink()
     with pytest.raises(MeshMismatchError, match="does not say which topology"):
         play_dump(copy)
+    with pytest.raises(MeshMismatchError, match="compiled for 4 devices, but v5e:2x4 has 8"):
+        play_dump(copy, topology="v5e:2x4")
     result = play_dump(copy, topology="v5e:2x2", coords=[(0, 0), (1, 0), (1, 1), (0, 1)])
     assert any("which libtpu made it" in note for note in result.notes)
 
 
 def test_another_topology(copy):
     with pytest.raises(MeshMismatchError, match="was compiled for v5e:2x2, not for v5e:2x4"):
-        play_dump(copy, topology="v5e:2x4")
-    (copy / "player.json").unlink()
-    with pytest.raises(MeshMismatchError, match="compiled for 4 devices, but v5e:2x4 has 8"):
         play_dump(copy, topology="v5e:2x4")
 
 

@@ -15,19 +15,18 @@ from flaxasync.check.player.play import play_dump
 from flaxasync.kernels.gemm import gemm
 from flaxasync.transport import direct
 
-TEXT = """HloModule m, is_scheduled=true
-ENTRY main {
-  a = f32[8,128]{1,0:T(8,128)} parameter(0)
-  ROOT n = f32[8,128]{1,0:T(8,128)} negate(a)
-}
-"""
-
 
 def test_only_a_program_that_names_its_chips_can_have_its_kernels_simulated():
     with pytest.raises(ValueError, match=r"needs a program of flaxasync\.check\.compile_for: got str"):
-        fa.check.timeline(TEXT, "v5e", kernels="play")
+        fa.check.timeline("HloModule m", "v5e", kernels="play")
     with pytest.raises(ValueError, match="kernels must be 'play', or seconds by name: got 'played'"):
-        fa.check.timeline(TEXT, "v5e", kernels="played")
+        fa.check.timeline("HloModule m", "v5e", kernels="played")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4", "uint16", "bool"])
+def test_operands_of_every_type(dtype):
+    short = {"bfloat16": "bf16", "float8_e4m3fn": "f8e4m3fn", "int4": "s4", "uint16": "u16", "bool": "pred"}[dtype]
+    assert kernels._type(f"{short}[8,128]") == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +61,8 @@ def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_w
     assert "played" in str(estimated)
     # At the data sheet's peak, with transfers for nothing, the kernels take less.
     assert fa.check.timeline(program).seconds < 0.95 * estimated.seconds
+    products = 3 * 3 * 2 * (2 * 2048) * 2048 * 8192 / 4  # three kernels, forward and twice backward
+    assert estimated.flops == pytest.approx(products, rel=1e-3)
 
     said.clear()
     again = fa.check.timeline(program, kernels="play", say=said.append)
@@ -120,10 +121,3 @@ def test_of_two_cores_one_is_simulated_and_of_two_devices_none(tmp_path, monkeyp
         timeline = fa.check.timeline(fa.check.compile_for(topology, mapped, x, x), kernels="play")
     assert [line for line in timeline.notes if note in line]
     assert ("played" in timeline.slowest.sources) == topology.startswith("v5p")
-
-
-@pytest.mark.slow
-def test_the_products_of_a_program_are_those_of_the_layer(layer):
-    program, _ = layer
-    products = 3 * 3 * 2 * (2 * 2048) * 2048 * 8192 / 4  # three kernels, forward and twice backward
-    assert fa.check.timeline(program).flops == pytest.approx(products, rel=1e-3)

@@ -69,8 +69,7 @@ def test_the_published_times_of_the_fused_kernel(fused):
     assert importlib.metadata.version("libtpu") in result.basis
 
 
-# VmHWM is the most memory that this program had resident. `ru_maxrss` would be wrong: the kernel carries it over from
-# the process that started this one, here a test process that may have used more.
+# VmHWM is the most memory that this program had resident; `ru_maxrss` is carried over from the process that started it.
 ALONE = """
 import sys
 from flaxasync.check.player.__main__ import main
@@ -97,13 +96,11 @@ def test_the_step_of_the_gemm_kernel():
 def test_the_table_notices_what_is_too_far_and_what_is_out_of_order():
     exact = [(row, row.measured) for row in (*ROWS, STEP) if row.measured]
     assert misses(exact) == []
-    factors = {"total": (1.019, 1.021), "phase": (1.09, 1.11), "step": (1.009, 1.011)}
-    for chosen in ("xla", "step"):
-        for row, value in exact:
-            if row.variant == chosen:
-                near, far = factors["step" if row is STEP else "phase" if row.phases else "total"]
-                assert misses([(row, value * near)]) == []
-                assert len(misses([(row, value * far)])) == 1
+    for row, value in exact:
+        if row.variant in ("xla", "step"):
+            allowed = 0.01 if row is STEP else 0.1 if row.phases else 0.02
+            assert misses([(row, value * (1 + 0.9 * allowed))]) == []
+            assert len(misses([(row, value * (1 + 1.1 * allowed))])) == 1
     swapped = {"collectives_and_gemm": 12.3, "fused": 12.4}
     (text,) = misses([(row, value if row.phases else swapped.get(row.variant, value)) for row, value in exact])
     assert "another order: xla, collectives_and_gemm, fused, series" in text

@@ -107,7 +107,7 @@ def test_a_missing_wait_leaves_its_semaphore_on_every_device(local, left):
 def test_a_second_done_is_a_deadlock():
     with pytest.raises(DeadlockError, match=r"waits in ppermute_stateful_done.*which is 0") as caught:
         play_block("v5e:2x2", waited_for_twice)
-    assert [blocked.device for blocked in caught.value.blocked] == [0, 1, 2, 3]
+    assert len(str(caught.value).splitlines()) == 1 + 4
 
 
 def test_a_slice_past_the_end_of_its_array():
