@@ -1,27 +1,21 @@
 """Reads what in a compiled function can make the host wait.
 
-There are three sources:
-
-1. The text of the program contains the callbacks, the loops and the branches that run.
-2. A `Traced`, if one is given, contains the effects of the jaxpr. Its lowered text contains the callbacks that JAX
-   registers with the executable, even those that XLA removes later.
-3. The flags of the executable say how JAX chose to call it. They are private to JAX: they are read if they exist, and
-   compatibility.py never depends on them.
+There are three sources. The text of the program contains the callbacks, the loops and the branches that run. The
+lowered text of a `Traced` contains the callbacks that JAX registers with the executable, even those that XLA removes
+later, and its jaxpr contains the effects. The flags of the executable say how JAX chose to call it. They are private to
+JAX, so they are read if they exist, and compatibility.py never depends on them.
 """
 
 import dataclasses
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 
-from flaxasync.check.hlo.host_callbacks import HOST_TRANSFERS, callback_name, is_host_callback
+from flaxasync.check.hlo.host_callbacks import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.trip_count import trip_count
-
-_CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +76,9 @@ class Program:
 
     @property
     def signal(self) -> Signal:
-        return Signal(
-            "the program's text",
-            any(c.has_effect and not c.ordered for c in self.callbacks),
-            tuple(c.name for c in self.callbacks if c.ordered),
-            bool(self.callbacks),
-        )
+        ordered = tuple(c.name for c in self.callbacks if c.ordered)
+        unordered = any(c.has_effect and not c.ordered for c in self.callbacks)
+        return Signal("the program's text", unordered, ordered, bool(self.callbacks))
 
 
 def read_text(text: str, platform: str) -> Program:
@@ -105,10 +96,10 @@ def read_text(text: str, platform: str) -> Program:
         for i in computation.instructions:
             if is_host_callback(i):
                 callbacks.append(_callback(module, i))
-            elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
-                loops.append(Decision(i.name, computation.name, module.source(i)))
             elif i.opcode == "conditional":
                 branches.append(Decision(i.name, computation.name, module.source(i)))
+            elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
+                loops.append(Decision(i.name, computation.name, module.source(i)))
     return Program(tuple(dict.fromkeys(callbacks)), tuple(loops), tuple(branches))
 
 
@@ -116,7 +107,7 @@ def read_traced(traced: jax.stages.Traced) -> Signal:
     """Reads `jitted.trace(*args)`. It is lowered for this, because a pure_callback is not an effect of the jaxpr."""
     names = sorted(type(effect).__name__ for effect in traced.jaxpr.effects)
     ordered = tuple(name for name in names if name.startswith("Ordered"))
-    has_callbacks = _CALLBACK.search(traced.lower().as_text()) is not None
+    has_callbacks = CALLBACK.search(traced.lower().as_text()) is not None
     return Signal("the jaxpr's effects and the lowered program", len(ordered) < len(names), ordered, has_callbacks)
 
 
@@ -126,7 +117,7 @@ def read_flags(compiled: Any) -> Signal | None:
     try:
         ordered = tuple(type(effect).__name__ for effect in call.ordered_effects)
         unordered, callbacks = bool(call.has_unordered_effects), bool(call.has_host_callbacks)
-    except (AttributeError, TypeError):
+    except AttributeError:
         return None
     return Signal("the executable's private flags", unordered, ordered, callbacks)
 
@@ -145,6 +136,4 @@ def _callback(module: HloModule, i: Instruction) -> Callback:
 
 
 def _has_known_trip_count(module: HloModule, loop: Instruction, platform: str) -> bool:
-    if platform == "tpu":
-        return trip_count(module, loop) is not None
-    return "known_trip_count" in loop.backend_config
+    return "known_trip_count" in loop.backend_config or (platform == "tpu" and trip_count(module, loop) is not None)

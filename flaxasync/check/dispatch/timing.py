@@ -61,15 +61,10 @@ def measure_dispatch(fn: Callable, *args: Any, repeats: int = 5, floor: float = 
       repeats: The number of calls to measure.
       floor: Seconds; a shorter call is not judged.
 
-    Returns:
-      The times and their ratio. `.waits` says whether the host waits.
-
     Raises:
-      ValueError: `fn` is not callable, returns anything but arrays, or donates its arguments; or `repeats` is below 1.
+      ValueError: `fn` returns anything but arrays, or donates its arguments; or `repeats` is below 1.
       NotImplementedError: The device has no asynchronous dispatch, so even a pure function waits.
     """
-    if not callable(fn):
-        raise ValueError(f"fn must be a function: got {type(fn).__name__}; pass a jitted or a compiled function")
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1: got {repeats}")
     jax.block_until_ready(args)

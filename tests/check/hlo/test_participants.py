@@ -147,9 +147,8 @@ def test_groups_that_cannot_be_read_are_refused(text):
 
 
 def test_an_instruction_whose_groups_cannot_be_read_is_refused_with_its_line():
-    text = "a = f32[8] parameter(0)\nb = f32[8] all-reduce(a), replica_groups=[3,4]<=[8], to_apply=c\n"
-    with pytest.raises(HloError, match=r"line 2, column 1: replica_groups of 'b'"):
-        parse(text)
+    with pytest.raises(HloError, match=r"line 11, column 1: replica_groups of 'a'"):
+        parse(PROGRAM.replace("GROUPS", "[3,4]<=[8]"))
 
 
 @given(meshes())

@@ -134,7 +134,6 @@ def test_bits():
         ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}", "'e' is not closed: the text is cut", 3, 1),
         ("HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}", "twice", 5, 3),
         ('HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"', "must be a string", 5, 28),
-        ("a = f32[] parameter(0)\na = f32[] parameter(1)", "twice", 2, 1),
         ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
         ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}", "does not define", 4, 1),
         ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n", "second HloModule", 7, 1),
