@@ -11,10 +11,10 @@ memory traffic of the instruction that makes what is sent and of the one that re
 would then schedule in another way is not predicted; docs/history.md has an example.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from flaxasync.check.auditing.findings import Finding, Severity
+from flaxasync.check.auditing.findings import Finding, Severity, finding
 from flaxasync.check.auditing.report import Pair, size_text
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES
@@ -34,23 +34,12 @@ _JOINS = "ConcatBitcast"  # the custom call by which XLA puts slices together ag
 type Element = tuple[int, ...] | None  # the index path of the array in a result; None for all of a future
 
 
-@dataclasses.dataclass(frozen=True)
-class _WideTransfer:
-    """A transfer that carries a wider type than is kept.
+class _Wide(NamedTuple):
+    """A transfer that carries a wider type than is kept, its largest array, and what the kept type saves in one run."""
 
-    Attributes:
-      instruction: The collective, the start of one, or a fusion that contains one.
-      computation: Its computation.
-      wide: The type that it carries.
-      narrow: The widest type that is kept.
-      bytes: The bytes of the largest array that it takes or makes.
-      gain: Seconds of one run of it that the narrow type saves.
-    """
-
-    instruction: Instruction
     computation: Computation
-    wide: str
-    narrow: str
+    instruction: Instruction
+    rounding: str
     bytes: int
     gain: float
 
@@ -71,77 +60,49 @@ def wide_transfers(
       holding: Its synchronous collectives, as (computation, instruction, collective).
       runs: How often each computation runs.
     """
-    found = []
+    lines: dict[str, list[_Wide]] = {}
+
+    def look(computation: Computation, i: Instruction, arrived: int, seconds: float, inside: float) -> None:
+        """Notes a transfer if it is a wide one. It takes so many seconds alone, and so many of work run beside it."""
+        wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
+        narrow = _kept(module, computation, i, wide) if wide in _WIDE and not _promoted(module, i) else None
+        if narrow is None:
+            return
+        rest = element_bits(narrow) / element_bits(wide)
+        made = [made for o in i.operands if (made := computation.by_name.get(o)) is not None]
+        written = sum(m.shape.bytes for m in made if m.opcode != "parameter")
+        gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
+        gain += (1 - rest) * costs.memory_seconds(written + arrived)
+        largest = max(leaf.bytes for shape in (i.shape, *(m.shape for m in made)) for _, leaf in shape.leaves())
+        rounding = f"{wide} that is rounded to {narrow}"
+        lines.setdefault(module.source(i), []).append(_Wide(computation, i, rounding, largest, gain))
+
     for pair in pairs:
         if pair.communicates and pair.spelling in _SPELLINGS and pair.dones:
             computation = module.computations[pair.computation]
-            start = computation.by_name[pair.name]
-            found.append(_wide_transfer(module, costs, computation, start, pair.bytes, pair.transfer, pair.inside))
+            look(computation, computation.by_name[pair.name], pair.bytes, pair.transfer, pair.inside)
     for computation, i, _ in holding:
-        seconds = costs.seconds(computation, i)
-        found.append(_wide_transfer(module, costs, computation, i, i.shape.bytes, seconds, 0.0))
-    lines: dict[str, list[_WideTransfer]] = {}
-    for transfer in found:
-        if transfer is not None:
-            lines.setdefault(module.source(transfer.instruction), []).append(transfer)
+        look(computation, i, i.shape.bytes, costs.seconds(computation, i), 0.0)
     return [_finding(line, transfers, runs) for line, transfers in lines.items()]
 
 
-def _finding(line: str, transfers: list[_WideTransfer], runs: Mapping[str, int]) -> Finding:
+def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Finding:
     largest = max(transfers, key=lambda t: t.bytes)
     counts = [runs[t.computation.name] for t in transfers]
     moved = sum(n * t.bytes for n, t in zip(counts, transfers, strict=True))
     which = "of its line" if line else "without a line of Python"
     others = f" and {len(transfers) - 1} more {which} carry" if len(transfers) > 1 else " carries"
-    message = (
-        f"{largest.instruction.name}{others} {largest.wide} that is rounded to {largest.narrow} when it has arrived: "
-        f"{size_text(moved)} in {sum(counts)} transfers of a run"
-    )
-    return Finding(
-        code="wide-transfer",
-        message=message,
-        computation=largest.computation.name,
-        instruction=largest.instruction.name,
+    return finding(
+        "wide-transfer",
+        f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: {size_text(moved)} in "
+        f"{sum(counts)} transfers of a run",
+        largest.computation.name,
+        largest.instruction.name,
         source=line,
-        severity=Severity.WARNING if moved >= LARGE else Severity.INFO,
+        severity=None if moved >= LARGE else Severity.INFO,
         count=sum(counts),
         gain=sum(n * t.gain for n, t in zip(counts, transfers, strict=True)),
     )
-
-
-def _wide_transfer(
-    module: HloModule,
-    costs: Costs,
-    computation: Computation,
-    i: Instruction,
-    arrived: int,
-    seconds: float,
-    inside: float,
-) -> _WideTransfer | None:
-    """Returns a transfer if it is a wide one.
-
-    Args:
-      module: The program.
-      costs: The times of its instructions.
-      computation: The computation of the transfer.
-      i: The transfer.
-      arrived: The bytes that arrive.
-      seconds: How long it takes alone.
-      inside: Seconds of work beside it.
-    """
-    wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
-    if wide not in _WIDE or _promoted(module, i):
-        return None
-    narrow = _kept(module, computation, i, wide)
-    if narrow is None:
-        return None
-    rest = element_bits(narrow) / element_bits(wide)
-    made = [made for o in i.operands if (made := computation.by_name.get(o)) is not None]
-    written = sum(m.shape.bytes for m in made if m.opcode != "parameter")
-    sizes = [leaf.bytes for shape in (i.shape, *(m.shape for m in made)) for _, leaf in shape.leaves()]
-    gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
-    gain += (1 - rest) * costs.memory_seconds(written + arrived)
-    return _WideTransfer(i, computation, wide, narrow, max(sizes), gain)
 
 
 def _kept(module: HloModule, computation: Computation, i: Instruction, wide: str) -> str | None:

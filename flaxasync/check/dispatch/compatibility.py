@@ -10,13 +10,14 @@ never the reverse.
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.dispatch.command_buffers import may_capture_loops
-from flaxasync.check.dispatch.signals import Callback, Decision, Program, listed, read_flags, read_text, read_traced
+from flaxasync.check.dispatch.signals import Callback, Program, read_flags, read_text, read_traced
 from flaxasync.check.hlo.error import HloError
 
 _GPU = ("gpu", "cuda", "rocm")
@@ -49,8 +50,8 @@ class DispatchInfo:
     ordered_effects: tuple[str, ...]
     has_host_callbacks: bool | None
     callbacks: tuple[Callback, ...]
-    dynamic_loops: tuple[Decision, ...]
-    branches: tuple[Decision, ...]
+    dynamic_loops: tuple[str, ...]
+    branches: tuple[str, ...]
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
     signals: tuple[str, ...]
@@ -162,7 +163,7 @@ def _of_device(platform: str, devices: int) -> list[_Judgement]:
 def _of_callbacks(platform: str, devices: int, found: tuple[Callback, ...]) -> _Judgement:
     """Judges calls into Python, including those that XLA has removed from the program."""
     what = "JAX has a callback for it that is not in the program's text, as when XLA has removed it"
-    what = f"{listed(found)} calls Python on the host" if found else what
+    what = f"{_listed(found)} calls Python on the host" if found else what
     remedy = "take it out of the function: return the value, and print it or pass it on after the call"
     if platform == "cpu" and devices == 1:
         return _Judgement(False, f"{what}, and the CPU then runs the whole program within the call", remedy)
@@ -189,7 +190,7 @@ def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
     ):
         if platform not in _GPU or not found:
             continue
-        what = f"{kind}: {listed(found)}"
+        what = f"{kind}: {_listed(found)}"
         if may_capture_loops(os.environ.get("XLA_FLAGS", "")):
             reason = f"{what}; XLA_FLAGS may put it into a command buffer, which no text says"
             judged.append(_Judgement(None, reason, _MEASURE))
@@ -200,6 +201,11 @@ def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
             )
             judged.append(_Judgement(False, f"{what}; {why} (XLA's source; not measured here)", remedy))
     return judged
+
+
+def _listed(things: Sequence[object]) -> str:
+    more = f" and {len(things) - 3} more" if len(things) > 3 else ""
+    return ", ".join(map(str, things[:3])) + more
 
 
 def _placement(compiled: Any) -> tuple[str, int]:

@@ -7,13 +7,12 @@ JAX, so they are read if they exist, and compatibility.py never depends on them.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from flaxasync.check.hlo.host_callbacks import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
-from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.trip_count import trip_count
 
@@ -39,24 +38,6 @@ class Callback:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
-    """A while loop without a known trip count, or a branch. Its course depends on a value that the device computes.
-
-    Attributes:
-      instruction: The name of the instruction.
-      computation: The name of its computation.
-      source: "file:line" of the Python that made it; "" if the text does not say.
-    """
-
-    instruction: str
-    computation: str
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.computation}/{self.instruction}" + (f" at {self.source}" if self.source else "")
-
-
-@dataclasses.dataclass(frozen=True)
 class Signal:
     """What one of the three sources says about effects and callbacks."""
 
@@ -68,11 +49,14 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the text of a program says."""
+    """What the text of a program says: its calls into Python, and its loops and branches whose course depends on values.
+
+    A loop or a branch is "computation/instruction at file:line".
+    """
 
     callbacks: tuple[Callback, ...] = ()
-    dynamic_loops: tuple[Decision, ...] = ()
-    branches: tuple[Decision, ...] = ()
+    dynamic_loops: tuple[str, ...] = ()
+    branches: tuple[str, ...] = ()
 
     @property
     def signal(self) -> Signal:
@@ -97,9 +81,9 @@ def read_text(text: str, platform: str) -> Program:
             if is_host_callback(i):
                 callbacks.append(_callback(module, i))
             elif i.opcode == "conditional":
-                branches.append(Decision(i.name, computation.name, module.source(i)))
+                branches.append(_place(module, computation, i))
             elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
-                loops.append(Decision(i.name, computation.name, module.source(i)))
+                loops.append(_place(module, computation, i))
     return Program(tuple(dict.fromkeys(callbacks)), tuple(loops), tuple(branches))
 
 
@@ -122,11 +106,9 @@ def read_flags(compiled: Any) -> Signal | None:
     return Signal("the executable's private flags", unordered, ordered, callbacks)
 
 
-def listed(things: Iterable[object], most: int = 3) -> str:
-    """Joins the texts of the first few things, and says how many more there are."""
-    texts = list(map(str, things))
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+def _place(module: HloModule, computation: Computation, i: Instruction) -> str:
+    source = module.source(i)
+    return f"{computation.name}/{i.name}" + (f" at {source}" if source else "")
 
 
 def _callback(module: HloModule, i: Instruction) -> Callback:

@@ -48,7 +48,7 @@ def test_the_examples_keep_the_rules(name):
 @pytest.mark.parametrize(("code", "text"), [(code, text) for code, texts in BROKEN.items() for text in texts])
 def test_a_broken_rule_is_reported_by_its_code(code, text):
     found = check_async_rules(parse(text))
-    assert {f.code for f in found} == {code}
+    assert code in {f.code for f in found}, found
     assert not audit(text).ok
 
 

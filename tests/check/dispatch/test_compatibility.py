@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 import subprocess
 import sys
 
@@ -180,11 +179,10 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 from flaxasync import check
 x = jnp.ones((512, 512))
 fn = jax.jit(lambda x: jax.lax.fori_loop(0, 16, lambda _, y: jnp.tanh(y @ x), x))
-print(check.check_async_compatible(fn.lower(x).compile()).reasons)
-check.measure_dispatch(fn, x)
+print(check.check_async_compatible(fn.lower(x).compile()).reasons, check.measure_dispatch(fn, x))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
     assert "jax_cpu_enable_async_dispatch is False" in done.stdout
-    assert re.search("NotImplementedError: .* has no asynchronous dispatch", done.stderr), done.stderr
+    assert "the host waits: dispatch" in done.stdout

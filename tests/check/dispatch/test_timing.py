@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from flaxasync import check
-from flaxasync.check.dispatch import timing
-from tests.check.dispatch.functions import SIZE, printing, pure_callback, work
+from tests.check.dispatch.functions import SIZE, pure_callback, work
 
 FLOOR = 0.02  # seconds
 
@@ -70,13 +69,6 @@ def test_what_cannot_be_measured_is_refused(fn, message):
 def test_repeats_must_be_a_count():
     with pytest.raises(ValueError, match="repeats must be at least 1: got 0"):
         check.measure_dispatch(jax.jit(lambda x: x), jnp.ones(4), repeats=0)
-
-
-def test_a_control_tells_a_waiting_function_from_a_device_that_always_waits(x, monkeypatch):
-    assert check.measure_dispatch(jax.jit(printing), x, repeats=3, floor=FLOOR).waits
-    monkeypatch.setattr(timing, "_waits_for_everything", lambda device: True)
-    with pytest.raises(NotImplementedError, match=r"cpu.* has no asynchronous dispatch"):
-        check.measure_dispatch(jax.jit(printing), x, repeats=3, floor=FLOOR)
 
 
 def test_a_pure_function_does_not_wait_on_the_python_path(x):
