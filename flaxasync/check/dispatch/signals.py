@@ -49,10 +49,7 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the text of a program says: its calls into Python, and its loops and branches whose course depends on values.
-
-    A loop or a branch is "computation/instruction at file:line".
-    """
+    """What a text says: the calls into Python, and each loop and branch as "computation/instruction at file:line"."""
 
     callbacks: tuple[Callback, ...] = ()
     dynamic_loops: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ def write_baseline(summary: Summary, path: str | os.PathLike) -> None:
     facts |= {name: _rows_to_json(facts[name]) for name in _ROWS}
     file = pathlib.Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"format": FORMAT} | facts, indent=1) + "\n")
+    file.write_text(json.dumps({"format": FORMAT} | facts, indent=1, sort_keys=True) + "\n")
 
 
 def read_baseline(path: str | os.PathLike) -> Summary:
@@ -45,13 +45,10 @@ def read_baseline(path: str | os.PathLike) -> Summary:
 
 
 def _rows_to_json(rows: Rows) -> list[dict[str, Any]]:
-    """Returns the rows in order, each without the entries that it does not have."""
-    written = []
-    for row, count in sorted(rows.items()):
-        facts = {name: value for name, value in dataclasses.asdict(row).items() if value}
-        facts |= {"count": count.count, "runs": count.runs, "exposed": _rounded(count.exposed)}
-        written.append(facts | ({"sources": dict(sorted(count.sources.items()))} if count.sources else {}))
-    return written
+    return [
+        dataclasses.asdict(row) | dataclasses.asdict(count) | {"exposed": _rounded(count.exposed)}
+        for row, count in sorted(rows.items())
+    ]
 
 
 def _rows_from_json(rows: list[dict[str, Any]]) -> Rows:

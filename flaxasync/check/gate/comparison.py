@@ -47,7 +47,7 @@ class Change:
     """One difference.
 
     Attributes:
-      kind: What is different: "extra transfer", "lost overlap", "wider dtype", "copy in a loop", "host callback", ...
+      kind: What is different: "extra transfer", "lost overlap", "wider dtype", "extra host callback", ...
       text: A sentence with the figures.
       sources: The source lines, as "file:line".
       worse: Whether it fails the gate.
@@ -108,10 +108,10 @@ def compare(baseline: Summary, program: Summary, tolerances: Tolerances | None =
             )
     waits = allowed.exposed * baseline.seconds
     changes = [
-        *_transfers(baseline.transfers, program.transfers, waits, allowed.bytes),
-        *_others("copy in a loop", baseline.copies, program.copies),
-        *_others("host callback", baseline.callbacks, program.callbacks),
-        *_others("hazard", baseline.hazards, program.hazards),
+        *_differences("transfer", baseline.transfers, program.transfers, waits, allowed.bytes),
+        *_differences("copy in a loop", baseline.copies, program.copies, waits, allowed.bytes),
+        *_differences("host callback", baseline.callbacks, program.callbacks, waits, allowed.bytes),
+        *_differences("hazard", baseline.hazards, program.hazards, waits, allowed.bytes),
     ]
     had, waited = (summary.exposed * summary.seconds for summary in (baseline, program))
     if waited - had > waits and not any(change.kind == "lost overlap" for change in changes):
@@ -125,52 +125,44 @@ def compare(baseline: Summary, program: Summary, tolerances: Tolerances | None =
     return Comparison(baseline, program, tuple(sorted(changes, key=lambda change: not change.worse)))
 
 
-def _transfers(before: Rows, after: Rows, waits: float, same: float) -> Iterator[Change]:
-    """Yields the changes of transfers: of their types and sizes, of their number, of their runs, of the waits for them.
+def _differences(noun: str, before: Rows, after: Rows, waits: float, same: float) -> Iterator[Change]:
+    """Yields the changes of rows: of their types and sizes, their number, their runs, and the waits for them.
 
-    Args:
-      before: The rows of the baseline.
-      after: The rows of the program.
-      waits: The seconds by which the waits for one row may grow.
-      same: The share by which the sizes of rows may differ that count as one row.
+    The waits for one row may grow by the seconds `waits`. Rows whose sizes differ by the share `same` are one row.
     """
-    gone, new = _fewer(before, after), _fewer(after, before)
+    gone, new = _more(before, after), _more(after, before)
     both = [(row, row) for row in sorted(before) if row in after]
     for old, row in _alike(gone, new):
         number, worse = min(gone[old], new[row]), row.bytes > old.bytes
-        if number <= 0:
-            continue
         gone[old] -= number
         new[row] -= number
         lines, text = _new_lines(before.get(row), after[row]), row.text(number)
-        if old.dtype == row.dtype and abs(row.bytes - old.bytes) <= same * old.bytes:
+        if number and old.dtype == row.dtype and abs(row.bytes - old.bytes) <= same * old.bytes:
             both.append((old, row))
-        elif old.dtype != row.dtype and _elements(old) == _elements(row):
+        elif number and _elements(old) == _elements(row):
             text += f" {'is' if number == 1 else 'are'} {row.dtype} on the wire, {old.dtype} in the baseline"
             yield Change("wider dtype" if worse else "narrower dtype", text, lines, worse)
-        else:
+        elif number:
             text += f", {size_text(old.bytes)} in the baseline"
-            yield Change("larger transfer" if worse else "smaller transfer", text, lines, worse)
-    yield from _counted("extra transfer", "fewer transfers", before, after, gone, new)
+            yield Change(f"larger {noun}" if worse else f"smaller {noun}", text, lines, worse)
+    for row, number in sorted((+new).items()):
+        yield Change(f"extra {noun}", row.text(number, "more"), _new_lines(before.get(row), after[row]))
+    for row, number in sorted((+gone).items()):
+        yield Change(f"removed {noun}", row.text(number, "fewer"), tuple(before[row].sources), worse=False)
     for old, row in both:
         had, has = before[old], after[row]
-        yield from _runs(row, had, has)
-        longer = has.exposed - had.exposed
-        # More instructions, or more runs of them, take longer, too: that is no change of its own.
-        if abs(longer) > waits and _sign(longer) not in (_sign(has.count - had.count), _sign(has.runs - had.runs)):
-            text = f"the device waits {time_text(has.exposed)} of a step for {row.text(has.count)}"
-            text += f", {time_text(had.exposed)} in the baseline"
-            yield Change("lost overlap" if longer > 0 else "better overlap", text, tuple(has.sources), longer > 0)
+        lines, what = tuple(has.sources), row.text(has.count)
+        more, runs, longer = _sign(has.count - had.count), _sign(has.runs - had.runs), has.exposed - had.exposed
+        if runs not in (0, more):  # more instructions run more often, which is no change of its own
+            text = f"{what}: {has.runs} runs in a step, {had.runs} in the baseline"
+            yield Change("runs", text, lines, runs > 0)
+        if abs(longer) > waits and _sign(longer) not in (more, runs):  # and more runs of them take longer
+            text = f"the device waits {time_text(has.exposed)} of a step for {what}, "
+            text += f"{time_text(had.exposed)} in the baseline"
+            yield Change("lost overlap" if longer > 0 else "better overlap", text, lines, longer > 0)
 
 
-def _others(kind: str, before: Rows, after: Rows) -> Iterator[Change]:
-    """Yields the changes of rows for which no device waits: of their number and of their runs."""
-    yield from _counted(kind, kind, before, after, _fewer(before, after), _fewer(after, before))
-    for row in sorted(before.keys() & after.keys()):
-        yield from _runs(row, before[row], after[row])
-
-
-def _fewer(rows: Rows, than: Rows) -> collections.Counter[Row]:
+def _more(rows: Rows, than: Rows) -> collections.Counter[Row]:
     """Returns how many of each row there are beyond those of other rows."""
     counts = [collections.Counter({row: count.count for row, count in some.items()}) for some in (rows, than)]
     return counts[0] - counts[1]
@@ -187,24 +179,6 @@ def _alike(gone: Iterable[Row], new: Iterable[Row]) -> list[tuple[Row, Row]]:
     return as_many + [(old, row) for old, row in alike if old.dtype == row.dtype]
 
 
-def _counted(
-    more: str, fewer: str, before: Rows, after: Rows, gone: collections.Counter[Row], new: collections.Counter[Row]
-) -> Iterator[Change]:
-    """Yields the rows that are new, as changes of the kind `more`, and those that are gone."""
-    for row, number in sorted((+new).items()):
-        yield Change(more, row.text(number, "more"), _new_lines(before.get(row), after[row]))
-    for row, number in sorted((+gone).items()):
-        yield Change(fewer, row.text(number, "fewer"), tuple(before[row].sources), worse=False)
-
-
-def _runs(row: Row, had: Count, has: Count) -> Iterator[Change]:
-    """Yields the change of the runs of a row, unless there are more or fewer instructions for the same reason."""
-    runs = _sign(has.runs - had.runs)
-    if runs not in (0, _sign(has.count - had.count)):
-        text = f"{row.text(has.count)}: {has.runs} runs in a step, {had.runs} in the baseline"
-        yield Change("runs", text, tuple(has.sources), runs > 0)
-
-
 def _new_lines(before: Count | None, after: Count) -> tuple[str, ...]:
     """Returns the source lines that have more instructions than before; all lines if none has.
 
@@ -212,25 +186,27 @@ def _new_lines(before: Count | None, after: Count) -> tuple[str, ...]:
     matched with the new ones by offsets. The offset that matches the most instructions of a file comes first, and of
     several such offsets the smallest one. Whatever is then left of the new lines is new.
     """
-    old = collections.Counter({_place(s): n for s, n in before.sources.items()} if before else {})
-    new = collections.Counter({_place(s): n for s, n in after.sources.items()})
+    old, new = collections.Counter(before.sources if before else ()), collections.Counter(after.sources)
     while True:
         offsets: collections.Counter[tuple[str, int]] = collections.Counter()
-        for (file, line), (other, moved) in itertools.product(old, new):
-            if file == other:
-                offsets[file, moved - line] += min(old[file, line], new[file, moved])
+        for one, other in itertools.product(old, new):
+            (file, line), (same, moved) = _place(one), _place(other)
+            if file == same:
+                offsets[file, moved - line] += min(old[one], new[other])
         if not offsets:
-            return tuple(s for s in after.sources if _place(s) in new) or tuple(after.sources)
+            return tuple(new) or tuple(after.sources)
         best, offset = max(offsets, key=lambda move: (offsets[move], -abs(move[1])))
-        matched = {(f, n): min(old[f, n], new[f, n + offset]) for f, n in old if f == best}
-        old -= collections.Counter(matched)
-        new -= collections.Counter({(f, n + offset): number for (f, n), number in matched.items()})
+        for one in [one for one in old if _place(one)[0] == best]:
+            other = f"{best}:{_place(one)[1] + offset}"
+            number = min(old[one], new[other])
+            old[one] -= number
+            new[other] -= number
+        old, new = +old, +new
 
 
 def _place(source: str) -> tuple[str, int]:
-    """Returns the file and the line of "file:line"; the line 0 where the text does not say."""
     file, _, line = source.rpartition(":")
-    return file, int(line) if line.isdecimal() else 0
+    return file, int(line)
 
 
 def _elements(row: Row) -> int:

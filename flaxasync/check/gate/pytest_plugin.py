@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-_USED: pytest.StashKey[dict[pathlib.Path, str]] = pytest.StashKey()  # the test that checks against each baseline
+_USED: pytest.StashKey[dict[pathlib.Path, pytest.FixtureRequest]] = pytest.StashKey()  # who uses each baseline
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,11 +74,12 @@ def _baseline(request: pytest.FixtureRequest, name: str) -> pathlib.Path:
     stem = re.sub(r"[^\w.\-]+", "_", f"{test}-{name}" if name else test).strip("_")
     file = request.node.path.parent / "overlap" / request.node.path.stem / f"{stem}.json"
     used = request.config.stash.setdefault(_USED, {})
-    if file in used:
+    owner = used.get(file)
+    if owner is request or (owner is not None and owner.node.nodeid != request.node.nodeid):  # and no second try of it
         pytest.fail(
-            f"{file} is the baseline of another program already, which {used[file]} checks: give each program a name "
-            "of its own, as in check_overlap(compiled, 'step')",
+            f"{file} is the baseline of another program already, which {owner.node.nodeid} checks: give each program "
+            "a name of its own, as in check_overlap(compiled, 'step')",
             pytrace=False,
         )
-    used[file] = request.node.nodeid
+    used[file] = request
     return file

@@ -121,7 +121,7 @@ def gpu(monkeypatch, program, devices=1):
 def test_on_a_gpu_loops_without_a_trip_count_and_branches_make_the_host_wait(monkeypatch):
     """The rule is taken from XLA's source. No GPU was there to measure it."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    expected = {"dynamic_while": False, "cond": False, "scan": True, "static_loop": True, "printing": False}
+    expected = {"dynamic_while": False, "cond": False, "static_loop": True, "printing": False}
     for row in TABLE:
         if row.fn.__name__ in expected:
             info = gpu(monkeypatch, compiled(row.fn))

@@ -30,7 +30,7 @@ def test_update_then_pass_then_fail(files, capsys):
     assert gate(files) == 1
     printed = capsys.readouterr()
     assert "1 difference for the worse\n  worse: runs: 1 collective-permute of 2 MiB over model" in printed.out
-    assert "  better: copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in printed.out
+    assert "  better: removed copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in printed.out
     assert "--update" in printed.err
     assert gate(files, "--json") == 1
     assert [c["worse"] for c in json.loads(capsys.readouterr().out)] == [True, False]
