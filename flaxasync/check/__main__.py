@@ -11,30 +11,29 @@ The exit status is 0 if no finding is as severe as --fail-on, 1 if a finding is,
 
 import argparse
 import gc
+import importlib
 import os
 import sys
 
+from flaxasync import check
 from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import Severity
 from flaxasync.check.hlo.files import read_module
 from flaxasync.hardware import CHIPS
 
+# The modules of the other commands. They are imported when they are used, because some need JAX.
+_COMMANDS = {
+    "capture": "flaxasync.check.capturing.command",
+    "gate": "flaxasync.check.gate.command",
+    "trace": "flaxasync.check.trace.command",
+}
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["trace"]:  # a file of this name is ./trace
-        from flaxasync.check.trace.command import main as trace  # here, because it needs JAX, and the audit does not
-
-        return trace(arguments[1:])
-    if arguments[:1] == ["gate"]:
-        from flaxasync.check.gate.command import main as gate
-
-        return gate(arguments[1:])
-    if arguments[:1] == ["capture"]:
-        from flaxasync.check.capturing.command import main as capture
-
-        return capture(arguments[1:])
+    if arguments[:1] and arguments[0] in _COMMANDS:  # a file of such a name is ./trace
+        return importlib.import_module(_COMMANDS[arguments[0]]).main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m flaxasync.check", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "file",
@@ -67,26 +66,19 @@ def main(arguments: list[str] | None = None) -> int:
                     f"{chosen.file} is a folder, for which --chip is the only option: got {', '.join(given)}; give one "
                     "of its files to audit a program"
                 )
-            from flaxasync.check.capturing.overview import overview
-            from flaxasync.check.capturing.programs import read_folder
-
-            print(overview(read_folder(chosen.file), chip=chosen.chip))
+            print(check.overview(check.read_folder(chosen.file), chip=chosen.chip))
             return 0
         module = read_module(chosen.file)
         report = audit(module, chip=chosen.chip, expect=expect)
         print(report.to_json() if chosen.json else report)
         if chosen.timeline or chosen.trace or chosen.picture:
-            from flaxasync.check.estimate.estimator import timeline  # here, because the table does without it
-
-            t = timeline(module, chosen.chip or report.chip)
+            t = check.timeline(module, chosen.chip or report.chip)
             if chosen.timeline:
                 print(f"\n{t}", file=sys.stderr if chosen.json else sys.stdout)
-            if chosen.trace or chosen.picture:
-                from flaxasync.check.render import save_picture, save_trace  # here, because it imports the player
             if chosen.trace:
-                save_trace(t, chosen.trace)
+                check.save_trace(t, chosen.trace)
             if chosen.picture:
-                save_picture(t, chosen.picture)
+                check.save_picture(t, chosen.picture)
     except (OSError, ValueError) as error:  # HloError and UnicodeDecodeError are ValueErrors
         print(f"{chosen.file}: {error}", file=sys.stderr)
         return 2

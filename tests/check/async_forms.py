@@ -161,24 +161,6 @@ def stateful(x):
     return jax.freeze(y_ref)
 
 
-def stateful_with_compute(x):
-    """Two Refs, with a matmul that reads the block while it is being sent."""
-    x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
-
-    def step(_, carry):
-        sems, summed = carry
-        done_stateful(*sems, x_ref, y_ref)
-        sems = start_stateful(y_ref, x_ref)
-        summed = summed + jnp.dot(y_ref[...], y_ref[:1024], preferred_element_type=jnp.float32)
-        done_stateful(*sems, y_ref, x_ref)
-        sems = start_stateful(x_ref, y_ref)
-        return sems, summed + jnp.dot(x_ref[...], x_ref[:1024], preferred_element_type=jnp.float32)
-
-    sems, summed = lax.fori_loop(0, HOPS // 2, step, (start_stateful(x_ref, y_ref), jnp.zeros(x.shape, jnp.float32)))
-    done_stateful(*sems, x_ref, y_ref)
-    return summed.astype(x.dtype) + jax.freeze(y_ref)
-
-
 def two_slots(x):
     """One Ref with two slots, the slot chosen by a prefetched scalar."""
     slots = jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))

@@ -77,16 +77,3 @@ EXAMPLES = {
     "late output": LATE_OUTPUT,
     "late output at the done": LATE_OUTPUT_AT_DONE,
 }
-
-# The text as the proposal prints it: without a module and an entry, with an undefined operand and typographic quotes.
-VERBATIM = """%async_op {
-  %param0 = f32[64] parameter(0)
-  ROOT %op = f32[32] op(f32[64] %param0), op_specific_attr=\u201dfoo\u201d
-}
-
-%async-start = ((f32[64]), f32[32], s32[]) async-start(f32[64] %operand),
-                                         calls=%async_op
-%async-update0 = ((f32[64]), f32[32], s32[]) async-update(
-                           ((f32[64]), f32[32], s32[]) %async-start)
-%async-done = f32[32] async-done(((f32[64]), f32[32], s32[]) %async-update0)
-"""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from flaxasync.check import HloError, audit, format_module, parse, timeline, to_long_form, to_sugar
+from flaxasync.check import HloError, audit, format_module, parse, timeline
 from tests.check import programs, proposal
 from tests.check.hlo_texts import KERNELS, LOOP, WIDE_SUM
 
@@ -35,7 +35,7 @@ def corpus() -> tuple[str, ...]:
     texts += [programs.compiled(fn, "v5e:2x4").text for fn in (programs.ppermute, programs.host)]
     texts += [programs.mesh_matmul().text, programs.on_cpu(programs.scan_of_collectives)]
     texts = [_shortened(text) for text in texts]
-    return (*texts, KERNELS, LOOP, WIDE_SUM, proposal.VERBATIM, *proposal.EXAMPLES.values())
+    return (*texts, KERNELS, LOOP, WIDE_SUM, *proposal.EXAMPLES.values())
 
 
 def _shortened(text: str) -> str:
@@ -89,7 +89,5 @@ def read_and_audit(text: str) -> None:
     again = format_module(module)
     assert format_module(parse(again)) == again
     str(audit(module))
-    for form in (to_long_form, to_sugar):
-        format_module(form(module))
     if module.is_scheduled:
         str(timeline(module, "v5e"))

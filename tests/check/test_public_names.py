@@ -36,29 +36,18 @@ def test_a_name_that_does_not_exist():
 def test_the_table_agrees_with_the_imports_for_type_checkers():
     tree = ast.parse(pathlib.Path(check.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    typed = {alias.asname: node.module for node in block.body for alias in node.names}
+    typed = {alias.name: node.module.removeprefix("flaxasync.check.") for node in block.body for alias in node.names}
     assert typed == check._HOME_OF
 
 
 def test_reading_a_text_imports_neither_jax_nor_matplotlib():
     program = f"""{ALONE}
-assert not [name for name in sys.modules if name.startswith("flaxasync.check.")]
 text = "HloModule m, is_scheduled=true\\n\\nENTRY e {{\\n  ROOT a = f32[8] parameter(0)\\n}}"
 module = check.parse(text)
 assert check.audit(text).ok and check.audit(module).ok
-print(check.format_module(check.to_sugar(module)), check.timeline(text, "v5e"))
+print(check.format_module(module), check.timeline(text, "v5e"))
 import flaxasync.check.player, flaxasync.check.render, flaxasync.check.__main__
 print(sorted({{"jax", "numpy", "matplotlib"}} & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
-
-
-def test_the_package_imports_nothing_of_flaxasync_but_the_chip_table_and_the_order_of_devices():
-    program = f"""{ALONE}
-for name in check.__all__:
-    getattr(check, name)
-print(sorted(name for name in sys.modules if name.startswith("flaxasync") and ".check" not in name))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout == "['flaxasync', 'flaxasync.device_order', 'flaxasync.hardware']\n", done.stdout + done.stderr

@@ -12,12 +12,12 @@ one, it is advised only if the others gain nothing.
 The ring of R devices takes M/R + (R-1) max(C/(R-1), M/R) for a collective of C seconds and matmuls of M seconds. A ring
 that gathers a dimension over which a matmul sums (contraction.py) makes R partial sums instead of one product, and
 writes and reads R-1 of them more. This alone can make it slower than the gather that it replaces; docs/history.md has
-examples. These are predictions from the estimates of costs.py. That a flag exists does not mean that XLA then finds the
-overlap; the audit of the program that was compiled with it says whether it did.
+examples. That a flag exists does not mean that XLA then finds the overlap; the audit of the program that was compiled
+with it says whether it did.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 
 from flaxasync.check.auditing.contraction import partial_sum_bytes
 from flaxasync.check.auditing.report import size_text
@@ -48,51 +48,47 @@ class Advice:
     gain: float
 
 
-def advise(
-    module: HloModule, costs: Costs, computation: Computation, i: Instruction, collective: Instruction
-) -> Advice:
-    """Returns the advice on a collective that holds the chip.
-
-    Args:
-      module: The program.
-      costs: The times of its instructions.
-      computation: The computation of the instruction.
-      i: The instruction that holds the chip: the collective, or the fusion that contains it.
-      collective: The collective itself.
-    """
+def advise(costs: Costs, computation: Computation, i: Instruction, collective: Instruction) -> Advice:
+    """Returns the advice on a collective that holds the chip, alone or within the fusion `i`."""
     kind = costs.collective_kind(computation, i, collective)
     ways = []
-    if partners := _partners(module, computation, i, kind):
-        ways.append(_ring(module, costs, computation, i, kind, partners, max(2, costs.group_size(collective))))
+    if matmuls := _partners(costs.module, computation, i, kind):
+        ways.append(_ring(costs, computation, i, kind, matmuls, max(2, costs.group_size(collective))))
     if "rematted_computation" in i.op_name:
         ways.append(_save(costs, computation, i))
-    if not any(way.gain for way in ways) or (kind in OFFLOAD_FLAGS and costs.chip.name in OFFLOADING_CHIPS):
+    if not any(way.gain for way in ways) or _offload_flag(costs, kind):
         ways.append(_beside(costs, computation, i, kind))
     return max(ways, key=lambda advice: advice.gain)
 
 
 def independent_work(
-    costs: Costs, computation: Computation, starts: list[str], ends: list[str]
+    costs: Costs, computation: Computation, starts: Iterable[str], ends: Iterable[str]
 ) -> list[tuple[float, Instruction]]:
     """Returns the work of a computation that `starts` do not need and that does not need `ends`, the longest first.
 
     Each is (seconds, instruction). Collectives, calls of computations that contain one, loops, branches and what takes
     less than a microsecond do not count.
     """
-    needed = {i.name for i in _closure(computation, starts, forward=False)}
-    dependent = {i.name for i in _closure(computation, ends, forward=True)}
+    needed, dependent = set(starts), set(ends)
+    for i in reversed(computation.instructions):
+        if i.name in needed:
+            needed.update(i.operands, i.control_predecessors)
+    for i in computation.instructions:
+        if not dependent.isdisjoint((*i.operands, *i.control_predecessors)):
+            dependent.add(i.name)
     found = [
         (seconds, i)
         for i in computation.instructions
-        if i.name not in needed and i.name not in dependent and i.opcode not in COLLECTIVES
-        if (
-            not _communicates(costs.module, i)
-            if i.opcode == "call"
-            else costs.explained(computation, i)[1] not in ("links", "body", "nothing")
-        )
+        if i.name not in needed and i.name not in dependent and _is_work(costs, computation, i)
         if (seconds := costs.seconds(computation, i)) >= 1e-6
     ]
     return sorted(found, key=lambda item: -item[0])
+
+
+def _is_work(costs: Costs, computation: Computation, i: Instruction) -> bool:
+    if i.opcode == "call":
+        return not _communicates(costs.module, i)
+    return i.opcode not in COLLECTIVES and costs.explained(computation, i)[1] not in ("links", "body", "nothing")
 
 
 def _communicates(module: HloModule, call: Instruction) -> bool:
@@ -108,23 +104,21 @@ def _communicates(module: HloModule, call: Instruction) -> bool:
     return False
 
 
+def _offload_flag(costs: Costs, kind: str) -> str | None:
+    return OFFLOAD_FLAGS.get(kind) if costs.chip.name in OFFLOADING_CHIPS else None
+
+
 def _beside(costs: Costs, computation: Computation, i: Instruction, kind: str) -> Advice:
     """Advises to run a collective beside independent work."""
     free = independent_work(costs, computation, [i.name], [i.name])
     what = f"run it beside {free[0][1].name}, on which it does not depend" if free else "nothing independent is there"
-    flag = OFFLOAD_FLAGS.get(kind) if costs.chip.name in OFFLOADING_CHIPS else None
+    flag = _offload_flag(costs, kind)
     how = f"the XLA flag {flag} moves it to the SparseCore" if flag else f"no XLA flag is known on {costs.chip.name}"
     return Advice(f"{what}; {how}", min(costs.seconds(computation, i), sum(seconds for seconds, _ in free)))
 
 
 def _ring(
-    module: HloModule,
-    costs: Costs,
-    computation: Computation,
-    i: Instruction,
-    kind: str,
-    matmuls: list[Instruction],
-    ring: int,
+    costs: Costs, computation: Computation, i: Instruction, kind: str, matmuls: Sequence[Instruction], ring: int
 ) -> Advice:
     """Advises to send blocks around a ring while others are multiplied.
 
@@ -133,19 +127,14 @@ def _ring(
     collective, product = costs.seconds(computation, i), sum(costs.seconds(computation, m) for m in matmuls)
     hidden = collective / 2 if kind == "all-reduce" else collective
     overlapped = product / ring + (ring - 1) * max(hidden / (ring - 1), product / ring) + (collective - hidden)
-    if kind == "all-gather" and (axis := _gathered_dimension(i)) is not None:
-        sums = sum(partial_sum_bytes(module, computation, m, i, axis) for m in matmuls)
+    gathered = i.attributes.get("dimensions", "").strip("{}")
+    if kind == "all-gather" and gathered.isascii() and gathered.isdecimal() and len(gathered) < 4:
+        sums = sum(partial_sum_bytes(costs.module, computation, m, i, int(gathered)) for m in matmuls)
         overlapped += costs.memory_seconds(2 * (ring - 1) * sums)
     names = ", ".join(m.name for m in matmuls)
-    text = (
-        f"send blocks while {names} multipl{'ies' if len(matmuls) == 1 else 'y'} others: {_ways(module, costs, kind)}"
-    )
+    verb = "multiplies" if len(matmuls) == 1 else "multiply"
+    text = f"send blocks while {names} {verb} others: {_ways(costs, kind)}"
     return Advice(text, max(0.0, collective + product - overlapped))
-
-
-def _gathered_dimension(gather: Instruction) -> int | None:
-    text = gather.attributes.get("dimensions", "").strip("{}")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else None
 
 
 def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
@@ -169,12 +158,14 @@ def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
     return Advice(text, max(0.0, work - traffic))
 
 
-def _ways(module: HloModule, costs: Costs, kind: str) -> str:
+def _ways(costs: Costs, kind: str) -> str:
     """Says how a collective and a matmul become a ring."""
-    ways = [f"the XLA flag {RING_FLAGS[kind]} may do it"] if kind in RING_FLAGS else []
-    if kind in OFFLOAD_FLAGS and costs.chip.name in OFFLOADING_CHIPS and not ways:
-        ways = [f"the XLA flag {OFFLOAD_FLAGS[kind]} moves it to the SparseCore"]
-    if uses_flaxasync(module):
+    ways = []
+    if kind in RING_FLAGS:
+        ways.append(f"the XLA flag {RING_FLAGS[kind]} may do it")
+    elif flag := _offload_flag(costs, kind):
+        ways.append(f"the XLA flag {flag} moves it to the SparseCore")
+    if "/flaxasync/ops/" in costs.module.tables or "/flaxasync/nn/" in costs.module.tables:
         ways.append("where flaxasync made it, backend='none' was named or predicted to be faster: backend='xla' rings")
     else:
         where = " where it is the rows that are gathered" if kind == "all-gather" else ""
@@ -182,32 +173,20 @@ def _ways(module: HloModule, costs: Costs, kind: str) -> str:
     return ", and ".join(ways)
 
 
-def uses_flaxasync(module: HloModule) -> bool:
-    """Says whether this package made a part of the program, by the files that the text names."""
-    return "/flaxasync/ops/" in module.tables or "/flaxasync/nn/" in module.tables
-
-
 def _partners(module: HloModule, computation: Computation, i: Instruction, kind: str) -> list[Instruction]:
-    """Returns the matmuls that take a gathered array, or the matmul whose product is summed."""
-    if kind == "all-gather":
-        return _matmuls(module, computation, i, lambda step: computation.users.get(step.name, []))
-    if kind in ("reduce-scatter", "all-reduce"):
-        return _matmuls(
-            module, computation, i, lambda step: [m for o in step.operands if (m := computation.by_name.get(o))]
-        )
-    return []
+    """Returns the nearest matmuls that take a gathered array, or those whose product is summed.
 
+    Instructions that only rearrange arrays may be between them and the collective.
+    """
 
-def _matmuls(
-    module: HloModule,
-    computation: Computation,
-    i: Instruction,
-    neighbours: Callable[[Instruction], Iterable[Instruction]],
-) -> list[Instruction]:
-    """Returns the nearest matmuls, directly or through instructions that only rearrange arrays."""
-    found, pending, seen = [], list(neighbours(i)), set()
+    def neighbours(step: Instruction) -> list[Instruction]:
+        if kind == "all-gather":
+            return computation.users.get(step.name, [])
+        return [made for o in step.operands if (made := computation.by_name.get(o)) is not None]
+
+    found, pending, seen = [], neighbours(i) if kind in _OPS else [], set()
     while pending:
-        step = pending.pop(0)
+        step, *pending = pending
         if step.name in seen:
             continue
         seen.add(step.name)
@@ -216,16 +195,3 @@ def _matmuls(
         elif step.opcode in _PASSES:
             pending += neighbours(step)
     return found
-
-
-def _closure(computation: Computation, names: list[str], *, forward: bool) -> list[Instruction]:
-    """Returns the named instructions and all that need them (forward), or all that they need, in printed order."""
-    reached = set(names)
-    ordered = computation.instructions if forward else computation.instructions[::-1]
-    for i in ordered:
-        before = (*i.operands, *i.control_predecessors)
-        if forward and not reached.isdisjoint(before):
-            reached.add(i.name)
-        elif not forward and i.name in reached:
-            reached.update(before)
-    return [i for i in computation.instructions if i.name in reached]

@@ -79,7 +79,7 @@ def audit(
     counts = [runs.get(f.computation, 1) for f in found]
     found = [dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)]
     if module.is_scheduled:
-        found += wide_transfers(module, costs, operations, holding, runs)
+        found += wide_transfers(module, costs, pairs, holding, runs)
     found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
     return Audit(module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None))
 

@@ -13,16 +13,9 @@ _WINDOW = re.compile(r"size=([\dx]{1,99})")
 def partial_sum_bytes(
     module: HloModule, computation: Computation, matmul: Instruction, made: Instruction, axis: int
 ) -> int:
-    """Returns the bytes of the product of a matmul that sums over one dimension of an array; 0 for any other matmul.
+    """Returns the bytes of the product of a matmul that sums over a dimension of what `made` makes; 0 for any other.
 
     A ring that multiplies one block of such a dimension at a time adds up as many products of this size.
-
-    Args:
-      module: The program.
-      computation: The computation of the matmul.
-      matmul: The matmul, or the fusion that contains it.
-      made: The instruction of the same computation that makes the array.
-      axis: The dimension of the array.
     """
     names, seen = _same_elements(computation, {made.name}, made.shape), {computation.name}
     while matmul.opcode == "fusion":

@@ -92,33 +92,13 @@ CODES = {
         _WARNING, "the module is not scheduled: the text has no order, so windows and stalls cannot be told",
         "audit the compiled program (jitted.lower(...).compile(), or compile_for), not the lowered one",
     ),
-    # The rules of the "Async HLO Instructions" proposal.
+    # The rules of the "Async HLO Instructions" proposal about users.
     "async-one-user": Code(
         _ERROR, "a start or an update has more than one user, or a user that is no update and no done",
         "route every reader through the done",
     ),
     "async-unfinished": Code(_ERROR, "a start is never finished", "add its done"),
     "async-no-start": Code(_ERROR, "an update or a done continues no start", "give it the result of one"),
-    "async-operand-alias": Code(
-        _ERROR, "the first element of a start or an update is not the tuple of its operands",
-        "give it the operands' shapes: their buffers stay alive through it",
-    ),
-    "async-result-alias": Code(
-        _ERROR, "the second element of the last start or update is not the done's result",
-        "give both the same shape: they are one buffer",
-    ),
-    "async-shape": Code(
-        _ERROR, "the wrapped computation's parameters or root do not have the shapes of the operands or the result",
-        "make the start's operands and result those of what it runs",
-    ),
-    "async-wrapped-one": Code(
-        _ERROR, "an async-start wraps more than one instruction beside the parameters",
-        "put the rest into a computation that the one instruction calls",
-    ),
-    "async-wrapped-first-class": Code(
-        _ERROR, "an async-start wraps an operation that has start and done opcodes of its own",
-        "use collective-permute-start and the like",
-    ),
 }  # fmt: skip
 
 

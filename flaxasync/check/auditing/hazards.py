@@ -40,13 +40,7 @@ def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> fr
 
 
 def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Operand]) -> list[Finding]:
-    """Returns what endangers the buffers of one kernel pair.
-
-    Args:
-      module: The program.
-      operation: The kernel pair.
-      sent: What `sent_operands` returned for all pairs of the program.
-    """
+    """Returns what endangers the buffers of one kernel pair. `sent_operands` returned `sent` for the whole program."""
     computation, start = module.computations[operation.computation], operation.start
     ends = {window.done.name for window in operation.windows}
     found: dict[tuple[str, str, str], Finding] = {}  # one finding for each code and instruction

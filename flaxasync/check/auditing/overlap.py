@@ -20,14 +20,7 @@ WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
 
 def pair_of(module: HloModule, costs: Costs, op: AsyncOperation, runs: int) -> Pair:
-    """Returns an asynchronous operation as it was scheduled.
-
-    Args:
-      module: The program.
-      costs: The times of its instructions.
-      op: The operation.
-      runs: How often the computation of its start runs.
-    """
+    """Returns an asynchronous operation as it was scheduled. The computation of its start runs so often."""
     window = _usual_window(op)
     work = tuple(_work_in(module, costs, window.spans)) if window and module.is_scheduled else ()
     return Pair(
@@ -52,42 +45,34 @@ def overlap_findings(
 ) -> list[Finding]:
     """Returns what keeps a transfer from being hidden: an empty window, or one that is too short.
 
-    Args:
-      module: The program.
-      costs: The times of its instructions.
-      op: The transfer.
-      pair: The same transfer as it was scheduled.
-      pairs: All asynchronous operations of the program.
+    `pair` is the transfer as it was scheduled, and `pairs` are all asynchronous operations of the program.
     """
     offloaded = op.thread not in ("main", "")
     if not op.windows or not (op.communicates or offloaded):
         return []
-    computation = module.computations[op.computation]
-    severity = None if pair.bytes >= LARGE else Severity.INFO
-    what = f"{pair.name} ({pair.kind}, {size_text(pair.bytes)})"
+    code, gain, advice = "exposed", pair.exposed, ""
+    message = f"{pair.name} ({pair.kind}, {size_text(pair.bytes)}) takes {time_text(pair.transfer)}"
     if not pair.overlapped:
-        message = f"{what} takes {time_text(pair.transfer)} and nothing runs meanwhile"
-        free = _independent_work(costs, computation, op)
-        if not free:
-            return [finding("serialised", message, op.computation, pair.name, source=pair.source, severity=severity)]
-        seconds, chosen = free[0]
-        where = f", {source}" if (source := module.source(chosen)) else ""
-        message += f": {chosen.name} ({time_text(seconds)}{where}) could run inside"
-        gain = min(pair.transfer, sum(s for s, _ in free))
-        return [
-            finding(
-                "empty-window", message, op.computation, pair.name, source=pair.source, severity=severity, gain=gain,
-                advice=_barrier_to_remove(computation, op, chosen, pairs),
-            )
-        ]  # fmt: skip
-    if pair.exposed > max(0.05 * pair.transfer, 1e-6):
-        message = f"{what} takes {time_text(pair.transfer)}, the work inside {time_text(pair.inside)}"
-        return [
-            finding(
-                "exposed", message, op.computation, pair.name, source=pair.source, severity=severity, gain=pair.exposed
-            )
-        ]
-    return []
+        code, gain = "serialised", 0.0
+        message += " and nothing runs meanwhile"
+        computation = module.computations[op.computation]
+        ends = [w.done.name for w in op.windows if w.computation == computation.name and not w.crosses]
+        if free := independent_work(costs, computation, [op.start.name], ends) if ends else []:
+            seconds, work = free[0]
+            code, gain = "empty-window", min(pair.transfer, sum(s for s, _ in free))
+            where = f", {source}" if (source := module.source(work)) else ""
+            message += f": {work.name} ({time_text(seconds)}{where}) could run inside"
+            advice = _barrier_to_remove(computation, op, work, pairs)
+    elif pair.exposed > max(0.05 * pair.transfer, 1e-6):
+        message += f", the work inside {time_text(pair.inside)}"
+    else:
+        return []
+    severity = None if pair.bytes >= LARGE else Severity.INFO
+    return [
+        finding(
+            code, message, op.computation, pair.name, source=pair.source, severity=severity, gain=gain, advice=advice
+        )
+    ]
 
 
 def collectives_that_hold_the_chip(
@@ -110,20 +95,14 @@ def collectives_that_hold_the_chip(
 def synchronous_collectives(
     module: HloModule, costs: Costs, holding: Iterable[tuple[Computation, Instruction, Instruction]]
 ) -> list[Finding]:
-    """Returns a finding for each collective that holds the chip, alone or within a fusion.
-
-    Args:
-      module: The program.
-      costs: The times of its instructions.
-      holding: What `collectives_that_hold_the_chip` returned.
-    """
+    """Returns a finding for each of the collectives that hold the chip."""
     found = []
     for computation, i, collective in holding:
         seconds = costs.seconds(computation, i)
         moved = max([i.shape.bytes] + [m.shape.bytes for o in i.operands if (m := computation.by_name.get(o))])
         message = f"{i.name} ({collective.opcode}, {size_text(moved)}) holds the chip for {time_text(seconds)}"
         severity = None if moved >= LARGE else Severity.INFO
-        advice = advise(module, costs, computation, i, collective)
+        advice = advise(costs, computation, i, collective)
         found.append(
             finding(
                 "synchronous-collective", message, computation.name, i.name, source=module.source(i), severity=severity,
@@ -134,13 +113,7 @@ def synchronous_collectives(
 
 
 def loop_copies(module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[str, str]]) -> list[Finding]:
-    """Returns a finding for each large copy of a buffer that a loop carries.
-
-    Args:
-      module: The program.
-      runs: How often each computation runs.
-      known: The copies, as (computation, instruction), that another, more severe finding reports.
-    """
+    """Returns a finding for each large copy of a buffer that a loop carries, but for those that `known` has already."""
     found = []
     bodies = {i.loop_body for name in runs for i in module.computations[name].instructions}
     for name in (n for n in runs if n in bodies):
@@ -177,12 +150,6 @@ def _changes_nothing(computation: Computation, i: Instruction) -> bool:
     """Says whether an instruction is a copy that changes nothing, not even the layout. It does not count as work."""
     made = computation.by_name.get(i.operands[0]) if i.opcode == "copy" and i.operands else None
     return made is not None and made.shape == i.shape
-
-
-def _independent_work(costs: Costs, computation: Computation, op: AsyncOperation) -> list[tuple[float, Instruction]]:
-    """Returns what could run in the window: work that the start does not need and that does not need the done."""
-    ends = [w.done.name for w in op.windows if w.computation == computation.name and not w.crosses]
-    return independent_work(costs, computation, [op.start.name], ends) if ends else []
 
 
 def _barrier_to_remove(computation: Computation, op: AsyncOperation, work: Instruction, pairs: Iterable[Pair]) -> str:

@@ -96,17 +96,8 @@ class Audit:
 
     def to_json(self) -> str:
         pairs = [dataclasses.asdict(p) | {"exposed": p.exposed, "overlapped": p.overlapped} for p in self.pairs]
-        return json.dumps(
-            {
-                "module": self.module,
-                "chip": self.chip,
-                "ok": self.ok,
-                "pairs": pairs,
-                "findings": [f.to_json() for f in self.findings],
-                "notes": list(self.notes),
-            },
-            indent=2,
-        )
+        facts = {"module": self.module, "chip": self.chip, "ok": self.ok, "notes": self.notes}
+        return json.dumps(facts | {"pairs": pairs, "findings": [f.to_json() for f in self.findings]}, indent=2)
 
     def __str__(self) -> str:
         return _table(self)

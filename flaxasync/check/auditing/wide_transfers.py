@@ -1,32 +1,53 @@
 """Transfers of arrays in a wider type than the program keeps of them, and what a narrower type would gain.
 
+A product that is asked for in float32 and then cast to bfloat16 is a float32 array until the cast. If its sum over the
+devices comes before the cast, twice the bytes travel. What arrives is followed through everything that only moves,
+rearranges or adds it. A transfer is wide if each copy of its values is converted to a narrower type in the end. If a
+value is used in any other way, or leaves the computation through a loop or as a result, nothing is claimed.
+
 The transfers of one line of Python are one finding, because one change of that line mends them all, and those for which
-the text names no line are one together. The gain is the difference of two estimates: of the program, and of the same
-program with the narrow type in all arrays between the products and the conversions. The second one has shorter
-transfers and less traffic in memory, and the same schedule. Each estimate is of the whole program, so only the few
-lines that move the most bytes get one. What the compiler would then schedule in another way is not predicted;
-docs/history.md has an example. The compiler's cycle estimates of matmuls are kept, although a matmul that writes less
-can be faster.
+the text names no line are one together. The gain is the part of the exposed time that fewer bytes save, and of the
+memory traffic of the instruction that makes what is sent and of the one that reads what arrives. What the compiler
+would then schedule in another way is not predicted; docs/history.md has an example.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from flaxasync.check.auditing.findings import Finding, Severity, finding
-from flaxasync.check.auditing.report import size_text
-from flaxasync.check.auditing.wide_values import WideValues, follow, narrowed
+from flaxasync.check.auditing.report import Pair, size_text
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.async_operations import AsyncOperation
+from flaxasync.check.hlo.async_operations import COLLECTIVES
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.shapes import element_bits
 
-ESTIMATED = 8  # findings; no gain is estimated for the others, which move fewer bytes
-SPELLINGS = ("first-class", "sugar")  # of the starts that are followed: the others wrap or fuse what they move
 LARGE = 1 << 20  # bytes; transfers of less, together, are reported as information only
+_SPELLINGS = ("first-class", "sugar")  # of the starts that are followed: the others wrap or fuse what they move
+_WIDE = frozenset({"f64", "f32"})
+_FLOATS = _WIDE | {"f16", "bf16"}
+_MOVES = frozenset({
+    "add", "bitcast", "concatenate", "copy", "dynamic-slice", "dynamic-update-slice", "reshape", "slice", "transpose",
+    *COLLECTIVES,
+}) - {"send", "recv"}  # fmt: skip
+_JOINS = "ConcatBitcast"  # the custom call by which XLA puts slices together again
+
+type Element = tuple[int, ...] | None  # the index path of the array in a result; None for all of a future
+
+
+class _Wide(NamedTuple):
+    """A transfer that carries a wider type than is kept, its largest array, and what the kept type saves in one run."""
+
+    computation: Computation
+    instruction: Instruction
+    rounding: str
+    bytes: int
+    gain: float
 
 
 def wide_transfers(
     module: HloModule,
     costs: Costs,
-    operations: Iterable[AsyncOperation],
+    pairs: Iterable[Pair],
     holding: Iterable[tuple[Computation, Instruction, Instruction]],
     runs: Mapping[str, int],
 ) -> list[Finding]:
@@ -35,58 +56,122 @@ def wide_transfers(
     Args:
       module: The program, which is scheduled.
       costs: The times of its instructions.
-      operations: Its asynchronous operations.
+      pairs: Its asynchronous operations.
       holding: Its synchronous collectives, as (computation, instruction, collective).
       runs: How often each computation runs.
     """
-    lines: dict[str, list[tuple[Computation, Instruction, WideValues]]] = {}
-    started = [
-        (module.computations[op.computation], op.start)
-        for op in operations
-        if op.communicates and op.spelling in SPELLINGS and op.windows
+    lines: dict[str, list[_Wide]] = {}
+
+    def look(computation: Computation, i: Instruction, arrived: int, seconds: float, inside: float) -> None:
+        """Notes a transfer if it is a wide one. It takes so many seconds alone, and so many of work run beside it."""
+        wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
+        narrow = _kept(module, computation, i, wide) if wide in _WIDE and not _promoted(module, i) else None
+        if narrow is None:
+            return
+        rest = element_bits(narrow) / element_bits(wide)
+        made = [made for o in i.operands if (made := computation.by_name.get(o)) is not None]
+        written = sum(m.shape.bytes for m in made if m.opcode != "parameter")
+        gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
+        gain += (1 - rest) * costs.memory_seconds(written + arrived)
+        largest = max(leaf.bytes for shape in (i.shape, *(m.shape for m in made)) for _, leaf in shape.leaves())
+        rounding = f"{wide} that is rounded to {narrow}"
+        lines.setdefault(module.source(i), []).append(_Wide(computation, i, rounding, largest, gain))
+
+    for pair in pairs:
+        if pair.communicates and pair.spelling in _SPELLINGS and pair.dones:
+            computation = module.computations[pair.computation]
+            look(computation, computation.by_name[pair.name], pair.bytes, pair.transfer, pair.inside)
+    for computation, i, _ in holding:
+        look(computation, i, i.shape.bytes, costs.seconds(computation, i), 0.0)
+    return [_finding(line, transfers, runs) for line, transfers in lines.items()]
+
+
+def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Finding:
+    largest = max(transfers, key=lambda t: t.bytes)
+    counts = [runs[t.computation.name] for t in transfers]
+    moved = sum(n * t.bytes for n, t in zip(counts, transfers, strict=True))
+    which = "of its line" if line else "without a line of Python"
+    others = f" and {len(transfers) - 1} more {which} carry" if len(transfers) > 1 else " carries"
+    return finding(
+        "wide-transfer",
+        f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: {size_text(moved)} in "
+        f"{sum(counts)} transfers of a run",
+        largest.computation.name,
+        largest.instruction.name,
+        source=line,
+        severity=None if moved >= LARGE else Severity.INFO,
+        count=sum(counts),
+        gain=sum(n * t.gain for n, t in zip(counts, transfers, strict=True)),
+    )
+
+
+def _kept(module: HloModule, computation: Computation, i: Instruction, wide: str) -> str | None:
+    """Returns the widest type to which a transfer's values are converted; None if they are needed in the wide type."""
+    seen, kept = set(), set()
+    pending: list[tuple[Computation, Instruction, Element]] = [
+        (computation, i, None if i.opcode.endswith("-start") else ())
     ]
-    for computation, i in (*started, *((c, i) for c, i, _ in holding)):
-        if (values := follow(module, computation, i)) is not None:
-            lines.setdefault(module.source(i), []).append((computation, i, values))
-    if not lines:
-        return []
-    before = _seconds(module, costs)
-    found = []
-    moved_by = {line: sum(runs[c.name] * _bytes(c, i) for c, i, _ in lines[line]) for line in lines}
-    for n, line in enumerate(sorted(lines, key=lambda line: -moved_by[line])):
-        transfers, moved, gain = lines[line], moved_by[line], 0.0
-        if n < ESTIMATED:
-            after = narrowed(module, [values for _, _, values in transfers])
-            gain = before - _seconds(after, Costs(after, costs.chip, costs.kernels, costs.copies))
-        computation, i, values = max(transfers, key=lambda transfer: _bytes(*transfer[:2]))
-        count = sum(runs[c.name] for c, _, _ in transfers)
-        which = "of its line" if line else "without a line of Python"
-        others = f" and {len(transfers) - 1} more {which} carry" if len(transfers) > 1 else " carries"
-        message = (
-            f"{i.name}{others} {values.wide} that is rounded to {values.narrow} when it has arrived: "
-            f"{size_text(moved)} in {count} transfers of a run"
-        )
-        if n >= ESTIMATED:
-            message += f"; its gain was not estimated, because {n} other lines move as much or more"
-        severity = None if moved >= LARGE else Severity.INFO
-        found.append(
-            finding(
-                "wide-transfer", message, computation.name, i.name, source=line, severity=severity,
-                gain=max(0.0, gain), count=count,
-            )
-        )  # fmt: skip
-    return found
+    while pending:
+        at, step, element = pending.pop()
+        if (at.name, step.name, element) in seen:
+            continue
+        seen.add((at.name, step.name, element))
+        if step.is_root:
+            outside = _fusions(module, at)
+            if not outside:
+                return None
+            pending += [(caller, fusion, element) for caller, fusion in outside]
+        for user in at.users.get(step.name, ()):
+            if user.opcode == "convert" and element == ():
+                kind = user.shape.element_type
+                if kind not in _FLOATS or element_bits(kind) >= element_bits(wide):
+                    return None
+                kept.add(kind)
+                continue
+            reached = _through(module, at, step, element, user)
+            if reached is None:
+                return None
+            pending += reached
+    return max(kept, key=element_bits, default=None)
 
 
-def _bytes(computation: Computation, i: Instruction) -> int:
-    """Returns the bytes of the largest array that a transfer takes or makes."""
-    taken = [made.shape for o in i.operands if (made := computation.by_name.get(o)) is not None]
-    return max(leaf.bytes for shape in (i.shape, *taken) for _, leaf in shape.leaves())
+def _through(
+    module: HloModule, at: Computation, step: Instruction, element: Element, user: Instruction
+) -> list[tuple[Computation, Instruction, Element]] | None:
+    """Returns what holds the values after an instruction has used them; None if it needs the wide type."""
+    if user.opcode == "get-tuple-element" and element:
+        return [(at, user, ())] if user.tuple_index == element[0] else []
+    if element is None:  # a future
+        return [(at, user, ())] if _step_of_move(user, "-done") else None
+    if element:
+        return None
+    if user.opcode in _MOVES or user.custom_call_target == _JOINS:
+        return [(at, user, ())]
+    if _step_of_move(user, "-start"):
+        return [(at, user, None)]
+    numbers = [n for n, operand in enumerate(user.operands) if operand == step.name]
+    if user.opcode == "tuple" and user.is_root:
+        outside = _fusions(module, at)
+        return [(caller, fusion, (n,)) for caller, fusion in outside for n in numbers] or None
+    called = user.called_computations if user.opcode == "fusion" else ()
+    body = next((module.computations[name] for name in called if name in module.computations), None)
+    if body is None:
+        return None
+    return [(body, body.parameters[n], ()) for n in numbers if n in body.parameters]
 
 
-def _seconds(module: HloModule, costs: Costs) -> float:
-    from flaxasync.check.estimate.lockstep import Lockstep  # here, because few programs need it, and the table is fast
+def _fusions(module: HloModule, body: Computation) -> list[tuple[Computation, Instruction]]:
+    """Returns the fusions that run a computation; none if anything else calls it."""
+    callers = module.callers.get(body.name, [])
+    return callers if all(call.opcode == "fusion" for _, call in callers) else []
 
-    lockstep = Lockstep(module, costs)
-    lockstep.run()
-    return max(lockstep.clock)
+
+def _step_of_move(i: Instruction, suffix: str) -> bool:
+    """Says whether an instruction is the start or the done of something that only moves or adds its operands."""
+    return i.opcode.endswith(suffix) and i.opcode.removesuffix(suffix) in _MOVES
+
+
+def _promoted(module: HloModule, i: Instruction) -> bool:
+    """Says whether the compiler itself widened a reduction, as it does on CPU. The author cannot change that."""
+    inside = (i, *module.instructions_in(i)) if i.opcode == "fusion" else (i,)
+    return any(name.endswith("_promoted") for one in inside for name in one.called_computations)

@@ -13,7 +13,7 @@ import pathlib
 import runpy
 import sys
 
-from flaxasync.check.capturing.recorder import VARIABLE, Recorder
+from flaxasync.check.capturing.recorder import VARIABLE, capture
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,27 +27,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- script.py arguments, or -- -m module arguments")
     chosen = parser.parse_args(arguments)
     program = chosen.program[1:] if chosen.program[:1] == ["--"] else chosen.program
-    if not program:
-        parser.error("which program? put -- script.py after the folder")
+    if not program or program == ["-m"]:
+        parser.error("which program? put -- script.py, or -- -m module, after the folder")
     if VARIABLE in os.environ:
         parser.error(f"{VARIABLE} is set, so everything is captured already: unset it")
     is_module = program[0] == "-m"
-    if is_module and len(program) < 2:
-        parser.error("-m needs the name of a module")
     if not is_module and not pathlib.Path(program[0]).exists():
         print(f"there is no file {program[0]}", file=sys.stderr)
         return 2
     os.environ[VARIABLE] = str(pathlib.Path(chosen.folder).absolute())
-    recorder = Recorder(chosen.folder)
-    recorder.start()
-    try:
-        if is_module:
-            sys.argv, sys.path[0] = program[1:], os.getcwd()
-            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv, sys.path[0] = program, str(pathlib.Path(program[0]).absolute().parent)
-            runpy.run_path(program[0], run_name="__main__")
-    finally:
-        recorder.stop()
-        print(f"captured {len(recorder.programs)} programs: python -m flaxasync.check {chosen.folder}", file=sys.stderr)
+    sys.argv = program[1:] if is_module else program
+    sys.path[0] = os.getcwd() if is_module else str(pathlib.Path(program[0]).absolute().parent)
+    with capture(chosen.folder) as programs:
+        try:
+            if is_module:
+                runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(program[0], run_name="__main__")
+        finally:
+            command = f"python -m flaxasync.check {chosen.folder}"
+            print(f"captured {len(programs)} programs: {command}", file=sys.stderr)
     return 0

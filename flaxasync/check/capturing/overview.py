@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from flaxasync.check.auditing.report import size_text, time_text
 from flaxasync.check.capturing.programs import CapturedProgram
-from flaxasync.check.gate.comparison import named
 from flaxasync.check.gate.summary import Summary, summarize
 
 WORST = 10  # transfers in the table
@@ -18,13 +17,25 @@ LONGEST = 10  # programs in the table
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One row of transfers of one program."""
+    """One row of transfers of one program.
+
+    Attributes:
+      program: The name of the program.
+      text: What is transferred, as `Row.text` says it.
+      exposed: The seconds in which a device waits for it in one run of the program.
+      share: The share of the run that this is.
+      sources: Its source lines.
+    """
 
     program: str
     text: str
     exposed: float
     share: float
     sources: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = f", from {', '.join(self.sources[:2])}" if self.sources else ""
+        return f"{time_text(self.exposed):>9} ({self.share:.1%} of {self.program}) {self.text}{where}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,31 +54,26 @@ class Overview:
 
     def __str__(self) -> str:
         seconds = sum(program.seconds for program in self.programs)
-        lines = [f"{len(self.programs)} programs, compiled in {seconds:.1f} s", ""]
-        lines.append(f"{'program':40} {'devices':>7} {'compile':>9} {'temporary':>10} {'estimate':>9} {'exposed':>8}")
         both = sorted(zip(self.programs, self.summaries, strict=True), key=lambda two: -two[1].seconds)
+        lines = [
+            f"{len(self.programs)} programs, compiled in {seconds:.1f} s",
+            "",
+            f"{'program':40} {'devices':>7} {'compile':>9} {'temporary':>10} {'estimate':>9} {'exposed':>8}",
+        ]
         for p, s in both[:LONGEST]:
             temporary = "unknown" if s.temporaries is None else size_text(s.temporaries)
-            lines.append(
-                f"{p.name[:40]:40} {p.devices:7} {p.seconds:7.2f} s {temporary:>10} {time_text(s.seconds):>9} "
-                f"{s.exposed:8.1%}"
-            )
-        if len(both) > LONGEST:
-            lines.append(f"and {len(both) - LONGEST} shorter programs")
-        shown = min(WORST, len(self.transfers))
-        head = f"the {shown} worst of {len(self.transfers)} exposed transfers" if shown else "no transfer is exposed"
-        lines += ["", head]
-        for t in self.transfers[:WORST]:
-            where = f", from {', '.join(t.sources[:2])}" if t.sources else ""
-            lines.append(f"{time_text(t.exposed):>9} ({t.share:.1%} of {t.program}) {t.text}{where}")
-        chips = " or ".join(sorted({s.chip for s in self.summaries}))
+            times = f"{p.seconds:7.2f} s {temporary:>10} {time_text(s.seconds):>9} {s.exposed:8.1%}"
+            lines.append(f"{p.name[:40]:40} {p.devices:7} {times}")
+        lines += [f"and {len(both) - LONGEST} shorter programs"] if len(both) > LONGEST else []
+        shown = self.transfers[:WORST]
+        head = f"the {len(shown)} worst of {len(self.transfers)} exposed transfers"
+        lines += ["", head if shown else "no transfer is exposed", *map(str, shown), ""]
         others = sum(p.chip != s.chip for p, s in both)
         assumed = f", for which {others} of them {'was' if others == 1 else 'were'} not compiled" if others else ""
-        lines += [
-            "",
-            f"times are estimates of one run of each program on {chips}{assumed}; "
-            "nothing was measured but the compilation",
-        ]
+        chips = " or ".join(sorted({s.chip for s in self.summaries})) + assumed
+        lines.append(
+            f"times are estimates of one run of each program on {chips}; nothing was measured but the compilation"
+        )
         return "\n".join(lines)
 
 
@@ -84,28 +90,16 @@ def overview(programs: Sequence[CapturedProgram], *, chip: str | None = None) ->
     if not programs:
         raise ValueError("there are no programs: nothing was compiled while they were captured")
     known: dict[str, Summary] = {}
-    summaries, transfers = [], []
+    transfers = []
     for program in programs:
-        text = program.as_text()
+        if program.text in known:
+            continue
         try:
-            if text not in known:
-                known[text] = dataclasses.replace(
-                    summarize(text, chip=chip or program.chip, axes=dict(program.axes) or None),
-                    temporaries=program.memory.get("temp_size_in_bytes"),
-                )
-                transfers += _transfers(program, known[text])
+            summary = known[program.text] = summarize(program, chip=chip)
         except ValueError as error:
             raise ValueError(f"{program.file or program.name}: {error}") from error
-        summaries.append(known[text])
-    transfers.sort(key=lambda t: -t.exposed)
-    return Overview(tuple(programs), tuple(summaries), tuple(transfers))
-
-
-def _transfers(program: CapturedProgram, summary: Summary) -> list[Transfer]:
-    return [
-        Transfer(
-            program.name, named(count.count, row), count.exposed, count.exposed / summary.seconds, tuple(count.sources)
-        )
-        for row, count in summary.transfers.items()
-        if count.exposed > 0
-    ]
+        for row, count in summary.transfers.items():
+            share = count.exposed / summary.seconds
+            transfers.append(Transfer(program.name, row.text(count.count), count.exposed, share, tuple(count.sources)))
+    transfers = sorted((t for t in transfers if t.exposed > 0), key=lambda t: -t.exposed)
+    return Overview(tuple(programs), tuple(known[p.text] for p in programs), tuple(transfers))

@@ -1,31 +1,32 @@
 """`capture`: records every program that JAX compiles in this process, without a change to the code that compiles it.
 
-JAX 0.12 has a public hook, `jax.extend.xla.register_hlo_module_transformation`. It gives the module right after the
-scheduler, which is too early here: on TPU that module has no memory spaces and no number of partitions, and a program
-that JAX loads from its cache of compiled programs never comes. The recorder therefore wraps the one function through
-which JAX gets every executable, ahead of time or not, and takes the final text, the memory and the time from there. The
-function is private to JAX; a test notices if it moves.
+JAX tells the listeners of `jax.monitoring` that it has compiled a program, or has loaded it from its cache of compiled
+programs. The program is then the newest one that its backend lists as alive, with its final text and its memory. JAX's
+other hook, `jax.extend.xla.register_hlo_module_transformation`, comes too early: on TPU its text has no memory spaces,
+and a program from the cache never comes.
 """
 
 import contextlib
+import math
 import os
+import pathlib
 import re
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
-from flaxasync.check.capturing.programs import CapturedProgram, Folder
+from flaxasync.check.capturing.programs import CapturedProgram, write_program
 from flaxasync.check.compile.program import CompiledProgram, listeners
 from flaxasync.hardware import chip_of_device
 
 VARIABLE = "FLAXASYNC_CAPTURE"
+EVENT = "/jax/core/compile/backend_compile_duration"
 
 _NAME = re.compile(r"HloModule ([\w.\-]+)")
-_AXIS = re.compile(r'"([^"]+)"=(\d+)')
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _lock = threading.Lock()
 _recorders: list["Recorder"] = []  # those that record now; every one of them gets every program
-_original: Any = None  # the function of JAX, while it is wrapped
+_newest: dict[Any, Any] = {}  # the newest executable that was seen, by backend; it is kept, so that its place is known
 
 
 class Recorder:
@@ -33,26 +34,33 @@ class Recorder:
 
     def __init__(self, folder: str | os.PathLike | None):
         self.programs: list[CapturedProgram] = []
-        self._folder = None if folder is None else Folder(folder)
+        self._folder = None if folder is None else pathlib.Path(folder).absolute()
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, program: CapturedProgram) -> None:
-        self.programs.append(program if self._folder is None else self._folder.write(program))
+        self.programs.append(program if self._folder is None else write_program(self._folder, program))
 
     def start(self) -> None:
         """Begins to record."""
+        import jax  # here, because reading a folder of programs needs no JAX
+
         with _lock:
             if not _recorders:
-                _wrap()
+                jax.monitoring.register_event_duration_secs_listener(_compiled)
+                listeners.append(_compiled_for)
             _recorders.append(self)
 
     def stop(self) -> None:
         """Ends the recording."""
+        import jax
+
         with _lock:
             _recorders.remove(self)
             if not _recorders:
-                _unwrap()
-        if self._folder is not None:
-            self._folder.close()
+                jax.monitoring.unregister_event_duration_listener(_compiled)
+                listeners.remove(_compiled_for)
+                _newest.clear()
 
 
 @contextlib.contextmanager
@@ -74,7 +82,6 @@ def capture(folder: str | os.PathLike | None = None) -> Iterator[list[CapturedPr
 
     Raises:
       OSError: The folder cannot be written to. Raised where the program is compiled.
-      RuntimeError: This version of JAX has no place at which its programs can be recorded.
     """
     recorder = Recorder(folder)
     recorder.start()
@@ -90,84 +97,66 @@ def capture_from_environment() -> None:
         Recorder(folder).start()
 
 
-def _wrap() -> None:
-    global _original
-    from jax._src import compiler
+def _compiled(event: str, duration_secs: float, **facts: str | int) -> None:
+    """Records the programs that were compiled since the last call. JAX calls this with each of its durations."""
+    if event != EVENT:
+        return
+    import jax.extend.backend
 
-    try:
-        original = _original = compiler.compile_or_get_cached
-    except AttributeError:
-        from jax import __version__
-
-        raise RuntimeError(f"flaxasync cannot record the programs of jax {__version__}: use jax 0.12") from None
-
-    def record(backend: Any, computation: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        executable = original(backend, computation, devices, *args, **kwargs)
-        seconds = time.perf_counter() - began
-        _add(_programs(executable, computation, devices, seconds))
-        return executable
-
-    compiler.compile_or_get_cached = record
-    listeners.append(_listen)
-
-
-def _unwrap() -> None:
-    from jax._src import compiler
-
-    compiler.compile_or_get_cached = _original
-    listeners.remove(_listen)
+    name = re.sub(r"[^\w.\-]", "_", str(facts.get("fun_name"))).rstrip("_")
+    with _lock:
+        for backend in set(jax.extend.backend.backends().values()):
+            alive = backend.live_executables()  # the newest first
+            if backend in _newest:
+                known = next((n for n, one in enumerate(alive) if one is _newest[backend]), 0)
+                new = alive[:known]
+            else:  # nothing is known yet of this backend, which may have executables from before the recording
+                new = [one for one in alive[:1] if one.hlo_modules()[0].name.rstrip("_") == name]
+            for executable in reversed(new):
+                _add(_program(executable, duration_secs))
+            if alive:
+                _newest[backend] = alive[0]
 
 
-def _listen(program: CompiledProgram, seconds: float) -> None:
+def _compiled_for(program: CompiledProgram, seconds: float) -> None:
     """Records a program that `compile_for` made in another process."""
     name = _NAME.match(program.text)
-    _add([
-        CapturedProgram(
-            name=name[1] if name else "unnamed",
-            platform="tpu",
-            chip=program.chip,
-            devices=len(program.coords),
-            seconds=seconds,
-            memory=program.memory,
-            axes=program.axes,
-            file=None,
-            read=program.as_text,
-        )
-    ])  # fmt: skip
-
-
-def _add(programs: list[CapturedProgram]) -> None:
     with _lock:
-        for recorder in _recorders:
-            for program in programs:
-                recorder.add(program)
+        _add(
+            CapturedProgram(
+                name=name[1] if name else "unnamed",
+                platform="tpu",
+                chip=program.chip,
+                devices=len(program.coords),
+                seconds=seconds,
+                memory=program.memory,
+                axes=program.axes,
+                text=program.text,
+            )
+        )
 
 
-def _programs(executable: Any, computation: Any, devices: Any, seconds: float) -> list[CapturedProgram]:
-    """Returns the programs of an executable, which has one of them on every platform today."""
-    device = devices.flat[0]
+def _add(program: CapturedProgram) -> None:
+    for recorder in _recorders:
+        recorder.add(program)
+
+
+def _program(executable: Any, seconds: float) -> CapturedProgram:
+    """Returns the program of an executable, which does not know its mesh axes: they are those of `jax.set_mesh`."""
+    import jax
+
+    module = executable.hlo_modules()[0]  # an executable has one of them on every platform today
+    text = module.to_string()
+    device = executable.local_devices()[0]
     chip = chip_of_device(device.device_kind)
     stats = executable.get_compiled_memory_stats()
-    memory = {name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")}
-    return [
-        CapturedProgram(
-            name=module.name,
-            platform=device.platform,
-            chip=None if chip is None else chip.name,
-            devices=devices.size,
-            seconds=seconds,
-            memory=memory,
-            axes=_axes(computation),
-            file=None,
-            read=module.to_string,
-        )
-        for module in executable.hlo_modules()
-    ]
-
-
-def _axes(computation: Any) -> dict[str, int]:
-    """Returns the axes of the first mesh that a lowered module names."""
-    meshes = (str(o) for o in computation.body.operations if o.operation.name == "sdy.mesh")
-    found = ({name: int(size) for name, size in _AXIS.findall(mesh.partition("{")[0])} for mesh in meshes)
-    return next(filter(None, found), {})
+    return CapturedProgram(
+        name=module.name,
+        platform=device.platform,
+        chip=None if chip is None else chip.name,
+        devices=math.prod(int(count) for count in _DEVICES.findall(text.partition("\n")[0])),
+        seconds=seconds,
+        memory={name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")},
+        axes=dict(jax.sharding.get_abstract_mesh().shape),
+        text=text,
+    )

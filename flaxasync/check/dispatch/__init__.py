@@ -4,5 +4,4 @@ command_buffers    XLA flags with which a GPU runs while loops by itself
 signals            reads what in a compiled function can make the host wait
 compatibility      `check_async_compatible`: says whether a call makes the host wait, and why
 timing             `measure_dispatch`: measures how long a call makes the host wait
-async_caller       `make_async_aot_caller`: calls a function that does not hold the host, and refuses one that does
 """

@@ -2,8 +2,7 @@
 
 XLA's default set of commands for command buffers contains neither WHILE nor CONDITIONAL, and XLA makes no graphs of
 fewer than five commands. The host then reads the condition back before every iteration (`while_thunk.cc` and
-`conditional_thunk.cc` in openxla/xla). XLA reads its flags once, when the process first uses it, so they must be set
-before that.
+`conditional_thunk.cc` in openxla/xla).
 """
 
 import functools
@@ -11,12 +10,9 @@ import os
 import subprocess
 import sys
 
-# The flags that are tried. The plus signs add to XLA's set, where bare names would replace it. The second flag is
-# needed because a loop alone is one command.
-_CANDIDATES = (
-    "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
-    "--xla_gpu_graph_min_graph_size=1",
-)
+# The plus signs add to XLA's set, where bare names would replace it. The second flag is there because a loop alone is
+# one command.
+LOOPS, SMALL_GRAPHS = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL", "--xla_gpu_graph_min_graph_size=1"
 _SECONDS = 120  # reading the flags takes one second; the rest allows for a busy machine
 
 
@@ -24,26 +20,20 @@ _SECONDS = 120  # reading the flags takes one second; the rest allows for a busy
 def command_buffer_flags() -> str:
     """Returns what to add to XLA_FLAGS, before JAX is first used, so that while loops stay on a GPU.
 
-    Each flag is first tried in a process of its own, because XLA aborts on a name that it does not know. This shows
-    that the installed jaxlib accepts the flags. Whether a loop was captured can only be measured, with
-    `measure_dispatch` on the GPU.
-
-    Returns:
-      The flags that the installed jaxlib accepts, separated by blanks. The second flag is left out if jaxlib does not
-      accept it.
+    Each flag is first tried in a process of its own, because XLA aborts on a name that it does not know. Whether a loop
+    was captured can only be measured, with `measure_dispatch` on the GPU.
 
     Raises:
       NotImplementedError: The installed jaxlib has no command buffers for while loops.
     """
-    accepted = [flag for flag in _CANDIDATES if _is_accepted(flag)]
-    if _CANDIDATES[0] not in accepted:
+    if not _is_accepted(LOOPS):
         import jaxlib
 
         raise NotImplementedError(
-            f"jaxlib {jaxlib.__version__} does not take {_CANDIDATES[0]}: its while loops cannot be put into command "
-            "buffers; give loops a trip count that is known when they are compiled, or install another jaxlib"
+            f"jaxlib {jaxlib.__version__} does not take {LOOPS}: its while loops cannot be put into command buffers; "
+            "give loops a trip count that is known when they are compiled, or install another jaxlib"
         )
-    return " ".join(accepted)
+    return f"{LOOPS} {SMALL_GRAPHS}" if _is_accepted(SMALL_GRAPHS) else LOOPS
 
 
 def may_capture_loops(xla_flags: str) -> bool:
@@ -54,5 +44,4 @@ def may_capture_loops(xla_flags: str) -> bool:
 def _is_accepted(flag: str) -> bool:
     environment = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "import jax; jax.devices()"]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=_SECONDS, check=False)
-    return done.returncode == 0
+    return not subprocess.run(command, env=environment, capture_output=True, timeout=_SECONDS, check=False).returncode

@@ -10,21 +10,14 @@ never the reverse.
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.dispatch.command_buffers import may_capture_loops
-from flaxasync.check.dispatch.signals import (
-    Callback,
-    Decision,
-    Program,
-    listed,
-    read_flags,
-    read_text,
-    read_traced,
-)
+from flaxasync.check.dispatch.signals import Callback, Program, read_flags, read_text, read_traced
 from flaxasync.check.hlo.error import HloError
 
 _GPU = ("gpu", "cuda", "rocm")
@@ -57,8 +50,8 @@ class DispatchInfo:
     ordered_effects: tuple[str, ...]
     has_host_callbacks: bool | None
     callbacks: tuple[Callback, ...]
-    dynamic_loops: tuple[Decision, ...]
-    branches: tuple[Decision, ...]
+    dynamic_loops: tuple[str, ...]
+    branches: tuple[str, ...]
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
     signals: tuple[str, ...]
@@ -84,149 +77,135 @@ def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo
       traced: `jitted.trace(*args)`, a further public signal. It also shows callbacks that XLA has removed from the
         program and for which JAX waits nevertheless. It is lowered again for this.
 
-    Returns:
-      The answer, with its reasons and remedies.
-
     Raises:
       ValueError: `compiled` is not a compiled function, or `traced` was not traced.
     """
-    _require_compiled(compiled)
+    if not isinstance(compiled, jax.stages.Compiled | CompiledProgram):
+        raise ValueError(
+            f"compiled must be a compiled function: got {type(compiled).__name__}; get one with "
+            "jax.jit(fn).lower(*args).compile()"
+        )
     if traced is not None and not isinstance(traced, jax.stages.Traced):
         raise ValueError(f"traced must be a jax.stages.Traced: got {type(traced).__name__}; pass jitted.trace(*args)")
     platform, devices = _placement(compiled)
     program, unread = _read_program(compiled, platform)
-    diagnosis = _Diagnosis(platform, devices)
-    if unread:
-        diagnosis.unsure(unread, _MEASURE)
     signals = [] if unread else [program.signal]
     signals += [] if traced is None else [read_traced(traced)]
-    flags = read_flags(compiled)
-    signals += [] if flags is None else [flags]
-    diagnosis.device()
-    if any(signal.has_host_callbacks for signal in signals):
-        diagnosis.callbacks(program.callbacks)
-    diagnosis.decisions(program)
-    if not diagnosis.reasons:
-        diagnosis.note("nothing in it calls the host or needs a value from the devices to go on")
+    signals += [] if (flags := read_flags(compiled)) is None else [flags]
+    has_callbacks = any(signal.has_host_callbacks for signal in signals)
+    judged = [_Judgement(None, unread, _MEASURE)] if unread else []
+    judged += _of_device(platform, devices)
+    judged += [_of_callbacks(platform, devices, program.callbacks)] if has_callbacks else []
+    judged += _of_decisions(platform, program)
+    judged = judged or [_Judgement(True, "nothing in it calls the host or needs a value from the devices to go on")]
+    answers = {judgement.compatible for judgement in judged}
     return DispatchInfo(
-        compatible=diagnosis.compatible,
+        compatible=False if False in answers else None if None in answers else True,
         has_unordered_effects=any(s.has_unordered_effects for s in signals) if signals else None,
         ordered_effects=next((s.ordered_effects for s in reversed(signals) if s.ordered_effects), ()),
-        has_host_callbacks=any(s.has_host_callbacks for s in signals) if signals else None,
+        has_host_callbacks=has_callbacks if signals else None,
         callbacks=program.callbacks,
         dynamic_loops=program.dynamic_loops,
         branches=program.branches,
-        reasons=tuple(diagnosis.reasons),
-        remedies=tuple(dict.fromkeys(diagnosis.remedies)),
+        reasons=tuple(judgement.reason for judgement in judged),
+        remedies=tuple(dict.fromkeys(judgement.remedy for judgement in judged if judgement.remedy)),
         signals=tuple(s.name for s in signals),
         platform=platform,
         devices=devices,
     )
 
 
-class _Diagnosis:
-    """Collects the reasons why the host waits or does not, by the rules of the platform.
+def make_async_aot_caller(compiled: Any) -> Any:
+    """Returns a compiled function whose calls do not make the host wait, or raises an error.
 
-    Attributes:
-      compatible: The answer so far, as in `DispatchInfo`.
-      reasons: The reasons so far.
-      remedies: The remedies so far.
+    A loop that relies on steps being dispatched ahead calls this once, before the first iteration. The function is
+    returned as it was given, because JAX's own call of it is the fastest one (docs/dispatch.md).
+
+    Args:
+      compiled: What `jitted.lower(*args).compile()` returned.
+
+    Raises:
+      ValueError: `compiled` is not a compiled function, or was compiled for a TPU that the machine does not have.
+      NotImplementedError: The function has effects or callbacks, or makes the host wait for another reason.
     """
-
-    def __init__(self, platform: str, devices: int):
-        self.compatible: bool | None = True
-        self.reasons: list[str] = []
-        self.remedies: list[str] = []
-        self._platform, self._devices = platform, devices
-
-    def note(self, reason: str) -> None:
-        """Adds something that is worth knowing and does not change the answer."""
-        self.reasons.append(reason)
-
-    def blocks(self, reason: str, remedy: str) -> None:
-        """Adds something that makes the host wait."""
-        self.compatible = False
-        self.reasons.append(reason)
-        self.remedies.append(remedy)
-
-    def unsure(self, reason: str, remedy: str) -> None:
-        """Adds something that may make the host wait."""
-        self.compatible = None if self.compatible else self.compatible
-        self.reasons.append(reason)
-        self.remedies.append(remedy)
-
-    def device(self) -> None:
-        """Judges the device itself."""
-        if self._platform not in ("cpu", "tpu", *_GPU):
-            self.unsure(f"it was not measured how programs run on {self._platform or 'an unknown device'}", _MEASURE)
-        if self._platform == "cpu" and self._devices == 1 and not _cpu_is_asynchronous():
-            self.blocks(
-                "the CPU runs every program within the call: jax_cpu_enable_async_dispatch is False",
-                'jax.config.update("jax_cpu_enable_async_dispatch", True) before JAX is first used',
-            )
-
-    def callbacks(self, found: tuple[Callback, ...]) -> None:
-        """Judges calls into Python, including those that XLA has removed from the program."""
-        what = "JAX has a callback for it that is not in the program's text, as when XLA has removed it"
-        what = f"{listed(found)} calls Python on the host" if found else what
-        remedy = "take it out of the function: return the value, and print it or pass it on after the call"
-        if self._platform == "cpu" and self._devices == 1:
-            self.blocks(f"{what}, and the CPU then runs the whole program within the call", remedy)
-        elif self._platform == "cpu":
-            self.note(f"{what}; on several CPU devices the call returns before that")
-        elif self._platform in _GPU:
-            self.blocks(
-                f"{what}, which a GPU program waits for (by the Async AOT Dispatch study; not measured here)", remedy
-            )
-        else:
-            self.unsure(f"{what}; it was not measured whether the call waits for that", _MEASURE)
-
-    def decisions(self, program: Program) -> None:
-        """Judges the loops and branches whose course depends on values."""
-        if self._platform == "tpu":
-            self.note(
-                "TPU text never notes a trip count, and needs none here: a TPU runs loops and branches by itself; "
-                "dynamic_loops are those that could not be counted by hand"
-            )
-        if self._platform not in _GPU:
-            return
-        decisions = (
-            ("no known trip count", "the host reads its condition back every time", program.dynamic_loops),
-            ("a branch", "the host reads back which one to take", program.branches),
+    info = check_async_compatible(compiled)
+    if not callable(compiled):
+        raise ValueError("compiled must be callable: got a program for a TPU that is not here")
+    effects = info.has_host_callbacks or info.has_unordered_effects or info.ordered_effects
+    if effects or info.compatible is False:
+        raise NotImplementedError(
+            f"no way of calling it keeps the host from its effects or its waiting: {'; '.join(info.reasons)}; "
+            f"{'; '.join(info.remedies) or 'take the callback out of the function'}"
         )
-        for kind, why, found in decisions:
-            if found and may_capture_loops(os.environ.get("XLA_FLAGS", "")):
-                self.unsure(
-                    f"{kind}: {listed(found)}; XLA_FLAGS may put it into a command buffer, which no text says",
-                    _MEASURE,
-                )
-            elif found:
-                self.blocks(
-                    f"{kind}: {listed(found)}; {why} (XLA's source; not measured here)",
-                    "give loops a trip count that is known when they are compiled (scan, or fori_loop with Python "
-                    "bounds), or add flaxasync.check.command_buffer_flags() to XLA_FLAGS",
-                )
+    return compiled
 
 
-def _cpu_is_asynchronous() -> bool:
-    """Says whether JAX runs CPU programs asynchronously. JAX reads this option when it first uses the CPU."""
-    try:
-        return bool(jax.config.read("jax_cpu_enable_async_dispatch"))
-    except AttributeError:  # this version of JAX has no such option, and always runs them asynchronously
-        return True
+@dataclasses.dataclass(frozen=True)
+class _Judgement:
+    """What one fact means for the answer: whether the call is compatible with it, why, and what to do about it."""
+
+    compatible: bool | None
+    reason: str
+    remedy: str = ""
 
 
-def _require_compiled(compiled: Any) -> None:
-    if isinstance(compiled, jax.stages.Compiled | CompiledProgram):
-        return
-    how = "jax.jit(fn).lower(*args).compile()"
-    if isinstance(compiled, jax.stages.Traced):
-        how = "traced.lower().compile()"
-    elif isinstance(compiled, jax.stages.Lowered):
-        how = "lowered.compile()"
-    elif hasattr(compiled, "lower") and callable(compiled):
-        how = "fn.lower(*args).compile()"
-    raise ValueError(f"compiled must be a compiled function: got {type(compiled).__name__}; get one with {how}")
+def _of_device(platform: str, devices: int) -> list[_Judgement]:
+    if platform not in ("cpu", "tpu", *_GPU):
+        reason = f"it was not measured how programs run on {platform or 'an unknown device'}"
+        return [_Judgement(None, reason, _MEASURE)]
+    if platform == "cpu" and devices == 1 and not jax.config.read("jax_cpu_enable_async_dispatch"):
+        reason = "the CPU runs every program within the call: jax_cpu_enable_async_dispatch is False"
+        remedy = 'jax.config.update("jax_cpu_enable_async_dispatch", True) before JAX is first used'
+        return [_Judgement(False, reason, remedy)]
+    return []
+
+
+def _of_callbacks(platform: str, devices: int, found: tuple[Callback, ...]) -> _Judgement:
+    """Judges calls into Python, including those that XLA has removed from the program."""
+    what = "JAX has a callback for it that is not in the program's text, as when XLA has removed it"
+    what = f"{_listed(found)} calls Python on the host" if found else what
+    remedy = "take it out of the function: return the value, and print it or pass it on after the call"
+    if platform == "cpu" and devices == 1:
+        return _Judgement(False, f"{what}, and the CPU then runs the whole program within the call", remedy)
+    if platform == "cpu":
+        return _Judgement(True, f"{what}; on several CPU devices the call returns before that")
+    if platform in _GPU:
+        why = "which a GPU program waits for (by the Async AOT Dispatch study; not measured here)"
+        return _Judgement(False, f"{what}, {why}", remedy)
+    return _Judgement(None, f"{what}; it was not measured whether the call waits for that", _MEASURE)
+
+
+def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
+    """Judges the loops and branches whose course depends on values."""
+    if platform == "tpu":
+        reason = (
+            "TPU text never notes a trip count, and needs none here: a TPU runs loops and branches by itself; "
+            "dynamic_loops are those that could not be counted by hand"
+        )
+        return [_Judgement(True, reason)]
+    judged = []
+    for kind, why, found in (
+        ("no known trip count", "the host reads its condition back every time", program.dynamic_loops),
+        ("a branch", "the host reads back which one to take", program.branches),
+    ):
+        if platform not in _GPU or not found:
+            continue
+        what = f"{kind}: {_listed(found)}"
+        if may_capture_loops(os.environ.get("XLA_FLAGS", "")):
+            reason = f"{what}; XLA_FLAGS may put it into a command buffer, which no text says"
+            judged.append(_Judgement(None, reason, _MEASURE))
+        else:
+            remedy = (
+                "give loops a trip count that is known when they are compiled (scan, or fori_loop with Python bounds), "
+                "or add flaxasync.check.command_buffer_flags() to XLA_FLAGS"
+            )
+            judged.append(_Judgement(False, f"{what}; {why} (XLA's source; not measured here)", remedy))
+    return judged
+
+
+def _listed(things: Sequence[object]) -> str:
+    more = f" and {len(things) - 3} more" if len(things) > 3 else ""
+    return ", ".join(map(str, things[:3])) + more
 
 
 def _placement(compiled: Any) -> tuple[str, int]:

@@ -1,27 +1,20 @@
 """Reads what in a compiled function can make the host wait.
 
-There are three sources:
-
-1. The text of the program contains the callbacks, the loops and the branches that run.
-2. A `Traced`, if one is given, contains the effects of the jaxpr. Its lowered text contains the callbacks that JAX
-   registers with the executable, even those that XLA removes later.
-3. The flags of the executable say how JAX chose to call it. They are private to JAX: they are read if they exist, and
-   compatibility.py never depends on them.
+There are three sources. The text of the program contains the callbacks, the loops and the branches that run. The
+lowered text of a `Traced` contains the callbacks that JAX registers with the executable, even those that XLA removes
+later, and its jaxpr contains the effects. The flags of the executable say how JAX chose to call it. They are private to
+JAX, so they are read if they exist, and compatibility.py never depends on them.
 """
 
 import dataclasses
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 
-from flaxasync.check.hlo.host_callbacks import HOST_TRANSFERS, callback_name, is_host_callback
-from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.host_callbacks import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.trip_count import trip_count
-
-_CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,24 +38,6 @@ class Callback:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
-    """A while loop without a known trip count, or a branch. Its course depends on a value that the device computes.
-
-    Attributes:
-      instruction: The name of the instruction.
-      computation: The name of its computation.
-      source: "file:line" of the Python that made it; "" if the text does not say.
-    """
-
-    instruction: str
-    computation: str
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.computation}/{self.instruction}" + (f" at {self.source}" if self.source else "")
-
-
-@dataclasses.dataclass(frozen=True)
 class Signal:
     """What one of the three sources says about effects and callbacks."""
 
@@ -74,20 +49,17 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the text of a program says."""
+    """What a text says: the calls into Python, and each loop and branch as "computation/instruction at file:line"."""
 
     callbacks: tuple[Callback, ...] = ()
-    dynamic_loops: tuple[Decision, ...] = ()
-    branches: tuple[Decision, ...] = ()
+    dynamic_loops: tuple[str, ...] = ()
+    branches: tuple[str, ...] = ()
 
     @property
     def signal(self) -> Signal:
-        return Signal(
-            "the program's text",
-            any(c.has_effect and not c.ordered for c in self.callbacks),
-            tuple(c.name for c in self.callbacks if c.ordered),
-            bool(self.callbacks),
-        )
+        ordered = tuple(c.name for c in self.callbacks if c.ordered)
+        unordered = any(c.has_effect and not c.ordered for c in self.callbacks)
+        return Signal("the program's text", unordered, ordered, bool(self.callbacks))
 
 
 def read_text(text: str, platform: str) -> Program:
@@ -105,10 +77,10 @@ def read_text(text: str, platform: str) -> Program:
         for i in computation.instructions:
             if is_host_callback(i):
                 callbacks.append(_callback(module, i))
-            elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
-                loops.append(Decision(i.name, computation.name, module.source(i)))
             elif i.opcode == "conditional":
-                branches.append(Decision(i.name, computation.name, module.source(i)))
+                branches.append(_place(module, computation, i))
+            elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
+                loops.append(_place(module, computation, i))
     return Program(tuple(dict.fromkeys(callbacks)), tuple(loops), tuple(branches))
 
 
@@ -116,7 +88,7 @@ def read_traced(traced: jax.stages.Traced) -> Signal:
     """Reads `jitted.trace(*args)`. It is lowered for this, because a pure_callback is not an effect of the jaxpr."""
     names = sorted(type(effect).__name__ for effect in traced.jaxpr.effects)
     ordered = tuple(name for name in names if name.startswith("Ordered"))
-    has_callbacks = _CALLBACK.search(traced.lower().as_text()) is not None
+    has_callbacks = CALLBACK.search(traced.lower().as_text()) is not None
     return Signal("the jaxpr's effects and the lowered program", len(ordered) < len(names), ordered, has_callbacks)
 
 
@@ -126,16 +98,14 @@ def read_flags(compiled: Any) -> Signal | None:
     try:
         ordered = tuple(type(effect).__name__ for effect in call.ordered_effects)
         unordered, callbacks = bool(call.has_unordered_effects), bool(call.has_host_callbacks)
-    except (AttributeError, TypeError):
+    except AttributeError:
         return None
     return Signal("the executable's private flags", unordered, ordered, callbacks)
 
 
-def listed(things: Iterable[object], most: int = 3) -> str:
-    """Joins the texts of the first few things, and says how many more there are."""
-    texts = list(map(str, things))
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+def _place(module: HloModule, computation: Computation, i: Instruction) -> str:
+    source = module.source(i)
+    return f"{computation.name}/{i.name}" + (f" at {source}" if source else "")
 
 
 def _callback(module: HloModule, i: Instruction) -> Callback:
@@ -145,6 +115,4 @@ def _callback(module: HloModule, i: Instruction) -> Callback:
 
 
 def _has_known_trip_count(module: HloModule, loop: Instruction, platform: str) -> bool:
-    if platform == "tpu":
-        return trip_count(module, loop) is not None
-    return "known_trip_count" in loop.backend_config
+    return "known_trip_count" in loop.backend_config or (platform == "tpu" and trip_count(module, loop) is not None)

@@ -1,25 +1,21 @@
 """`measure_dispatch`: how long a call holds the host, and how long it keeps the devices busy.
 
 The ratio of these two times shows whether the host waits. For a call that returns at once and leaves the devices
-working, dispatch / total is small; for a call that waits, it is near 1. Three things would falsify the ratio and are
-excluded: inputs that are not ready yet, a queue of earlier calls (each repeat ends before the next begins), and
-functions so short that the dispatch takes most of their time.
+working, dispatch / total is small; for a call that waits, it is near 1. On a device without asynchronous dispatch every
+call waits. Three things would falsify the ratio and are excluded: inputs that are not ready yet, a queue of earlier
+calls (each repeat ends before the next begins), and functions so short that the dispatch takes most of their time.
 """
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 FLOOR = 1e-3  # seconds; shorter functions are not judged, because a pure one of microseconds has a ratio of 80 %
 WAITS = 0.5  # the ratio above which a call waits; all ratios that were measured are below 0.3 or above 0.95
-_CONTROL_SIZE, _CONTROL_TRIPS = 512, 16  # for a control function that takes about 10 ms on two CPU cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +57,9 @@ def measure_dispatch(fn: Callable, *args: Any, repeats: int = 5, floor: float = 
       repeats: The number of calls to measure.
       floor: Seconds; a shorter call is not judged.
 
-    Returns:
-      The times and their ratio. `.waits` says whether the host waits.
-
     Raises:
-      ValueError: `fn` is not callable, returns anything but arrays, or donates its arguments; or `repeats` is below 1.
-      NotImplementedError: The device has no asynchronous dispatch, so even a pure function waits.
+      ValueError: `fn` returns anything but arrays, or donates its arguments; or `repeats` is below 1.
     """
-    if not callable(fn):
-        raise ValueError(f"fn must be a function: got {type(fn).__name__}; pass a jitted or a compiled function")
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1: got {repeats}")
     jax.block_until_ready(args)
@@ -83,17 +73,6 @@ def measure_dispatch(fn: Callable, *args: Any, repeats: int = 5, floor: float = 
     jax.block_until_ready(outputs)
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(args)):
         raise ValueError("fn donates its arguments, so it cannot be called again with them; measure it undonated")
-    timing = _measure(fn, args, repeats, floor)
-    device = min(outputs[0].sharding.device_set, key=lambda device: device.id)
-    if timing.waits and _waits_for_everything(device):
-        raise NotImplementedError(
-            f"{device} has no asynchronous dispatch: there a pure function holds the host as well, so this says "
-            "nothing about fn; on a CPU, leave jax_cpu_enable_async_dispatch at True"
-        )
-    return timing
-
-
-def _measure(fn: Callable, args: Any, repeats: int, floor: float) -> DispatchTiming:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -105,12 +84,3 @@ def _measure(fn: Callable, args: Any, repeats: int, floor: float) -> DispatchTim
     # Medians, so that one repeat during which another process had the cores does not decide.
     dispatch, total = (statistics.median(column) for column in zip(*times, strict=True))
     return DispatchTiming(dispatch, total, statistics.median(d / t for d, t in times), repeats, floor)
-
-
-@functools.cache
-def _waits_for_everything(device: jax.Device) -> bool:
-    """Says whether even a pure function makes the host wait. It is measured once for each device."""
-    x = jax.device_put(jnp.eye(_CONTROL_SIZE, dtype=jnp.float32), device)
-    control = jax.jit(lambda x: lax.fori_loop(0, _CONTROL_TRIPS, lambda _, y: jnp.tanh(y @ x), x))
-    jax.block_until_ready(control(x))
-    return bool(_measure(control, (x,), 3, FLOOR).waits)

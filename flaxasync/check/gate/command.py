@@ -30,21 +30,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "program", help="HLO text (a dump, or what compiled.as_text() returned); - reads standard input"
     )
-    parser.add_argument("--update", action="store_true", help="write the baseline, and print what it changes")
+    parser.add_argument("--update", action="store_true", help="write the baseline, and compare nothing")
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", help="the mesh axes in order (default: those in the text)")
     parser.add_argument("--chip", choices=sorted(CHIPS), help="the chip whose times are estimated (default: v5e)")
-    parser.add_argument(
-        "--json", action="store_true", help="print the differences as JSON, [] if there is no baseline yet"
-    )
-    defaults, meanings = Tolerances(), {
-        "exposed": "share of the time by which waits may grow",
-        "bytes": "share by which the size of an array may differ",
-        "temporaries": "share by which temporary memory may grow",
-    }  # fmt: skip
-    for field in dataclasses.fields(Tolerances):
-        default = getattr(defaults, field.name)
-        text = f"{meanings[field.name]} (default: {default:g})"
-        parser.add_argument(f"--{field.name}", type=float, default=default, metavar="SHARE", help=text)
+    parser.add_argument("--json", action="store_true", help="print the differences as JSON")
+    for name, meaning in (
+        ("exposed", "share of the time by which waits may grow"),
+        ("bytes", "share by which the size of an array may differ"),
+        ("temporaries", "share by which temporary memory may grow"),
+    ):
+        default = getattr(Tolerances(), name)
+        text = f"{meaning} (default: {default:g})"
+        parser.add_argument(f"--{name}", type=float, default=default, metavar="SHARE", help=text)
     chosen = parser.parse_args(arguments)
     try:
         axes = {name: int(size) for name, _, size in (a.partition("=") for a in (chosen.mesh or "").split(",") if a)}
@@ -54,34 +51,24 @@ def main(arguments: list[str] | None = None) -> int:
         tolerances = Tolerances(chosen.exposed, chosen.bytes, chosen.temporaries)
     except ValueError as error:
         parser.error(str(error))
-    at = chosen.program
+    file = chosen.program
     try:
         program = summarize(read_module(chosen.program), chip=chosen.chip, axes=axes)
-        at = chosen.baseline
-        exists = pathlib.Path(chosen.baseline).exists()
-        if not exists and not chosen.update:
-            raise ValueError("there is no such baseline: --update makes it")
-        comparison = compare(read_baseline(chosen.baseline), program, tolerances) if exists else None
-    except (OSError, ValueError) as error:
-        if not chosen.update or at == chosen.program or isinstance(error, OSError):
-            print(f"{at}: {error}", file=sys.stderr)
-            return 2
-        print(f"{at}: replaced, because {error}", file=sys.stderr)
-        comparison = None
-    if chosen.json:
-        changes = comparison.changes if comparison is not None else ()
-        print(json.dumps([dataclasses.asdict(change) for change in changes], indent=1))
-    elif comparison is not None:
-        print(comparison)
-    if chosen.update:
-        try:
+        file = chosen.baseline
+        if chosen.update:
             write_baseline(program, chosen.baseline)
-        except OSError as error:
-            print(f"{chosen.baseline}: the baseline cannot be written: {error}", file=sys.stderr)
-            return 2
-        print(f"wrote {chosen.baseline}", file=sys.stderr)
-        return 0
-    if comparison is not None and not comparison.ok:
+            print(f"wrote {chosen.baseline}", file=sys.stderr)
+            return 0
+        if not pathlib.Path(chosen.baseline).exists():
+            raise ValueError("there is no such baseline: --update makes it")
+        comparison = compare(read_baseline(chosen.baseline), program, tolerances)
+    except (OSError, ValueError) as error:
+        print(f"{file}: {error}", file=sys.stderr)
+        return 2
+    if chosen.json:
+        print(json.dumps([dataclasses.asdict(change) for change in comparison.changes], indent=1))
+    else:
+        print(comparison)
+    if not comparison.ok:
         print("to accept the differences, run this again with --update", file=sys.stderr)
-        return 1
-    return 0
+    return 0 if comparison.ok else 1

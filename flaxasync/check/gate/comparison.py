@@ -1,19 +1,18 @@
 """`compare`: what is different between a baseline and a program, in sentences that name source lines.
 
-A difference for the worse fails the gate, a difference for the better does not. Rows of transfers are compared first.
-What is new is paired with what is gone, so that one change of the program makes one sentence: the same array in a wider
-type, or a larger array. How often a row runs, and for how long the device waits for it, is compared afterwards for
-every row that both have, and named unless it is what the change of the number of transfers says already.
+A difference for the worse fails the gate, a difference for the better does not. A transfer that is new and one that is
+gone are paired if they differ in their type or their size alone, so that one change of the program makes one sentence.
+For a row that both programs have, its runs and the time for which the device waits for it are compared.
 """
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
-from flaxasync.check.auditing.findings import CODES
 from flaxasync.check.auditing.report import size_text, time_text
-from flaxasync.check.gate.summary import Count, Row, Rows, Summary
+from flaxasync.check.auditing.rows import Count, Row, Rows
+from flaxasync.check.gate.summary import Summary
 from flaxasync.check.hlo.shapes import element_bits
 
 SMALL_MEMORY = 1 << 20  # bytes; a smaller difference of temporary memory is none
@@ -48,7 +47,7 @@ class Change:
     """One difference.
 
     Attributes:
-      kind: What is different: "extra transfer", "lost overlap", "wider dtype", "copy in a loop", "host callback", ...
+      kind: What is different: "extra transfer", "lost overlap", "wider dtype", "extra host callback", ...
       text: A sentence with the figures.
       sources: The source lines, as "file:line".
       worse: Whether it fails the gate.
@@ -78,18 +77,19 @@ class Comparison:
         return not any(change.worse for change in self.changes)
 
     def __str__(self) -> str:
-        worse = sum(change.worse for change in self.changes)
         before, after = self.baseline, self.program
-        head = f"{after.module} on {after.devices} devices of {after.chip}: "
-        head += f"{worse} difference{'s' if worse != 1 else ''} for the worse" if worse else "as in the baseline"
-        if not worse and self.changes:
-            head = head.replace("as in", "better than")
-        lines = [head, *(f"  {change}" for change in self.changes)]
-        lines.append(
+        worse = sum(change.worse for change in self.changes)
+        if worse:
+            verdict = f"{worse} difference{'s' * (worse > 1)} for the worse"
+        else:
+            verdict = f"{'better than' if self.changes else 'as'} in the baseline"
+        memory = ["unknown" if s.temporaries is None else size_text(s.temporaries) for s in (before, after)]
+        return "\n".join([
+            f"{after.module} on {after.devices} devices of {after.chip}: {verdict}",
+            *(f"  {change}" for change in self.changes),
             f"  exposed {before.exposed:.1%} -> {after.exposed:.1%} of {time_text(before.seconds)} -> "
-            f"{time_text(after.seconds)} (estimated); temporary memory {_memory(before)} -> {_memory(after)}"
-        )
-        return "\n".join(lines)
+            f"{time_text(after.seconds)} (estimated); temporary memory {memory[0]} -> {memory[1]}",
+        ])  # fmt: skip
 
 
 def compare(baseline: Summary, program: Summary, tolerances: Tolerances | None = None) -> Comparison:
@@ -98,188 +98,120 @@ def compare(baseline: Summary, program: Summary, tolerances: Tolerances | None =
     Raises:
       ValueError: They are different programs: another name, chip, number of devices or mesh.
     """
-    for name, mine, theirs in (
-        ("module", baseline.module, program.module),
-        ("chip", baseline.chip, program.chip),
-        ("number of devices", baseline.devices, program.devices),
-        ("mesh", _mesh(baseline), _mesh(program)),
-    ):
+    allowed = tolerances or Tolerances()
+    for name, field in (("module", "module"), ("chip", "chip"), ("number of devices", "devices"), ("mesh", "axes")):
+        mine, theirs = getattr(baseline, field), getattr(program, field)
         if mine != theirs:
             raise ValueError(
                 f"the baseline is of another program: its {name} is {mine}, and that of this program is {theirs}; "
                 "name the baseline of this program, or replace it with --update"
             )
-    allowed = tolerances or Tolerances()
-    changes = [*_transfers(baseline, program, allowed)]
-    changes += _counted("copy in a loop", baseline.copies, program.copies, _copies_text)
-    changes += _counted("host callback", baseline.callbacks, program.callbacks, _callbacks_text)
-    changes += _counted("hazard", baseline.hazards, program.hazards, _hazards_text)
-    before, after = (summary.exposed * summary.seconds for summary in (baseline, program))
-    named_already = any(change.kind == "lost overlap" for change in changes)
-    if not named_already and after - before > allowed.exposed * baseline.seconds:
-        text = f"the device waits {time_text(after)} of a step for all transfers, {time_text(before)} in the baseline"
+    waits = allowed.exposed * baseline.seconds
+    changes = [
+        *_differences("transfer", baseline.transfers, program.transfers, waits, allowed.bytes),
+        *_differences("copy in a loop", baseline.copies, program.copies, waits, allowed.bytes),
+        *_differences("host callback", baseline.callbacks, program.callbacks, waits, allowed.bytes),
+        *_differences("hazard", baseline.hazards, program.hazards, waits, allowed.bytes),
+    ]
+    had, waited = (summary.exposed * summary.seconds for summary in (baseline, program))
+    if waited - had > waits and not any(change.kind == "lost overlap" for change in changes):
+        text = f"the device waits {time_text(waited)} of a step for all transfers, {time_text(had)} in the baseline"
         changes.append(Change("exposed time", text))
     if baseline.temporaries is not None and program.temporaries is not None:
-        had, needs = baseline.temporaries, program.temporaries
-        if abs(needs - had) > max(allowed.temporaries * had, SMALL_MEMORY):
-            text = f"{size_text(needs)} of temporary memory, {size_text(had)} in the baseline"
-            changes.append(Change("temporary memory", text, worse=needs > had))
+        needed, needs = baseline.temporaries, program.temporaries
+        if abs(needs - needed) > max(allowed.temporaries * needed, SMALL_MEMORY):
+            text = f"{size_text(needs)} of temporary memory, {size_text(needed)} in the baseline"
+            changes.append(Change("temporary memory", text, worse=needs > needed))
     return Comparison(baseline, program, tuple(sorted(changes, key=lambda change: not change.worse)))
 
 
-def _transfers(baseline: Summary, program: Summary, allowed: Tolerances) -> Iterator[Change]:
-    new, gone, common = _differences(baseline.transfers, program.transfers)
-    for row, other in _pairs(gone, new):
-        number = min(gone[row], new[other])
-        lines = _lines(baseline.transfers.get(other, Count()), program.transfers[other])
-        worse = other.bytes > row.bytes
-        if row.dtype == other.dtype and abs(other.bytes - row.bytes) <= allowed.bytes * row.bytes:
-            common.append((row, other))
-        elif _elements(row) == _elements(other) and row.dtype != other.dtype:
-            verb = "is" if number == 1 else "are"
-            text = f"{named(number, other)} {verb} {other.dtype} on the wire, {row.dtype} in the baseline"
+def _differences(noun: str, before: Rows, after: Rows, waits: float, same: float) -> Iterator[Change]:
+    """Yields the changes of rows: of their types and sizes, their number, their runs, and the waits for them.
+
+    The waits for one row may grow by the seconds `waits`. Rows whose sizes differ by the share `same` are one row.
+    """
+    gone, new = _more(before, after), _more(after, before)
+    both = [(row, row) for row in sorted(before) if row in after]
+    for old, row in _alike(gone, new):
+        number, worse = min(gone[old], new[row]), row.bytes > old.bytes
+        gone[old] -= number
+        new[row] -= number
+        lines, text = _new_lines(before.get(row), after[row]), row.text(number)
+        if number and old.dtype == row.dtype and abs(row.bytes - old.bytes) <= same * old.bytes:
+            both.append((old, row))
+        elif number and _elements(old) == _elements(row):
+            text += f" {'is' if number == 1 else 'are'} {row.dtype} on the wire, {old.dtype} in the baseline"
             yield Change("wider dtype" if worse else "narrower dtype", text, lines, worse)
-        else:
-            text = f"{named(number, other)}, {size_text(row.bytes)} in the baseline"
-            yield Change("larger transfer" if worse else "smaller transfer", text, lines, worse)
-        gone[row] -= number
-        new[other] -= number
+        elif number:
+            text += f", {size_text(old.bytes)} in the baseline"
+            yield Change(f"larger {noun}" if worse else f"smaller {noun}", text, lines, worse)
     for row, number in sorted((+new).items()):
-        before, after = baseline.transfers.get(row, Count()), program.transfers[row]
-        yield Change("extra transfer", f"{named(number, row, more=True)}", _lines(before, after))
+        yield Change(f"extra {noun}", row.text(number, "more"), _new_lines(before.get(row), after[row]))
     for row, number in sorted((+gone).items()):
-        lines = tuple(baseline.transfers[row].sources)
-        yield Change("fewer transfers", f"{named(number, row, fewer=True)}", lines, worse=False)
-    for row, other in common:
-        before, after = baseline.transfers[row], program.transfers[other]
-        said = {_sign(after.count - before.count)}  # a longer wait is no news if there are more transfers
-        runs = _sign(after.runs - before.runs)
-        if runs and runs not in said:
-            said.add(runs)
-            yield Change("runs", _runs_text(named(after.count, other), before, after), tuple(after.sources), runs > 0)
-        longer = after.exposed - before.exposed
-        if abs(longer) > allowed.exposed * baseline.seconds and _sign(longer) not in said:
-            text = f"the device waits {time_text(after.exposed)} of a step for {named(after.count, other)}, "
-            text += f"{time_text(before.exposed)} in the baseline"
-            worse = longer > 0
-            yield Change("lost overlap" if worse else "better overlap", text, tuple(after.sources), worse)
+        yield Change(f"removed {noun}", row.text(number, "fewer"), tuple(before[row].sources), worse=False)
+    for old, row in both:
+        had, has = before[old], after[row]
+        lines, what = tuple(has.sources), row.text(has.count)
+        more, runs, longer = _sign(has.count - had.count), _sign(has.runs - had.runs), has.exposed - had.exposed
+        if runs not in (0, more):  # more instructions run more often, which is no change of its own
+            text = f"{what}: {has.runs} runs in a step, {had.runs} in the baseline"
+            yield Change("runs", text, lines, runs > 0)
+        if abs(longer) > waits and _sign(longer) not in (more, runs):  # and more runs of them take longer
+            text = f"the device waits {time_text(has.exposed)} of a step for {what}, "
+            text += f"{time_text(had.exposed)} in the baseline"
+            yield Change("lost overlap" if longer > 0 else "better overlap", text, lines, longer > 0)
 
 
-def _differences(before: Rows, after: Rows) -> tuple[collections.Counter, collections.Counter, list[tuple[Row, Row]]]:
-    """Returns how many of each row are new, how many are gone, and the rows that both have."""
-    counts = [collections.Counter({row: count.count for row, count in rows.items()}) for rows in (before, after)]
-    return counts[1] - counts[0], counts[0] - counts[1], [(row, row) for row in sorted(before) if row in after]
+def _more(rows: Rows, than: Rows) -> collections.Counter[Row]:
+    """Returns how many of each row there are beyond those of other rows."""
+    counts = [collections.Counter({row: count.count for row, count in some.items()}) for some in (rows, than)]
+    return counts[0] - counts[1]
 
 
-def _pairs(gone: collections.Counter, new: collections.Counter) -> Iterator[tuple[Row, Row]]:
-    """Yields rows that are gone with rows that are new in their stead: of as many elements, or else of one dtype."""
-    for fits in (lambda a, b: _elements(a) == _elements(b), lambda a, b: a.dtype == b.dtype):
-        for row in sorted(gone):
-            for other in sorted(new):
-                alike = (row.what, row.place, row.axes) == (other.what, other.place, other.axes)
-                if alike and gone[row] > 0 and new[other] > 0 and fits(row, other):
-                    yield row, other
+def _alike(gone: Iterable[Row], new: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """Returns rows that may replace one another: first those of as many elements, then those of one type."""
+    alike = [
+        (old, row)
+        for old, row in itertools.product(sorted(gone), sorted(new))
+        if (old.what, old.place, old.axes) == (row.what, row.place, row.axes)
+    ]
+    as_many = [(old, row) for old, row in alike if _elements(old) == _elements(row)]
+    return as_many + [(old, row) for old, row in alike if old.dtype == row.dtype]
 
 
-def _counted(kind: str, before: Rows, after: Rows, text: Callable[[int, Row, str], str]) -> Iterator[Change]:
-    """Yields the changes of rows for which no device waits."""
-    new, gone, common = _differences(before, after)
-    for row, number in sorted(new.items()):
-        yield Change(kind, text(number, row, " more"), _lines(before.get(row, Count()), after[row]))
-    for row, number in sorted(gone.items()):
-        yield Change(f"no {kind}" if row not in after else kind, text(number, row, " fewer"),
-                     tuple(before[row].sources), worse=False)  # fmt: skip
-    for row, _ in common:
-        runs = _sign(after[row].runs - before[row].runs)
-        if runs and runs != _sign(after[row].count - before[row].count):
-            words = _runs_text(text(after[row].count, row, ""), before[row], after[row])
-            yield Change(kind, words, tuple(after[row].sources), runs > 0)
+def _new_lines(before: Count | None, after: Count) -> tuple[str, ...]:
+    """Returns the source lines that have more instructions than before; all lines if none has.
+
+    A line that is inserted into a file moves every line below it by the same offset. The old lines are therefore
+    matched with the new ones by offsets. The offset that matches the most instructions of a file comes first, and of
+    several such offsets the smallest one. Whatever is then left of the new lines is new.
+    """
+    old, new = collections.Counter(before.sources if before else ()), collections.Counter(after.sources)
+    while True:
+        offsets: collections.Counter[tuple[str, int]] = collections.Counter()
+        for one, other in itertools.product(old, new):
+            (file, line), (same, moved) = _place(one), _place(other)
+            if file == same:
+                offsets[file, moved - line] += min(old[one], new[other])
+        if not offsets:
+            return tuple(new) or tuple(after.sources)
+        best, offset = max(offsets, key=lambda move: (offsets[move], -abs(move[1])))
+        for one in [one for one in old if _place(one)[0] == best]:
+            other = f"{best}:{_place(one)[1] + offset}"
+            number = min(old[one], new[other])
+            old[one] -= number
+            new[other] -= number
+        old, new = +old, +new
 
 
-def _runs_text(row: str, before: Count, after: Count) -> str:
-    return f"{row}: {after.runs} runs in a step, {before.runs} in the baseline"
-
-
-def _copies_text(number: int, row: Row, word: str) -> str:
-    return f"{number}{word} of {size_text(row.bytes)} of {row.dtype}{_in(row)}"
-
-
-def _callbacks_text(number: int, row: Row, word: str) -> str:
-    return f"{number}{word} {row.what}{_in(row)}"
-
-
-def _hazards_text(number: int, row: Row, word: str) -> str:
-    meaning = CODES[row.what].meaning if row.what in CODES else ""
-    return f"{number}{word} {row.what}: {meaning}"
-
-
-def named(number: int, row: Row, *, more: bool = False, fewer: bool = False) -> str:
-    """Returns "2 more all-gathers of 64 MiB over 'model' in the backward loop"."""
-    word = " more" if more else " fewer" if fewer else ""
-    over = f" over {row.axes}" if row.axes else ""
-    return f"{number}{word} {row.what}{'s' if number != 1 else ''} of {size_text(row.bytes)}{over}{_in(row)}"
-
-
-def _in(row: Row) -> str:
-    if not row.place:
-        return ""
-    return f" in the {row.place}" if row.place not in ("forward", "backward") else f" in the {row.place} pass"
+def _place(source: str) -> tuple[str, int]:
+    file, _, line = source.rpartition(":")
+    return file, int(line)
 
 
 def _elements(row: Row) -> int:
     return row.bytes * 8 // max(element_bits(row.dtype), 1)
 
 
-def _lines(before: Count, after: Count) -> tuple[str, ...]:
-    """Returns the lines that have more instructions than before; all lines if none has.
-
-    An edit moves the lines below it, each by as much. In each file, the offset that explains the most lines is
-    therefore taken first, the smallest of those that explain equally many, and then the next one for the lines that
-    remain.
-    """
-    new = collections.Counter(after.sources)
-    old = collections.Counter(before.sources)
-    while moves := _offsets(old, new):
-        file, offset = max(moves, key=lambda move: (moves[move], -abs(move[1]), move))
-        for source in list(old):
-            moved = _moved(source, offset)
-            if _file(source) == file and (number := min(old[source], new[moved])):
-                old[source] -= number
-                new[moved] -= number
-        old, new = +old, +new
-    return tuple(source for source in after.sources if source in new) or tuple(after.sources)
-
-
-def _offsets(old: collections.Counter[str], new: collections.Counter[str]) -> collections.Counter[tuple[str, int]]:
-    """Returns for how many instructions each offset of lines leads from an old line to a new one, by file."""
-    offsets: collections.Counter[tuple[str, int]] = collections.Counter()
-    for (a, before), (b, after) in itertools.product(old.items(), new.items()):
-        offset = _line(b) - _line(a)
-        if _moved(a, offset) == b:
-            offsets[_file(a), offset] += min(before, after)
-    return offsets
-
-
-def _file(source: str) -> str:
-    return source.rpartition(":")[0]
-
-
-def _line(source: str) -> int:
-    number = source.rpartition(":")[2]
-    return int(number) if number.isdecimal() else 0
-
-
-def _moved(source: str, offset: int) -> str:
-    return f"{_file(source)}:{_line(source) + offset}" if offset else source
-
-
 def _sign(number: float) -> int:
     return (number > 0) - (number < 0)
-
-
-def _mesh(summary: Summary) -> str:
-    return ", ".join(f"{name}={size}" for name, size in summary.axes.items()) or "not named"
-
-
-def _memory(summary: Summary) -> str:
-    return "unknown" if summary.temporaries is None else size_text(summary.temporaries)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-_USED: pytest.StashKey[dict[pathlib.Path, str]] = pytest.StashKey()  # the test that checks against each baseline
+_USED: pytest.StashKey[dict[pathlib.Path, pytest.FixtureRequest]] = pytest.StashKey()  # who uses each baseline
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,6 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
       axes: As for `summarize`.
       **tolerances: The fields of `Tolerances`.
     """
-    mine: set[pathlib.Path] = set()
 
     def check(
         compiled: Any,
@@ -50,18 +49,7 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
         from flaxasync.check.gate.comparison import Tolerances, compare
         from flaxasync.check.gate.summary import summarize
 
-        allowed = Tolerances(**tolerances)
-        path = pathlib.Path(request.node.path)
-        test = request.node.nodeid.partition("::")[2].replace("::", "-")
-        file = path.parent / "overlap" / path.stem / f"{_file_name(f'{test}-{name}' if name else test)}.json"
-        owner = request.config.stash.setdefault(_USED, {}).setdefault(file, request.node.nodeid)
-        if owner != request.node.nodeid or file in mine:
-            pytest.fail(
-                f"{file} is the baseline of another program already, which {owner} checks: give each program a name of "
-                "its own, as in check_overlap(compiled, 'step')",
-                pytrace=False,
-            )
-        mine.add(file)
+        file = _baseline(request, name)
         program = summarize(compiled, chip=chip, axes=axes)
         if request.config.getoption("--update-overlap"):
             write_baseline(program, file)
@@ -69,7 +57,7 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
         if not file.exists():
             pytest.fail(f"there is no baseline {file}: pytest --update-overlap writes it", pytrace=False)
         try:
-            comparison = compare(read_baseline(file), program, allowed)
+            comparison = compare(read_baseline(file), program, Tolerances(**tolerances))
         except ValueError as error:
             pytest.fail(f"{file}: {error}".replace("--update", "pytest --update-overlap"), pytrace=False)
         if not comparison.ok:
@@ -80,5 +68,18 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
     return check
 
 
-def _file_name(test: str) -> str:
-    return re.sub(r"[^\w.\-]+", "_", test).strip("_")
+def _baseline(request: pytest.FixtureRequest, name: str) -> pathlib.Path:
+    """Returns the file of one program of a test, or fails the test if another program has it already."""
+    test = request.node.nodeid.partition("::")[2].replace("::", "-")
+    stem = re.sub(r"[^\w.\-]+", "_", f"{test}-{name}" if name else test).strip("_")
+    file = request.node.path.parent / "overlap" / request.node.path.stem / f"{stem}.json"
+    used = request.config.stash.setdefault(_USED, {})
+    owner = used.get(file)
+    if owner is request or (owner is not None and owner.node.nodeid != request.node.nodeid):  # and no second try of it
+        pytest.fail(
+            f"{file} is the baseline of another program already, which {owner.node.nodeid} checks: give each program "
+            "a name of its own, as in check_overlap(compiled, 'step')",
+            pytrace=False,
+        )
+    used[file] = request
+    return file

@@ -83,9 +83,7 @@ class AsyncOperation:
     @property
     def communicates(self) -> bool:
         """Whether the operation moves data between devices. For a kernel this is read from the backend's notes."""
-        if self.spelling == "kernel":
-            return '"has_communication":true' in self.start.attributes.get("backend_config", "")
-        return self.kind in COLLECTIVES
+        return self.start.is_communicating_kernel if self.spelling == "kernel" else self.kind in COLLECTIVES
 
 
 def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
@@ -148,12 +146,21 @@ def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction 
     return None if "async_collective_fusion_config" in config else collectives[0]
 
 
+def largest_array(kernel: Instruction) -> Shape:
+    """Returns the largest array that a kernel makes, or of its buffers if it aliases all of them, as it does with Refs.
+
+    A kernel that only returns semaphores has an empty one.
+    """
+    aliased = {alias.output for alias in kernel.aliases}
+    buffers = [(path, leaf) for path, leaf in kernel.shape.leaves() if leaf.memory_space != SEMAPHORE]
+    made = [leaf for path, leaf in buffers if path not in aliased] or [leaf for _, leaf in buffers]
+    return max(made, key=lambda array: array.bytes, default=Shape("tuple"))
+
+
 def _operation(module: HloModule, computation: Computation, start: Instruction, spelling: str) -> AsyncOperation:
     inner = _wrapped(module, start)
-    if spelling == "kernel":
-        updates, windows = _kernel_ends(module, computation, start)
-    elif spelling == "fusion":
-        updates, windows = _fusion_ends(module, computation, start)
+    if spelling in ("kernel", "fusion"):
+        updates, windows = _buffer_ends(module, computation, start, spelling)
     else:
         updates, windows = _opcode_ends(module, computation, start)
     kind = start.opcode.removesuffix("-start")
@@ -208,35 +215,24 @@ def _opcode_ends(
     return updates, windows
 
 
-def _kernel_ends(
-    module: HloModule, computation: Computation, start: Instruction
+def _buffer_ends(
+    module: HloModule, computation: Computation, start: Instruction, spelling: str
 ) -> tuple[list[Instruction], list[Window]]:
-    """Finds the updates and dones of a kernel pair by following its semaphores."""
+    """Finds the ends of a pair of kernels by following its semaphores, and of a pair of fusions by all its results."""
     ends: dict[tuple[str, str], Use] = {}
     updates: dict[str, Instruction] = {}
-    for path in _new_semaphores(start):
-        for use in trace(module, computation, start, path):
-            if use.aliased:
-                updates[use.instruction.name] = use.instruction
-            elif use.instruction.opcode in ("custom-call", "fusion"):
-                ends[use.computation, use.instruction.name] = use
+
+    def is_marked(i: Instruction) -> bool:
+        return spelling == "fusion" and _contains_mark(module, i, _FUSED_DONE)
+
+    for path in _new_semaphores(start) if spelling == "kernel" else [path for path, _ in start.shape.leaves()]:
+        for use in trace(module, computation, start, path, stop=is_marked):
+            i = use.instruction
+            if is_marked(i) or (spelling == "kernel" and not use.aliased and i.opcode in ("custom-call", "fusion")):
+                ends[use.computation, i.name] = use
+            elif use.aliased and (spelling == "kernel" or i.opcode == "fusion"):
+                updates[i.name] = i
     windows = [Window(u.instruction, u.computation, u.spans, u.crosses, u.copies) for u in ends.values()]
-    return list(updates.values()), windows
-
-
-def _fusion_ends(
-    module: HloModule, computation: Computation, start: Instruction
-) -> tuple[list[Instruction], list[Window]]:
-    """Finds the updates and dones of a pair of fusions by following all of the start's results."""
-    ends: dict[tuple[str, str], Use] = {}
-    updates: dict[str, Instruction] = {}
-    for path, _ in start.shape.leaves():
-        for use in trace(module, computation, start, path, stop=lambda i: _contains_mark(module, i, _FUSED_DONE)):
-            if _contains_mark(module, use.instruction, _FUSED_DONE):
-                ends.setdefault((use.computation, use.instruction.name), use)
-            elif use.aliased and use.instruction.opcode == "fusion":
-                updates[use.instruction.name] = use.instruction
-    windows = [Window(u.instruction, u.computation, u.spans, u.crosses, ()) for u in ends.values()]
     return list(updates.values()), windows
 
 
@@ -265,10 +261,7 @@ def _moved_bytes(
 ) -> int:
     """Returns the bytes of the operation's result; for a kernel those of its largest buffer."""
     if spelling == "kernel":
-        aliased = {alias.output for alias in start.aliases}
-        arrays = [(path, s) for path, s in start.shape.leaves() if s.memory_space != SEMAPHORE]
-        sizes = [s.bytes for path, s in arrays if path not in aliased] or [s.bytes for _, s in arrays]
-        return max(sizes, default=0)
+        return largest_array(start).bytes
     if kind == "send" and start.operands and (sent := computation.by_name.get(start.operands[0])) is not None:
         return sent.shape.bytes
     if kind in ("reduce-scatter", "all-reduce") and inner is not None:

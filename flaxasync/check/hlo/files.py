@@ -1,18 +1,12 @@
-"""Reads a module from a file, with a message for each kind of file that is not the text of one compiled program.
-
-A module of 200 MB is read like any other. The reader holds the text and its instructions, together about four times the
-size of the file, and a bar on the terminal shows how far it is.
-"""
+"""Reads a module from a file, with a message for each kind of file that is not the text of one compiled program."""
 
 import os
 import sys
-from collections.abc import Callable
 
 from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import HloModule
 from flaxasync.check.hlo.reader import parse
 
-LARGE = 20 << 20  # bytes; reading a smaller file takes about a second, so it has no progress bar
 _AS_TEXT = "write it as text: XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text', or compiled.as_text()"
 
 
@@ -43,29 +37,10 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 def read_module(path: str | os.PathLike) -> HloModule:
-    """Reads a module from a file, or from standard input for "-". A large one shows a progress bar on a terminal.
+    """Reads a module from a file, or from standard input for "-".
 
     Raises:
       HloError: The file is not the text of one compiled program.
       OSError: The file cannot be read.
     """
-    text = read_text(path)
-    show = len(text) >= LARGE and sys.stderr.isatty()
-    try:
-        return parse(text, progress=_progress_bar(str(path)) if show else None)
-    finally:
-        if show:
-            print(file=sys.stderr)
-
-
-def _progress_bar(name: str) -> Callable[[float], None]:
-    """Returns a function that shows the share of a file that has been read."""
-    shown = -1
-
-    def show(share: float) -> None:
-        nonlocal shown
-        if (percent := int(100 * share)) != shown:
-            shown = percent
-            print(f"\r{name}: {'#' * (percent // 4):25} {percent:3d} %", end="", file=sys.stderr, flush=True)
-
-    return show
+    return parse(read_text(path))

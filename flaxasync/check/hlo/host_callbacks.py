@@ -4,7 +4,7 @@ import re
 
 from flaxasync.check.hlo.module import Instruction
 
-_CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
+CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
 # The public name of each primitive that calls Python.
 _PUBLIC_NAMES = {
     "debug_print": "jax.debug.print",
@@ -18,7 +18,7 @@ HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true, these are how a
 def is_host_callback(instruction: Instruction) -> bool:
     """Says whether an instruction calls Python. On TPU each operand and each result of the call is an instruction."""
     if instruction.opcode == "custom-call":
-        return _CALLBACK.fullmatch(instruction.custom_call_target) is not None
+        return CALLBACK.fullmatch(instruction.custom_call_target) is not None
     return instruction.opcode in HOST_TRANSFERS and instruction.attributes.get("is_host_transfer") == "true"
 
 

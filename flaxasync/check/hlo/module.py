@@ -122,6 +122,11 @@ class Instruction:
         return _small_int(str(window.get("estimated_cycles", ""))) if isinstance(window, dict) else None
 
     @property
+    def is_communicating_kernel(self) -> bool:
+        """Whether the instruction is a Pallas kernel that moves data between devices, as the backend notes."""
+        return self.opcode == "custom-call" and '"has_communication":true' in self.attributes.get("backend_config", "")
+
+    @property
     def kernel_flops(self) -> int | None:
         """The FLOPs in the `cost_estimate` of a Pallas kernel; None if it was written without one, or for no kernel."""
         found = _KERNEL_FLOPS.search(self.attributes.get("backend_config", ""))
@@ -177,14 +182,12 @@ class HloModule:
       computations: The computations by name, in printed order.
       attributes: The "key=value" entries of the HloModule line, as text.
       tables: The text between the HloModule line and the first computation: files, functions and stack frames.
-      is_fragment: Whether the text had no HloModule line. A fragment may use operands that it does not define.
     """
 
     name: str
     computations: dict[str, Computation]
     attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tables: str = ""
-    is_fragment: bool = False
 
     @property
     def is_scheduled(self) -> bool:
@@ -196,7 +199,7 @@ class HloModule:
 
     @functools.cached_property
     def entry(self) -> Computation:
-        """The entry computation. In a fragment without one, the last computation."""
+        """The entry computation; the last computation of a module without one."""
         entries = [c for c in self.computations.values() if c.is_entry]
         return entries[0] if entries else list(self.computations.values())[-1]
 
@@ -217,12 +220,8 @@ class HloModule:
 
     def instructions_in(self, caller: Instruction) -> list[Instruction]:
         """Returns the instructions of the computations that an instruction calls and the text defines."""
-        return [
-            i
-            for name in caller.called_computations
-            if name in self.computations
-            for i in self.computations[name].instructions
-        ]
+        called = [self.computations[name] for name in caller.called_computations if name in self.computations]
+        return [i for computation in called for i in computation.instructions]
 
     def contains_matmul(self, instruction: Instruction) -> bool:
         """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""
@@ -245,6 +244,12 @@ class HloModule:
 def _read_aliases(text: str) -> tuple[Alias, ...]:
     """Decodes `{{1}: (0, {}), {2}: (1, {0})}`."""
     return tuple(Alias(_path(out), int(n[:9]), _path(index)) for out, n, index in _ALIAS.findall(text))
+
+
+def without_number(name: str) -> str:
+    """Returns "gemm" for "gemm.3", the name that the author of an instruction gave it."""
+    head, _, tail = name.rpartition(".")
+    return head if tail.isdigit() and head else name
 
 
 def _path(text: str) -> tuple[int, ...]:

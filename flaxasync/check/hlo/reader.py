@@ -1,14 +1,12 @@
 """`parse`, which reads HLO text.
 
 It reads what compilers print: for TPU, GPU and CPU, scheduled or not, with or without percent signs, operand shapes
-and comments. It also reads fragments as documentation shows them, which are computations or bare instructions without
-a HloModule line. Any other text raises HloError with line and column, and no text raises another exception. The reader
-does not check what an opcode means.
+and comments. Any other text raises HloError with line and column, and no text raises another exception. The reader does
+not check what an opcode means.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable
 
 from flaxasync.check.hlo.cursor import Cursor
 from flaxasync.check.hlo.error import HloError
@@ -47,12 +45,8 @@ _FLAT = rf"(?:{_PLAIN}++|\[{_PLAIN}*+\]|/\*index=\d+\*/)*+"
 _SIGNATURE = re.compile(rf"\({_FLAT}(?:\({_FLAT}\){_FLAT})*+\) -> ({ARRAY.pattern}|{_TUPLE}) \{{")
 
 
-def parse(text: str, *, progress: Callable[[float], None] | None = None) -> HloModule:
-    """Reads HLO text.
-
-    Args:
-      text: What `compiled.as_text()` returns, or an HLO dump, or a fragment of one.
-      progress: Is called after each computation with the share of the text that has been read.
+def parse(text: str) -> HloModule:
+    """Reads HLO text: what `compiled.as_text()` returns, or an HLO dump.
 
     Returns:
       The module. Two modules are equal when they print alike.
@@ -65,74 +59,51 @@ def parse(text: str, *, progress: Callable[[float], None] | None = None) -> HloM
         raise HloError(
             f"HLO text must be a str: got {type(text).__name__}; use compiled.as_text(), or decode the bytes"
         )
-    return _Reader(text, progress).module()
+    return _Reader(text).module()
 
 
 class _Reader(Cursor):
     """Reads one text from its beginning to its end, one method per construct of the grammar."""
 
-    def __init__(self, text: str, progress: Callable[[float], None] | None):
+    def __init__(self, text: str):
         super().__init__(text)
-        self._progress = progress
         # Shapes and attributes by their text, because a program repeats few of them.
         self._shapes: dict[str, Shape] = {}
         self._attributes: dict[str, dict[str, str]] = {}  # of whole lines; nobody changes a dict after it was read
-        self._values: dict[str, str] = {}  # the values that end a line
 
     def module(self) -> HloModule:
         self.skip_blank()
-        start = self.at
-        header = _HEADER.match(self.text, self.at)
-        name, attributes, tables = "", {}, ""
-        if header:
-            name, self.at = header[1], header.end()
-            attributes = self.attributes()
-            tables = self.tables()
-        elif not self.text[self.at :].strip():
+        if not self.text[self.at :].strip():
             raise self.error("the text is empty; expected a HloModule line")
-        computations: dict[str, Computation] = {}
-        bare: list[Instruction] = []  # the instructions outside of any computation
-        bare_names: set[str] = set()
         if _LOWERED.match(self.text, self.at):
             raise self.error(
                 "this is a lowered program (StableHLO), not a compiled one: call .compile(), or compile_for"
             )
-        while True:
-            self.skip_blank()
-            if self.at >= len(self.text):
-                break
+        start, header = self.at, _HEADER.match(self.text, self.at)
+        if not header:
+            raise self.error(f"expected HLO text: got {self.excerpt()}")
+        self.at = header.end()
+        attributes, tables = self.attributes(), self.tables()
+        computations: dict[str, Computation] = {}
+        while self.at < len(self.text):
             if _HEADER.match(self.text, self.at):
                 names = _HEADER_LINE.findall(self.text)
                 raise self.error(
                     f"a second HloModule: the text has {len(names)} of them ({', '.join(names[:4])}"
                     f"{', ...' if len(names) > 4 else ''}); split it before each line HloModule, and read one at a time"
                 )
-            if match := _COMPUTATION.match(self.text, self.at):
-                computation = self.computation(match, is_complete=bool(header))
-                if computation.name in computations:
-                    raise self.error(f"computation '{computation.name}' is defined twice")
-                computations[computation.name] = computation
-                if self._progress is not None:
-                    self._progress(self.at / len(self.text))
-            elif not header and (match := _INSTRUCTION.match(self.text, self.at)):
-                begin = self.at
-                bare.append(self.instruction(match))
-                if bare[-1].name in bare_names:
-                    raise self.error(f"instruction '{bare[-1].name}' is defined twice", begin)
-                bare_names.add(bare[-1].name)
-            else:
-                raise self.error(f"expected {'a computation' if header else 'HLO text'}: got {self.excerpt()}")
-        if bare:
-            _mark_root(bare)
-            entry = _free_name("entry", computations)
-            computations[entry] = Computation(entry, tuple(bare), is_entry=True)
+            match = _COMPUTATION.match(self.text, self.at)
+            if not match:
+                raise self.error(f"expected a computation: got {self.excerpt()}")
+            computation = self.computation(match)
+            if computation.name in computations:
+                raise self.error(f"computation '{computation.name}' is defined twice")
+            computations[computation.name] = computation
+            self.skip_blank()
         if not computations:
             raise self.error("the module has no computation: the text is cut short", start)
-        if self._progress is not None:
-            self._progress(1.0)
-        module = HloModule(name, computations, attributes, tables, is_fragment=not header)
-        if header:
-            _check_calls(module)
+        module = HloModule(header[1], computations, attributes, tables)
+        _check_calls(module)
         return module
 
     def tables(self) -> str:
@@ -146,8 +117,8 @@ class _Reader(Cursor):
             self.at = match.end()
         return self.text[start : self.at].strip()
 
-    def computation(self, match: re.Match, *, is_complete: bool) -> Computation:
-        """Reads one computation. In a complete module every operand must be defined before its use."""
+    def computation(self, match: re.Match) -> Computation:
+        """Reads one computation, in which every operand must be defined before its use."""
         begin, is_entry, name = self.at, bool(match[1]), match[2]
         self.at = match.end()
         if (signature := _SIGNATURE.match(self.text, self.at)) and signature[1] in self._shapes:
@@ -183,7 +154,7 @@ class _Reader(Cursor):
                 instruction = self.instruction(match)
             if instruction.name in names:
                 raise self.error(f"instruction '{instruction.name}' is defined twice in '{name}'", start)
-            if is_complete and not names.issuperset(instruction.operands):
+            if not names.issuperset(instruction.operands):
                 operand = next(operand for operand in instruction.operands if operand not in names)
                 raise self.error(f"operand '{operand}' of '{instruction.name}' is not defined before it", start)
             names.add(instruction.name)
@@ -291,25 +262,12 @@ class _Reader(Cursor):
             match = _ATTRIBUTE.match(self.text, self.at)
             if not match:
                 raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
-            self.at = match.end()
-            value = self.value()
+            self.at = self.end_of_value(match.end())
+            value = self.text[match.end() : self.at].strip()
             if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
                 found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
             else:
                 found[match[1]] = value
-
-    def value(self) -> str:
-        """Reads the value of an attribute. Equal values that end their lines share one str."""
-        start, end = self.at, self.text.find("\n", self.at)
-        rest = self.text[start:end] if end >= 0 else ""
-        if rest in self._values:
-            self.at = end
-            return self._values[rest]
-        self.at = self.end_of_value(start)
-        value = self.text[start : self.at].strip()
-        if self.at == end and value == rest:
-            self._values[rest] = value
-        return value
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):
@@ -342,9 +300,3 @@ def _mark_root(instructions: list[Instruction]) -> None:
     """Makes the last instruction the root if no instruction is marked as the root."""
     if not instructions[-1].is_root and not any(i.is_root for i in instructions):
         instructions[-1] = dataclasses.replace(instructions[-1], is_root=True)
-
-
-def _free_name(name: str, taken: dict[str, Computation]) -> str:
-    while name in taken:
-        name += ".1"
-    return name

@@ -1,17 +1,26 @@
 """The trip count of a while loop, if the program's text determines it.
 
 XLA notes `known_trip_count` on CPU and GPU, and never on TPU. Counting loops are therefore also recognized from their
-instructions: the condition compares a counter with a constant, the body adds a constant to the counter, and the
-counter begins at a constant. The trip count of any other loop is unknown.
+instructions: the condition compares a counter with a bound, the body adds a constant to the counter, and the counter
+begins at a constant. The trip count of any other loop is unknown.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 
-# Opcodes that pass an integer on unchanged.
-_FORWARDING = ("copy", "bitcast", "convert", "reshape")
+_FORWARDING = ("copy", "bitcast", "convert", "reshape")  # opcodes that pass an integer on unchanged
 _HOLDS = {"LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b, "GE": lambda a, b: a >= b}
+_DEPTH = 16  # instructions between a value and what it is made of; the loops of compilers need fewer than ten
+
+
+class _Value(NamedTuple):
+    """An integer: an element of the loop's tuple, or 0 if that is None, and what is added to it."""
+
+    element: int | None
+    added: int
 
 
 def trip_count(module: HloModule, loop: Instruction) -> int | None:
@@ -24,16 +33,18 @@ def trip_count(module: HloModule, loop: Instruction) -> int | None:
     if condition is None or body is None or not loop.operands:
         return None
     caller = next(c for c, call in module.callers[body.name] if call is loop)
-    comparison = _comparison(module, condition)
-    if comparison is None:
+    begin = caller.by_name.get(loop.operands[0])
+    counter, bound, direction = _comparison(module, condition)
+    if counter is None or bound is None or counter.element is None:
         return None
-    counter, bound, direction = comparison
-    start = _constant(caller, _element(caller, loop.operands[0], counter))
-    limit = bound if isinstance(bound, int) else _constant(caller, _element(caller, loop.operands[0], bound[0]))
-    step = _step(module, body, counter)
-    if start is None or limit is None or not step:
+    start = _element(module, caller, begin, counter.element)
+    limit = bound if bound.element is None else _element(module, caller, begin, bound.element)
+    step = _element(module, body, body.root, counter.element)
+    if start is None or limit is None or step is None or start.element is not None or limit.element is not None:
         return None
-    return _count(start, limit, step, direction)
+    if step.element != counter.element or not step.added:
+        return None
+    return _count(start.added + counter.added, limit.added, step.added, direction)
 
 
 def _count(start: int, limit: int, step: int, direction: str) -> int | None:
@@ -45,103 +56,56 @@ def _count(start: int, limit: int, step: int, direction: str) -> int | None:
     return math.ceil(distance / abs(step))
 
 
-def _comparison(module: HloModule, condition: Computation) -> tuple[int, int | tuple[int], str] | None:
-    """Reads `compare(get-tuple-element(parameter, i), bound), direction=LT`, which may be in a fusion.
-
-    Returns:
-      The index i of the counter in the loop's tuple, the bound, and the direction of the comparison. The bound is a
-      number, or (index,) if it is an element of the loop's tuple.
-    """
-    root = _origin(condition, condition.root)
-    if root is None:
-        return None
-    inner, arguments = condition, [_origin(condition, condition.by_name.get(o)) for o in root.operands]
-    if root.opcode == "fusion" and root.called_computations:
-        inner = module.computations.get(root.called_computations[0], condition)
-        outer = arguments
-        root = _origin(inner, inner.root)
-        if root is None:
-            return None
-        arguments = []
-        for operand in root.operands:
-            source = _origin(inner, inner.by_name.get(operand))
-            number = source.parameter_number if source is not None else None
-            arguments.append(outer[number] if number is not None and number < len(outer) else source)
-    direction = root.attributes.get("direction", "")
-    if root.opcode != "compare" or direction not in _HOLDS or len(arguments) != 2:
-        return None
-    left, right = arguments
-    if left is None or right is None or left.opcode != "get-tuple-element" or left.tuple_index is None:
-        return None
-    if right.opcode == "get-tuple-element" and right.tuple_index is not None:
-        return left.tuple_index, (right.tuple_index,), direction
-    value = _value(right)
-    return None if value is None else (left.tuple_index, value, direction)
+def _comparison(module: HloModule, condition: Computation) -> tuple[_Value | None, _Value | None, str]:
+    """Returns both sides of the comparison of a condition, which may be in a fusion, and its direction."""
+    at, root, arguments = condition, condition.root, None
+    if root is not None and root.opcode == "fusion":
+        arguments = [_value(module, at, at.by_name.get(o)) for o in root.operands]
+        at = next((module.computations[n] for n in root.called_computations if n in module.computations), at)
+        root = at.root
+    direction = root.attributes.get("direction", "") if root is not None else ""
+    if root is None or root.opcode != "compare" or direction not in _HOLDS or len(root.operands) != 2:
+        return None, None, ""
+    left, right = (_value(module, at, at.by_name.get(o), arguments) for o in root.operands)
+    return left, right, direction
 
 
-def _step(module: HloModule, body: Computation, counter: int) -> int | None:
-    """Returns what one iteration adds to the counter."""
-    root = body.root
-    if root is None or root.opcode != "tuple" or counter >= len(root.operands):
-        return None
-    added, value = 0, _origin(body, body.by_name.get(root.operands[counter]))
-    for _ in range(len(body.instructions)):
-        if value is None:
-            return None
-        if value.opcode == "get-tuple-element":
-            return added if value.tuple_index == counter else None
-        if value.opcode == "fusion" and (increment := _fused_increment(module, value)) is not None:
-            added, value = added + increment, _origin(body, body.by_name.get(value.operands[0]))
-            continue
-        if value.opcode != "add" or len(value.operands) != 2:
-            return None
-        sides = [_origin(body, body.by_name.get(o)) for o in value.operands]
-        numbers = [_value(side) if side is not None else None for side in sides]
-        if numbers[1] is not None:
-            added, value = added + numbers[1], sides[0]
-        elif numbers[0] is not None:
-            added, value = added + numbers[0], sides[1]
-        else:
-            return None
-    return None
-
-
-def _fused_increment(module: HloModule, fusion: Instruction) -> int | None:
-    """Returns the constant of a fusion that only computes `parameter + constant`; None for any other fusion."""
-    inner = module.computations.get(fusion.called_computations[0]) if fusion.called_computations else None
-    if inner is None or inner.root is None or inner.root.opcode != "add" or len(fusion.operands) != 1:
-        return None
-    numbers = [_value(i) for o in inner.root.operands if (i := inner.by_name.get(o)) is not None]
-    return next((n for n in numbers if n is not None), None)
-
-
-def _element(caller: Computation, operand: str, index: int) -> Instruction | None:
-    """Returns the instruction that made one element of a tuple."""
-    made = caller.by_name.get(operand)
+def _element(module: HloModule, computation: Computation, made: Instruction | None, index: int) -> _Value | None:
+    """Returns the value of one element of a tuple."""
     if made is None or made.opcode != "tuple" or index >= len(made.operands):
         return None
-    return caller.by_name.get(made.operands[index])
+    return _value(module, computation, computation.by_name.get(made.operands[index]))
 
 
-def _constant(computation: Computation, instruction: Instruction | None) -> int | None:
-    source = _origin(computation, instruction)
-    return _value(source) if source is not None else None
-
-
-def _origin(computation: Computation, instruction: Instruction | None) -> Instruction | None:
-    """Returns the instruction that made a value, stepping back over copies and the like."""
-    for _ in range(len(computation.instructions)):
-        if instruction is None or instruction.opcode not in _FORWARDING or not instruction.operands:
-            break
-        instruction = computation.by_name.get(instruction.operands[0])
-    return instruction
-
-
-def _value(instruction: Instruction) -> int | None:
-    """Returns the value of an integer constant; None for any other instruction."""
-    text = instruction.literal.strip()
-    return int(text) if instruction.opcode == "constant" and len(text) < 19 and _is_integer(text) else None
-
-
-def _is_integer(text: str) -> bool:
-    return text.isascii() and text.removeprefix("-").isdigit()
+def _value(
+    module: HloModule,
+    computation: Computation,
+    i: Instruction | None,
+    arguments: Sequence[_Value | None] | None = None,
+    depth: int = _DEPTH,
+) -> _Value | None:
+    """Returns the value of a scalar in a computation of a loop, or in a fusion with the given arguments."""
+    if i is None or depth == 0 or i.shape.dimensions or i.shape.is_tuple:
+        return None
+    made = [computation.by_name.get(o) for o in i.operands]
+    if i.opcode == "constant":
+        text = i.literal.strip()
+        is_integer = text.isascii() and text.removeprefix("-").isdigit() and len(text) < 19
+        return _Value(None, int(text)) if is_integer else None
+    if i.opcode == "parameter" and arguments is not None:
+        number = i.parameter_number
+        return arguments[number] if number is not None and number < len(arguments) else None
+    if i.opcode == "get-tuple-element" and arguments is None and i.tuple_index is not None:
+        return _Value(i.tuple_index, 0) if made and made[0] is not None and made[0].opcode == "parameter" else None
+    if i.opcode in _FORWARDING and made:
+        return _value(module, computation, made[0], arguments, depth - 1)
+    if i.opcode not in ("add", "fusion"):
+        return None
+    values = [_value(module, computation, one, arguments, depth - 1) for one in made]
+    if i.opcode == "add":
+        one, other = values if len(values) == 2 else (None, None)
+        if one is None or other is None or None not in (one.element, other.element):
+            return None
+        return _Value(other.element if one.element is None else one.element, one.added + other.added)
+    body = next((module.computations[n] for n in i.called_computations if n in module.computations), None)
+    return _value(module, body, body.root, values, depth - 1) if body is not None else None

@@ -60,17 +60,10 @@ class _EnteredLoop:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Holder:
-    """One instruction whose result holds the value, and the path of the value to it.
+    """One instruction whose result holds the value at an index path, and how the value came there.
 
-    Attributes:
-      computation: The computation of the instruction.
-      instruction: The instruction.
-      path: The index path of the value in the result.
-      opened: The position in this computation from which on the value is alive.
-      spans: What ran in other computations, or in earlier iterations, since the value was made.
-      loops: The loops around this computation that the path has entered, the outermost first.
-      copies: As in `Use`.
-      crosses: As in `Use`.
+    The value is alive from the position `opened` of this computation on. `spans` ran before that, in other computations
+    or in earlier iterations. `loops` are those around this computation that the path has entered, the outermost first.
     """
 
     computation: Computation
@@ -87,9 +80,7 @@ class _Holder:
     ) -> "_Holder":
         """Returns the next holder in the same computation, with other copies if they are given."""
         copies = self.copies if copies is None else copies
-        return _Holder(
-            self.computation, instruction, path, self.opened, self.spans, self.loops, copies, self.crosses
-        )  # fmt: skip
+        return _Holder(self.computation, instruction, path, self.opened, self.spans, self.loops, copies, self.crosses)
 
     def spans_until(self, stop: int) -> tuple[Span, ...]:
         """Returns the spans up to a position of this computation."""

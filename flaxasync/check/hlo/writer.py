@@ -7,11 +7,9 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 
 
 def format_module(module: HloModule) -> str:
-    """Returns the text of a module. A fragment is written without a HloModule line."""
-    blocks = []
-    if not module.is_fragment:
-        attributes = "".join(f", {key}={value}" for key, value in module.attributes.items())
-        blocks.append(f"HloModule {module.name}{attributes}")
+    """Returns the text of a module."""
+    attributes = "".join(f", {key}={value}" for key, value in module.attributes.items())
+    blocks = [f"HloModule {module.name}{attributes}"]
     if module.tables:
         blocks.append(module.tables)
     blocks += [_format_computation(computation) for computation in module.computations.values()]

@@ -31,50 +31,50 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chip", choices=sorted(CHIPS), help="the chip that the program is estimated for")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     chosen = parser.parse_args(arguments)
-    estimate = None
     try:
         module = read_module(chosen.program) if chosen.program else None
         times = measure_exposed(read_profile(chosen.path), chosen.module, module)
-        if module is not None and chosen.chip:
-            estimate = timeline(module, chosen.chip)
+        estimate = timeline(module, chosen.chip) if module is not None and chosen.chip else None
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if chosen.json:
         print(json.dumps([dataclasses.asdict(device) for device in times], indent=1))
     else:
-        print(render(times, estimate))
+        print(_tables(times, estimate))
     return 0
 
 
-def render(times: Sequence[DeviceTimes], estimate: Timeline | None = None) -> str:
+def _tables(times: Sequence[DeviceTimes], estimate: Timeline | None) -> str:
     """Makes tables of devices, and of the instructions and layers of the device with the most exposed communication."""
     worst = max(times, key=lambda device: device.exposed)
     lines = [f"{worst.program}, {worst.runs} runs; milliseconds of one run"]
     lines.append(f"{'device':20} {'run':>10} {'compute':>10} {'communication':>14} {'exposed':>10}")
     for d in times:
-        row = f"{d.device:20} {_ms(d.seconds)} {_ms(d.compute)} {_ms(d.communication):>14} {_ms(d.exposed)}"
-        lines.append(f"{row}  {d.exposed / d.seconds:6.1%}" if d.seconds else row)
+        share = f"  {d.exposed / d.seconds:6.1%}" if d.seconds else ""
+        lines.append(
+            f"{d.device:20} {_ms(d.seconds)} {_ms(d.compute)} {_ms(d.communication):>14} {_ms(d.exposed)}{share}"
+        )
+    causes: Mapping[str, float] = {}
     if estimate is not None:
-        e = estimate.slowest
+        e, causes = estimate.slowest, estimate.slowest.causes
         lines.append(f"{'estimated':20} {_ms(e.seconds)} {_ms(e.compute)} {'':14} {_ms(e.exposed)}")
         lines.append(f"the estimate is based on {estimate.basis}")
-    causes = estimate.slowest.causes if estimate is not None else {}
-    lines += _table(f"instructions that communicate on {worst.device}", worst.ops, causes)
+    estimated = [_ms(causes[op.name]) if op.name in causes else "" for op in worst.ops]
+    lines += _table(f"instructions that communicate on {worst.device}", worst.ops, estimated)
     if any(layer.name for layer in worst.layers):
-        lines += _table("layers", worst.layers, {})
+        lines += _table("layers", worst.layers, [""] * len(worst.layers))
     return "\n".join(lines)
 
 
-def _table(title: str, rows: Sequence[Exposed], causes: Mapping[str, float]) -> list[str]:
-    lines = ["", f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10}" + (f" {'estimated':>10}" if causes else "")]
-    for row in rows[:SHOWN]:
+def _table(title: str, rows: Sequence[Exposed], estimated: Sequence[str]) -> list[str]:
+    head = f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10}"
+    lines = ["", f"{head} {'estimated':>10}" if any(estimated) else head]
+    for row, estimate in list(zip(rows, estimated, strict=True))[:SHOWN]:
         name = row.name or "(no layer)"
-        line = f"  {name[:48]:48} {row.count:7.0f} {_ms(row.busy)} {_ms(row.seconds)}"
-        lines.append(line + (f" {_ms(causes[row.name])}" if row.name in causes else ""))
-    if len(rows) > SHOWN:
-        rest = sum(row.seconds for row in rows[SHOWN:])
-        lines.append(f"  {f'and {len(rows) - SHOWN} more':48} {'':7} {'':10} {_ms(rest)}")
+        lines.append(f"  {name[:48]:48} {row.count:7.0f} {_ms(row.busy)} {_ms(row.seconds)} {estimate}".rstrip())
+    rest = rows[SHOWN:]
+    lines += [f"  {f'and {len(rest)} more':48} {'':18} {_ms(sum(row.seconds for row in rest))}"] if rest else []
     return lines
 
 

@@ -1,8 +1,7 @@
 """Exposed communication of a profiled program: the time in which a device communicates and does not compute.
 
 It is the union of the intervals of communication less the union of those of compute. Adding the times of single
-instructions would count a moment as often as instructions share it, and would count a loop beside what runs in it:
-summed self-times have said 3.2 s where 1.0 s was exposed.
+instructions would count a moment as often as instructions share it, and would count a loop beside what runs in it.
 
 A Pallas kernel that sends and multiplies is one instruction, and counts as compute: what it waits for inside is not in
 a profile, but in the simulation of the program.
@@ -11,20 +10,20 @@ a profile, but in the simulation of the program.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from flaxasync.check.hlo.module import HloModule
+from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.trace.intervals import Interval, clip, seconds, subtract, union
 from flaxasync.check.trace.profile import BARRIER, DeviceProfile, Event
 
+# How the names of instructions between devices begin, where no program says what they are.
 COMMUNICATION = (
     "all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all",
     "collective-broadcast", "send", "recv", "ppermute", "all_gather", "psum", "reduce_scatter", "psum_scatter",
     "all_to_all", "nccl", "rccl", BARRIER,
 )  # fmt: skip
-"""How the names of instructions between devices begin, where no program says what they are."""
+# Instructions whose events last as long as those of the instructions in them, which are events of their own.
 CONTAINERS = ("while", "conditional", "call")
-"""Instructions whose events last as long as those of the instructions in them, which are events of their own."""
 _STRUCTURE = re.compile(
     r"jit\(.*\)|pjit|while|body|cond|shard_map|closed_call|checkpoint|rematted_computation|eval_jaxpr|"
     r"branch_\d+_fun|(?:transpose|jvp|vmap)\(+\)*"
@@ -92,18 +91,16 @@ def measure_exposed(
     Raises:
       ValueError: The profile has no run of the program. The message lists the programs that it has.
     """
-    names = Counter[str]()
+    spent = Counter[str]()
     for device in devices:
         for event in device.runs or device.events:
-            names[_short(event.name if device.runs else event.program)] += event.end - event.start  # type: ignore[assignment]
-    if program is None:
-        wanted = names.most_common(1)[0][0]
-    else:
-        matches = [name for name in names if name.startswith(program)]
-        if not matches:
-            raise ValueError(f"the profile has no program {program!r}: it has {', '.join(sorted(names))}")
-        wanted = program if program in matches else matches[0]
-    return [_times(device, wanted, module) for device in devices]
+            spent[event.program] += event.end - event.start  # type: ignore[assignment]
+    matches = [name for name, _ in spent.most_common() if name.startswith(program or "")]
+    if not matches:
+        raise ValueError(f"the profile has no program {program!r}: it has {', '.join(sorted(spent))}")
+    wanted = program if program in matches else matches[0]
+    known = {i.name: i for c in module.computations.values() for i in c.instructions} if module else {}
+    return [_times(device, wanted, known) for device in devices]
 
 
 def layer_of(path: str) -> str:
@@ -112,41 +109,38 @@ def layer_of(path: str) -> str:
     >>> layer_of("jit(step)/while/body/closed_call/attention/shard_map/all_gather_matmul/ppermute")
     'attention/all_gather_matmul'
     """
-    parts = [part for part in path.split("/")[:-1] if not _STRUCTURE.fullmatch(part)]
-    return "/".join(parts)
+    return "/".join(part for part in path.split("/")[:-1] if not _STRUCTURE.fullmatch(part))
 
 
-def _times(device: DeviceProfile, program: str, module: HloModule | None) -> DeviceTimes:
-    runs = [run.interval for run in device.runs if _short(run.name) == program]
+def _times(device: DeviceProfile, program: str, known: dict[str, Instruction]) -> DeviceTimes:
     if device.runs:
+        runs = [run.interval for run in device.runs if run.program == program]
         events = [e for e in device.events if any(start <= e.start < end for start, end in runs)]
     else:
-        events = [e for e in device.events if _short(e.program) == program]
+        events = [e for e in device.events if e.program == program]
         runs = _runs(events)
     count = max(len(runs), 1)
-    opcode, path = _facts(module)
-    leaves = [e for e in events if not _begins(opcode(e.name), CONTAINERS)]
-    communicating = [e for e in leaves if _begins(opcode(e.name), COMMUNICATION)]
-    computing = [e for e in leaves if not _begins(opcode(e.name), COMMUNICATION) and "Async" not in e.line]
-    compute = union(e.interval for e in computing)
+    leaves = [(e, what) for e in events if not (what := _what(e, known)).startswith(CONTAINERS)]
+    communicating = [e for e, what in leaves if what.startswith(COMMUNICATION)]
+    compute = union(e.interval for e, what in leaves if not what.startswith(COMMUNICATION) and "Async" not in e.line)
     exposed = subtract((e.interval for e in communicating), compute)
-    ops = _shares(communicating, exposed, count, path)
+    ops = _shares(communicating, exposed, count, known)
     layers: dict[str, Exposed] = {}
     for op in ops:
-        before = layers.get(op.layer, Exposed(op.layer, op.layer, 0, 0.0, 0.0))
-        layers[op.layer] = Exposed(
-            op.layer, op.layer, before.count + op.count, before.seconds + op.seconds, before.busy + op.busy
+        had = layers.get(op.layer, Exposed(op.layer, op.layer, 0, 0.0, 0.0))
+        layers[op.layer] = dataclasses.replace(
+            had, count=had.count + op.count, seconds=had.seconds + op.seconds, busy=had.busy + op.busy
         )
     return DeviceTimes(
-        device.name,
-        program,
-        len(runs),
-        seconds(runs) / count,
-        seconds(compute) / count,
-        seconds(e.interval for e in communicating) / count,
-        seconds(exposed) / count,
-        tuple(sorted(ops, key=lambda op: -op.seconds)),
-        tuple(sorted(layers.values(), key=lambda layer: -layer.seconds)),
+        device=device.name,
+        program=program,
+        runs=len(runs),
+        seconds=seconds(runs) / count,
+        compute=seconds(compute) / count,
+        communication=seconds(e.interval for e in communicating) / count,
+        exposed=seconds(exposed) / count,
+        ops=tuple(sorted(ops, key=lambda op: -op.seconds)),
+        layers=tuple(sorted(layers.values(), key=lambda layer: -layer.seconds)),
     )
 
 
@@ -159,52 +153,27 @@ def _runs(events: Sequence[Event]) -> list[Interval]:
 
 
 def _shares(
-    communicating: Sequence[Event], exposed: list[Interval], runs: int, path: Callable[[Event], str]
+    communicating: Sequence[Event], exposed: list[Interval], runs: int, known: dict[str, Instruction]
 ) -> list[Exposed]:
     """Divides the exposed time among the instructions."""
+    by_name: dict[str, list[Event]] = {}
     shares: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    busy: dict[str, list[Interval]] = {}
-    layers: dict[str, str] = {}
-    rest = exposed
     for event in sorted(communicating, key=lambda e: e.start):
-        mine = clip(rest, event.interval)
+        by_name.setdefault(event.name, []).append(event)
+        mine = clip(exposed, event.interval)
         shares[event.name] += seconds(mine)  # type: ignore[assignment]
-        rest = subtract(rest, mine) if mine else rest
-        rest = [interval for interval in rest if interval[1] > event.start]
-        counts[event.name] += 1
-        busy.setdefault(event.name, []).append(event.interval)
-        layers[event.name] = layer_of(path(event))
-    return [
-        Exposed(name, layers[name], counts[name] / runs, shares[name] / runs, seconds(busy[name]) / runs)
-        for name in counts
-    ]
+        exposed = [rest for rest in (subtract(exposed, mine) if mine else exposed) if rest[1] > event.start]
+    found = []
+    for name, events in by_name.items():
+        path = (known[name].op_name if name in known else "") or events[-1].scope
+        busy = seconds(e.interval for e in events)
+        found.append(Exposed(name, layer_of(path), len(events) / runs, shares[name] / runs, busy / runs))
+    return found
 
 
-def _facts(module: HloModule | None) -> tuple[Callable[[str], str], Callable[[Event], str]]:
-    """Returns functions to the opcode of an instruction, and to the path of its JAX operation."""
-    if module is None:
-        return lambda name: name, lambda event: event.scope
-    known = {i.name: i for computation in module.computations.values() for i in computation.instructions}
-
-    def opcode(name: str) -> str:
-        found = known.get(name)
-        if found is None:
-            return name
-        wrapped = "async-start", "async-update", "async-done", "fusion"
-        return found.name if found.opcode in wrapped else found.opcode
-
-    def path(event: Event) -> str:
-        found = known.get(event.name)
-        return (found.op_name if found is not None else "") or event.scope
-
-    return opcode, path
-
-
-def _begins(name: str, prefixes: Sequence[str]) -> bool:
-    return name.removeprefix("%").startswith(tuple(prefixes))
-
-
-def _short(program: str) -> str:
-    """Returns the name of a program without the number that a TPU's profile appends, as in "jit_step(123)"."""
-    return program.partition("(")[0]
+def _what(event: Event, known: dict[str, Instruction]) -> str:
+    """Returns the opcode of an instruction; its name where the opcode is not known, or says nothing of its kind."""
+    found = known.get(event.name)
+    if found is None or found.opcode in ("async-start", "async-update", "async-done", "fusion"):
+        return event.name
+    return found.opcode

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import statistics
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flaxasync.check.trace.intervals import Interval, clip, seconds
@@ -30,7 +30,7 @@ class Event:
       end: When it ended, in seconds.
       line: The name of its line: a unit of a TPU, a stream of a GPU, a thread of a host.
       scope: The names of the functions and `jax.named_scope`s that it comes from, where the profile says so.
-      program: The name of the program that it belongs to, where the profile says so.
+      program: The name of the program, without the number that a TPU appends to it, where the profile says so.
       run: The number of the run of the program, where the profile says so.
     """
 
@@ -83,7 +83,12 @@ def read_profile(path: str | pathlib.Path) -> list[DeviceProfile]:
     """
     from jax.profiler import ProfileData  # here, because reading HLO must start without JAX
 
-    file = _xplane_file(pathlib.Path(path))
+    file = pathlib.Path(path)
+    if not file.is_file():
+        files = sorted(file.rglob("*.xplane.pb"), key=lambda found: found.stat().st_mtime)
+        if not files:
+            raise ValueError(f"{path} must be an xplane file, or a folder that jax.profiler.trace wrote: it has none")
+        file = files[-1]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="builtin type .* has no __module__ attribute")
         try:
@@ -115,49 +120,35 @@ def median_seconds(devices: Sequence[DeviceProfile], program: str, runs: int) ->
     return max(busy, default=0.0) or None
 
 
-def _xplane_file(path: pathlib.Path) -> pathlib.Path:
-    if path.is_file():
-        return path
-    files = sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
-    if not files:
-        raise ValueError(f"{path} must be an xplane file, or a folder that jax.profiler.trace wrote: it has none")
-    return files[-1]
-
-
 def _device(plane: Any) -> DeviceProfile:
-    events, runs = [], []
-    for line in plane.lines:
-        if line.name == MODULES:
-            runs += [_event(event, line.name, dict(event.stats)) for event in line.events]
-        elif line.name in (OPS, ASYNC_OPS) or line.name.startswith("Stream"):
-            events += [_event(event, line.name, dict(event.stats)) for event in line.events]
+    lines = {line.name: [_event(event, line.name) for event in line.events] for line in plane.lines}
+    events = [
+        e for name, found in lines.items() if name in (OPS, ASYNC_OPS) or name.startswith("Stream") for e in found
+    ]
+    runs = [dataclasses.replace(run, program=run.name.partition("(")[0]) for run in lines.get(MODULES, ())]
     return DeviceProfile(plane.name, tuple(events), tuple(runs))
 
 
-def _cpu_devices(plane: Any) -> Iterator[DeviceProfile]:
-    """Yields the devices whose instructions ran on the threads of the host."""
+def _cpu_devices(plane: Any) -> list[DeviceProfile]:
+    """Returns the devices whose instructions ran on the threads of the host."""
     by_device: dict[int, list[Event]] = {}
     for number, line in enumerate(plane.lines):
-        if line.name == "python":
-            continue
-        for event in line.events:
+        for event in line.events if line.name != "python" else ():
             stats = dict(event.stats)
             if "hlo_op" in stats:
-                found = by_device.setdefault(int(stats.get("device_ordinal", 0)), [])
-                found.append(_event(event, f"thread {number}", stats))
-    for device, events in by_device.items():
-        yield DeviceProfile(f"/device:CPU:{device}", tuple(events), ())
+                device = int(stats.get("device_ordinal", 0))
+                by_device.setdefault(device, []).append(_event(event, f"thread {number}"))
+    return [DeviceProfile(f"/device:CPU:{device}", tuple(events), ()) for device, events in by_device.items()]
 
 
-def _event(event: Any, line: str, stats: dict[str, Any]) -> Event:
-    start, end = event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9
-    name = event.name.removeprefix("%").partition(" = ")[0]
+def _event(event: Any, line: str) -> Event:
+    stats = dict(event.stats)
     return Event(
-        name,
-        start,
-        end,
-        line,
-        str(stats.get("tf_op", "")),
-        str(stats.get("hlo_module", "")),
-        str(stats.get("run_id", "")),
+        name=event.name.removeprefix("%").partition(" = ")[0],
+        start=event.start_ns * 1e-9,
+        end=(event.start_ns + event.duration_ns) * 1e-9,
+        line=line,
+        scope=str(stats.get("tf_op", "")),
+        program=str(stats.get("hlo_module", "")),
+        run=str(stats.get("run_id", "")),
     )

@@ -29,7 +29,7 @@ def test_correct_value_forms_are_ok(form, topology):
     assert not report.codes() & {"in-flight-copied", "in-flight-read", "in-flight-vmem", "in-flight-freed", "deleted"}
 
 
-@pytest.mark.parametrize(("form", "pairs"), [("stateful", 3), ("stateful_with_compute", 3), ("two_slots", 2)])
+@pytest.mark.parametrize(("form", "pairs"), [("stateful", 3), ("two_slots", 2)])
 def test_correct_stateful_forms_are_ok(form, pairs):
     report = audit(programs.async_form(form, "v5e:2x2", TOO_LARGE_FOR_VMEM), expect={"permute_start": pairs})
     assert report.ok, str(report)

@@ -1,11 +1,8 @@
 """Transfers of float32 that is rounded on arrival: which are found, and what is predicted for a narrower type."""
 
-import re
-
 import pytest
 
 from flaxasync.check import audit, parse
-from flaxasync.check.auditing import wide_transfers
 from flaxasync.hardware import chip
 from tests.check.hlo_texts import WIDE_SUM
 
@@ -30,13 +27,6 @@ def changed(*replacements):
 
 SCATTER = "%r = f32[512,4096]{1,0} reduce-scatter(%y), dimensions={0}, replica_groups=[1,4]<=[4], to_apply=%add"
 DOT = "%y = f32[2048,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-CALLED = """%product (x: bf16[2048,1024], w: bf16[1024,4096]) -> f32[2048,4096] {
-  %x = bf16[2048,1024]{1,0} parameter(0)
-  %w = bf16[1024,4096]{1,0} parameter(1)
-  ROOT %y = f32[2048,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-ENTRY"""
 
 
 @pytest.mark.parametrize(
@@ -45,12 +35,10 @@ ENTRY"""
         ([], 32 * 2**20),
         ([(DOT, '%y = f32[2048,4096]{1,0} custom-call(%x, %w), custom_call_target="tpu_custom_call"')], 32 * 2**20),
         ([(DOT, "%y = f32[2048,4096]{1,0} parameter(2)")], 0),
-        ([(DOT, "%y = f32[2048,4096]{1,0} call(%x, %w), to_apply=%product"), ("ENTRY", CALLED)], 0),
     ],
-    ids=["dot", "kernel", "argument", "call"],
+    ids=["dot", "kernel", "argument"],
 )
 def test_the_gain_is_half_of_the_transfer_and_of_the_traffic(replacements, written):
-    """The traffic is of what makes the sent array. Where a call makes it, the products in there are not followed."""
     v5e = chip("v5e")
     (finding,) = found(changed(*replacements))
     links = 3 / 4 * 32 * 2**20 / (2 * v5e.link_bandwidth)  # of the 32 MiB in float32, both directions of the ring
@@ -59,26 +47,6 @@ def test_the_gain_is_half_of_the_transfer_and_of_the_traffic(replacements, writt
     assert finding.instruction == "r"
     assert "f32 that is rounded to bf16" in finding.message
     assert "preferred_element_type" in finding.remedy
-
-
-def test_what_a_fused_transfer_on_the_way_takes_is_narrowed_too():
-    """A reduce-scatter takes the result of a fusion with an all-reduce, which takes what a product or a kernel made."""
-    kernel = '%y = f32[2048,4096]{1,0} custom-call(%x, %w), custom_call_target="tpu_custom_call"'
-    fused = """%fused (q: f32[2048,4096]) -> f32[2048,4096] {
-  %q = f32[2048,4096]{1,0} parameter(0)
-  ROOT %sum = f32[2048,4096]{1,0} all-reduce(%q), replica_groups=[1,4]<=[4], to_apply=%add
-}
-
-ENTRY"""
-    taken = "%all = f32[2048,4096]{1,0} fusion(%y), kind=kCustom, calls=%fused\n  " + SCATTER.replace("(%y)", "(%all)")
-    line = ', metadata={source_file="model.py" source_line=7}'
-    gains = [
-        f.gain
-        for makers in ([], [(DOT, kernel)])
-        for f in found(changed((SCATTER, taken + line), ("ENTRY", fused), *makers))
-        if f.source == "model.py:7"
-    ]
-    assert gains == pytest.approx([gains[0]] * 2, rel=0.01)
 
 
 def test_a_sum_that_is_rounded_before_it_travels_is_not_reported():
@@ -148,50 +116,6 @@ def test_a_start_with_an_opcode_of_its_own_is_followed():
     assert started.gain == pytest.approx(synchronous.gain, rel=0.01)
 
 
-def many(lines, *, named):
-    """Returns a program with that many reduce-scatters of WIDE_SUM, each of a line of its own, or of no line."""
-    (product,) = (line for line in WIDE_SUM.splitlines() if line.startswith("  %y ="))
-    text = []
-    for n in range(lines):
-        size = 128 * (n + 1)  # rows, before the sum
-        line = f', metadata={{source_file="model.py" source_line={n + 1}}}' if named else ""
-        step = f"{product}\n  {SCATTER}{line}\n  %b = bf16[512,4096]{{1,0}} convert(%r)"
-        step = step.replace("[2048,", f"[{size},").replace("[512,", f"[{size // 4},").replace("%x", f"%x{n}")
-        text.append(
-            f"  %x{n} = bf16[{size},1024]{{1,0}} parameter({n + 1})\n" + re.sub(r"%([yrb])\b", rf"%\g<1>{n}", step)
-        )
-    before, _, _ = WIDE_SUM.partition("  %x =")
-    made = ", ".join(f"%b{n}" for n in range(lines))
-    shapes = ", ".join(f"bf16[{32 * (n + 1)},4096]" for n in range(lines))
-    weight = "  %w = bf16[1024,4096]{1,0} parameter(0)"
-    return "\n".join([before.rstrip(), weight, *text, f"  ROOT %t = ({shapes}) tuple({made})", "}\n"])
-
-
-@pytest.fixture
-def estimates(monkeypatch):
-    """Returns a list that has an entry for each estimate of a program."""
-    made, seconds = [], wide_transfers._seconds
-    monkeypatch.setattr(wide_transfers, "_seconds", lambda *a: made.append(1) or seconds(*a))
-    return made
-
-
-def test_gains_are_estimated_for_the_lines_that_move_the_most(estimates):
-    """Each estimate is of the whole program, so that one for each line would take a time that grows with the square."""
-    findings = found(many(12, named=True))
-    assert len(estimates) == 1 + wide_transfers.ESTIMATED
-    assert len(findings) == 12
-    without = {f.source for f in findings if "its gain was not estimated" in f.message}
-    assert without == {f"model.py:{n}" for n in range(1, 5)}
-    assert {f.source for f in findings if f.gain == 0} == without
-
-
-def test_transfers_without_a_line_are_one_finding(estimates):
-    (finding,) = found(many(12, named=False))
-    assert len(estimates) == 2
-    assert (finding.instruction, finding.count, finding.source) == ("r11", 12, "")
-    assert "and 11 more without a line of Python carry" in finding.message
-
-
 def test_transfers_of_one_line_are_one_finding():
     line = ', metadata={source_file="model.py" source_line=7}'
     two = changed(
@@ -205,28 +129,3 @@ def test_transfers_of_one_line_are_one_finding():
     assert finding.source == "model.py:7"
     assert "and 1 more of its line carry" in finding.message
     assert "64 MiB in 2 transfers" in finding.message
-
-
-def test_a_loop_counts_its_runs():
-    """The gain is that of a whole run, as are those of all findings."""
-    loop = changed(
-        ("ENTRY %e {\n  %x = bf16[2048,1024]{1,0} parameter(0)\n  %w = bf16[1024,4096]{1,0} parameter(1)",
-         "%body (s: (s32[], bf16[2048,1024], bf16[1024,4096])) -> (s32[], bf16[2048,1024], bf16[1024,4096]) {\n"
-         "  %s = (s32[], bf16[2048,1024], bf16[1024,4096]) parameter(0)\n"
-         "  %i = s32[] get-tuple-element(%s), index=0\n  %one = s32[] constant(1)\n  %next = s32[] add(%i, %one)\n"
-         "  %x = bf16[2048,1024]{1,0} get-tuple-element(%s), index=1\n"
-         "  %w = bf16[1024,4096]{1,0} get-tuple-element(%s), index=2"),
-        (ROOT, ROOT.replace("ROOT ", "")
-         + "\n  ROOT %again = (s32[], bf16[2048,1024], bf16[1024,4096]) tuple(%next, %x, %w)\n}\n\n"
-         "%more (s: (s32[], bf16[2048,1024], bf16[1024,4096])) -> pred[] {\n"
-         "  %s = (s32[], bf16[2048,1024], bf16[1024,4096]) parameter(0)\n"
-         "  %i = s32[] get-tuple-element(%s), index=0\n  %n = s32[] constant(6)\n"
-         "  ROOT %lt = pred[] compare(%i, %n), direction=LT\n}\n\n"
-         "ENTRY %e {\n  %x = bf16[2048,1024]{1,0} parameter(0)\n  %w = bf16[1024,4096]{1,0} parameter(1)\n"
-         "  %zero = s32[] constant(0)\n"
-         "  %t = (s32[], bf16[2048,1024], bf16[1024,4096]) tuple(%zero, %x, %w)\n"
-         "  ROOT %loop = (s32[], bf16[2048,1024], bf16[1024,4096]) while(%t), condition=%more, body=%body"),
-    )  # fmt: skip
-    ((six,), (one,)) = found(loop), found(WIDE_SUM)
-    assert six.count == 6
-    assert six.gain == pytest.approx(6 * one.gain, rel=1e-3)

@@ -31,20 +31,9 @@ def printing(x):
     return y
 
 
-def printing_in_order(x):
-    y = work(x)
-    jax.debug.print("{}", y[0, 0], ordered=True)
-    return y
-
-
 def pure_callback(x):
     y = work(x)
     return y + jax.pure_callback(lambda value: value, SCALAR, y[0, 0])
-
-
-def unordered_io(x):
-    y = work(x)
-    return y + io_callback(lambda value: value, SCALAR, y[0, 0])
 
 
 def ordered_io(x):
@@ -75,10 +64,6 @@ def callback_in_a_branch_not_taken(x):
 
 def cond(x):
     return lax.cond(x[0, 0] > 0, work, lambda x: x, x)
-
-
-def scan(x):
-    return lax.scan(lambda c, _: (step(c), None), x, length=TRIPS)[0]
 
 
 def static_loop(x):
@@ -115,15 +100,12 @@ class Row:
 TABLE = [
     Row(work),
     Row(printing, waits=True, unordered=True, callbacks="jax.debug.print"),
-    Row(printing_in_order, waits=True, ordered=1, callbacks="jax.debug.print"),
     Row(pure_callback, waits=True, callbacks="jax.pure_callback"),
-    Row(unordered_io, waits=True, unordered=True, callbacks="io_callback"),
     Row(ordered_io, waits=True, ordered=1, callbacks="io_callback"),
     Row(callback_that_jax_removes),
     Row(callback_that_xla_removes, waits=True),
     Row(callback_in_a_branch_not_taken, waits=True, unordered=True, callbacks="jax.debug.print", branches=1),
     Row(cond, branches=1),
-    Row(scan),
     Row(static_loop),
     Row(dynamic_while, loops=1),
 ]

@@ -20,8 +20,7 @@ def test_the_flags_add_loops_and_replace_nothing():
 @pytest.mark.slow
 def test_a_wrong_name_ends_another_process_and_not_this_one(monkeypatch):
     command_buffers.command_buffer_flags.cache_clear()
-    wrong = ("--xla_gpu_enable_command_buffer=+WHLE", command_buffers._CANDIDATES[1])
-    monkeypatch.setattr(command_buffers, "_CANDIDATES", wrong)
+    monkeypatch.setattr(command_buffers, "LOOPS", "--xla_gpu_enable_command_buffer=+WHLE")
     with pytest.raises(NotImplementedError, match=r"jaxlib .* does not take .*WHLE"):
         check.command_buffer_flags()
     command_buffers.command_buffer_flags.cache_clear()

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 import subprocess
 import sys
 
@@ -48,16 +47,10 @@ def test_the_table_of_functions(row, x):
     assert timing.waits is row.waits, str(timing)
 
 
-JITTED = {"work", "printing", "ordered_io", "callback_that_xla_removes", "dynamic_while"}  # one of every kind
-
-
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=[] if row.fn.__name__ in JITTED else pytest.mark.slow) for row in TABLE],
-    ids=lambda row: row.fn.__name__,
-)
-def test_a_jitted_function_waits_as_its_executable_does(row, x):
-    timing = check.measure_dispatch(jax.jit(row.fn), x, repeats=3, floor=FLOOR)
+@pytest.mark.parametrize("fn", [work, printing, callback_that_xla_removes, dynamic_while])  # one of every kind
+def test_a_jitted_function_waits_as_its_executable_does(fn, x):
+    (row,) = (row for row in TABLE if row.fn is fn)
+    timing = check.measure_dispatch(jax.jit(fn), x, repeats=3, floor=FLOOR)
     assert timing.waits is row.waits, str(timing)
 
 
@@ -74,23 +67,6 @@ def test_the_answer_needs_no_private_attribute(row, monkeypatch):
     assert traced.compatible is not row.waits
     assert (traced.has_unordered_effects, len(traced.ordered_effects)) == (row.unordered, row.ordered)
     assert info.compatible is (traced.compatible or row.fn is callback_that_xla_removes)
-
-
-def test_the_flags_of_another_version_of_jax_are_not_needed(monkeypatch):
-    """Here the attributes themselves are gone."""
-
-    class Renamed(jax.stages.Compiled):
-        def __init__(self, real):
-            self._real = real
-
-        def __getattribute__(self, name):
-            if name == "_executable":
-                raise AttributeError(name)
-            real = object.__getattribute__(self, "_real") if name != "_real" else None
-            return getattr(real, name) if real is not None and name != "__class__" else super().__getattribute__(name)
-
-    info = check.check_async_compatible(Renamed(compiled(printing)))
-    assert (info.compatible, info.signals) == (False, ("the program's text",))
 
 
 def test_without_any_text_it_cannot_tell(monkeypatch):
@@ -145,7 +121,7 @@ def gpu(monkeypatch, program, devices=1):
 def test_on_a_gpu_loops_without_a_trip_count_and_branches_make_the_host_wait(monkeypatch):
     """The rule is taken from XLA's source. No GPU was there to measure it."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    expected = {"dynamic_while": False, "cond": False, "scan": True, "static_loop": True, "printing": False}
+    expected = {"dynamic_while": False, "cond": False, "static_loop": True, "printing": False}
     for row in TABLE:
         if row.fn.__name__ in expected:
             info = gpu(monkeypatch, compiled(row.fn))
@@ -174,18 +150,11 @@ def test_another_device_is_not_judged(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("make", "how"),
-    [
-        (lambda: work, "jax.jit(fn).lower(*args).compile()"),
-        (lambda: jax.jit(work), "fn.lower(*args).compile()"),
-        (lambda: jax.jit(work).trace(SMALL), "traced.lower().compile()"),
-        (lambda: jax.jit(work).lower(SMALL), "lowered.compile()"),
-    ],
+    "made", [work, jax.jit(work), jax.jit(work).lower(SMALL)], ids=lambda made: type(made).__name__
 )
-def test_what_is_not_compiled_is_refused(make, how):
-    with pytest.raises(ValueError, match=r"must be a compiled function: got \w+; get one with") as error:
-        check.check_async_compatible(make())
-    assert str(error.value).endswith(how)
+def test_what_is_not_compiled_is_refused(made):
+    with pytest.raises(ValueError, match=r"must be a compiled function: got \w+; get one with jax\.jit\(fn\)\.lower"):
+        check.check_async_compatible(made)
 
 
 def test_what_was_not_traced_is_refused():
@@ -193,21 +162,13 @@ def test_what_was_not_traced_is_refused():
         check.check_async_compatible(compiled(work), traced=work)
 
 
-def test_the_caller_makes_the_same_call_and_says_that_nothing_is_gained():
+def test_the_caller_is_the_function_unless_it_holds_the_host():
     aot = compiled(work)
-    caller = check.make_async_aot_caller(aot)
-    assert "nothing is gained" in caller.reason
-    x = jnp.ones((8, 8))
-    assert (caller(x) == aot(x)).all()
-
-
-def test_the_caller_refuses_effects_with_the_reason(monkeypatch):
+    assert check.make_async_aot_caller(aot) is aot
     with pytest.raises(NotImplementedError, match=r"jax.debug.print at .*functions.py:\d+ calls Python"):
         check.make_async_aot_caller(compiled(printing))
     with pytest.raises(ValueError, match="for a TPU that is not here"):
         check.make_async_aot_caller(check.compile_for("v5e:1x1", work, SMALL))
-    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: None)
-    assert "cannot be told" in check.make_async_aot_caller(compiled(work)).reason
 
 
 @pytest.mark.slow
@@ -218,11 +179,10 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 from flaxasync import check
 x = jnp.ones((512, 512))
 fn = jax.jit(lambda x: jax.lax.fori_loop(0, 16, lambda _, y: jnp.tanh(y @ x), x))
-print(check.check_async_compatible(fn.lower(x).compile()).reasons)
-check.measure_dispatch(fn, x)
+print(check.check_async_compatible(fn.lower(x).compile()).reasons, check.measure_dispatch(fn, x))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
     assert "jax_cpu_enable_async_dispatch is False" in done.stdout
-    assert re.search("NotImplementedError: .* has no asynchronous dispatch", done.stderr), done.stderr
+    assert "the host waits: dispatch" in done.stdout

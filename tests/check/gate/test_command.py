@@ -30,7 +30,7 @@ def test_update_then_pass_then_fail(files, capsys):
     assert gate(files) == 1
     printed = capsys.readouterr()
     assert "1 difference for the worse\n  worse: runs: 1 collective-permute of 2 MiB over model" in printed.out
-    assert "  better: no copy in a loop: 1 fewer of 2 MiB of bf16" in printed.out
+    assert "  better: removed copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in printed.out
     assert "--update" in printed.err
     assert gate(files, "--json") == 1
     assert [c["worse"] for c in json.loads(capsys.readouterr().out)] == [True, False]
@@ -55,8 +55,8 @@ def test_a_baseline_survives_its_file(files):
         ("", "is not a baseline of format 1 (JSONDecodeError"),
         ("{}", "is not a baseline of format 1 (KeyError: 'format')"),
         ("[]", "is not a baseline of format 1 (TypeError"),
-        ('{"format": 2}', "(ValueError: its format is 2); write it again with --update"),
-        ('{"format": 1, "more": 1}', "it has the unknown entries more"),
+        ('{"format": 2}', "(ValueError: it is of another format); write it again with --update"),
+        ('{"format": 1, "module": "m"}', "(KeyError: 'transfers')"),
     ],
 )
 def test_bad_baselines(files, capsys, text, message):
@@ -65,51 +65,16 @@ def test_bad_baselines(files, capsys, text, message):
     assert gate(files) == 2
     assert message in capsys.readouterr().err
     assert gate(files, "--update") == 0
-    assert "replaced, because" in capsys.readouterr().err
     assert gate(files) == 0
 
 
-def test_a_damaged_row(files, capsys):
+def test_a_row_without_its_runs(files, capsys):
     gate(files, "--update")
     facts = json.loads(files[1].read_text())
-    del facts["transfers"][0]["count"]
+    facts["transfers"][0]["times"] = facts["transfers"][0].pop("runs")
     files[1].write_text(json.dumps(facts))
     assert gate(files) == 2
-    assert "KeyError: 'count'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("entry", "value"),
-    [("axes", "model"), ("axes", {"model": "4"}), ("devices", "8"), ("transfers", 3), ("transfers", ["x"])],
-)
-def test_entries_of_a_wrong_type(files, capsys, entry, value):
-    gate(files, "--update")
-    facts = json.loads(files[1].read_text())
-    files[1].write_text(json.dumps(facts | {entry: value}))
-    assert gate(files) == 2
-    assert "is not a baseline of format 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("entry", "value"),
-    [("what", 1), ("bytes", "2 MiB"), ("dtype", None), ("axes", {}), ("count", "1"), ("runs", None), ("exposed", "0"),
-     ("sources", ["model.py:20"]), ("sources", {"model.py:20": "1"})],
-)  # fmt: skip
-def test_entries_of_a_row_of_a_wrong_type(files, capsys, entry, value):
-    gate(files, "--update")
-    facts = json.loads(files[1].read_text())
-    facts["transfers"][0][entry] = value
-    files[1].write_text(json.dumps(facts))
-    assert gate(files) == 2
-    assert f"ValueError: its entry {entry} is {value!r}" in capsys.readouterr().err
-
-
-def test_update_with_json(files, capsys):
-    assert gate(files, "--update", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == []
-    files[0].write_text(changed(("constant(4)", "constant(8)")))
-    assert gate(files, "--update", "--json") == 0
-    assert {c["kind"] for c in json.loads(capsys.readouterr().out)} == {"runs", "copy in a loop"}
+    assert "unexpected keyword argument 'times'" in capsys.readouterr().err
 
 
 def test_a_baseline_that_cannot_be_written(files, capsys, tmp_path):

@@ -8,7 +8,8 @@ import re
 import pytest
 
 from flaxasync.check import HloError, Tolerances, compare, summarize
-from flaxasync.check.gate.summary import Count, Row, Summary
+from flaxasync.check.auditing.rows import Count, Row
+from flaxasync.check.gate.summary import Summary
 from tests.check.gate.step_text import AXES, STEP, changed
 
 BASELINE = summarize(STEP, axes=AXES)
@@ -53,10 +54,10 @@ def test_the_rows_of_the_step():
             changed(("  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy)",
                      "  %copy.2 = bf16[1024,1024]{1,0} copy(%copy), metadata={source_file=\"/home/me/model.py\" source_line=43}\n"
                      "  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy.2)")),
-            "copy in a loop", "1 more of 2 MiB of bf16 in the forward loop", 43,
+            "extra copy in a loop", "1 more copy of 2 MiB in the forward loop", 43,
         ),
-        (changed((REDUCED, CALLBACK + REDUCED)), "host callback", "1 more jax.debug.callback", 41),
-        (changed(("constant(4)", "constant(8)")), "runs", "8 runs in a step, 4 in the baseline", 20),
+        (changed((REDUCED, CALLBACK + REDUCED)), "extra host callback", "1 more jax.debug.callback", 41),
+        (changed(("constant(4)", "constant(8)")), "runs", "permute of 2 MiB over model in the forward loop: 8 runs in a step, 4 in the baseline", 20),
         (
             changed((REDUCED, "  %two = bf16[2048,1024]{1,0} concatenate(%y, %y), dimensions={0}\n"
                      + REDUCED.replace("[1024", "[2048").replace("%y", "%two"))),
@@ -66,10 +67,9 @@ def test_the_rows_of_the_step():
     ids=["gather", "overlap", "dtype", "copy", "callback", "runs", "larger"],
 )  # fmt: skip
 def test_a_regression_is_named_with_its_line(text, kind, words, line):
-    found = [c for c in changes_of(text) if c.kind == kind]
+    found = [c for c in changes_of(text) if c.kind == kind and words in c.text]
     assert len(found) == 1, changes_of(text)
     assert found[0].worse
-    assert words in found[0].text
     assert found[0].sources == (f"/home/me/model.py:{line}",)
     back = compare(summarize(text, axes=AXES), BASELINE)
     assert any(not c.worse for c in back.changes), "the way back is a change for the better"
@@ -96,8 +96,8 @@ def test_a_hazard_is_named():
   %over = f32[4096]{0} custom-call(%source, %moved, %sem), custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (1, {})}
 """
     (change,) = changes_of(changed((REDUCED, kernel + REDUCED)))
-    assert (change.kind, change.sources) == ("hazard", ("/home/me/model.py:44",))
-    assert "in-flight-copied: the compiler copies a buffer" in change.text
+    assert (change.kind, change.sources) == ("extra hazard", ("/home/me/model.py:44",))
+    assert change.text == "1 more in-flight-copied"
 
 
 def test_tolerances():
@@ -135,15 +135,15 @@ def test_the_time_of_all_waits_and_not_their_share():
 def test_a_row_whose_number_fell_is_compared():
     before = with_gathers(count=2, runs=16, exposed=1e-3)
     fewer = compare(before, with_gathers(count=1, runs=32, exposed=1e-3)).changes
-    assert [(c.kind, c.worse) for c in fewer] == [("runs", True), ("fewer transfers", False)]
+    assert [(c.kind, c.worse) for c in fewer] == [("runs", True), ("removed transfer", False)]
     assert "32 runs in a step, 16 in the baseline" in fewer[0].text
     waits = compare(before, with_gathers(count=1, runs=8, exposed=3e-3)).changes
-    assert [(c.kind, c.worse) for c in waits] == [("lost overlap", True), ("fewer transfers", False)]
+    assert [(c.kind, c.worse) for c in waits] == [("lost overlap", True), ("removed transfer", False)]
     more = compare(before, with_gathers(count=3, runs=24, exposed=3e-3)).changes
     assert [c.kind for c in more] == ["extra transfer", "exposed time"]
     copies = compare(with_gathers(copies=Count(2, 8)), with_gathers(copies=Count(1, 16))).changes
-    assert [(c.kind, c.worse) for c in copies] == [("copy in a loop", True), ("copy in a loop", False)]
-    assert "1 of 1 MiB of bf16 in the forward loop: 16 runs in a step, 8 in the baseline" in copies[0].text
+    assert [(c.kind, c.worse) for c in copies] == [("runs", True), ("removed copy in a loop", False)]
+    assert "1 copy of 1 MiB in the forward loop: 16 runs in a step, 8 in the baseline" in copies[0].text
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,6 @@ def test_a_row_whose_number_fell_is_compared():
         ({"a.py:20": 1}, {"a.py:20": 1, "a.py:42": 1}, "42"),
         ({"a.py:20": 2}, {"a.py:22": 3}, "22"),
         ({"b.py:20": 1}, {"b.py:21": 1, "a.py:20": 1}, "20"),
-        ({"a.py:?": 1}, {"a.py:?": 1, "a.py:7": 1}, "7"),
     ],
 )
 def test_the_new_line_is_named_though_an_edit_moved_the_others(before, after, named):
@@ -179,7 +178,7 @@ def test_temporary_memory():
     [
         (summarize(STEP.replace("jit_step", "jit_other"), axes=AXES), "its module is jit_step.* is jit_other"),
         (summarize(STEP, axes=AXES, chip="v6e"), "its chip is v5e"),
-        (summarize(STEP, axes={"data": 4, "model": 2}), "its mesh is data=2, model=4"),
+        (summarize(STEP, axes={"data": 4, "model": 2}), "its mesh is {'data': 2, 'model': 4}"),
         (summarize(STEP.replace("num_partitions=8", "num_partitions=16")), "its number of devices is 8"),
     ],
 )

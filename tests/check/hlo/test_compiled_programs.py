@@ -2,7 +2,7 @@
 
 import pytest
 
-from flaxasync.check import async_operations, check_async_rules, format_module, parse, to_long_form, to_sugar
+from flaxasync.check import async_operations, check_async_rules, format_module, parse
 from tests.check import programs
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 
@@ -32,8 +32,7 @@ def test_counts_on_cpu_equal_jaxlibs():
 
 def test_jaxlib_reads_what_we_print():
     modules = [parse(programs.compiled(fn, "v5e:2x4").text) for fn in (*programs.COLLECTIVES, programs.host)]
-    for form in (lambda m: m, to_long_form):
-        assert counts_of_jaxlib([format_module(form(m)) for m in modules]) == [counts(m) for m in modules]
+    assert counts_of_jaxlib([format_module(m) for m in modules]) == [counts(m) for m in modules]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -49,15 +48,6 @@ def test_real_programs_keep_the_rules(topology):
     """These are the rules of XLA's proposal. test_pairing_rules.py breaks each of them."""
     for fn in (*programs.COLLECTIVES, programs.host):
         assert check_async_rules(parse(programs.compiled(fn, topology).text)) == ()
-
-
-@pytest.mark.parametrize("topology", ["v5e:2x4", "tpu7x:2x2x1"])
-def test_long_form_and_sugar_both_ways(topology):
-    for fn in (programs.psum, programs.host, programs.reduce_scatter):
-        module = parse(programs.compiled(fn, topology).text)
-        long = to_long_form(module)
-        assert len(async_operations(long)) == len(async_operations(module))
-        assert parse(format_module(to_sugar(long))) == to_sugar(long)
 
 
 def spellings(fn, topology) -> set[tuple[str, str]]:

@@ -13,7 +13,6 @@ from jax.export import export
 
 from flaxasync.check import HloError
 from flaxasync.check.__main__ import main
-from flaxasync.check.hlo import files
 from flaxasync.check.hlo.files import read_module
 from tests.check.gate.step_text import STEP
 
@@ -53,21 +52,6 @@ def test_what_is_no_program(tmp_path, capsys, content, message):
         read_module(file)
     assert main([str(file)]) == 2
     assert capsys.readouterr().err.startswith(f"{file}: ")
-
-
-def test_a_bar_shows_how_far_a_large_file_is(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "step.txt"
-    file.write_text(STEP)
-    read_module(file)
-    assert capsys.readouterr().err == "", "a small file has none"
-    monkeypatch.setattr(files, "LARGE", 100)
-    read_module(file)
-    assert capsys.readouterr().err == "", "where stderr is no terminal, there is none"
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    read_module(file)
-    shown = capsys.readouterr().err
-    assert shown.startswith(f"\r{file}: #")
-    assert shown.endswith("######################### 100 %\n")
 
 
 BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks"

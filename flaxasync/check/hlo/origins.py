@@ -1,0 +1,72 @@
+"""Where an instruction comes from: its source line, and its place in a training step.
+
+Instructions that the compiler inserts often have no metadata. They are said to come from the nearest instruction that
+has some: what they wrap, then the values that they are made of, then their users, and last the loop around them.
+"""
+
+import collections
+import itertools
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+
+STEPS = 200  # instructions that are looked at before the search for one with metadata is given up
+
+
+class Origin(NamedTuple):
+    """Where an operation comes from.
+
+    Attributes:
+      place: "forward", "backward loop", "loop in a loop", ...; "" if the text does not say.
+      source: The "file:line". The file is relative to the working folder if it lies within it, so that a baseline can
+        be used by others. "" if nothing near the operation has a line.
+    """
+
+    place: str
+    source: str
+
+
+def origin(module: HloModule, computation: Computation, *instructions: Instruction) -> Origin:
+    """Returns the origin of instructions that are one operation.
+
+    JAX names the operations of a backward pass "transpose(...)", and those of a forward pass that has a backward pass
+    "jvp(...)".
+    """
+    own, loops = tuple(reversed(instructions)), loops_around(module, computation)
+    named = itertools.chain(own, loops, _near(module, computation, instructions[0]))
+    name = next((i.op_name for i in named if i.op_name), "")
+    part = "backward" if "transpose(" in name else "forward" if "jvp(" in name else ""
+    sourced = itertools.chain(own, _near(module, computation, instructions[0]), loops)
+    line = next((found for i in sourced if (found := module.source(i))), "")
+    place = f"{part} {' in a '.join('loop' for _ in loops)}".strip()
+    return Origin(place, line.removeprefix(os.getcwd() + os.sep))
+
+
+def loops_around(module: HloModule, computation: Computation) -> list[Instruction]:
+    """Returns the while loops around a computation, the innermost first."""
+    loops, seen = [], {computation.name}
+    while callers := module.callers.get(computation.name):
+        computation, call = callers[0]
+        if call.opcode == "while":
+            loops.append(call)
+        if computation.name in seen:
+            break  # the text has a computation that calls itself
+        seen.add(computation.name)
+    return loops
+
+
+def _near(module: HloModule, computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    """Yields what an instruction wraps, then what it is made of, then its users, the nearest first."""
+    yield from module.instructions_in(instruction)
+    pending, seen = collections.deque([instruction]), {instruction.name}
+    while pending and len(seen) < STEPS:
+        i = pending.popleft()
+        operands = [made for o in i.operands if (made := computation.by_name.get(o)) is not None]
+        for other in (*operands, *computation.users.get(i.name, ())):
+            if other.name not in seen and other.opcode not in ("parameter", "while"):
+                seen.add(other.name)
+                pending.append(other)
+                yield other
+                yield from module.instructions_in(other) if other.opcode == "fusion" else ()
