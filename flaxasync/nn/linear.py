@@ -5,6 +5,7 @@ sharded by features; around them, by rows of the sequence, so that norms and res
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Unpack
 
 import jax
@@ -22,15 +23,36 @@ from flaxasync.nn.checks import (
     check_output_rows,
     check_sharded,
 )
-from flaxasync.nn.fully_sharded import metadata_spec, stored_parameter
+from flaxasync.nn.fully_sharded import StoredLayer, metadata_spec, stored_parameter
 from flaxasync.nn.options import LinearOptions, LinearSettings, of_settings, settings_of
-from flaxasync.nn.placement import Layout, place
+from flaxasync.nn.placement import Layout, Placement, place
 from flaxasync.nn.shares import Shares
 
 
-class _ParallelLinear(nnx.Module):
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """What is static in the product of a layer.
+
+    Attributes:
+      settings: The settings of the layer, with the dtype of the computation.
+      stored: How the kernel and the bias are stored.
+      shares: The features that each device computes with, of the dimension that the axis splits.
+      layout: How the rows lie: those of the input of `_column`, or of the output of `_row`.
+      pad: Whether the output has padding, which wins no argmax.
+    """
+
+    settings: LinearSettings
+    stored: shards.Stored
+    shares: Shares
+    layout: Layout
+    pad: bool = False
+
+
+class _ParallelLinear(StoredLayer):
     """The parameters of `nnx.Linear`, under its names and in its global shapes, split over one mesh axis or two."""
 
+    names = ("kernel", "bias")
+    stored: shards.Stored
     split: ClassVar[Literal["in_features", "out_features"]]
     dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
     use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
@@ -69,13 +91,7 @@ class _ParallelLinear(nnx.Module):
             self.bias, bias_spec = stored_parameter(
                 layer, "bias", bias, self.settings, needed, self.settings.bias_metadata
             )
-        self._stored = kernel_spec, bias_spec
-
-    @property
-    def _specs(self) -> dict[str, P]:
-        """How each parameter is stored."""
-        specs = zip(("kernel", "bias"), self._stored, strict=True)
-        return {name: spec for name, spec in specs if spec is not None}
+        self.stored = kernel_spec, bias_spec
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -137,9 +153,8 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         placement = place("ColumnParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ColumnParallelLinear", x, self.in_features, placement)
-        static = compute_settings(self, x), self._stored, self.shares, placement.rows_sharded, self.pad
-        specs = placement.in_spec, parameter_specs(self)
-        return placement.run(_column, static, (x, parameters(self)), specs, placement.spec(features=True))
+        product = _Product(compute_settings(self, x), self.stored, self.shares, placement.layout, self.pad)
+        return _bind(_column, product, placement, x, self.parameters())()
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -198,22 +213,19 @@ class RowParallelLinear(_ParallelLinear):
         placement = place("RowParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="features")
         check_input("RowParallelLinear", x, self.in_features, placement)
         check_output_rows("RowParallelLinear", x.shape[-2], self.layout, placement)
-        static = compute_settings(self, x), self._stored, self.shares, self.layout
-        specs = placement.in_spec, parameter_specs(self)
-        return placement.run(_row, static, (x, parameters(self)), specs, placement.spec(self.layout))
+        product = _Product(compute_settings(self, x), self.stored, self.shares, self.layout)
+        return _bind(_row, product, placement, x, self.parameters())()
 
 
 def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
     """Returns the kernel and the bias (or None): global or, inside shard_map, local.
 
     Raises:
-      ValueError: A parameter is not sharded as the layer needs it.
+      ValueError: A parameter of a parallel layer is not sharded as the layer needs it.
     """
-    kernel, bias = linear.kernel[...], None if linear.bias is None else linear.bias[...]
-    if not isinstance(linear, nnx.Linear):
-        for name, parameter in (("kernel", kernel), ("bias", bias)):
-            if parameter is not None:
-                check_sharded(type(linear).__name__, name, parameter, linear._specs[name])
+    if isinstance(linear, nnx.Linear):
+        return linear.kernel[...], None if linear.bias is None else linear.bias[...]
+    kernel, bias = linear.parameters()
     return kernel, bias
 
 
@@ -232,7 +244,7 @@ def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
 def parameter_specs(linear: _ParallelLinear | nnx.Linear) -> tuple[P, P | None]:
     """Returns how `parameters` are stored. Those of an `nnx.Linear` are stored as their metadata says."""
     if not isinstance(linear, nnx.Linear):
-        return linear._stored
+        return linear.stored
     kernel = metadata_spec(linear.kernel, 2)
     return kernel, None if linear.bias is None else metadata_spec(linear.bias, 1)
 
@@ -257,15 +269,14 @@ def multiply_columns(caller: str, x: Array, kernel: Array, settings: LinearSetti
     Raises:
       ValueError: As `ColumnParallelLinear`. The message begins with `caller`.
     """
-    axis_name = settings.axis_name
+    axis_name, columns = settings.axis_name, kernel.shape[1]
     placement = place(caller, x, axis_name, settings.in_spec, sharded="rows")
     check_input(caller, x, kernel.shape[0], placement)
-    check_divides(caller, axis_name, out_features=kernel.shape[1])
-    stored = P(None, axis_name), None
-    check_sharded(caller, "kernel", kernel, stored[0])
-    static = settings, stored, Shares.equal(kernel.shape[1], placement.size), placement.rows_sharded, False
-    specs = placement.in_spec, stored
-    return placement.run(_column, static, (x, (kernel, None)), specs, placement.spec(features=True))
+    check_divides(caller, axis_name, out_features=columns)
+    check_sharded(caller, "kernel", kernel, P(None, axis_name))
+    shares = Shares.equal(columns, placement.size)
+    product = _Product(settings, (P(None, axis_name), None), shares, placement.layout)
+    return _bind(_column, product, placement, x, (kernel, None))()
 
 
 def multiply_rows(caller: str, x: Array, kernel: Array, settings: LinearSettings, *, layout: Layout) -> Array:
@@ -274,25 +285,33 @@ def multiply_rows(caller: str, x: Array, kernel: Array, settings: LinearSettings
     Raises:
       ValueError: As `RowParallelLinear`. The message begins with `caller`.
     """
-    axis_name = settings.axis_name
+    axis_name, features = settings.axis_name, kernel.shape[0]
     placement = place(caller, x, axis_name, settings.in_spec, sharded="features")
-    check_input(caller, x, kernel.shape[0], placement)
+    check_input(caller, x, features, placement)
     check_output_rows(caller, x.shape[-2], layout, placement)
-    stored = P(axis_name, None), None
-    check_sharded(caller, "kernel", kernel, stored[0])
-    static = settings, stored, Shares.equal(kernel.shape[0], placement.size), layout
-    specs = placement.in_spec, stored
-    return placement.run(_row, static, (x, (kernel, None)), specs, placement.spec(layout))
+    check_sharded(caller, "kernel", kernel, P(axis_name, None))
+    product = _Product(settings, (P(axis_name, None), None), Shares.equal(features, placement.size), layout)
+    return _bind(_row, product, placement, x, (kernel, None))()
 
 
-def _column(static: tuple[LinearSettings, shards.Stored, Shares, bool, bool], x: Array, linear: shards.Linear) -> Array:
-    settings, stored, shares, rows_sharded, pad = static
-    linear = shards.take_columns(shards.gather(linear, stored, x, settings), shares, settings.axis_name)
-    y = shards.column(x, (linear,), settings, rows_sharded=rows_sharded)[0]
-    return shares.mask_padding(y, settings.axis_name) if pad else y
+def _bind(
+    multiply: Callable[..., Array], product: _Product, placement: Placement, x: Array, linear: shards.Linear
+) -> Callable[[], Array]:
+    """Returns the function that multiplies x; the layer calls it (see `Placement.bind`)."""
+    out_spec = placement.spec(product.layout) if multiply is _row else placement.spec(features=True)
+    return placement.bind(multiply, product, (x, linear), (placement.in_spec, product.stored), out_spec)
 
 
-def _row(static: tuple[LinearSettings, shards.Stored, Shares, Layout], x: Array, linear: shards.Linear) -> Array:
-    settings, stored, shares, layout = static
-    linear = shards.take_rows(shards.gather(linear, stored, x, settings), shares, settings.axis_name)
-    return shards.row(x, linear, settings, layout=layout)
+def _column(product: _Product, x: Array, linear: shards.Linear) -> Array:
+    settings, shares = product.settings, product.shares
+    linear = shards.take_columns(shards.gather(linear, product.stored, x, settings), shares, settings.axis_name)
+    multiply = shards.bind_columns(x, (linear,), settings, rows_sharded=product.layout == "sequence")
+    y = shards.finish(multiply()[0], linear[1], settings)
+    return shares.mask_padding(y, settings.axis_name) if product.pad else y
+
+
+def _row(product: _Product, x: Array, linear: shards.Linear) -> Array:
+    settings = product.settings
+    linear = shards.gather(linear, product.stored, x, settings)
+    linear = shards.take_rows(linear, product.shares, settings.axis_name)
+    return shards.row(x, linear, settings, layout=product.layout)

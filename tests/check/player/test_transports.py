@@ -72,7 +72,7 @@ def test_copies_and_slices_within_a_device(topology):
 
 
 def never_waited_for(x):
-    return transport.get("pallas").start(x, "x", shift=1)[0] + 1
+    return transport.ppermute_start(x, "x", backend="pallas")[0] + 1
 
 
 def waited_for_twice(x):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from flaxasync.nn.attention import ParallelAttention
 from flaxasync.nn.embed import VocabParallelEmbed
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
-from flaxasync.nn.lora import ParallelLoRA
+from flaxasync.nn.adopt.lora import ParallelLoRA
 from flaxasync.nn.placement import Layout
 
 type Rule = Literal["column", "logits", "row", "row_replicated", "embed", "embed_replicated", "attention"]

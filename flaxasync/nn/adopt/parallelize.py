@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.loading import load
+from flaxasync.nn.adopt.loading import load
 from flaxasync.nn.placement import is_eager
-from flaxasync.nn.replacement import (
+from flaxasync.nn.adopt.replacement import (
     RULES,
     Rule,
     is_parallel,
