@@ -67,18 +67,9 @@ class StoredLayer(nnx.Module):
 def stored_parameter(
     layer: str, name: str, value: Any, settings: LayerSettings, needed: P, metadata: Mapping[str, Any]
 ) -> tuple[nnx.Param, P]:
-    """Returns a new parameter, and how it is stored.
+    """Returns a new parameter, and how it is stored; see `stored_spec`.
 
-    Args:
-      layer: The name of the layer, for errors.
-      name: The name of the parameter, for errors.
-      value: The initial value; with the metadata of `nnx.with_partitioning` if it was made so.
-      settings: The settings of the layer.
-      needed: How the layer needs the parameter.
-      metadata: The metadata of the parameter; see `stored_spec` for its `out_sharding`.
-
-    Raises:
-      ValueError: As `stored_spec`.
+    The value may have metadata of `nnx.with_partitioning`, which count like `metadata`.
     """
     if isinstance(value, nnx.VariableMetadata):
         metadata = dict(metadata) | dict(value.metadata)
@@ -116,8 +107,8 @@ def stored_spec(
     Args:
       layer: The name of the layer, for errors.
       name: The name of the parameter, for errors.
-      shape: Its global shape.
-      needed: How the layer needs it.
+      shape: The global shape.
+      needed: How the layer needs the parameter.
       axis_name: The layer's axis.
       fsdp_axis: The axis that shards the parameter as well: along the first dimension that is whole and that it
         divides, or else along one that is sharded. A bias that it does not divide is not sharded over it.
@@ -162,12 +153,8 @@ def stored_spec(
 def gather(parameter: Array, stored: P | None, like: Array, axis_name: str, dtype: DTypeLike | None) -> Array:
     """Returns a parameter, inside shard_map, as the layer needs it, and in `dtype` if it had to be gathered.
 
-    Args:
-      parameter: This device's shard. Where an enclosing shard_map of the user does not shard it, it is whole already.
-      stored: How the parameter is stored; None is for one that is not there.
-      like: An array that varies over the mesh axes that the batch is split over. The gradient is summed over these.
-      axis_name: The layer's axis, over which nothing is gathered.
-      dtype: The dtype of the computation.
+    Nothing is gathered over the layer's axis, and where an enclosing shard_map of the user does not shard the
+    parameter. The gradient is summed over the mesh axes over which `like` varies, as the batch does.
     """
     varying = jax.typeof(like).mat.varying - {axis_name}
     held, whole = jax.typeof(parameter).mat.varying, parameter

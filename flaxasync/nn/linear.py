@@ -25,27 +25,10 @@ from flaxasync.nn.checks import (
 )
 from flaxasync.nn.fully_sharded import StoredLayer, metadata_spec, stored_parameter
 from flaxasync.nn.options import LinearOptions, LinearSettings, of_settings, settings_of
-from flaxasync.nn.placement import Layout, Placement, place
+from flaxasync.nn.placement import Layout, place
 from flaxasync.nn.shares import Shares
 
-
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """What is static in the product of a layer.
-
-    Attributes:
-      settings: The settings of the layer, with the dtype of the computation.
-      stored: How the kernel and the bias are stored.
-      shares: The features that each device computes with, of the dimension that the axis splits.
-      layout: How the rows lie: those of the input of `_column`, or of the output of `_row`.
-      pad: Whether the output has padding, which wins no argmax.
-    """
-
-    settings: LinearSettings
-    stored: shards.Stored
-    shares: Shares
-    layout: Layout
-    pad: bool = False
+type Split = Literal["in_features", "out_features"]
 
 
 class _ParallelLinear(StoredLayer):
@@ -53,7 +36,9 @@ class _ParallelLinear(StoredLayer):
 
     names = ("kernel", "bias")
     stored: shards.Stored
-    split: ClassVar[Literal["in_features", "out_features"]]
+    split: ClassVar[Split]
+    layout: Layout = "replicated"
+    pad: bool = False
     dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
     use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
     promote_dtype, dot_general = map(of_settings, ("promote_dtype", "dot_general"))
@@ -92,6 +77,16 @@ class _ParallelLinear(StoredLayer):
                 layer, "bias", bias, self.settings, needed, self.settings.bias_metadata
             )
         self.stored = kernel_spec, bias_spec
+
+    def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
+        """Applies the layer.
+
+        Raises:
+          ValueError: No mesh is set, it lacks the axis, x has other features, is sharded as this layer does not take
+            it, or, for a row-parallel layer, has rows that cannot be shared out equally.
+        """
+        product = _Product(self.split, self.settings, self.stored, self.shares, self.layout, self.pad)
+        return product.bind(type(self).__name__, x, self.in_features, self.parameters)()
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -145,17 +140,6 @@ class ColumnParallelLinear(_ParallelLinear):
             shares = Shares.equal(out_features, mesh_axis_size("ColumnParallelLinear", axis_name))
         super().__init__(in_features, out_features, shares=shares, rngs=rngs, **options)
 
-    def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
-        """Applies the layer.
-
-        Raises:
-          ValueError: No mesh is set, it lacks the axis, x has other features or is sharded by features.
-        """
-        placement = place("ColumnParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
-        check_input("ColumnParallelLinear", x, self.in_features, placement)
-        product = _Product(compute_settings(self, x), self.stored, self.shares, placement.layout, self.pad)
-        return _bind(_column, product, placement, x, self.parameters())()
-
 
 class RowParallelLinear(_ParallelLinear):
     """A Dense layer whose devices each hold a share of the input features.
@@ -203,26 +187,36 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, shares=shares, rngs=rngs, **options)
         self.layout: Layout = check_output_layout("RowParallelLinear", layout)
 
-    def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
-        """Applies the layer.
 
-        Raises:
-          ValueError: No mesh is set, it lacks the axis, x has other features, is not sharded by them, or has rows
-            that cannot be shared out equally.
-        """
-        placement = place("RowParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="features")
-        check_input("RowParallelLinear", x, self.in_features, placement)
-        check_output_rows("RowParallelLinear", x.shape[-2], self.layout, placement)
-        product = _Product(compute_settings(self, x), self.stored, self.shares, self.layout)
-        return _bind(_row, product, placement, x, self.parameters())()
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """What is static in the product of a layer."""
+
+    split: Split
+    settings: LinearSettings
+    stored: shards.Stored
+    shares: Shares
+    layout: Layout = "replicated"  # of the output's rows, or of the input's where the output features are split
+    pad: bool = False  # whether the last output features are padding, which wins no argmax
+
+    def bind(self, caller: str, x: Array, in_features: int, read: Callable[[], tuple[Any, Any]]) -> Callable[[], Array]:
+        """Returns the function that multiplies x with the kernel and adds the bias, which `read` returns."""
+        axis_name, in_spec = self.settings.axis_name, self.settings.in_spec
+        column = self.split == "out_features"
+        placement = place(caller, x, axis_name, in_spec, sharded="rows" if column else "features")
+        check_input(caller, x, in_features, placement)
+        layout = placement.layout if column else self.layout
+        if not column:
+            check_output_rows(caller, x.shape[-2], layout, placement)
+        linear = read()
+        product = dataclasses.replace(self, settings=with_dtype(self.settings, x, *linear), layout=layout)
+        out_spec = placement.spec(features=True) if column else placement.spec(layout)
+        in_specs = placement.in_spec, self.stored
+        return placement.bind(_column if column else _row, product, (x, linear), in_specs, out_spec)
 
 
 def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
-    """Returns the kernel and the bias (or None): global or, inside shard_map, local.
-
-    Raises:
-      ValueError: A parameter of a parallel layer is not sharded as the layer needs it.
-    """
+    """Returns the kernel and the bias (or None): global or, inside shard_map, local."""
     if isinstance(linear, nnx.Linear):
         return linear.kernel[...], None if linear.bias is None else linear.bias[...]
     kernel, bias = linear.parameters()
@@ -230,10 +224,7 @@ def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
 
 
 def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
-    """Raises NotImplementedError for a projection of a layer that was wrapped, because the layer reads its parameters.
-
-    The message begins with `layer`.
-    """
+    """Raises NotImplementedError for an adapted projection of a layer that does not call its projections."""
     for linear in linears:
         if isinstance(linear, nnx.LoRA):
             raise NotImplementedError(
@@ -264,42 +255,24 @@ def with_dtype(settings: LinearSettings, x: Array, *params: Array | None) -> Lin
 
 
 def multiply_columns(caller: str, x: Array, kernel: Array, settings: LinearSettings) -> Array:
-    """Returns x @ kernel as `ColumnParallelLinear` does. The dtype in `settings` is that of the computation.
-
-    Raises:
-      ValueError: As `ColumnParallelLinear`. The message begins with `caller`.
-    """
-    axis_name, columns = settings.axis_name, kernel.shape[1]
-    placement = place(caller, x, axis_name, settings.in_spec, sharded="rows")
-    check_input(caller, x, kernel.shape[0], placement)
-    check_divides(caller, axis_name, out_features=columns)
-    check_sharded(caller, "kernel", kernel, P(None, axis_name))
-    shares = Shares.equal(columns, placement.size)
-    product = _Product(settings, (P(None, axis_name), None), shares, placement.layout)
-    return _bind(_column, product, placement, x, (kernel, None))()
+    """Returns x @ kernel as `ColumnParallelLinear` does; the messages of its errors begin with `caller`."""
+    check_divides(caller, settings.axis_name, out_features=kernel.shape[1])
+    return _multiply(caller, x, kernel, "out_features", P(None, settings.axis_name), settings, "replicated")
 
 
 def multiply_rows(caller: str, x: Array, kernel: Array, settings: LinearSettings, *, layout: Layout) -> Array:
-    """Returns x @ kernel as `RowParallelLinear` does. The dtype in `settings` is that of the computation.
-
-    Raises:
-      ValueError: As `RowParallelLinear`. The message begins with `caller`.
-    """
-    axis_name, features = settings.axis_name, kernel.shape[0]
-    placement = place(caller, x, axis_name, settings.in_spec, sharded="features")
-    check_input(caller, x, features, placement)
-    check_output_rows(caller, x.shape[-2], layout, placement)
-    check_sharded(caller, "kernel", kernel, P(axis_name, None))
-    product = _Product(settings, (P(axis_name, None), None), Shares.equal(features, placement.size), layout)
-    return _bind(_row, product, placement, x, (kernel, None))()
+    """Returns x @ kernel as `RowParallelLinear` does; the messages of its errors begin with `caller`."""
+    return _multiply(caller, x, kernel, "in_features", P(settings.axis_name, None), settings, layout)
 
 
-def _bind(
-    multiply: Callable[..., Array], product: _Product, placement: Placement, x: Array, linear: shards.Linear
-) -> Callable[[], Array]:
-    """Returns the function that multiplies x; the layer calls it (see `Placement.bind`)."""
-    out_spec = placement.spec(product.layout) if multiply is _row else placement.spec(features=True)
-    return placement.bind(multiply, product, (x, linear), (placement.in_spec, product.stored), out_spec)
+def _multiply(
+    caller: str, x: Array, kernel: Array, split: Split, spec: P, settings: LinearSettings, layout: Layout
+) -> Array:
+    size = kernel.shape[1 if split == "out_features" else 0]
+    shares = Shares.equal(size, mesh_axis_size(caller, settings.axis_name))
+    check_sharded(caller, "kernel", kernel, spec)
+    product = _Product(split, settings, (spec, None), shares, layout)
+    return product.bind(caller, x, kernel.shape[0], lambda: (kernel, None))()
 
 
 def _column(product: _Product, x: Array, linear: shards.Linear) -> Array:

@@ -105,8 +105,8 @@ def place(
       layer: The name of the layer, for errors.
       x: The input.
       axis_name: The layer's mesh axis.
-      in_spec: How x is sharded, where its type does not say it (Auto axes); None for the usual sharding.
-      sharded: What `axis_name` shards in the usual sharding.
+      in_spec: How x is sharded under Auto axes; None for the usual sharding, in which `axis_name` splits `sharded`.
+      sharded: The dimension that the axis may split.
 
     Raises:
       ValueError: There is no mesh, no such axis, too few dimensions, or a spec that the layer cannot take.
@@ -192,14 +192,12 @@ def _entries(
     return typed
 
 
-def _mapped(
-    fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, axes: frozenset[str]
-) -> Callable[..., Any]:
+def _mapped(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, axes: frozenset[str]) -> Callable:
     return jax.shard_map(functools.partial(fn, static), in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
 @functools.lru_cache(1024)
-def _compiled(*given: Any) -> Callable[..., Any]:
+def _compiled(*given: Any) -> Callable:
     """Returns the program of a layer that is called outside of jit. A second call of the layer finds it here.
 
     While a program is traced, the layers do not use this: a trace that several layers share has the source locations of

@@ -105,21 +105,13 @@ def scan_with_prefetch(
 
 @dataclasses.dataclass(frozen=True)
 class _Parameters:
-    """The parameters of a module, or of a pytree of modules.
-
-    Attributes:
-      leaves: The parameters.
-      specs: How each of them is sharded.
-      dims: The dimension of each parameter, or of one layer of it, that the fsdp axis shards; None for none.
-      graph: What else the module is made of.
-      tree: The structure of the parameters.
-    """
+    """The parameters of a module, or of a pytree of modules, apart from what else it is made of."""
 
     leaves: Leaves
     specs: tuple[P, ...]
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # the dimension of each parameter, or of one layer of it, that the fsdp axis shards
     graph: Any
-    tree: Any
+    tree: Any  # the structure of the parameters
 
     @classmethod
     def of(cls, module: Any, fsdp_axis: str, *, stacked: bool = False) -> "_Parameters":

@@ -41,26 +41,15 @@ type Kept = Any  # the input of a layer, or the VJP of jax.vjp without its weigh
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """What is static in a scan.
+    """What is static in a scan."""
 
-    Attributes:
-      apply: A function (parameters of one layer, x, args) -> x.
-      axis: The fsdp axis.
-      dims: The dimension of each parameter of one layer that the axis shards; None for none.
-      dtype: The dtype in which parameters are gathered.
-      backend: What moves weights and gradients.
-      policy: What is kept of each layer; None for its input.
-      finish: A function (further parameters, x) -> y of the result of the last layer; None for none.
-      finish_dims: The dimension of each further parameter that the axis shards.
-    """
-
-    apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]
+    apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]  # (parameters of one layer, x, args) -> x
     axis: str
-    dims: tuple[int | None, ...]
-    dtype: Any
+    dims: tuple[int | None, ...]  # the dimension of each parameter of one layer that the axis shards; None for none
+    dtype: Any  # in which parameters are gathered
     backend: str
-    policy: Callable[..., Any] | None
-    finish: Callable[[Leaves, Array], Array] | None
+    policy: Callable[..., Any] | None  # what is kept of each layer; None for its input
+    finish: Callable[[Leaves, Array], Array] | None  # (further parameters, x) -> y of the last result; None for none
     finish_dims: tuple[int | None, ...]
 
     @property
