@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync import ring, transport
 from flaxasync.mesh import cast_to_varying
-from flaxasync.transport.values import ValueTransport
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -53,25 +52,36 @@ def test_a_block_of_one_row_is_not_halved():
     assert ring.shifts(1, rows=8) == (1,)
 
 
-class Recorder(ValueTransport):
-    """A transport that moves nothing and records what it was asked to do."""
+class Recorder:
+    """A transport and its channel, which move nothing and record what they were asked to do."""
 
     def __init__(self):
         self.log = []
 
-    def start(self, x, axis_name, *, shift):
-        self.log.append("start")
-        return x, None
-
-    def done(self, x, future):
-        self.log.append("done")
-        return x + 1
-
-    def tie(self, x, values):
-        return x, values
+    def open(self, block, axis_name, *, shift):
+        self.block = block
+        return self
 
     def check_unroll(self, unroll):
         pass
+
+    def start(self):
+        self.log.append("start")
+        return self.block
+
+    def read(self, state, turn):
+        return state
+
+    def tie(self, state, values):
+        return state, values
+
+    def hop(self, state, update, turn):
+        self.log += ["done", "start"]
+        return state + 1
+
+    def finish(self, state, update, turn):
+        self.log.append("done")
+        return state + 1
 
 
 @pytest.mark.parametrize("hops", [0, 1, 2, 3, 4, 5])  # with more, fori_loop traces turns that nobody counts

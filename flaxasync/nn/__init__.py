@@ -1,5 +1,10 @@
 """Tensor-parallel layers as `nnx.Module`s, on global arrays and the ambient mesh."""
 
+from flaxasync.nn.adopt.loading import Loaded as Loaded
+from flaxasync.nn.adopt.loading import load as load
+from flaxasync.nn.adopt.lora import ParallelLoRA as ParallelLoRA
+from flaxasync.nn.adopt.parallelize import Replaced as Replaced
+from flaxasync.nn.adopt.parallelize import parallelize as parallelize
 from flaxasync.nn.attention import ParallelAttention as ParallelAttention
 from flaxasync.nn.attention import ParallelAttentionOptions as ParallelAttentionOptions
 from flaxasync.nn.embed import VocabParallelEmbed as VocabParallelEmbed
@@ -7,15 +12,10 @@ from flaxasync.nn.embed import softmax_cross_entropy as softmax_cross_entropy
 from flaxasync.nn.heads import AttentionOptions as AttentionOptions
 from flaxasync.nn.linear import ColumnParallelLinear as ColumnParallelLinear
 from flaxasync.nn.linear import RowParallelLinear as RowParallelLinear
-from flaxasync.nn.loading import Loaded as Loaded
-from flaxasync.nn.loading import load as load
-from flaxasync.nn.lora import ParallelLoRA as ParallelLoRA
 from flaxasync.nn.mlp import ParallelMLP as ParallelMLP
 from flaxasync.nn.options import LayerOptions as LayerOptions
 from flaxasync.nn.options import LinearOptions as LinearOptions
 from flaxasync.nn.parallel_self_attention import ParallelSelfAttention as ParallelSelfAttention
-from flaxasync.nn.parallelize import Replaced as Replaced
-from flaxasync.nn.parallelize import parallelize as parallelize
 from flaxasync.nn.prefetch import scan_with_prefetch as scan_with_prefetch
 from flaxasync.nn.projections import ColumnParallelProjections as ColumnParallelProjections
 from flaxasync.nn.projections import parallel_dot_general as parallel_dot_general

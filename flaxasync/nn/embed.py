@@ -1,5 +1,6 @@
 """An embedding whose vocabulary is split over a mesh axis, and the loss that goes with it."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import fully_sharded, shards
-from flaxasync.nn.checks import check_divides, check_input, check_output_layout, check_output_rows, check_sharded
-from flaxasync.nn.fully_sharded import stored_parameter
+from flaxasync.nn.checks import check_divides, check_input, check_output_layout, check_output_rows
+from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
 from flaxasync.nn.options import LayerOptions, LayerSettings, LinearSettings, of_settings, settings_of
 from flaxasync.nn.placement import Layout, Placement, place, place_tokens
 from flaxasync.nn.shares import Shares
@@ -26,7 +27,7 @@ from flaxasync.ops import backends, vocabulary
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)  # as nnx.Embed
 
 
-class VocabParallelEmbed(nnx.Module):
+class VocabParallelEmbed(StoredLayer):
     """`nnx.Embed` with its entries split over a mesh axis.
 
     ```
@@ -56,6 +57,8 @@ class VocabParallelEmbed(nnx.Module):
       ValueError: No mesh is set, or it lacks the axis.
     """
 
+    names = ("embedding",)
+    stored: tuple[P]
     dtype, param_dtype, promote_dtype = map(of_settings, ("dtype", "param_dtype", "promote_dtype"))
 
     def __init__(
@@ -76,14 +79,10 @@ class VocabParallelEmbed(nnx.Module):
         self.layout: Layout = check_output_layout("VocabParallelEmbed", layout)
         embedding = embedding_init(rngs.params(), (num_embeddings, features), self.settings.param_dtype)
         needed = self.shares.spec(axis_name, (num_embeddings, features), 0)
-        self.embedding, self._stored = stored_parameter(
+        self.embedding, stored = stored_parameter(
             "VocabParallelEmbed", "embedding", embedding, self.settings, needed, embedding_metadata
         )
-
-    @property
-    def _specs(self) -> dict[str, P]:
-        """How each parameter is stored."""
-        return {"embedding": self._stored}
+        self.stored = (stored,)
 
     def _dtype(self, *arrays: Array, **options: bool) -> Any:
         """Returns the dtype of the computation with these arrays, as `nnx.Embed` promotes them."""
@@ -107,16 +106,12 @@ class VocabParallelEmbed(nnx.Module):
         layout = self.layout if layout is None else check_output_layout("VocabParallelEmbed", layout)
         placement = place_tokens("VocabParallelEmbed", ids, axis_name, self.settings.in_spec)
         check_output_rows("VocabParallelEmbed", ids.shape[-1], layout, placement)
+        ((table,), (stored,)) = self.parameters(), self.stored
         backend = backends.if_available("lookup_reduce_scatter", self.settings.backend)
-        check_sharded("VocabParallelEmbed", "embedding", self.embedding[...], self._specs["embedding"])
-        dtype = self._dtype(self.embedding[...], inexact=False)
-        return placement.run(
-            _lookup,
-            (axis_name, self._stored, self.shares, layout, backend, dtype),
-            (ids, self.embedding[...]),
-            (placement.token_spec(), self._specs["embedding"]),
-            placement.spec(layout),
-        )
+        dtype = self._dtype(table, inexact=False)
+        settings = dataclasses.replace(self.settings, backend=backend, dtype=dtype)
+        call = _Call(settings, stored, self.shares, layout)
+        return placement.run(_lookup, call, (ids, table), (placement.token_spec(), stored), placement.spec(layout))
 
     def attend(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s v"]:
         """Returns the logits of `x` against every entry, x @ embedding.T: all rows, sharded by entries.
@@ -127,18 +122,13 @@ class VocabParallelEmbed(nnx.Module):
         Raises:
           ValueError: No mesh is set, it lacks the axis, or x has other features.
         """
-        axis_name = self.settings.axis_name
-        placement = place("VocabParallelEmbed.attend", x, axis_name, None, sharded="rows")
+        placement = place("VocabParallelEmbed.attend", x, self.settings.axis_name, None, sharded="rows")
         check_input("VocabParallelEmbed.attend", x, self.features, placement)
-        check_sharded("VocabParallelEmbed", "embedding", self.embedding[...], self._specs["embedding"])
-        settings = LinearSettings(**vars(self.settings) | {"dtype": self._dtype(x, self.embedding[...])})
-        return placement.run(
-            _attend,
-            (settings, self._stored, self.shares, placement.rows_sharded),
-            (x, self.embedding[...]),
-            (placement.in_spec, self._specs["embedding"]),
-            placement.spec(features=True),
-        )
+        ((table,), (stored,)) = self.parameters(), self.stored
+        settings = LinearSettings(**vars(self.settings) | {"dtype": self._dtype(x, table)})
+        call = _Call(settings, stored, self.shares, placement.layout)
+        out_spec = placement.spec(features=True)
+        return placement.run(_attend, call, (x, table), (placement.in_spec, stored), out_spec)
 
 
 def softmax_cross_entropy(
@@ -194,32 +184,48 @@ def softmax_cross_entropy(
             f"softmax_cross_entropy needs one target a row: got logits {list(logits.shape)} and targets "
             f"{list(targets.shape)}"
         )
-    return placement.run(
-        _cross_entropy,
-        (axis_name, vocabulary.LossOptions(ignore, label_smoothing, z_loss, vocab_size)),
-        (logits, targets),
-        (placement.in_spec, placement.token_spec()),
-        placement.token_spec(),
-    )
+    options = vocabulary.LossOptions(ignore, label_smoothing, z_loss, vocab_size)
+    args, in_specs = (logits, targets), (placement.in_spec, placement.token_spec())
+    return placement.run(_cross_entropy, (axis_name, options), args, in_specs, placement.token_spec())
 
 
-def _lookup(static: tuple[str, P, Shares, Layout, str | None, DTypeLike], ids: Array, table: Array) -> Array:
-    axis_name, stored, shares, layout, backend, dtype = static
-    table = fully_sharded.gather(table, stored, ids, axis_name, dtype if layout == "sequence" else table.dtype)
-    table = shares.take(table, axis_name, 0)
-    if layout == "sequence":
-        return vocabulary.lookup_reduce_scatter(ids, shards.cast(table, ids, dtype), axis_name, backend=backend)
+@dataclasses.dataclass(frozen=True)
+class _Call[S: LayerSettings]:
+    """What is static in a call.
+
+    Attributes:
+      settings: The settings of the layer, with the dtype and the backend of the computation.
+      stored: How the parameter is stored.
+      shares: The entries that each device has.
+      layout: How the rows of the activations lie: those of the output of a look-up, or of the input of `attend`.
+    """
+
+    settings: S
+    stored: P
+    shares: Shares
+    layout: Layout
+
+    def take_entries(self, table: Array, like: Array, dtype: DTypeLike | None) -> Array:
+        """Returns the entries that this device computes with, in `dtype` if they had to be gathered."""
+        axis_name = self.settings.axis_name
+        return self.shares.take(fully_sharded.gather(table, self.stored, like, axis_name, dtype), axis_name, 0)
+
+
+def _lookup(call: _Call[LayerSettings], ids: Array, table: Array) -> Array:
+    axis_name, dtype, backend = call.settings.axis_name, call.settings.dtype, call.settings.backend
+    if call.layout == "sequence":
+        table = shards.cast(call.take_entries(table, ids, dtype), ids, dtype)
+        return vocabulary.lookup_reduce_scatter(ids, table, axis_name, backend=backend)
     # Cast after the look-up, so that the gradients of a frequent id are summed in the dtype of the parameter.
-    rows = vocabulary.lookup(ids, shards.cast(table, ids, table.dtype), axis_name)
-    return lax.psum(rows.astype(dtype), axis_name)
+    table = shards.cast(call.take_entries(table, ids, table.dtype), ids, table.dtype)
+    return lax.psum(vocabulary.lookup(ids, table, axis_name).astype(dtype), axis_name)
 
 
-def _attend(static: tuple[LinearSettings, P, Shares, bool], x: Array, table: Array) -> Array:
-    settings, stored, shares, rows_sharded = static
-    table = fully_sharded.gather(table, stored, x, settings.axis_name, settings.dtype)
-    table = shares.take(table, settings.axis_name, 0)
-    logits = shards.column(x, ((table.T, None),), settings, rows_sharded=rows_sharded)[0]
-    return shares.mask_padding(logits, settings.axis_name)
+def _attend(call: _Call[LinearSettings], x: Array, table: Array) -> Array:
+    settings = call.settings
+    table = call.take_entries(table, x, settings.dtype)
+    logits = shards.column(x, ((table.T, None),), settings, rows_sharded=call.layout == "sequence")[0]
+    return call.shares.mask_padding(logits, settings.axis_name)
 
 
 def _cross_entropy(static: tuple[str, vocabulary.LossOptions], logits: Array, targets: Array) -> Array:

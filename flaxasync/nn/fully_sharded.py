@@ -19,7 +19,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,25 +30,46 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
+from flaxasync.nn.checks import check_sharded
 from flaxasync.nn.options import LayerSettings
+from flaxasync.nn.placement import Entry, axes_of, spec_of
 from flaxasync.ops.saved import PARAMETER
+
+
+class StoredLayer(nnx.Module):
+    """A layer that keeps how its parameters are stored, because `nnx.update` may replace their metadata.
+
+    Attributes:
+      names: The names of the parameters.
+      stored: How each of them is stored, as the global parameter of one layer; None for one that is not there.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    stored: tuple[P | None, ...]
+
+    @property
+    def specs(self) -> dict[str, P]:
+        """How each parameter that is there is stored."""
+        return {name: spec for name, spec in zip(self.names, self.stored, strict=True) if spec is not None}
+
+    def parameters(self) -> tuple[Any, ...]:
+        """Returns the parameters, global or, inside shard_map, local; None for one that is not there.
+
+        Raises:
+          ValueError: A parameter is not sharded as it is stored.
+        """
+        found = {name: getattr(self, name)[...] for name in self.specs}
+        for name, parameter in found.items():
+            check_sharded(type(self).__name__, name, parameter, self.specs[name])
+        return tuple(map(found.get, self.names))
 
 
 def stored_parameter(
     layer: str, name: str, value: Any, settings: LayerSettings, needed: P, metadata: Mapping[str, Any]
 ) -> tuple[nnx.Param, P]:
-    """Returns a new parameter, and how it is stored.
+    """Returns a new parameter, and how it is stored; see `stored_spec`.
 
-    Args:
-      layer: The name of the layer, for errors.
-      name: The name of the parameter, for errors.
-      value: The initial value; with the metadata of `nnx.with_partitioning` if it was made so.
-      settings: The settings of the layer.
-      needed: How the layer needs the parameter.
-      metadata: The metadata of the parameter; see `stored_spec` for its `out_sharding`.
-
-    Raises:
-      ValueError: As `stored_spec`.
+    The value may have metadata of `nnx.with_partitioning`, which count like `metadata`.
     """
     if isinstance(value, nnx.VariableMetadata):
         metadata = dict(metadata) | dict(value.metadata)
@@ -68,14 +89,11 @@ def without_axis(module: nnx.Module, axis: str) -> None:
     """Makes the layers of a module, in place, take parameters that were gathered over an axis before."""
 
     def without(spec: Iterable[object]) -> P:
-        return _spec(tuple(name for name in names_of(entry) if name != axis) for entry in spec)
+        return spec_of(tuple(name for name in axes_of(entry) if name != axis) for entry in spec)
 
     for _, layer in nnx.iter_modules(module):
-        stored = getattr(layer, "_stored", None)
-        if stored is not None:
-            layer._stored = jax.tree.map(  # type: ignore[attr-defined]
-                without, stored, is_leaf=lambda spec: isinstance(spec, P)
-            )
+        if isinstance(layer, StoredLayer):
+            layer.stored = tuple(spec and without(spec) for spec in layer.stored)
         for variable in vars(layer).values():  # the parameters of an nnx.Linear are stored as their metadata says
             if isinstance(variable, nnx.Param) and (spec := variable.get_metadata().get("out_sharding")):
                 variable.set_metadata(out_sharding=tuple(without(spec)))
@@ -89,8 +107,8 @@ def stored_spec(
     Args:
       layer: The name of the layer, for errors.
       name: The name of the parameter, for errors.
-      shape: Its global shape.
-      needed: How the layer needs it.
+      shape: The global shape.
+      needed: How the layer needs the parameter.
       axis_name: The layer's axis.
       fsdp_axis: The axis that shards the parameter as well: along the first dimension that is whole and that it
         divides, or else along one that is sharded. A bias that it does not divide is not sharded over it.
@@ -101,7 +119,7 @@ def stored_spec(
       ValueError: The mesh lacks an axis, an axis is named twice, no dimension of several is divisible, or the
         annotation does not fit.
     """
-    entries = [names_of(entry) for entry in needed] + [()] * (len(shape) - len(needed))
+    entries = [axes_of(entry) for entry in needed] + [()] * (len(shape) - len(needed))
     if annotation is not None:
         extra = _extra_axes(layer, name, shape, entries, axis_name, annotation)
         for dim, axes in enumerate(extra):
@@ -112,7 +130,7 @@ def stored_spec(
                     f"annotation, {', '.join(map(repr, (*entries[dim], *axes)))}: got {shape[dim]} on {devices} "
                     f"devices; use {-(-shape[dim] // devices) * devices}, or a smaller axis"
                 )
-        return _spec(own + more for own, more in zip(entries, extra, strict=True))
+        return spec_of(own + more for own, more in zip(entries, extra, strict=True))
     if fsdp_axis is None:
         return needed
     if fsdp_axis == axis_name:
@@ -122,7 +140,7 @@ def stored_spec(
         devices = size * math.prod(mesh_axis_size(layer, axis) for axis in entries[dim])
         if shape[dim] % devices == 0:
             entries[dim] += (fsdp_axis,)
-            return _spec(entries)
+            return spec_of(entries)
         works.append(f"{-(-shape[dim] // devices) * devices} for dimension {dim}")
     if len(shape) == 1:
         return needed
@@ -135,17 +153,13 @@ def stored_spec(
 def gather(parameter: Array, stored: P | None, like: Array, axis_name: str, dtype: DTypeLike | None) -> Array:
     """Returns a parameter, inside shard_map, as the layer needs it, and in `dtype` if it had to be gathered.
 
-    Args:
-      parameter: This device's shard. Where an enclosing shard_map of the user does not shard it, it is whole already.
-      stored: How the parameter is stored; None is for one that is not there.
-      like: An array that varies over the mesh axes that the batch is split over. The gradient is summed over these.
-      axis_name: The layer's axis, over which nothing is gathered.
-      dtype: The dtype of the computation.
+    Nothing is gathered over the layer's axis, and where an enclosing shard_map of the user does not shard the
+    parameter. The gradient is summed over the mesh axes over which `like` varies, as the batch does.
     """
     varying = jax.typeof(like).mat.varying - {axis_name}
     held, whole = jax.typeof(parameter).mat.varying, parameter
     for dim, entry in enumerate(stored or ()):
-        for axis in reversed([name for name in names_of(entry) if name != axis_name and name in held]):
+        for axis in reversed([name for name in axes_of(entry) if name != axis_name and name in held]):
             with jax.named_scope("gather_parameter"):
                 if axis in varying:
                     whole = cast_to_varying(whole, varying)
@@ -177,12 +191,12 @@ def _extra_axes(
     layer: str,
     name: str,
     shape: tuple[int, ...],
-    needed: list[tuple[str, ...]],
+    needed: list[Entry],
     axis_name: str,
     annotation: object,
-) -> list[tuple[str, ...]]:
+) -> list[Entry]:
     """Returns the axes of an annotation other than the layer's, for each dimension."""
-    given = [names_of(entry) for entry in annotation]  # type: ignore[attr-defined]
+    given = [axes_of(entry) for entry in annotation]  # type: ignore[attr-defined]
     if len(given) > len(shape):
         raise ValueError(
             f"{layer}: the {name} {list(shape)} has {len(shape)} dimensions: got out_sharding={annotation}"
@@ -198,12 +212,3 @@ def _extra_axes(
     if len(given) == 2 and places[0] and places[0] != places[1]:
         given = given[::-1]
     return [tuple(axis for axis in entry if axis != axis_name) for entry in given]
-
-
-def _spec(entries: Iterable[tuple[str, ...]]) -> P:
-    return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
-
-
-def names_of(entry: object) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry of a spec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)  # type: ignore[arg-type]

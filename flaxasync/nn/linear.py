@@ -5,6 +5,7 @@ sharded by features; around them, by rows of the sequence, so that norms and res
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Unpack
 
 import jax
@@ -22,16 +23,22 @@ from flaxasync.nn.checks import (
     check_output_rows,
     check_sharded,
 )
-from flaxasync.nn.fully_sharded import metadata_spec, stored_parameter
+from flaxasync.nn.fully_sharded import StoredLayer, metadata_spec, stored_parameter
 from flaxasync.nn.options import LinearOptions, LinearSettings, of_settings, settings_of
 from flaxasync.nn.placement import Layout, place
 from flaxasync.nn.shares import Shares
 
+type Split = Literal["in_features", "out_features"]
 
-class _ParallelLinear(nnx.Module):
+
+class _ParallelLinear(StoredLayer):
     """The parameters of `nnx.Linear`, under its names and in its global shapes, split over one mesh axis or two."""
 
-    split: ClassVar[Literal["in_features", "out_features"]]
+    names = ("kernel", "bias")
+    stored: shards.Stored
+    split: ClassVar[Split]
+    layout: Layout = "replicated"
+    pad: bool = False
     dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
     use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
     promote_dtype, dot_general = map(of_settings, ("promote_dtype", "dot_general"))
@@ -69,13 +76,17 @@ class _ParallelLinear(nnx.Module):
             self.bias, bias_spec = stored_parameter(
                 layer, "bias", bias, self.settings, needed, self.settings.bias_metadata
             )
-        self._stored = kernel_spec, bias_spec
+        self.stored = kernel_spec, bias_spec
 
-    @property
-    def _specs(self) -> dict[str, P]:
-        """How each parameter is stored."""
-        specs = zip(("kernel", "bias"), self._stored, strict=True)
-        return {name: spec for name, spec in specs if spec is not None}
+    def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
+        """Applies the layer.
+
+        Raises:
+          ValueError: No mesh is set, it lacks the axis, x has other features, is sharded as this layer does not take
+            it, or, for a row-parallel layer, has rows that cannot be shared out equally.
+        """
+        product = _Product(self.split, self.settings, self.stored, self.shares, self.layout, self.pad)
+        return product.bind(type(self).__name__, x, self.in_features, self.parameters)()
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -129,18 +140,6 @@ class ColumnParallelLinear(_ParallelLinear):
             shares = Shares.equal(out_features, mesh_axis_size("ColumnParallelLinear", axis_name))
         super().__init__(in_features, out_features, shares=shares, rngs=rngs, **options)
 
-    def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
-        """Applies the layer.
-
-        Raises:
-          ValueError: No mesh is set, it lacks the axis, x has other features or is sharded by features.
-        """
-        placement = place("ColumnParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
-        check_input("ColumnParallelLinear", x, self.in_features, placement)
-        static = compute_settings(self, x), self._stored, self.shares, placement.rows_sharded, self.pad
-        specs = placement.in_spec, parameter_specs(self)
-        return placement.run(_column, static, (x, parameters(self)), specs, placement.spec(features=True))
-
 
 class RowParallelLinear(_ParallelLinear):
     """A Dense layer whose devices each hold a share of the input features.
@@ -188,40 +187,44 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, shares=shares, rngs=rngs, **options)
         self.layout: Layout = check_output_layout("RowParallelLinear", layout)
 
-    def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
-        """Applies the layer.
 
-        Raises:
-          ValueError: No mesh is set, it lacks the axis, x has other features, is not sharded by them, or has rows
-            that cannot be shared out equally.
-        """
-        placement = place("RowParallelLinear", x, self.settings.axis_name, self.settings.in_spec, sharded="features")
-        check_input("RowParallelLinear", x, self.in_features, placement)
-        check_output_rows("RowParallelLinear", x.shape[-2], self.layout, placement)
-        static = compute_settings(self, x), self._stored, self.shares, self.layout
-        specs = placement.in_spec, parameter_specs(self)
-        return placement.run(_row, static, (x, parameters(self)), specs, placement.spec(self.layout))
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """What is static in the product of a layer."""
+
+    split: Split
+    settings: LinearSettings
+    stored: shards.Stored
+    shares: Shares
+    layout: Layout = "replicated"  # of the output's rows, or of the input's where the output features are split
+    pad: bool = False  # whether the last output features are padding, which wins no argmax
+
+    def bind(self, caller: str, x: Array, in_features: int, read: Callable[[], tuple[Any, Any]]) -> Callable[[], Array]:
+        """Returns the function that multiplies x with the kernel and adds the bias, which `read` returns."""
+        axis_name, in_spec = self.settings.axis_name, self.settings.in_spec
+        column = self.split == "out_features"
+        placement = place(caller, x, axis_name, in_spec, sharded="rows" if column else "features")
+        check_input(caller, x, in_features, placement)
+        layout = placement.layout if column else self.layout
+        if not column:
+            check_output_rows(caller, x.shape[-2], layout, placement)
+        linear = read()
+        product = dataclasses.replace(self, settings=with_dtype(self.settings, x, *linear), layout=layout)
+        out_spec = placement.spec(features=True) if column else placement.spec(layout)
+        in_specs = placement.in_spec, self.stored
+        return placement.bind(_column if column else _row, product, (x, linear), in_specs, out_spec)
 
 
 def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
-    """Returns the kernel and the bias (or None): global or, inside shard_map, local.
-
-    Raises:
-      ValueError: A parameter is not sharded as the layer needs it.
-    """
-    kernel, bias = linear.kernel[...], None if linear.bias is None else linear.bias[...]
-    if not isinstance(linear, nnx.Linear):
-        for name, parameter in (("kernel", kernel), ("bias", bias)):
-            if parameter is not None:
-                check_sharded(type(linear).__name__, name, parameter, linear._specs[name])
+    """Returns the kernel and the bias (or None): global or, inside shard_map, local."""
+    if isinstance(linear, nnx.Linear):
+        return linear.kernel[...], None if linear.bias is None else linear.bias[...]
+    kernel, bias = linear.parameters()
     return kernel, bias
 
 
 def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
-    """Raises NotImplementedError for a projection of a layer that was wrapped, because the layer reads its parameters.
-
-    The message begins with `layer`.
-    """
+    """Raises NotImplementedError for an adapted projection of a layer that does not call its projections."""
     for linear in linears:
         if isinstance(linear, nnx.LoRA):
             raise NotImplementedError(
@@ -232,7 +235,7 @@ def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
 def parameter_specs(linear: _ParallelLinear | nnx.Linear) -> tuple[P, P | None]:
     """Returns how `parameters` are stored. Those of an `nnx.Linear` are stored as their metadata says."""
     if not isinstance(linear, nnx.Linear):
-        return linear._stored
+        return linear.stored
     kernel = metadata_spec(linear.kernel, 2)
     return kernel, None if linear.bias is None else metadata_spec(linear.bias, 1)
 
@@ -252,47 +255,36 @@ def with_dtype(settings: LinearSettings, x: Array, *params: Array | None) -> Lin
 
 
 def multiply_columns(caller: str, x: Array, kernel: Array, settings: LinearSettings) -> Array:
-    """Returns x @ kernel as `ColumnParallelLinear` does. The dtype in `settings` is that of the computation.
-
-    Raises:
-      ValueError: As `ColumnParallelLinear`. The message begins with `caller`.
-    """
-    axis_name = settings.axis_name
-    placement = place(caller, x, axis_name, settings.in_spec, sharded="rows")
-    check_input(caller, x, kernel.shape[0], placement)
-    check_divides(caller, axis_name, out_features=kernel.shape[1])
-    stored = P(None, axis_name), None
-    check_sharded(caller, "kernel", kernel, stored[0])
-    static = settings, stored, Shares.equal(kernel.shape[1], placement.size), placement.rows_sharded, False
-    specs = placement.in_spec, stored
-    return placement.run(_column, static, (x, (kernel, None)), specs, placement.spec(features=True))
+    """Returns x @ kernel as `ColumnParallelLinear` does; the messages of its errors begin with `caller`."""
+    check_divides(caller, settings.axis_name, out_features=kernel.shape[1])
+    return _multiply(caller, x, kernel, "out_features", P(None, settings.axis_name), settings, "replicated")
 
 
 def multiply_rows(caller: str, x: Array, kernel: Array, settings: LinearSettings, *, layout: Layout) -> Array:
-    """Returns x @ kernel as `RowParallelLinear` does. The dtype in `settings` is that of the computation.
-
-    Raises:
-      ValueError: As `RowParallelLinear`. The message begins with `caller`.
-    """
-    axis_name = settings.axis_name
-    placement = place(caller, x, axis_name, settings.in_spec, sharded="features")
-    check_input(caller, x, kernel.shape[0], placement)
-    check_output_rows(caller, x.shape[-2], layout, placement)
-    stored = P(axis_name, None), None
-    check_sharded(caller, "kernel", kernel, stored[0])
-    static = settings, stored, Shares.equal(kernel.shape[0], placement.size), layout
-    specs = placement.in_spec, stored
-    return placement.run(_row, static, (x, (kernel, None)), specs, placement.spec(layout))
+    """Returns x @ kernel as `RowParallelLinear` does; the messages of its errors begin with `caller`."""
+    return _multiply(caller, x, kernel, "in_features", P(settings.axis_name, None), settings, layout)
 
 
-def _column(static: tuple[LinearSettings, shards.Stored, Shares, bool, bool], x: Array, linear: shards.Linear) -> Array:
-    settings, stored, shares, rows_sharded, pad = static
-    linear = shards.take_columns(shards.gather(linear, stored, x, settings), shares, settings.axis_name)
-    y = shards.column(x, (linear,), settings, rows_sharded=rows_sharded)[0]
-    return shares.mask_padding(y, settings.axis_name) if pad else y
+def _multiply(
+    caller: str, x: Array, kernel: Array, split: Split, spec: P, settings: LinearSettings, layout: Layout
+) -> Array:
+    size = kernel.shape[1 if split == "out_features" else 0]
+    shares = Shares.equal(size, mesh_axis_size(caller, settings.axis_name))
+    check_sharded(caller, "kernel", kernel, spec)
+    product = _Product(split, settings, (spec, None), shares, layout)
+    return product.bind(caller, x, kernel.shape[0], lambda: (kernel, None))()
 
 
-def _row(static: tuple[LinearSettings, shards.Stored, Shares, Layout], x: Array, linear: shards.Linear) -> Array:
-    settings, stored, shares, layout = static
-    linear = shards.take_rows(shards.gather(linear, stored, x, settings), shares, settings.axis_name)
-    return shards.row(x, linear, settings, layout=layout)
+def _column(product: _Product, x: Array, linear: shards.Linear) -> Array:
+    settings, shares = product.settings, product.shares
+    linear = shards.take_columns(shards.gather(linear, product.stored, x, settings), shares, settings.axis_name)
+    multiply = shards.bind_columns(x, (linear,), settings, rows_sharded=product.layout == "sequence")
+    y = shards.finish(multiply()[0], linear[1], settings)
+    return shares.mask_padding(y, settings.axis_name) if product.pad else y
+
+
+def _row(product: _Product, x: Array, linear: shards.Linear) -> Array:
+    settings = product.settings
+    linear = shards.gather(linear, product.stored, x, settings)
+    linear = shards.take_rows(linear, product.shares, settings.axis_name)
+    return shards.row(x, linear, settings, layout=product.layout)

@@ -1,5 +1,6 @@
 """A tensor-parallel MLP, gated or not: its input makes one trip around the ring, and so does its output."""
 
+import dataclasses
 from typing import Unpack
 
 import jax
@@ -31,10 +32,9 @@ class ParallelMLP(nnx.Module):
     ```
 
     Gate and up share one trip of x. Nothing between the two rings leaves the device. Where both products have one fused
-    kernel each, the activation is part of the first, and its gradient part of that of the second, unless there are
-    biases. Saved for the backward pass are x and the products of gate and up; what lies between them and h is computed
-    again. The parameters are those of three
-    `nnx.Linear`: `gate`, `up` and `down`.
+    kernel each and no bias, the first kernel computes the activation, and the second its gradient. Saved for the
+    backward pass are x and the products of gate and up; what lies between them and h is computed again. The parameters
+    are those of three `nnx.Linear`: `gate`, `up` and `down`.
 
     Args:
       features: The features of input and output.
@@ -78,34 +78,36 @@ class ParallelMLP(nnx.Module):
         placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ParallelMLP", x, self.up.in_features, placement)
         columns = (self.up,) if self.gate is None else (self.up, self.gate)
-        stored = tuple(map(parameter_specs, columns)), parameter_specs(self.down)
-        static = compute_settings(self.up, x), stored, self.activation, placement.rows_sharded
-        return placement.run(
-            _mlp,
-            static,
-            (x, tuple(map(parameters, columns)), parameters(self.down)),
-            (placement.in_spec, *stored),
-            placement.in_spec,
+        stored = tuple(map(parameter_specs, columns))
+        call = _Call(
+            compute_settings(self.up, x), stored, parameter_specs(self.down), self.activation, placement.rows_sharded
         )
+        args = x, tuple(map(parameters, columns)), parameters(self.down)
+        return placement.run(_mlp, call, args, (placement.in_spec, stored, call.stored_down), placement.in_spec)
 
 
-def _mlp(
-    static: tuple[LinearSettings, tuple[tuple[shards.Stored, ...], shards.Stored], Activation, bool],
-    x: Array,
-    columns: tuple[shards.Linear, ...],
-    down: shards.Linear,
-) -> Array:
-    settings, (stored_columns, stored_down), activation, rows_sharded = static
-    columns = tuple(shards.gather(p, spec, x, settings) for p, spec in zip(columns, stored_columns, strict=True))
-    down = shards.gather(down, stored_down, x, settings)
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static in a call: the settings with the dtype of the computation, and how the parameters are stored."""
 
-    y = shards.mlp(x, columns, down, activation, settings) if rows_sharded else None
+    settings: LinearSettings
+    stored: tuple[shards.Stored, ...]
+    stored_down: shards.Stored
+    activation: Activation
+    rows_sharded: bool
+
+
+def _mlp(call: _Call, x: Array, columns: tuple[shards.Linear, ...], down: shards.Linear) -> Array:
+    settings = call.settings
+    columns = tuple(shards.gather(p, spec, x, settings) for p, spec in zip(columns, call.stored, strict=True))
+    down = shards.gather(down, call.stored_down, x, settings)
+    y = shards.mlp(x, columns, down, call.activation, settings) if call.rows_sharded else None
     if y is not None:
         return y
 
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
     def finish(products: tuple[Array, ...], down: shards.Linear) -> Array:
-        hidden = activate(activation, products)
-        return shards.row(hidden, down, settings, layout="sequence" if rows_sharded else "replicated")
+        hidden = activate(call.activation, products)
+        return shards.row(hidden, down, settings, layout="sequence" if call.rows_sharded else "replicated")
 
-    return finish(shards.column(x, columns, settings, rows_sharded=rows_sharded), down)
+    return finish(shards.column(x, columns, settings, rows_sharded=call.rows_sharded), down)

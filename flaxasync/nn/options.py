@@ -61,20 +61,20 @@ class LinearOptions(LayerOptions, total=False):
       use_bias: Whether the Dense layers have biases.
       kernel_init: The initializer of the kernels; that of `nnx.Linear` by default.
       bias_init: The initializer of the biases; zeros by default.
-      kernel_metadata: Metadata of the kernels. The axes that an `out_sharding` in it, such as ("fsdp", "model"), names
-        beside `axis_name` store the kernel sharded as `fsdp_axis` does, and instead of it. It is meant for a
-        column-parallel kernel or for a row-parallel one: where `axis_name` belongs to the other dimension, the two are
-        swapped. `nnx.with_partitioning` around `kernel_init` does the same.
+      kernel_metadata: Metadata of the kernels. An `out_sharding` in it, such as ("fsdp", "model"), may name axes beside
+        `axis_name`. The kernels are stored sharded over these axes, and `fsdp_axis` does not count. One `out_sharding`
+        serves column-parallel and row-parallel kernels: its two entries are swapped for a kernel whose other dimension
+        `axis_name` splits. `nnx.with_partitioning` around `kernel_init` does the same.
       bias_metadata: Metadata of the biases, likewise.
       dot_general: What multiplies the rows with the part of a kernel that a device holds; `lax.dot_general` by default.
         It is called, and differentiated, as that of `nnx.Linear`. It is a pure, hashable function of its operands: its
         value is compiled, so state that it reads stays as it was, and an `nnx.Module` is refused. Rows are then
         gathered before the product and summed after it, without overlap: `backend` is "none", and another one that is
         named is refused.
-      gathered_bytes: The most bytes of memory that each column-parallel product of the layer may take from the forward
-        to the backward pass for the rows that it gathers; 0, the default, for none. See `flaxasync.all_gather_matmul`.
-        `RowParallelLinear`, and layers that gather no rows, take it and make no use of it. With a `dot_general` of
-        one's own, or a `preferred_element_type` wider than the computation, gathered rows are kept whatever it is.
+      gathered_bytes: The most bytes of gathered rows that each column-parallel product of the layer may keep for the
+        backward pass; 0, the default, for none. See `flaxasync.all_gather_matmul`. Layers that gather no rows make no
+        use of it. With a `dot_general` of one's own, or a `preferred_element_type` wider than the computation, gathered
+        rows are always kept.
       preferred_element_type: The dtype of the output; that of the computation by default. A type that is wider than the
         computation is that of the products and of their sums, too; they are then computed without overlap, as those of
         a `dot_general`.

@@ -9,7 +9,7 @@ such.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -52,28 +52,48 @@ class Placement:
           features: Whether `axis_name` shards the features.
         """
         rows = (*self.rows, self.axis_name) if layout == "sequence" else self.rows
-        return PartitionSpec(*map(_entry, (*self.batch, rows, (self.axis_name,) if features else ())))
+        return spec_of((*self.batch, rows, (self.axis_name,) if features else ()))
+
+    @property
+    def layout(self) -> Layout:
+        """How the rows of the input lie."""
+        return "sequence" if self.rows_sharded else "replicated"
 
     @property
     def in_spec(self) -> PartitionSpec:
         """The spec of the input."""
-        return self.spec("sequence" if self.rows_sharded else "replicated", features=self.features_sharded)
+        return self.spec(self.layout, features=self.features_sharded)
 
     def token_spec(self) -> PartitionSpec:
         """Returns the spec of an array [*batch, rows] that is the same on every device of `axis_name`."""
-        return PartitionSpec(*map(_entry, (*self.batch, self.rows)))
+        return spec_of((*self.batch, self.rows))
 
-    def run(self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any) -> Any:
-        """Runs `fn(static, *args)` on the shards of `args`: under shard_map, or directly inside one.
+    def bind(self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any) -> Callable[[], Any]:
+        """Returns a function without arguments that runs `fn(static, *shards)` on the shards of `args`.
+
+        It runs `fn` under `jax.shard_map`, or directly inside one. The layer calls it, so that no function of this file
+        is between the layer and `fn` in a traceback.
 
         Outside of `jax.jit` the program is compiled once for each `fn`, `static` and type of `args`. So `fn` must be a
         function of a module and not a closure, which would be a new one in every call.
         """
         if self.manual:
-            run = functools.partial(fn, static)
+            mapped: Callable = functools.partial(fn, static)
         else:
-            run = functools.partial(_run_compiled if is_eager() else _run_on_shards, fn, static, in_specs, out_specs)
-        return run(*args) if args[0].size else _empty(jax.eval_shape(run, *args))
+            types = axis_types()
+            if all(kind == AxisType.Explicit for kind in types.values()):
+                args = jax.tree.map(_reshard, args, in_specs)
+            axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
+            if len(axes) == len(types):
+                axes = frozenset()  # This stands for all axes but those of `jax.vmap`, which takes an axis away.
+            mapped = (_compiled if is_eager() else _mapped)(fn, static, in_specs, out_specs, axes)
+        if args[0].size:
+            return functools.partial(mapped, *args)
+        return functools.partial(_empty, jax.eval_shape(mapped, *args))
+
+    def run(self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any) -> Any:
+        """Runs `fn(static, *shards)` on the shards of `args`; see `bind`."""
+        return self.bind(fn, static, args, in_specs, out_specs)()
 
 
 def place(
@@ -85,8 +105,8 @@ def place(
       layer: The name of the layer, for errors.
       x: The input.
       axis_name: The layer's mesh axis.
-      in_spec: How x is sharded, where its type does not say it (Auto axes); None for the usual sharding.
-      sharded: What `axis_name` shards in the usual sharding.
+      in_spec: How x is sharded under Auto axes; None for the usual sharding, in which `axis_name` splits `sharded`.
+      sharded: The dimension that the axis may split.
 
     Raises:
       ValueError: There is no mesh, no such axis, too few dimensions, or a spec that the layer cannot take.
@@ -94,33 +114,21 @@ def place(
     size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
         raise ValueError(f"{layer} needs an input [..., rows, features]: got {list(x.shape)}; add a dimension of rows")
-    types = axis_types()
-    if types[axis_name] == AxisType.Manual:
-        _check_types_tell(layer, axis_name)
-        varies = axis_name in jax.typeof(x).mat.varying
-        return Placement(
-            axis_name,
-            size,
-            ((),) * (x.ndim - 2),
-            (),
-            rows_sharded=varies and sharded == "rows",
-            features_sharded=varies and sharded == "features",
-            manual=True,
-        )
-    split = {"rows": -2, "features": -1}[sharded]
-    entries = _entries(layer, x, in_spec, types, axis_name, batch_dims=x.ndim - 2, split=split)
+    by_rows = sharded == "rows"
+    if axis_types()[axis_name] == AxisType.Manual:
+        varies = _varies(layer, x, axis_name)
+        return Placement(axis_name, size, ((),) * (x.ndim - 2), (), varies and by_rows, varies and not by_rows, True)
+    entries = _entries(layer, x, in_spec, axis_name, batch_dims=x.ndim - 2, split=-2 if by_rows else -1)
     *batch, rows, features = entries
     fits = not any(axis_name in entry for entry in batch)
-    if sharded == "rows":
+    if by_rows:
         fits = fits and not features and (axis_name not in rows or rows[-1] == axis_name)
         needed = f"whose rows (dimension -2) are sharded over {axis_name!r}, or are the same on all of its devices"
     else:
         fits = fits and axis_name not in rows and features == ((axis_name,) if size > 1 or features else ())
         needed = f"whose features (dimension -1) are sharded over {axis_name!r}"
     if not fits:
-        raise ValueError(
-            f"{layer} takes an input {needed}: got {PartitionSpec(*map(_entry, entries))}; reshard it with jax.reshard"
-        )
+        raise ValueError(f"{layer} takes an input {needed}: got {spec_of(entries)}; reshard it with jax.reshard")
     others = tuple(name for name in rows if name != axis_name)
     return Placement(axis_name, size, tuple(batch), others, axis_name in rows, bool(features), manual=False)
 
@@ -134,29 +142,24 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
     size = mesh_axis_size(layer, axis_name)
     if ids.ndim < 1:
         raise ValueError(f"{layer} needs ids [..., rows]: got a scalar; add a dimension")
-    types = axis_types()
-    if types[axis_name] == AxisType.Manual:
-        _check_types_tell(layer, axis_name)
-        if size > 1 and axis_name in jax.typeof(ids).mat.varying:
-            raise ValueError(
-                f"{layer} needs all ids on every device of {axis_name!r}: got ids that vary over it; gather them first"
-            )
-        return Placement(axis_name, size, ((),) * (ids.ndim - 1), (), False, False, manual=True)
-    entries = _entries(layer, ids, in_spec, types, axis_name, batch_dims=ids.ndim - 1, split=None)
-    if size > 1 and any(axis_name in entry for entry in entries):
-        raise ValueError(
-            f"{layer} needs all ids on every device of {axis_name!r}: got {PartitionSpec(*map(_entry, entries))}; "
-            "reshard them with jax.reshard"
-        )
+    manual = axis_types()[axis_name] == AxisType.Manual
+    if manual:
+        entries: list[Entry] = [()] * ids.ndim
+        split, found, remedy = _varies(layer, ids, axis_name), "ids that vary over it", "gather them first"
+    else:
+        entries = _entries(layer, ids, in_spec, axis_name, batch_dims=ids.ndim - 1, split=None)
+        split, found = any(axis_name in entry for entry in entries), str(spec_of(entries))
+        remedy = "reshard them with jax.reshard"
+    if size > 1 and split:
+        raise ValueError(f"{layer} needs all ids on every device of {axis_name!r}: got {found}; {remedy}")
     *batch, rows = (tuple(name for name in entry if name != axis_name) for entry in entries)
-    return Placement(axis_name, size, tuple(batch), rows, False, False, manual=False)
+    return Placement(axis_name, size, tuple(batch), rows, False, False, manual)
 
 
 def _entries(
     layer: str,
     x: jax.Array,
     in_spec: PartitionSpec | None,
-    types: dict[str, AxisType],
     axis_name: str,
     *,
     batch_dims: int,
@@ -169,14 +172,14 @@ def _entries(
     """
     typed = [axes_of(entry) for entry in jax.typeof(x).sharding.spec]
     typed += [()] * (x.ndim - len(typed))
-    auto = tuple(name for name, kind in types.items() if kind == AxisType.Auto)
+    auto = tuple(name for name, kind in axis_types().items() if kind == AxisType.Auto)
     if in_spec is not None:
         given = [axes_of(entry) for entry in in_spec]
         given += [()] * (x.ndim - len(given))
         if [tuple(name for name in entry if name not in auto) for entry in given] != typed:
             raise ValueError(
                 f"{layer} was built with in_spec={in_spec}, and its input {list(x.shape)} is sharded "
-                f"{PartitionSpec(*map(_entry, typed))}; leave in_spec out under Explicit axes"
+                f"{spec_of(typed)}; leave in_spec out under Explicit axes"
             )
         return given
     wishes = [(0, tuple(name for name in auto if name != axis_name))] if batch_dims else []
@@ -189,19 +192,18 @@ def _entries(
     return typed
 
 
-def _run_on_shards(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, *args: Any) -> Any:
-    types = axis_types()
-    if all(kind == AxisType.Explicit for kind in types.values()):
-        args = jax.tree.map(_reshard, args, in_specs)
-    axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
-    if len(axes) == len(types):
-        axes = frozenset()  # This stands for all axes but those of `jax.vmap`, which takes an axis away.
-    return jax.shard_map(functools.partial(fn, static), in_specs=in_specs, out_specs=out_specs, axis_names=axes)(*args)
+def _mapped(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, axes: frozenset[str]) -> Callable:
+    return jax.shard_map(functools.partial(fn, static), in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
-# While a program is traced, the layers do not use this: a trace that several layers share has the source locations of
-# the first one.
-_run_compiled = jax.jit(_run_on_shards, static_argnums=(0, 1, 2, 3), inline=True)
+@functools.lru_cache(1024)
+def _compiled(*given: Any) -> Callable:
+    """Returns the program of a layer that is called outside of jit. A second call of the layer finds it here.
+
+    While a program is traced, the layers do not use this: a trace that several layers share has the source locations of
+    the first one.
+    """
+    return jax.jit(_mapped(*given), inline=True)
 
 
 def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:
@@ -228,13 +230,18 @@ def put(x: Any, spec: PartitionSpec) -> jax.Array:
     return lax.with_sharding_constraint(x, spec)
 
 
-def _check_types_tell(layer: str, axis_name: str) -> None:
-    """Raises ValueError under check_vma=False, because then no type says what varies over an axis."""
+def _varies(layer: str, x: jax.Array, axis_name: str) -> bool:
+    """Says whether `x`, inside shard_map, varies over an axis.
+
+    Raises:
+      ValueError: Under check_vma=False no type says what varies over an axis.
+    """
     if axis_name not in jax.typeof(lax.axis_index(axis_name)).mat.varying:
         raise ValueError(
             f"{layer} inside jax.shard_map reads from its input's type whether that is sharded over {axis_name!r}, and "
             "check_vma=False hides it; leave check_vma on, or call a function of shards: flaxasync.all_gather_matmul"
         )
+    return axis_name in jax.typeof(x).mat.varying
 
 
 def axis_types() -> dict[str, AxisType]:
@@ -257,5 +264,6 @@ def axes_of(entry: Any) -> Entry:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _entry(names: Entry) -> Any:
-    return names[0] if len(names) == 1 else (names or None)
+def spec_of(entries: Iterable[Entry]) -> PartitionSpec:
+    """Returns the spec of a dimension for each entry."""
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in entries))

@@ -1,22 +1,6 @@
 """A scan over fully sharded layers that gathers the weights of the next layer while the present one computes.
 
-```
-forward   turn i       y_i = layer_i(w_i, y_{i-1})                         w_{i+1} = gather(w_shard_{i+1})
-backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   w_{i-1} = gather(w_shard_{i-1})
-                                                                           dw_shard_{i+1} = reduce_scatter(dw_{i+1})
-```
-
-What stands side by side does not depend on each other, so the transfers of a turn have the whole turn to finish. Each
-weight is gathered once forward and once backward, but for two: the last turn forward gathers the last layer again, with
-which the backward pass begins, and the last turn backward gathers the first layer again, which nothing uses. So all
-turns are alike. What is kept for the backward pass are those weights and the inputs of the layers, from which each
-layer is computed again, as with `jax.checkpoint` around it; or what a policy of `jax.checkpoint` saves in each layer.
-The weights themselves are gathered again in any case. The weights and the gradients of two layers are whole at a time.
-
-What follows the layers, such as the output projection, can be part of the scan. Its weights arrive while the layers
-run forward, and its gradients leave while they run backward.
-
-`flaxasync.transport.shards` moves weights and gradients, by permutes or by direct copies.
+`flaxasync.nn.prefetched_scan` has the schedule. This file takes modules apart for it, and checks how they are sharded.
 Nothing of this has run on a TPU yet; docs/scaling.md has estimates from compiled programs.
 """
 
@@ -28,18 +12,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from flaxasync.mesh import cast_to_varying, check_tpu, mesh_axis_size
-from flaxasync.nn.fully_sharded import names_of, without_axis
-from flaxasync.transport.schedule import tie
-from flaxasync.transport.shards import start_gather, start_reduce_scatter
-from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
-
-type Leaves = tuple[Array, ...]
+from flaxasync.mesh import check_tpu, mesh_axis_size
+from flaxasync.nn.fully_sharded import without_axis
+from flaxasync.nn.placement import axes_of
+from flaxasync.nn.prefetched_scan import Leaves, Scan, run
 
 
 def scan_with_prefetch(
@@ -91,7 +72,7 @@ def scan_with_prefetch(
         )
     stack = _Parameters.of(layers, fsdp_axis, stacked=True)
     x_spec, arg_specs = jax.typeof(x).sharding.spec, tuple(jax.typeof(arg).sharding.spec for arg in args)
-    if not any(fsdp_axis in names_of(entry) for entry in x_spec):
+    if not any(fsdp_axis in axes_of(entry) for entry in x_spec):
         raise ValueError(
             f"scan_with_prefetch needs its input sharded over {fsdp_axis!r}, as a part of the batch: got {x_spec}; "
             "reshard it with jax.reshard, or use nnx.scan"
@@ -118,27 +99,19 @@ def scan_with_prefetch(
     whole = finish_whole if finish else None
     scan = Scan(apply_whole, fsdp_axis, stack.dims, jnp.dtype(dtype), backend, policy, whole, last.dims)
     return jax.shard_map(
-        functools.partial(_run, scan), in_specs=(stack.specs, last.specs, x_spec, arg_specs), out_specs=out_spec
+        functools.partial(run, scan), in_specs=(stack.specs, last.specs, x_spec, arg_specs), out_specs=out_spec
     )(stack.leaves, last.leaves, x, args)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parameters:
-    """The parameters of a module, or of a pytree of modules.
-
-    Attributes:
-      leaves: The parameters.
-      specs: How each of them is sharded.
-      dims: The dimension of each parameter, or of one layer of it, that the fsdp axis shards; None for none.
-      graph: What else the module is made of.
-      tree: The structure of the parameters.
-    """
+    """The parameters of a module, or of a pytree of modules, apart from what else it is made of."""
 
     leaves: Leaves
     specs: tuple[P, ...]
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # the dimension of each parameter, or of one layer of it, that the fsdp axis shards
     graph: Any
-    tree: Any
+    tree: Any  # the structure of the parameters
 
     @classmethod
     def of(cls, module: Any, fsdp_axis: str, *, stacked: bool = False) -> "_Parameters":
@@ -174,206 +147,6 @@ class _Parameters:
         return module
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """What the backward pass of a layer needs, without its weights.
-
-    Attributes:
-      arrays: The input of the layer, or the residuals of its VJP other than weights and further arguments.
-      tree: The structure of the VJP; None where only the input is kept.
-      places: For each residual of the VJP, its number among weights and further arguments; None for one of `arrays`.
-    """
-
-    arrays: tuple[Array, ...]
-    tree: Any
-    places: tuple[int | None, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Scan:
-    """What is static in a scan.
-
-    Attributes:
-      apply: A function (parameters of one layer, x, args) -> x.
-      axis: The fsdp axis.
-      dims: The dimension of each parameter of one layer that the axis shards; None for none.
-      dtype: The dtype in which parameters are gathered.
-      backend: What moves weights and gradients.
-      policy: What is kept of each layer; None for its input.
-      finish: A function (further parameters, x) -> y of the result of the last layer; None for none.
-      finish_dims: The dimension of each further parameter that the axis shards.
-    """
-
-    apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]
-    axis: str
-    dims: tuple[int | None, ...]
-    dtype: Any
-    backend: str
-    policy: Callable[..., Any] | None
-    finish: Callable[[Leaves, Array], Array] | None
-    finish_dims: tuple[int | None, ...]
-
-    @property
-    def turns(self) -> int:
-        """The turns in the body of the loop. In the second of two, the buffers of the weights are back in their places.
-
-        With one turn XLA copies all weights that were gathered, from where they arrived to where the loop carries them.
-        What each of two turns keeps is stacked by itself: `lax.scan(..., unroll=2)` would join both first, with copies.
-        """
-        return 2 if self.backend == "pallas" else 1
-
-    def forward(self, whole: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, Kept]:
-        """Applies one layer to x, and returns what its backward pass needs beside the whole weights and `args`."""
-        if self.policy is None:
-            return self.apply(whole, x, args), Kept((x,), None, ())
-        apply = jax.checkpoint(lambda whole, x: self.apply(whole, x, args), policy=self.policy)
-        y, pull = jax.vjp(apply, whole, x)
-        residuals, tree = jax.tree.flatten(pull)
-        again = (*whole, *args)
-        places = tuple(next((n for n, one in enumerate(again) if one is residual), None) for residual in residuals)
-        kept = tuple(residual for residual, place in zip(residuals, places, strict=True) if place is None)
-        return y, Kept(kept, tree, places)
-
-    def backward(self, kept: Kept, args: tuple[Array, ...], whole: Leaves, dy: Array) -> tuple[Leaves, Array]:
-        """Returns the gradients of the whole weights of one layer and of its input."""
-        if kept.tree is None:
-            return jax.vjp(lambda whole, x: self.apply(whole, x, args), whole, *kept.arrays)[1](dy)
-        arrays, again = iter(kept.arrays), (*whole, *args)
-        residuals = [next(arrays) if place is None else again[place] for place in kept.places]
-        return jax.tree.unflatten(kept.tree, residuals)(dy)
-
-    def gather_layer(self, stacked: Leaves, layer: Any) -> Transfers:
-        """Begins to gather the parameters of one layer."""
-        with jax.named_scope("prefetch_parameters"):
-            shards = tuple(lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in stacked)
-        return self.gather(shards, self.dims)
-
-    def gather(self, shards: Leaves, dims: tuple[int | None, ...]) -> Transfers:
-        """Begins to gather parameters."""
-        with jax.named_scope("prefetch_parameters"):
-            begun = [
-                Transfer(shard) if dim is None else start_gather(shard.astype(self.dtype), self.axis, dim, self.backend)
-                for shard, dim in zip(shards, dims, strict=True)
-            ]
-        return Transfers(begun, "prefetch_parameters")
-
-    def reduce(self, parameters: Leaves, gradients: Leaves, dims: tuple[int | None, ...]) -> Transfers:
-        """Begins to sum gradients over the axis, each in the dtype of its parameter."""
-        with jax.named_scope("scatter_gradients"):
-            begun = [
-                Transfer(gradient.astype(leaf.dtype))
-                if dim is None
-                else start_reduce_scatter(gradient, leaf.dtype, self.axis, dim, self.backend)
-                for leaf, gradient, dim in zip(parameters, gradients, dims, strict=True)
-            ]
-        return Transfers(begun, "scatter_gradients")
-
-
-def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
-    """Writes the gradients of one layer into those of all layers."""
-    pairs = zip(sums, gradients, strict=True)
-    return tuple(lax.dynamic_update_index_in_dim(total, one, layer, 0) for total, one in pairs)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
-    return _run_fwd(dataclasses.replace(scan, policy=None), stacked, last, x, args)[0]
-
-
-def _run_fwd(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
-    layers = stacked[0].shape[0]
-
-    def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], Kept]:
-        x, whole = carry
-        # The last turn gathers its own layer again: the backward pass begins with it.
-        following = scan.gather_layer(stacked, jnp.minimum(layer + 1, layers - 1))
-        y, kept = meanwhile([following], lambda x: scan.forward(_varying(whole, x), x, args), x)
-        return (y, following.done()), kept
-
-    def body(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], list[Kept]]:
-        kept = []
-        for n in range(scan.turns):
-            carry, one = turn(carry, layer + n)
-            kept.append(one)
-        return carry, kept
-
-    def run(x: Array, first: Leaves) -> tuple[Array, Leaves, Any]:
-        in_loop = layers // scan.turns * scan.turns
-        carry, stacks = lax.scan(body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32))
-        rest = []
-        for layer in range(in_loop, layers):
-            carry, one = turn(carry, jnp.int32(layer))
-            rest.append(one)
-        return (*carry, (stacks, rest))
-
-    first = scan.gather_layer(stacked, 0).done()
-    if scan.finish is None:
-        y, whole, kept = run(x, first)
-        return y, (stacked, last, kept, None, whole, args)
-    first, shards = tie(first, last)  # the first layer does not wait for more than itself
-    travelling = scan.gather(shards, scan.finish_dims)
-    y, whole, kept = meanwhile([travelling], run, x, first)
-    y, pull = jax.vjp(scan.finish, _varying(travelling.done(), y), y)
-    return y, (stacked, last, kept, pull, whole, args)
-
-
-def _run_bwd(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Array, None]:
-    stacked, last, kept, pull, whole, args = saved
-    layers = stacked[0].shape[0]
-
-    def pull_layer(whole: Leaves, kept: Kept, dy: Array) -> tuple[Leaves, Array]:
-        return scan.backward(kept, args, _varying(whole, dy), dy)
-
-    def turn(carry: tuple, layer: Array, kept: Kept) -> tuple:
-        dy, whole, gradients, sums = carry
-        preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
-        reduced = scan.reduce(stacked, gradients, scan.dims)
-        gradients, dy = meanwhile([preceding, reduced], functools.partial(pull_layer, whole), kept, dy)
-        # In the first turn no gradients are waiting. The zeros that are written then are replaced in the second turn.
-        sums = _write(sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
-        return dy, preceding.done(), gradients, sums
-
-    def body(carry: tuple, step: tuple[Array, list[Kept]]) -> tuple[tuple, None]:
-        layer, kept = step
-        for n in reversed(range(scan.turns)):
-            carry = turn(carry, layer + n, kept[n])
-        return carry, None
-
-    def run(dy: Array) -> tuple[Leaves, Array]:
-        none = tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
-        sums = tuple(jnp.zeros_like(leaf) for leaf in _varying(stacked, dy))
-        (stacks, rest), carry = kept, (dy, whole, none, sums)
-        for n in reversed(range(len(rest))):
-            carry = turn(carry, jnp.int32(layers - len(rest) + n), rest[n])
-        steps = jnp.arange(0, layers - len(rest), scan.turns, dtype=jnp.int32), stacks
-        (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
-        return _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0), dx
-
-    dlast: Leaves = ()
-    if pull is None:
-        sums, dx = run(dy)
-    else:
-        dlast, dy = pull(dy)
-        leaving = scan.reduce(last, dlast, scan.finish_dims)
-        sums, dx = meanwhile([leaving], run, dy)
-        dlast = leaving.done()
-    return tuple(map(_sum_like, sums, stacked)), tuple(map(_sum_like, dlast, last)), dx, None
-
-
-_run.defvjp(_run_fwd, _run_bwd)
-
-
-def _varying(leaves: Leaves, like: Array) -> Leaves:
-    return tuple(cast_to_varying(leaf, jax.typeof(like).mat.varying) for leaf in leaves)
-
-
-def _sum_like(gradient: Array, leaf: Array) -> Array:
-    """Sums a gradient over the axes on whose devices a parameter is the same."""
-    axes = tuple(sorted(jax.typeof(gradient).mat.varying - jax.typeof(leaf).mat.varying))
-    return lax.psum(gradient, axes) if axes else gradient
-
-
 def _dimension(fsdp_axis: str, stacked: bool, path: tuple, spec: P) -> int | None:
     """Returns the dimension of a parameter, or of one layer of a stack of parameters, that the axis shards, or None.
 
@@ -381,14 +154,14 @@ def _dimension(fsdp_axis: str, stacked: bool, path: tuple, spec: P) -> int | Non
       ValueError: The same dimension has another axis after it: what is gathered over it alone would be out of order. Or
         the layers themselves are sharded.
     """
-    if stacked and len(spec) and names_of(spec[0]):
+    if stacked and len(spec) and axes_of(spec[0]):
         raise ValueError(
             "scan_with_prefetch needs all layers of a stack on every device: "
             f"{'.'.join(map(str, path))} is stored {spec}, whose first dimension is that of the layers"
         )
     for dim, entry in enumerate(spec):
-        if fsdp_axis in names_of(entry):
-            if names_of(entry)[-1] != fsdp_axis:
+        if fsdp_axis in axes_of(entry):
+            if axes_of(entry)[-1] != fsdp_axis:
                 raise ValueError(
                     f"scan_with_prefetch needs {fsdp_axis!r} as the last axis of a dimension: "
                     f"{'.'.join(map(str, path))} is stored {spec}; change that order in its out_sharding, or use "

@@ -4,6 +4,8 @@ Each parameter is first cast, in its own dtype, to vary over the mesh axes of th
 the one sum of its gradient over the data axes, in the dtype of the parameter.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,20 +44,31 @@ def column(x: Array, linears: tuple[Linear, ...], settings: LinearSettings, *, r
 
     The dtype in `settings` is that of the computation; it is not None.
     """
+    ys: Sequence[Array] = bind_columns(x, linears, settings, rows_sharded=rows_sharded)()
+    return tuple(finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
+
+
+def bind_columns(
+    x: Array, linears: tuple[Linear, ...], settings: LinearSettings, *, rows_sharded: bool
+) -> Callable[[], Any]:
+    """Returns the function of the products of `column` without biases. Its caller calls it, as that of `bind`."""
     x = x.astype(settings.dtype)
     kernels = tuple(cast(kernel, x, settings.dtype) for kernel, _ in linears)
-    ys: Any
-    if multiplies_locally(settings):
-        rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True) if rows_sharded else x
-        ys = [_multiply(rows, kernel, settings) for kernel in kernels]
-    elif rows_sharded:
-        ys = all_gather_matmul(
-            x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision,
+    if not multiplies_locally(settings) and rows_sharded:
+        return functools.partial(
+            all_gather_matmul, x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision,
             gathered_bytes=settings.gathered_bytes,
         )  # fmt: skip
-    else:
-        ys = tuple(dot(x, kernel, settings.precision).astype(settings.dtype) for kernel in kernels)
-    return tuple(finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
+    return functools.partial(_columns_of_whole_rows, x, kernels, settings, rows_sharded)
+
+
+def _columns_of_whole_rows(
+    x: Array, kernels: tuple[Array, ...], settings: LinearSettings, rows_sharded: bool
+) -> Sequence[Array]:
+    if multiplies_locally(settings):
+        rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True) if rows_sharded else x
+        return [_multiply(rows, kernel, settings) for kernel in kernels]
+    return [dot(x, kernel, settings.precision).astype(settings.dtype) for kernel in kernels]
 
 
 def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -> Array:

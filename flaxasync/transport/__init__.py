@@ -8,7 +8,6 @@ permute    the public permute on values, and the table from the names of backend
 xla        the transport on `lax.ppermute`
 pallas     the transport on value futures
 stateful   the transport on Refs, and the public permute on Refs
-values     the base class of transports that move values, and their channel
 pair       makes a start and a done from two kernel bodies
 local      copies within a device
 direct     an all-gather and an all-to-all in which each device sends to all others
@@ -24,15 +23,13 @@ from flaxasync.transport.local import slice_start as slice_start
 from flaxasync.transport.pair import Future as Future
 from flaxasync.transport.pair import Pair as Pair
 from flaxasync.transport.permute import TRANSPORTS as TRANSPORTS
+from flaxasync.transport.permute import PendingPermute as PendingPermute
 from flaxasync.transport.permute import get as get
 from flaxasync.transport.permute import ppermute as ppermute
 from flaxasync.transport.permute import ppermute_done as ppermute_done
 from flaxasync.transport.permute import ppermute_start as ppermute_start
 from flaxasync.transport.schedule import tie as tie
 from flaxasync.transport.schedule import while_travelling as while_travelling
-from flaxasync.transport.stateful import done_slots as done_slots
-from flaxasync.transport.stateful import new_slots as new_slots
 from flaxasync.transport.stateful import ppermute_done_stateful as ppermute_done_stateful
 from flaxasync.transport.stateful import ppermute_start_stateful as ppermute_start_stateful
-from flaxasync.transport.stateful import start_slots as start_slots
 from flaxasync.transport.stateful import tie_refs as tie_refs

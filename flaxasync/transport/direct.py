@@ -16,9 +16,10 @@ chip, the farthest first takes 1.4 times as long on closed rings of four v5e, an
 The start waits until all other devices of the axis have entered it, because all of them write here. Block d of y is
 written by device d alone, and this device's own block by a local copy.
 
-All starts of a kind on an axis share one barrier, and a device may count a signal of the next start of a fast device in
-place of a late one of this start. That is harmless: a device that has signalled its next start has passed this one, for
-which every other device had entered it.
+All starts of a kind on an axis share one barrier. A device may therefore count the signal of a fast device for the next
+start in place of the signal of a slow device for this one. That is harmless. The first device that leaves a start has
+counted R - 1 signals, which all belong to this start, because nobody has signalled the next one yet. So every device has
+entered a start before any device signals the next one.
 """
 
 import functools

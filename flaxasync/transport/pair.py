@@ -18,7 +18,7 @@ Two rules remain for the caller. A loop that carries a `Future` needs two turns 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -32,17 +32,24 @@ from flaxasync.mesh import UnsupportedError
 type Ref = Any  # a Ref of `jax.new_ref`, or one that a kernel is given
 type Semaphore = Any  # a DMA semaphore: outside kernels an int32 scalar
 type Scalar = Any  # an int or an int32 scalar
-type Aval = tuple[tuple[int, ...], jnp.dtype, frozenset[str]]  # shape, dtype, varying mesh axes
 
-_SEMAPHORE = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
+_SEMAPHORE, _HBM = (pl.BlockSpec(memory_space=space) for space in (pltpu.SEMAPHORE, pltpu.HBM))
 _MOVED = "8, 16 and 32 bit integers, bfloat16, float32 and the floats below 16 bits"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["semaphores", "buffer"],
-    meta_fields=["pair", "aval"],
-)
+class Aval(NamedTuple):
+    """What a future remembers about its x. The axes are the mesh axes over which x varies."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    varying: frozenset[str]
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "Aval":
+        return cls(x.shape, jnp.dtype(x.dtype), frozenset(jax.typeof(x).mat.varying))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["semaphores", "buffer"], meta_fields=["pair", "aval"])
 @dataclasses.dataclass(eq=False)
 class Future:
     """A transfer under way. It is a pytree of arrays, so it passes through `fori_loop`, `scan` and `cond`.
@@ -51,7 +58,7 @@ class Future:
       semaphores: DMA semaphores, which count the bytes that the transfer has read and written.
       buffer: The memory that is being written. It must not be read: `done` returns it once it holds the result.
       pair: The pair that the future belongs to.
-      aval: The shape, dtype and varying axes of the x that belongs to the future.
+      aval: The type of the x that belongs to the future.
       done_in: The traces in which the transfer was waited for.
     """
 
@@ -124,7 +131,7 @@ class Pair:
             start = custom_batching.custom_vmap(start)
             start.def_vmap(lambda size, batched, x: (self._start(x), (True, True, (False,) * count)))
         sent, buffer, semaphores = start(x, *scalars)
-        return sent, Future(semaphores, buffer, self, aval(x))
+        return sent, Future(semaphores, buffer, self, Aval.of(x))
 
     def done(self, x: jax.Array, future: Future) -> jax.Array:
         """Waits for the transfer and returns y.
@@ -136,8 +143,8 @@ class Pair:
         if not isinstance(future, Future) or future.pair != self:
             other = future.pair.name if isinstance(future, Future) else type(future).__name__
             raise ValueError(f"{self.name}_done needs a future of {self.name}_start: got one of {other}")
-        check_aval(f"{self.name}_done", x, future)
-        check_first_wait(f"{self.name}_done", future)
+        check_aval(f"{self.name}_done", x, future.aval)
+        _check_first_wait(f"{self.name}_done", future)
         done = self._done
         if self.elementwise:
             done = custom_batching.custom_vmap(done)
@@ -202,15 +209,18 @@ def start_kernel(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=count,
-            in_specs=[_hbm()] * size,
-            out_specs=(*(_SEMAPHORE,) * semaphores, *(_hbm(),) * size, *made_spaces),
+            in_specs=[_HBM] * size,
+            out_specs=(*(_SEMAPHORE,) * semaphores, *(_HBM,) * size, *made_spaces),
         ),
         out_shape=(*(pltpu.SemaphoreType.DMA(()),) * semaphores, *map(pltpu.HBM.like, arrays), *made),
         input_output_aliases={count + i: semaphores + i for i in range(size)},
         compiler_params=_params(collective_id),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0, remote_bytes_transferred=sent),
         name=name,
-    )(*(jnp.reshape(jnp.asarray(s, jnp.int32), (1,)) for s in scalars), *map(_in_hbm, arrays))
+    )(
+        *(jnp.reshape(jnp.asarray(s, jnp.int32), (1,)) for s in scalars),
+        *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays),
+    )
     return list(results[:semaphores]), list(results[semaphores:][:size]), list(results[semaphores + size :])
 
 
@@ -222,9 +232,8 @@ def done_kernel(
     *,
     returned: Sequence[int],
     spaces: Sequence[Any] | None = None,
-    scalars: Sequence[Scalar] = (),
 ) -> list[jax.Array]:
-    """Calls the done of a pair: `body(*scalars, *arrays, *semaphores)` waits for what `start_kernel` started.
+    """Calls the done of a pair: `body(*arrays, *semaphores)` waits for what `start_kernel` started.
 
     Args:
       name: The name of the kernel.
@@ -233,31 +242,26 @@ def done_kernel(
       semaphores: The semaphores that `start_kernel` returned.
       returned: The positions of the arrays that are aliased through and returned. The others are only kept alive.
       spaces: The memory space of each array; HBM by default.
-      scalars: int32 scalars, of which the body gets refs of shape [1] in SMEM.
 
     Returns:
       The arrays at `returned`.
     """
     spaces = spaces or (pltpu.HBM,) * len(arrays)
-    count, size, waits = len(scalars), len(arrays), len(semaphores)
+    operands = len(arrays) + len(semaphores)
 
     def kernel(*refs: Any) -> None:
-        body(*refs[: count + size + waits])
+        body(*refs[:operands])
 
     return pl.pallas_call(
         kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=count,
-            in_specs=[*(pl.BlockSpec(memory_space=space) for space in spaces), *(_SEMAPHORE,) * waits],
-            out_specs=[pl.BlockSpec(memory_space=spaces[i]) for i in returned],
-        ),
+        in_specs=[*(pl.BlockSpec(memory_space=space) for space in spaces), *(_SEMAPHORE,) * len(semaphores)],
+        out_specs=[pl.BlockSpec(memory_space=spaces[i]) for i in returned],
         out_shape=[spaces[i].like(arrays[i]) for i in returned],
-        input_output_aliases={count + i: output for output, i in enumerate(returned)},
+        input_output_aliases={i: output for output, i in enumerate(returned)},
         compiler_params=_params(None),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
         name=name,
     )(
-        *(jnp.reshape(jnp.asarray(s, jnp.int32), (1,)) for s in scalars),
         *(pltpu.with_memory_space_constraint(x, space) for x, space in zip(arrays, spaces, strict=True)),
         *semaphores,
     )
@@ -278,27 +282,22 @@ def check_movable(name: str, x: Any) -> None:
         )
 
 
-def aval(x: jax.Array) -> Aval:
-    """Returns what a future remembers about its x: shape, dtype, and the mesh axes that it varies over."""
-    return x.shape, jnp.dtype(x.dtype), frozenset(jax.typeof(x).mat.varying)
-
-
-def check_aval(caller: str, x: jax.Array, future: Any) -> None:
-    """Raises ValueError if `x` is not what `future` belongs to."""
-    shape, dtype, varying = future.aval
-    if (x.shape, x.dtype) != (shape, dtype):
+def check_aval(caller: str, x: jax.Array, needed: Aval) -> None:
+    """Raises ValueError if `x` is not what a future belongs to."""
+    found = Aval.of(x)
+    if (found.shape, found.dtype) != (needed.shape, needed.dtype):
         raise ValueError(
-            f"{caller} was given {x.dtype}{list(x.shape)} with the future of {dtype}{list(shape)}; "
+            f"{caller} was given {x.dtype}{list(x.shape)} with the future of {needed.dtype}{list(needed.shape)}; "
             "pass the x that the start returned beside the future"
         )
-    if jax.typeof(x).mat.varying != varying:
+    if found.varying != needed.varying:
         raise ValueError(
-            f"{caller} was given an x that varies over {sorted(jax.typeof(x).mat.varying)} with the future of one that "
-            f"varies over {sorted(varying)}: a future of another axis; pass the x that the start returned beside it"
+            f"{caller} was given an x that varies over {sorted(found.varying)} with the future of one that varies over "
+            f"{sorted(needed.varying)}: a future of another axis; pass the x that the start returned beside it"
         )
 
 
-def check_first_wait(caller: str, future: Any) -> None:
+def _check_first_wait(caller: str, future: Future) -> None:
     """Raises ValueError if `future` was waited for in this trace before."""
     # Two branches of a cond may each wait for it, so only a done in the same trace counts as a second one.
     trace = jax.extend.core.get_opaque_trace_state(convention="flaxasync")
@@ -312,11 +311,3 @@ def check_first_wait(caller: str, future: Any) -> None:
 
 def _params(collective_id: int | None) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(collective_id=collective_id, has_side_effects=pltpu.SideEffectType.SIDE_EFFECTING)
-
-
-def _hbm() -> pl.BlockSpec:
-    return pl.BlockSpec(memory_space=pltpu.HBM)
-
-
-def _in_hbm(x: jax.Array) -> jax.Array:
-    return pltpu.with_memory_space_constraint(x, pltpu.HBM)

@@ -26,38 +26,64 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.mesh import device_at
+from flaxasync.ring import Block, Update
 from flaxasync.transport import schedule
 from flaxasync.transport.pair import Future, Pair, Ref, Semaphore
-from flaxasync.transport.values import ValueTransport
+
+type Futures = tuple[list[jax.Array], list[Future]]  # the arrays of a block, each with the future that belongs to it
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasTransport(ValueTransport):
-    """Moves arrays with a pair of Pallas kernels.
+class PallasTransport:
+    """A `flaxasync.ring.Transport` that moves values with a pair of Pallas kernels."""
 
-    Attributes:
-      collective_id: The id of the entry barrier. By default each axis and shift has an id of its own.
-    """
-
-    collective_id: int | None = None
-
-    def start(self, x: jax.Array, axis_name: str, *, shift: int) -> tuple[jax.Array, Future]:
-        """Begins sending `x`. Raises NotImplementedError for an array that TPU DMAs cannot move."""
-        return permute(axis_name, shift % lax.axis_size(axis_name), self.collective_id).start(x)
-
-    def done(self, x: jax.Array, future: Future) -> jax.Array:
-        return future.pair.done(x, future)
-
-    def tie(self, x: jax.Array, values: Any) -> tuple[jax.Array, Any]:
-        return schedule.tie(x, values)
+    def open(self, block: Block, axis_name: str, *, shift: int) -> "FutureChannel":
+        """Returns a channel on which all arrays of `block` travel together."""
+        return FutureChannel(block, permute(axis_name, shift % lax.axis_size(axis_name)))
 
     def check_unroll(self, unroll: int) -> None:
+        """Raises ValueError for a loop body of one turn."""
         if unroll < 2:
             raise ValueError(
                 f"a loop of value futures needs unroll=2 or more: got unroll={unroll}. Source and destination change "
                 "roles every turn; with one turn in the loop's body XLA copies one of them while it is in flight, and "
                 "the result is wrong. Leave unroll out, or use backend='xla'"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class FutureChannel:
+    """The channel of a block that is a value. The loop carries each array of the block together with its future."""
+
+    block: Block
+    pair: Pair
+
+    def start(self) -> Futures:
+        return self._start(self.block)
+
+    def read(self, state: Futures, turn: int) -> Block:
+        arrays, _ = state
+        return jax.tree.unflatten(jax.tree.structure(self.block), arrays)
+
+    def tie(self, state: Futures, values: Any) -> tuple[Futures, Any]:
+        arrays, futures = state
+        tied = []
+        for x in arrays:
+            x, values = schedule.tie(x, values)
+            tied.append(x)
+        return (tied, futures), values
+
+    def hop(self, state: Futures, update: Update, turn: int) -> Futures:
+        return self._start(self.finish(state, update, turn))
+
+    def finish(self, state: Futures, update: Update, turn: int) -> Block:
+        arrived = [self.pair.done(x, future) for x, future in zip(*state, strict=True)]
+        block = jax.tree.unflatten(jax.tree.structure(self.block), arrived)
+        return block if update is None else update(block)
+
+    def _start(self, block: Block) -> Futures:
+        started = [self.pair.start(x) for x in jax.tree.leaves(block)]
+        return [x for x, _ in started], [future for _, future in started]
 
 
 @functools.cache

@@ -4,20 +4,47 @@ import dataclasses
 import functools
 
 import jax
+from jax import lax
 
-from flaxasync import mesh
+from flaxasync import mesh, ring
 from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
-from flaxasync.ring import Transport
-from flaxasync.transport import pair, xla
-from flaxasync.transport.pallas import PallasTransport
+from flaxasync.transport import pallas
+from flaxasync.transport.pair import Aval, Future, check_aval
 from flaxasync.transport.stateful import StatefulTransport
-from flaxasync.transport.values import ValueTransport
 from flaxasync.transport.xla import XlaTransport
 
-TRANSPORTS: dict[str, Transport] = {"xla": XlaTransport(), "pallas": PallasTransport(), "stateful": StatefulTransport()}
+TRANSPORTS: dict[str, ring.Transport] = {
+    "xla": XlaTransport(),
+    "pallas": pallas.PallasTransport(),
+    "stateful": StatefulTransport(),
+}
 
 
-def get(backend: str, caller: str = "this") -> Transport:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["block"], meta_fields=["axis_name", "shift"])
+@dataclasses.dataclass(frozen=True)
+class PendingPermute:
+    """What `ppermute_start` returns for backend "xla": the done issues the permute, and XLA begins it when it can.
+
+    XLA runs whatever the operand of its permute depends on before the transfer. `while_travelling` ties the x of the
+    pair to the compute, so the done sends this block, and not that x.
+
+    Attributes:
+      block: What is sent: the block that `ppermute_start` was given.
+      axis_name: The mesh axis along which the block goes.
+      shift: How many devices onward it goes.
+    """
+
+    block: jax.Array
+    axis_name: str
+    shift: int
+
+    @property
+    def aval(self) -> Aval:
+        """The type of the x that belongs to it."""
+        return Aval.of(self.block)
+
+
+def get(backend: str, caller: str = "this") -> ring.Transport:
     """Returns the transport of a backend's name.
 
     Raises:
@@ -34,7 +61,7 @@ def get(backend: str, caller: str = "this") -> Transport:
 
 def ppermute_start(
     x: jax.Array, axis_name: str, shift: int = 1, backend: str | None = None, *, collective_id: int | None = None
-) -> tuple[jax.Array, xla.Future | pair.Future]:
+) -> tuple[jax.Array, PendingPermute | Future]:
     """Begins sending `x` to the device `shift` positions onward on `axis_name`.
 
     Call it inside `jax.shard_map`. Compute between the two calls that does not need the result of `ppermute_done` can
@@ -59,19 +86,19 @@ def ppermute_start(
       NotImplementedError: `backend` cannot run here, or cannot move such an array.
     """
     size = mapped_axis_size("ppermute_start", axis_name)
-    transport = get(backend or "xla", "ppermute_start")
-    if not isinstance(transport, ValueTransport):
+    get(backend or "xla", "ppermute_start")
+    if backend == "stateful":
         raise UnsupportedError(
-            f"ppermute_start with backend={backend!r} has no Refs to work on; use ppermute_start_stateful, or "
+            "ppermute_start with backend='stateful' has no Refs to work on; use ppermute_start_stateful, or "
             "backend='pallas'"
         )
+    x = cast_to_varying(x, {axis_name})
     if backend == "pallas":
-        transport = PallasTransport(collective_id)
-    x, future = transport.start(cast_to_varying(x, {axis_name}), axis_name, shift=shift % size)
-    return x, dataclasses.replace(future, block=x) if isinstance(future, xla.Future) else future
+        return pallas.permute(axis_name, shift % size, collective_id).start(x)
+    return x, PendingPermute(x, axis_name, shift % size)
 
 
-def ppermute_done(x: jax.Array, future: xla.Future | pair.Future) -> jax.Array:
+def ppermute_done(x: jax.Array, future: PendingPermute | Future) -> jax.Array:
     """Waits for a transfer and returns the block of the device `shift` positions before this one.
 
     Args:
@@ -85,10 +112,13 @@ def ppermute_done(x: jax.Array, future: xla.Future | pair.Future) -> jax.Array:
       ValueError: `future` is not a future, or belongs to a block of another shape, dtype or axis; or, with "pallas",
         it was waited for before.
     """
-    if not isinstance(future, xla.Future | pair.Future):
+    if not isinstance(future, PendingPermute | Future):
         raise ValueError(f"ppermute_done needs the future that ppermute_start returned: got {type(future).__name__}")
-    pair.check_aval("ppermute_done", x, future)
-    return future.pair.done(x, future) if isinstance(future, pair.Future) else XlaTransport().done(x, future)
+    check_aval("ppermute_done", x, future.aval)
+    if isinstance(future, Future):
+        return future.pair.done(x, future)
+    permutation = ring.permutation(lax.axis_size(future.axis_name), future.shift)
+    return lax.ppermute(future.block, future.axis_name, permutation)
 
 
 def ppermute(
@@ -108,8 +138,8 @@ def ppermute(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _ppermute_pallas(axis_name: str, shift: int, collective_id: int | None, x: jax.Array) -> jax.Array:
-    transport = PallasTransport(collective_id)
-    return transport.done(*transport.start(x, axis_name, shift=shift))
+    pair = pallas.permute(axis_name, shift % lax.axis_size(axis_name), collective_id)
+    return pair.done(*pair.start(x))
 
 
 def _ppermute_pallas_fwd(axis_name: str, shift: int, collective_id: int | None, x: jax.Array) -> tuple[jax.Array, None]:

@@ -2,11 +2,11 @@
 
 | backend | what moves the blocks |
 |---|---|
-| `"xla"` | rings of permutes, asynchronous on every TPU; not loops, so that XLA can place each hop anywhere |
+| `"xla"` | rings of permutes in both directions, asynchronous on every TPU; not loops, so that XLA can place each hop |
 | `"pallas"` | copies from each device to each other one (`flaxasync.transport.direct`) |
 
-What direct copies cannot move, because its blocks are not in whole tiles (`flaxasync.transport.direct.in_whole_tiles`),
-goes by XLA's collectives: biases, and kernels whose blocks of columns are no multiple of 128.
+Blocks that are not in whole tiles (`flaxasync.transport.direct.in_whole_tiles`) cannot be copied directly: biases, and
+kernels whose blocks of columns are no multiple of 128. XLA's collectives move those.
 """
 
 import jax
@@ -15,9 +15,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying
+from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 from flaxasync.transport import direct
 from flaxasync.transport.direct import in_whole_tiles
 from flaxasync.transport.transfers import Transfer
+from flaxasync.transport.xla import XlaTransport
 
 
 def start_gather(shard: Array, axis: str, dim: int, backend: str) -> Transfer:
@@ -44,40 +46,25 @@ def start_reduce_scatter(x: Array, dtype: DTypeLike, axis: str, dim: int, backen
 
 
 def ring_all_gather(shard: Array, axis: str, dim: int) -> Array:
-    """Returns all shards along `dim`, by permutes in both directions, each of half of a shard if it can be halved."""
-    devices, block = lax.axis_size(axis), shard.shape[dim]
-    shape = (*shard.shape[:dim], devices * block, *shard.shape[dim + 1 :])
+    """Returns all shards along `dim`, by permutes."""
+    shape = (*shard.shape[:dim], lax.axis_size(axis) * shard.shape[dim], *shard.shape[dim + 1 :])
     whole = cast_to_varying(jnp.zeros(shape, shard.dtype), jax.typeof(shard).mat.varying)
-    for direction, start, part in _parts(shard, dim):
-        for hop in range(devices):
-            owner = lax.rem(lax.axis_index(axis) - direction * hop + devices, devices)
-            whole = lax.dynamic_update_slice_in_dim(whole, part, owner * block + start, dim)
-            if hop < devices - 1:
-                part = lax.ppermute(part, axis, _shift(devices, direction))
-    return whole
+
+    def write(block: Array, start: Index, whole: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(whole, block, start, dim)
+
+    return ring_gather(_ring(axis), shard, whole, write, axis=dim)
 
 
 def ring_reduce_scatter(x: Array, axis: str, dim: int) -> Array:
-    """Returns this device's shard along `dim` of the sum over all devices, by permutes as in `ring_all_gather`."""
-    devices, block = lax.axis_size(axis), x.shape[dim] // lax.axis_size(axis)
-    sums = []
-    for direction, start, total in _parts(lax.slice_in_dim(x, 0, block, axis=dim), dim):
-        for hop in range(devices):
-            owner = lax.rem(lax.axis_index(axis) - direction * (hop + 1) + 2 * devices, devices)
-            addend = lax.dynamic_slice_in_dim(x, owner * block + start, total.shape[dim], dim)
-            total = addend if hop == 0 else lax.ppermute(total, axis, _shift(devices, direction)) + addend
-        sums.append(total)
-    return lax.concatenate(sums, dim) if len(sums) > 1 else sums[0]
+    """Returns this device's shard along `dim` of the sum over all devices, by permutes."""
+
+    def produce(start: Index, count: int) -> Array:
+        return lax.dynamic_slice_in_dim(x, start, count, dim)
+
+    return ring_reduce(_ring(axis), x.shape[dim] // lax.axis_size(axis), produce, x.dtype, axis=dim)
 
 
-def _parts(shard: Array, dim: int) -> list[tuple[int, int, Array]]:
-    """Returns the direction, the start and the data of what travels each way."""
-    half = shard.shape[dim] // 2
-    if half * 2 != shard.shape[dim]:
-        return [(1, 0, shard)]
-    first, second = jnp.split(shard, 2, dim)
-    return [(1, 0, first), (-1, half, second)]
-
-
-def _shift(devices: int, direction: int) -> list[tuple[int, int]]:
-    return [(device, (device + direction) % devices) for device in range(devices)]
+def _ring(axis: str) -> Ring:
+    """Returns a ring in both directions. All turns are in one loop body, so `staggered_loop` writes no loop."""
+    return Ring(axis, XlaTransport(), directions=2, unroll=lax.axis_size(axis))

@@ -9,9 +9,8 @@ y = y_ref[...]
 ```
 
 Both kernels read and write both Refs, so they run in program order with each other and with everything else that uses
-the Refs. A loop has one of two forms. Either its body makes two hops, there and back, or it makes one hop, and the two
-buffers are the two slots of one Ref, chosen by the parity of the hop (`new_slots`, `start_slots`, `done_slots`). A pair
-is kept even if nothing uses its result, also in a loop.
+the Refs. The body of a loop makes two hops, there and back. A pair is kept even if nothing uses its result, also in a
+loop.
 
 The Refs must be whole Refs of `jax.new_ref`, because a view of a Ref would be copied before the DMA.
 """
@@ -29,7 +28,7 @@ from jax.interpreters import mlir
 from flaxasync import mesh
 from flaxasync.ring import Block, Update
 from flaxasync.transport import pair, pallas, schedule
-from flaxasync.transport.pair import Ref, Scalar, Semaphore
+from flaxasync.transport.pair import Ref, Semaphore
 
 type Semaphores = tuple[Semaphore, Semaphore]
 
@@ -93,77 +92,6 @@ def ppermute_done_stateful(send_sem: Semaphore, recv_sem: Semaphore, x_ref: Ref,
         (x_ref[...], y_ref[...]),
         (send_sem, recv_sem),
         returned=(0, 1),
-    )
-    _keep()
-
-
-def new_slots(x: jax.Array) -> Ref:
-    """Creates a Ref of shape [2, *x.shape] with `x` in slot 0: the two buffers of a ring in one Ref.
-
-    ```python
-    slots = new_slots(x)
-    for hop in range(3):
-        sems = start_slots(slots, hop % 2, "model")
-        z = slots[hop % 2] * 2                                  # meanwhile this slot may be read
-        done_slots(*sems, slots, hop % 2)
-    y = slots[3 % 2]
-    ```
-    """
-    both = _empty_like(x, (2, *x.shape))
-    return jax.new_ref(lax.dynamic_update_slice_in_dim(both, x[None], 0, axis=0))
-
-
-def start_slots(
-    slots_ref: Ref, slot: Scalar, axis_name: str, shift: int = 1, *, collective_id: int | None = None
-) -> Semaphores:
-    """Begins sending `slots_ref[slot]` to `slots_ref[1 - slot]` of the device `shift` positions onward on `axis_name`.
-
-    Args:
-      slots_ref: A Ref of shape [2, ...], from `new_slots`. Until the done, slot `slot` may be read, and nothing
-        written.
-      slot: 0 or 1, int32; in a loop, the parity of the hop.
-      axis_name: A mesh axis of R devices that the enclosing `shard_map` maps.
-      shift: Device i sends to device (i + shift) % R.
-      collective_id: The id of the entry barrier; by default one that no other kernel of the program has.
-
-    Returns:
-      The semaphores of the two ends, for `done_slots(*sems, slots_ref, slot)`.
-
-    Raises:
-      ValueError: slots_ref is not a whole Ref with two slots.
-      NotImplementedError: TPU DMAs cannot move arrays of this dtype or shape.
-    """
-    _check_slots("start_slots", slots_ref)
-    pair.check_movable("ppermute_stateful", jax.typeof(slots_ref[0]))
-    shift %= lax.axis_size(axis_name)
-
-    def body(slot_ref: Ref, slots: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-        pallas.enter(axis_name, shift, collective_id)
-        here = slot_ref[0]
-        pallas.send(slots.at[here], slots.at[1 - here], send_sem, recv_sem, axis_name, shift)
-
-    sems, (slots_ref[...],), _ = pair.start_kernel(
-        "ppermute_slots_start",
-        body,
-        (slots_ref[...],),
-        scalars=(slot,),
-        semaphores=2,
-        collective_id=collective_id,
-        remote=True,
-    )
-    return sems[0], sems[1]
-
-
-def done_slots(send_sem: Semaphore, recv_sem: Semaphore, slots_ref: Ref, slot: Scalar) -> None:
-    """Waits until slot `slot` has been sent and slot `1 - slot` has arrived. Takes what `start_slots` took."""
-    _check_slots("done_slots", slots_ref)
-
-    def body(slot_ref: Ref, slots: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-        here = slot_ref[0]
-        pallas.wait_sent_and_received(slots.at[here], slots.at[1 - here], send_sem, recv_sem)
-
-    (slots_ref[...],) = pair.done_kernel(
-        "ppermute_slots_done", body, (slots_ref[...],), (send_sem, recv_sem), returned=(0,), scalars=(slot,)
     )
     _keep()
 
@@ -250,21 +178,16 @@ def _new_pair(x: jax.Array) -> tuple[Ref, Ref]:
     The memory of the second Ref is tied to `x`, because the gradient of a scan hoists what depends on no variable of
     the scan. An empty array depends on nothing, and a Ref that was hoisted cannot be returned to the scan.
     """
-    x, empty = schedule.tie(x, _empty_like(x, x.shape))
+    empty = mesh.cast_to_varying(lax.empty(x.shape, x.dtype), jax.typeof(x).mat.varying)
+    x, empty = schedule.tie(x, empty)
     return jax.new_ref(x), jax.new_ref(empty)
-
-
-def _empty_like(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns uninitialised memory of x's dtype that varies over the same mesh axes."""
-    return mesh.cast_to_varying(lax.empty(shape, x.dtype), jax.typeof(x).mat.varying)
 
 
 def _check_refs(caller: str, x_ref: Ref, y_ref: Ref) -> None:
     for name, ref in (("x_ref", x_ref), ("y_ref", y_ref)):
         if not _is_whole_ref(ref):
             raise ValueError(
-                f"{caller} needs {name} to be a whole Ref: got {type(ref).__name__}; make one with jax.new_ref, and "
-                "for two buffers in one use new_slots and start_slots"
+                f"{caller} needs {name} to be a whole Ref: got {type(ref).__name__}; make one with jax.new_ref"
             )
     if x_ref is y_ref:
         raise ValueError(f"{caller} was given one Ref as x_ref and y_ref: what arrives would overwrite what is sent")
@@ -273,12 +196,6 @@ def _check_refs(caller: str, x_ref: Ref, y_ref: Ref) -> None:
             f"{caller} needs two Refs of one type: got x_ref {x_ref.dtype}{list(x_ref.shape)} and y_ref "
             f"{y_ref.dtype}{list(y_ref.shape)}"
         )
-
-
-def _check_slots(caller: str, slots_ref: Ref) -> None:
-    if not _is_whole_ref(slots_ref) or slots_ref.ndim < 2 or slots_ref.shape[0] != 2:
-        got = list(slots_ref.shape) if _is_whole_ref(slots_ref) else type(slots_ref).__name__
-        raise ValueError(f"{caller} needs a whole Ref of shape [2, ...], from new_slots: got {got}")
 
 
 def _is_whole_ref(ref: Ref) -> bool:

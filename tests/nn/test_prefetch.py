@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.nn.prefetch import Scan
+from flaxasync.nn.prefetched_scan import Scan
 from flaxasync.transport import direct
 from flaxasync.transport.shards import ring_all_gather, ring_reduce_scatter
 from tests.simulator.split_pairs import session
@@ -131,7 +131,7 @@ def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
     def watch(self, whole, x, args):
         y, found = forward(self, whole, x, args)
         weights = [(w.shape, w.dtype) for w in (*whole, *args) if w.ndim > 1]
-        kept.append([a.shape for a in found.arrays if (a.shape, a.dtype) in weights])
+        kept.append([a.shape for a in jax.tree.leaves(found) if (a.shape, a.dtype) in weights])
         return y, found
 
     with jax.set_mesh(mesh_of(1, 4, 1, 1)), mock.patch.object(Scan, "forward", watch):

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import flaxasync as fa
 from flaxasync import ring, transport
 from flaxasync.mesh import cast_to_varying
-from flaxasync.transport import stateful
-from flaxasync.transport.pallas import PallasTransport
 
 AXIS = "x"
-pallas = PallasTransport()
+start, done = functools.partial(fa.ppermute_start, axis_name=AXIS, backend="pallas"), fa.ppermute_done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +45,9 @@ def one_after_another(x, hops):
 
     def turn(_, carry):
         x, seen = carry
-        x, future = pallas.start(x, AXIS, shift=1)
+        x, future = start(x)
         x, seen = transport.while_travelling(x, add, x, seen)
-        return pallas.done(x, future), seen
+        return done(x, future), seen
 
     return lax.fori_loop(0, hops, turn, (x, jnp.zeros_like(x)), unroll=2)
 
@@ -59,29 +58,29 @@ def staggered(x, hops):
     def turn(_, carry):
         x, future, seen = carry
         x, seen = transport.while_travelling(x, add, x, seen)
-        return *pallas.start(pallas.done(x, future), AXIS, shift=1), seen
+        return *start(done(x, future)), seen
 
-    carry = (*pallas.start(x, AXIS, shift=1), jnp.zeros_like(x))
+    carry = (*start(x), jnp.zeros_like(x))
     x, future, seen = lax.fori_loop(0, hops - 1, turn, carry, unroll=2)
     x, seen = transport.while_travelling(x, add, x, seen)
-    return pallas.done(x, future), seen
+    return done(x, future), seen
 
 
 def staggered_both(x, hops):
     """The same with one half-block in each direction: two transfers are under way at once."""
     half = x.shape[0] // 2
-    starts = [functools.partial(pallas.start, axis_name=AXIS, shift=shift) for shift in (1, -1)]
+    starts = [functools.partial(start, shift=shift) for shift in (1, -1)]
 
     def window(halves, seen):
         blocks = [x for x, _ in halves]
         blocks, seen = transport.while_travelling(blocks, lambda b, seen: seen + jnp.concatenate(b), blocks, seen)
-        return [pallas.done(x, future) for x, (_, future) in zip(blocks, halves, strict=True)], seen
+        return [done(x, future) for x, (_, future) in zip(blocks, halves, strict=True)], seen
 
     def turn(_, carry):
         blocks, seen = window(*carry)
-        return [start(x) for start, x in zip(starts, blocks, strict=True)], seen
+        return [begin(x) for begin, x in zip(starts, blocks, strict=True)], seen
 
-    carry = [start(block) for start, block in zip(starts, (x[:half], x[half:]), strict=True)], jnp.zeros_like(x)
+    carry = [begin(block) for begin, block in zip(starts, (x[:half], x[half:]), strict=True)], jnp.zeros_like(x)
     blocks, seen = window(*lax.fori_loop(0, hops - 1, turn, carry, unroll=2))
     return jnp.concatenate(blocks), seen
 
@@ -89,45 +88,24 @@ def staggered_both(x, hops):
 def swap(x, hops):
     """Two Refs that swap roles; a body makes two hops."""
     x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
-    start, done = functools.partial(transport.ppermute_start_stateful, axis_name=AXIS), transport.ppermute_done_stateful
+    begin, end = functools.partial(fa.ppermute_start_stateful, axis_name=AXIS), fa.ppermute_done_stateful
 
     def hop(sems, seen, here, there):
         seen = transport.tie_refs(here, there, values=seen)
         seen = transport.tie_refs(here, there, values=add(here[...], seen))
-        done(*sems, here, there)
+        end(*sems, here, there)
         return seen
 
     def two_hops(_, carry):
         sems, seen = carry
         seen = hop(sems, seen, x_ref, y_ref)
-        seen = hop(start(y_ref, x_ref), seen, y_ref, x_ref)
-        return start(x_ref, y_ref), seen
+        seen = hop(begin(y_ref, x_ref), seen, y_ref, x_ref)
+        return begin(x_ref, y_ref), seen
 
     assert hops % 2
-    sems, seen = lax.fori_loop(0, hops // 2, two_hops, (start(x_ref, y_ref), jnp.zeros_like(x)))
+    sems, seen = lax.fori_loop(0, hops // 2, two_hops, (begin(x_ref, y_ref), jnp.zeros_like(x)))
     seen = hop(sems, seen, x_ref, y_ref)
     return y_ref[...], seen
-
-
-def two_slots(x, hops):
-    """The two slots of one Ref, chosen by the parity of the hop; one turn in a body."""
-    ref = stateful.new_slots(x)
-
-    def hop(sems, seen, slot):
-        slot, seen = transport.tie_refs(ref, values=(slot, seen))
-        seen = transport.tie_refs(ref, values=add(ref[slot], seen))
-        stateful.done_slots(*sems, ref, slot)
-        return seen
-
-    def turn(i, carry):
-        sems, seen = carry
-        seen = hop(sems, seen, i % 2)
-        return stateful.start_slots(ref, 1 - i % 2, AXIS, shift=1), seen
-
-    sems = stateful.start_slots(ref, 0, AXIS, shift=1)
-    sems, seen = lax.fori_loop(0, hops - 1, turn, (sems, jnp.zeros_like(x)))
-    seen = hop(sems, seen, jnp.int32((hops - 1) % 2))
-    return ref[hops % 2], seen
 
 
 def gather(backend, directions):
@@ -189,7 +167,6 @@ FORMS = {
     "staggered": Form(staggered, _passing, lambda hops, size: 2 + (hops - 1) % 2 + 1),
     "staggered_both": Form(staggered_both, _passing_both, lambda hops, size: 2 * (2 + (hops - 1) % 2 + 1)),
     "swap": Form(swap, _passing, lambda hops, size: 3),
-    "two_slots": Form(two_slots, _passing, lambda hops, size: 2),
     **{f"gather_{b}_{d}": gather(b, d) for b, d in (("pallas", 1), ("pallas", 2), ("stateful", 2))},
     **{f"reduce_{b}_{d}": reduce(b, d) for b, d in (("pallas", 1), ("pallas", 2), ("stateful", 2))},
 }

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.transport import Pair, pair, pallas, stateful
+from flaxasync.transport import Pair, pair, pallas
 from tests.grids import sparse
 from tests.simulator.split_pairs import session
 from tests.transport.forms import FORMS
@@ -43,7 +43,7 @@ def check_form(name, hops, size=4, **options):
     assert report.problems() == set()
 
 
-LOOPS = ["one_after_another", "staggered", "staggered_both", "swap", "two_slots"]  # ring collectives follow
+LOOPS = ["one_after_another", "staggered", "staggered_both", "swap"]  # ring collectives follow
 assert list(FORMS)[: len(LOOPS)] == LOOPS
 
 
@@ -71,7 +71,7 @@ def test_eight_devices(name, mode):
     check_form(name, 7, size=8, mode=mode)
 
 
-@pytest.mark.parametrize("name", ["staggered_both", "swap", "two_slots"])
+@pytest.mark.parametrize("name", ["staggered_both", "swap"])
 def test_a_late_device_is_waited_for(name):
     check_form(name, 3, delayed={1: 0.05})
 
@@ -199,25 +199,25 @@ def test_a_missing_entry_barrier_writes_early(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_missing_capacity_ack_writes_early(mode):
-    """The slots with a barrier at the first hop only: a slot is written before its owner is done with it."""
+    """Two Refs with a barrier at the first hop only: a Ref is written before its owner is done with it."""
 
-    def start(ref, slot, *, acknowledge):
-        def body(slot_ref, slots, send_sem, recv_sem):
+    def start(here, there, *, acknowledge):
+        def body(x_ref, y_ref, send_sem, recv_sem):
             if acknowledge:
                 pallas.enter("x", 1)
-            here = slot_ref[0]
-            pallas.send(slots.at[here], slots.at[1 - here], send_sem, recv_sem, "x", 1)
+            pallas.send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
 
-        name = "ppermute_slots_start"
-        sems, (ref[...],), _ = pair.start_kernel(name, body, (ref[...],), scalars=(slot,), semaphores=2)
+        contents = (here[...], there[...])
+        sems, (here[...], there[...]), _ = pair.start_kernel("ppermute_stateful_start", body, contents, semaphores=2)
         return sems
 
     def f(x, acknowledge):
-        ref = stateful.new_slots(x)
+        here, there = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
         for hop in range(3):
-            sems = start(ref, hop % 2, acknowledge=hop == 0 or acknowledge)
-            stateful.done_slots(*sems, ref, hop % 2)
-        return ref[1]
+            sems = start(here, there, acknowledge=hop == 0 or acknowledge)
+            fa.ppermute_done_stateful(*sems, here, there)
+            here, there = there, here
+        return here[...]
 
     blocks, got, report = on_ring(functools.partial(f, acknowledge=True), mode=mode, delayed={1: 0.1})
     np.testing.assert_array_equal(got, np.roll(blocks, 3, axis=0))

@@ -13,10 +13,10 @@ from tests.transport.test_jax_scenarios import SCENARIOS
 
 HOPS = 7
 FUTURES = ("gather_pallas_2",)
-REFS = ("swap", "two_slots", "reduce_stateful_2")
+REFS = ("swap", "reduce_stateful_2")
 LOCAL = ("multiple_copies", "two_dynamic_slices", "stateful_copies")
 SHARED = ("remote_copies",)  # it sends one source in two transfers
-STARTS = ("ppermute_start", "ppermute_stateful_start", "ppermute_slots_start", "copy_start", "slice_start")
+STARTS = ("ppermute_start", "ppermute_stateful_start", "copy_start", "slice_start")
 
 
 @functools.cache

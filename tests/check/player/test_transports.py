@@ -38,8 +38,8 @@ def play_block(topology, local):
 
 # Each group is one program. In a program with more Refs, XLA prefetches both slots of a Ref while one is in flight.
 GROUPS = {
-    "value futures": [n for n in FORMS if "stateful" not in n and n not in ("swap", "two_slots")],
-    "Refs": [n for n in FORMS if "stateful" in n or n in ("swap", "two_slots")],
+    "value futures": [n for n in FORMS if "stateful" not in n and n != "swap"],
+    "Refs": [n for n in FORMS if "stateful" in n or n == "swap"],
 }
 
 
@@ -72,7 +72,7 @@ def test_copies_and_slices_within_a_device(topology):
 
 
 def never_waited_for(x):
-    return transport.get("pallas").start(x, "x", shift=1)[0] + 1
+    return transport.ppermute_start(x, "x", backend="pallas")[0] + 1
 
 
 def waited_for_twice(x):

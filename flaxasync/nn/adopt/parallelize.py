@@ -9,9 +9,8 @@ import jax
 from flax import nnx
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.loading import load
-from flaxasync.nn.placement import is_eager
-from flaxasync.nn.replacement import (
+from flaxasync.nn.adopt.loading import load
+from flaxasync.nn.adopt.replacement import (
     RULES,
     Rule,
     is_parallel,
@@ -21,6 +20,7 @@ from flaxasync.nn.replacement import (
     replaced_types,
     variables_of,
 )
+from flaxasync.nn.placement import is_eager
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,18 +161,9 @@ def _match(modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule]) -> dict
 def _share_bases(
     modules: Mapping[str, nnx.Module], chosen: dict[str, Rule], new: dict[str, nnx.Module]
 ) -> dict[str, nnx.Module]:
-    """Makes the new layers that adapt one plain layer share one parallel layer.
+    """Makes the new layers that adapt one plain layer share one parallel layer, and adds the rule of it to `chosen`.
 
-    Args:
-      modules: All modules by their paths.
-      chosen: The rules by the paths of their layers, to which those of the plain layers that are adapted are added.
-      new: The new layers by their paths.
-
-    Returns:
-      The parallel layers of the plain ones that have no rule of their own, by the paths of the latter.
-
-    Raises:
-      ValueError: A plain layer would be replaced by two rules.
+    Returns the parallel layers of the plain ones that have no rule of their own, by the paths of the latter.
     """
     paths = {id(module): path for path, module in modules.items()}
     bases: dict[str, nnx.Module] = {}
@@ -230,11 +221,7 @@ def _check_parameters_not_shared(modules: Mapping[str, nnx.Module], new: Mapping
 
 
 def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, list[tuple[nnx.Module, str]]]:
-    """Returns the attributes that hold each layer, as modules and names. `paths` has the paths of the layers by id().
-
-    Raises:
-      ValueError: A layer is held by something that is not a module, whose entries cannot be assigned in general.
-    """
+    """Returns the attributes that hold each layer, as modules and names. `paths` has the paths of the layers by id()."""
     places: dict[str, list[tuple[nnx.Module, str]]] = {path: [] for path in paths.values()}
     nested = set()
     for parent in {id(parent): parent for parent in parents}.values():

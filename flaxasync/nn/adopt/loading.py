@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from flaxasync.nn.fully_sharded import StoredLayer
 from flaxasync.nn.placement import put
 
 type Path = tuple[str, ...]
@@ -135,11 +136,12 @@ def _flatten(params: Any, prefix: Path = ()) -> dict[Path, Any]:
 
 
 def _layer_specs(module: nnx.Module) -> dict[Path, P]:
-    """Returns how the parameters of parallel layers are sharded, by their paths."""
+    """Returns how the parameters of parallel layers are stored, by their paths."""
     return {
         (*_path(path), name): spec
         for path, layer in nnx.iter_modules(module)
-        for name, spec in getattr(layer, "_specs", {}).items()
+        if isinstance(layer, StoredLayer)
+        for name, spec in layer.specs.items()
     }
 
 

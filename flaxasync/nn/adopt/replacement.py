@@ -12,10 +12,10 @@ from flax.typing import DotGeneralT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flaxasync.nn.adopt.lora import ParallelLoRA
 from flaxasync.nn.attention import ParallelAttention
 from flaxasync.nn.embed import VocabParallelEmbed
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
-from flaxasync.nn.lora import ParallelLoRA
 from flaxasync.nn.placement import Layout
 
 type Rule = Literal["column", "logits", "row", "row_replicated", "embed", "embed_replicated", "attention"]

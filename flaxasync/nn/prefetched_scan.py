@@ -1,0 +1,206 @@
+"""The schedule of `flaxasync.nn.scan_with_prefetch`: which weights and gradients travel while a layer computes.
+
+```
+forward   turn i       y_i = layer_i(w_i, y_{i-1})                         w_{i+1} = gather(w_shard_{i+1})
+backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   w_{i-1} = gather(w_shard_{i-1})
+                                                                           dw_shard_{i+1} = reduce_scatter(dw_{i+1})
+```
+
+The two columns do not depend on each other, so the transfers of a turn have the whole turn to finish. All turns are
+alike. Therefore two gathers are made that a plain scan does not make. The last turn forward gathers the last layer
+again, and the backward pass begins with that copy. The last turn backward gathers the first layer again, and nothing
+uses that copy.
+
+The scan keeps the input of each layer for the backward pass, which computes the layer again, as `jax.checkpoint` does.
+With a policy of `jax.checkpoint` it keeps what the policy saves in each layer. The gathered weights are kept for the
+last layer alone. At any time, the weights of two layers and the gradients of two layers are whole.
+
+What follows the layers, such as the output projection, can be part of the scan. Its weights arrive while the layers
+run forward, and its gradients leave while they run backward.
+
+`flaxasync.transport.shards` moves weights and gradients, by permutes or by direct copies.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from flaxasync.mesh import cast_to_varying
+from flaxasync.transport.schedule import tie
+from flaxasync.transport.shards import start_gather, start_reduce_scatter
+from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
+
+type Leaves = tuple[Array, ...]
+type Kept = Any  # the input of a layer, or the VJP of jax.vjp without its weights and further arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """What is static in a scan."""
+
+    apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]  # (parameters of one layer, x, args) -> x
+    axis: str
+    dims: tuple[int | None, ...]  # the dimension of each parameter of one layer that the axis shards; None for none
+    dtype: Any  # in which parameters are gathered
+    backend: str
+    policy: Callable[..., Any] | None  # what is kept of each layer; None for its input
+    finish: Callable[[Leaves, Array], Array] | None  # (further parameters, x) -> y of the last result; None for none
+    finish_dims: tuple[int | None, ...]
+
+    @property
+    def turns(self) -> int:
+        """The turns in the body of the loop. In the second of two, the buffers of the weights are back in their places.
+
+        With one turn XLA copies all weights that were gathered, from where they arrived to where the loop carries them.
+        What each of two turns keeps is stacked by itself: `lax.scan(..., unroll=2)` would join both first, with copies.
+        """
+        return 2 if self.backend == "pallas" else 1
+
+    def forward(self, whole: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, Kept]:
+        """Applies one layer to x, and returns what its backward pass needs beside the whole weights and `args`."""
+        if self.policy is None:
+            return self.apply(whole, x, args), x
+        apply = jax.checkpoint(self.apply, policy=self.policy)
+        return jax.vjp(apply, whole, x, args, saveable_args=(False, True, False))
+
+    def backward(self, kept: Kept, args: tuple[Array, ...], whole: Leaves, dy: Array) -> tuple[Leaves, Array]:
+        """Returns the gradients of the whole weights of one layer and of its input."""
+        if self.policy is None:
+            return jax.vjp(lambda whole, x: self.apply(whole, x, args), whole, kept)[1](dy)
+        kept.args_res = [whole, kept.args_res[1], args]
+        return kept(dy)[:2]
+
+    def gather_layer(self, stacked: Leaves, layer: Any) -> Transfers:
+        """Begins to gather the parameters of one layer."""
+        with jax.named_scope("prefetch_parameters"):
+            shards = tuple(lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in stacked)
+        return self.gather(shards, self.dims)
+
+    def gather(self, shards: Leaves, dims: tuple[int | None, ...]) -> Transfers:
+        """Begins to gather parameters."""
+        with jax.named_scope("prefetch_parameters"):
+            begun = [
+                Transfer(shard) if dim is None else start_gather(shard.astype(self.dtype), self.axis, dim, self.backend)
+                for shard, dim in zip(shards, dims, strict=True)
+            ]
+        return Transfers(begun, "prefetch_parameters")
+
+    def reduce(self, parameters: Leaves, gradients: Leaves, dims: tuple[int | None, ...]) -> Transfers:
+        """Begins to sum gradients over the axis, each in the dtype of its parameter."""
+        with jax.named_scope("scatter_gradients"):
+            begun = [
+                Transfer(gradient.astype(leaf.dtype))
+                if dim is None
+                else start_reduce_scatter(gradient, leaf.dtype, self.axis, dim, self.backend)
+                for leaf, gradient, dim in zip(parameters, gradients, dims, strict=True)
+            ]
+        return Transfers(begun, "scatter_gradients")
+
+
+def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
+    """Writes the gradients of one layer into those of all layers."""
+    pairs = zip(sums, gradients, strict=True)
+    return tuple(lax.dynamic_update_index_in_dim(total, one, layer, 0) for total, one in pairs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
+    return _forward(dataclasses.replace(scan, policy=None), stacked, last, x, args)[0]
+
+
+def _forward(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
+    layers = stacked[0].shape[0]
+
+    def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], Kept]:
+        x, whole = carry
+        # The last turn gathers its own layer again: the backward pass begins with it.
+        following = scan.gather_layer(stacked, jnp.minimum(layer + 1, layers - 1))
+        y, kept = meanwhile([following], lambda x: scan.forward(_varying(whole, x), x, args), x)
+        return (y, following.done()), kept
+
+    def body(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], list[Kept]]:
+        kept = []
+        for n in range(scan.turns):
+            carry, one = turn(carry, layer + n)
+            kept.append(one)
+        return carry, kept
+
+    def loop(x: Array, first: Leaves) -> tuple[Array, Leaves, Any]:
+        in_loop = layers // scan.turns * scan.turns
+        carry, stacks = lax.scan(body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32))
+        rest = []
+        for layer in range(in_loop, layers):
+            carry, one = turn(carry, jnp.int32(layer))
+            rest.append(one)
+        return (*carry, (stacks, rest))
+
+    first = scan.gather_layer(stacked, 0).done()
+    if scan.finish is None:
+        y, whole, kept = loop(x, first)
+        return y, (stacked, last, kept, None, whole, args)
+    first, shards = tie(first, last)  # the first layer does not wait for more than itself
+    travelling = scan.gather(shards, scan.finish_dims)
+    y, whole, kept = meanwhile([travelling], loop, x, first)
+    y, pull = jax.vjp(scan.finish, _varying(travelling.done(), y), y)
+    return y, (stacked, last, kept, pull, whole, args)
+
+
+def _backward(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Array, None]:
+    stacked, last, kept, pull, whole, args = saved
+    layers = stacked[0].shape[0]
+
+    def pull_layer(whole: Leaves, kept: Kept, dy: Array) -> tuple[Leaves, Array]:
+        return scan.backward(kept, args, _varying(whole, dy), dy)
+
+    def turn(carry: tuple, layer: Array, kept: Kept) -> tuple:
+        dy, whole, gradients, sums = carry
+        preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
+        reduced = scan.reduce(stacked, gradients, scan.dims)
+        gradients, dy = meanwhile([preceding, reduced], functools.partial(pull_layer, whole), kept, dy)
+        # In the first turn no gradients are waiting. The zeros that are written then are replaced in the second turn.
+        sums = _write(sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
+        return dy, preceding.done(), gradients, sums
+
+    def body(carry: tuple, step: tuple[Array, list[Kept]]) -> tuple[tuple, None]:
+        layer, kept = step
+        for n in reversed(range(scan.turns)):
+            carry = turn(carry, layer + n, kept[n])
+        return carry, None
+
+    def loop(dy: Array) -> tuple[Leaves, Array]:
+        none = tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
+        sums = tuple(jnp.zeros_like(leaf) for leaf in _varying(stacked, dy))
+        (stacks, rest), carry = kept, (dy, whole, none, sums)
+        for n in reversed(range(len(rest))):
+            carry = turn(carry, jnp.int32(layers - len(rest) + n), rest[n])
+        steps = jnp.arange(0, layers - len(rest), scan.turns, dtype=jnp.int32), stacks
+        (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
+        return _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0), dx
+
+    dlast: Leaves = ()
+    if pull is None:
+        sums, dx = loop(dy)
+    else:
+        dlast, dy = pull(dy)
+        leaving = scan.reduce(last, dlast, scan.finish_dims)
+        sums, dx = meanwhile([leaving], loop, dy)
+        dlast = leaving.done()
+    return tuple(map(_sum_like, sums, stacked)), tuple(map(_sum_like, dlast, last)), dx, None
+
+
+run.defvjp(_forward, _backward)
+
+
+def _varying(leaves: Leaves, like: Array) -> Leaves:
+    return tuple(cast_to_varying(leaf, jax.typeof(like).mat.varying) for leaf in leaves)
+
+
+def _sum_like(gradient: Array, leaf: Array) -> Array:
+    """Sums a gradient over the axes on whose devices a parameter is the same."""
+    axes = tuple(sorted(jax.typeof(gradient).mat.varying - jax.typeof(leaf).mat.varying))
+    return lax.psum(gradient, axes) if axes else gradient
