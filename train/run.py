@@ -6,7 +6,6 @@ fast it would be. The exit codes are those of train/lifecycle/errors.py, and doc
 after each.
 """
 
-import contextlib
 import os
 import signal
 import sys
@@ -15,11 +14,7 @@ from collections.abc import Sequence
 
 from train.config.command import Command, as_json, parse
 from train.lifecycle.errors import COMPLETE, INTERRUPTED, RunError
-from train.lifecycle.explained_errors import (
-    explained_lost_processes,
-    explained_memory_errors,
-    explained_storage_errors,
-)
+from train.lifecycle.explained_errors import explained_errors
 from train.lifecycle.signals import StopRequest
 
 _MEMORY_ADVICE = (
@@ -64,28 +59,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(command: Command) -> int:
-    distributed = command.config.mesh.distributed
-    stop = StopRequest(shared=distributed)
-    with contextlib.ExitStack() as stack:
-        if not distributed:
-            stack.enter_context(stop)
-        from train.step.mesh import configure_jax
-
-        configure_jax(command.config.mesh)  # joins the other processes
-        if distributed:
-            stack.enter_context(stop)
+    with StopRequest(shared=command.config.mesh.distributed) as stop:
         from train.lifecycle.training import train
 
-        with explained_memory_errors(_MEMORY_ADVICE), explained_storage_errors(_STORAGE_ADVICE):
+        with explained_errors(memory=_MEMORY_ADVICE, storage=_STORAGE_ADVICE):
             return train(command, stop)
 
 
 def _train_with_others(command: Command) -> int:
     """Trains as one of several processes; an error ends this process without waiting for the others, as JAX would."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # joining waits in native code, which KeyboardInterrupt cannot end
     try:
-        with explained_lost_processes():
-            return _train(command)
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # native code waits for the others, and Python would not see Ctrl-C
+        from train.step.mesh import configure_jax
+
+        configure_jax(command.config.mesh)
+        return _train(command)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
-from tests.train.data.batches.test_tokenizer import train_tokenizer
+from tests.train.data.test_tokenizer import train_tokenizer
 
 from tests.models.test_hugging_face import BASE, export, random_parameters
 from tests.models.test_transformer import make_mesh

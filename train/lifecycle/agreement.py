@@ -24,9 +24,7 @@ def require_same(values: dict[str, Any]) -> None:
         try:
             multihost_utils.assert_equal(np.frombuffer(digest, np.uint32))
         except AssertionError as error:
-            raise InputError(
-                f"the {name} must be the same in all processes of a run: this one differs from process 0"
-            ) from error
+            raise InputError(f"the {name} must be the same in all processes of a run") from error
 
 
 def agree_on_kernels() -> None:

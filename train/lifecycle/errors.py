@@ -3,20 +3,13 @@
 docs/operations.md says what a supervisor does after each code.
 """
 
-COMPLETE = 0
-"""All steps are done, or there was nothing to do."""
-BAD_INPUT = 2
-"""The command line, the data or the workdir cannot be used as they are; no checkpoint was changed."""
-DIVERGED = 3
-"""The loss or the gradient is not finite, so that repeating the same steps does not help."""
-OUT_OF_MEMORY = 4
-"""The devices or the host have too little memory for this configuration."""
-STORAGE = 74
-"""EX_IOERR: the workdir cannot be written. All checkpoints that were complete before are intact."""
-RESTART = 75
-"""EX_TEMPFAIL: the run ended early, and continues from its newest checkpoint when it is started again."""
-INTERRUPTED = 130
-"""Ctrl-C stopped the run."""
+COMPLETE = 0  # all steps are done, or there was nothing to do
+BAD_INPUT = 2  # the command line, the data or the workdir cannot be used as they are; no checkpoint was changed
+DIVERGED = 3  # the loss or the gradient is not finite, so that repeating the same steps does not help
+OUT_OF_MEMORY = 4  # the devices or the host have too little memory for this configuration
+STORAGE = 74  # EX_IOERR: the workdir cannot be written; checkpoints that were complete before are intact
+RESTART = 75  # EX_TEMPFAIL: the run continues from its newest checkpoint when it is started again
+INTERRUPTED = 130  # by Ctrl-C
 
 
 class RunError(Exception):

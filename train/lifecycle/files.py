@@ -40,27 +40,22 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
       The objects, and the raw lines that hold none. A last line without a line break, which a killed process leaves, is
       in neither.
     """
+    content = path.read_bytes() if path.exists() else b""
     lines, bad = list[dict[str, Any]](), list[bytes]()
-    for raw in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    for raw in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
         try:
             line = json.loads(raw)
         except ValueError:
             line = None
-        if not raw.endswith(b"\n"):
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-        else:
-            bad.append(raw)
+        lines.append(line) if isinstance(line, dict) else bad.append(raw)
     return lines, bad
 
 
 class LineFile:
     """A file that JSON lines are appended to, and that keeps them in memory while the disk does not take them.
 
-    A write that fails is reported once through `on_error`, and again after it has succeeded in between. The lines are
-    written at the next call, so none is lost while the process lives. Opening the file removes an incomplete last line,
-    which a killed process leaves.
+    A write that fails is reported once, and again after one has succeeded. Opening the file removes an incomplete last
+    line, which a killed process leaves.
     """
 
     def __init__(self, path: Path, on_error: Callable[[str], None]):

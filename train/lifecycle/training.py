@@ -34,7 +34,7 @@ from train.metrics.show import render_sample, say, show_setup
 from train.step.compiled import compile_steps
 from train.step.evaluation import Evaluation
 from train.step.generation import generate
-from train.step.mesh import check_fits_mesh, make_mesh
+from train.step.mesh import check_fits_mesh, configure_jax, make_mesh
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors, count_parameters
 
 
@@ -45,6 +45,8 @@ def train(command: Command, stop: StopRequest) -> int:
       RunError: The run ended for a reason that one paragraph explains.
     """
     config = command.config
+    if not config.mesh.distributed:
+        configure_jax(config.mesh)
     configure_cache(config)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):

@@ -26,13 +26,7 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, stacks: Path, *, end: Callable[[int], object] = os._exit):
-        """Makes a watchdog that is not watching yet.
-
-        Args:
-          seconds: The longest time without progress; 0 is for ever.
-          stacks: The file that gets the stack of every thread.
-          end: Ends the process with an exit code.
-        """
+        """Takes the longest time without progress, 0 for ever, and the file that gets the stack of every thread."""
         self._seconds, self._stacks, self._end = seconds, stacks, end
         self._idle, self._last = 0.0, "the start"
         self._stopped = threading.Event()

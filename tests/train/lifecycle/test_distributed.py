@@ -16,6 +16,7 @@ import pytest
 
 from tests.processes import environments
 from tests.train.launcher import SCRIPT
+from tests.train.lifecycle.faults.workplace import fault
 from train.lifecycle.workdir import open_workdir
 from train.run import main
 
@@ -24,14 +25,6 @@ LOSSES_ONLY = ("--eval.every", 0, "--eval.sample_tokens", 0)
 FOREVER = (*LOSSES_ONLY, "--steps", 100_000, "--checkpoint.every", 100_000)
 TOGETHER = ("--mesh.distributed", "True", "--mesh.cpu_devices", 4)
 SECONDS = 30  # within which all processes end when one is gone
-FAULTS = (  # the rows of the fault table that are tested here
-    "several processes: a signal to one or to all of them",
-    "several processes: a signal to one of them while they compile",
-    "several processes: Ctrl-C before they have joined",
-    "several processes: kill -9 of one of them",
-    "several processes: a machine that falls silent",
-    "several processes: bad input in one of them",
-)
 LOST = {75, -signal.SIGABRT}  # how a process ends when another one is gone
 
 
@@ -65,7 +58,7 @@ def end(processes) -> tuple[list[int], list[tuple[str, str]]]:
     return [process.returncode for process in processes], printed
 
 
-@pytest.mark.slow
+@fault("several processes: SIGTERM to one of them")
 def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, monkeypatch, trainer_of):
     monkeypatch.setattr("train.lifecycle.training.Trainer", trainer_of)
     common = tuple(map(str, LOSSES_ONLY))
@@ -82,7 +75,7 @@ def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, 
     np.testing.assert_allclose(losses_of(tmp_path / "two")[:10], losses_of(tmp_path / "one"), rtol=1e-5)
 
 
-@pytest.mark.slow
+@fault("several processes: other signals, to one or all of them")
 @pytest.mark.parametrize("after", [0, 3], ids=["while they compile", "after a step"])
 @pytest.mark.parametrize(
     ("to", "number", "codes"), [((1,), signal.SIGINT, [75, 130]), ((0, 1), signal.SIGHUP, [75, 75])]
@@ -98,7 +91,7 @@ def test_a_signal_stops_all_after_the_same_step_which_they_save(to, number, code
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
-@pytest.mark.slow
+@fault("several processes: Ctrl-C before they have joined")
 def test_ctrl_c_ends_a_process_that_waits_for_another(start):
     process = start(*TOGETHER, *FOREVER, **environments(2)[0])
     time.sleep(5)
@@ -107,7 +100,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_another(start):
     assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
 
 
-@pytest.mark.slow
+@fault("several processes: kill -9 of one of them", "several processes: a machine that falls silent")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_end_of_one_process_ends_the_others(victim, number, launch):
@@ -121,7 +114,7 @@ def test_the_end_of_one_process_ends_the_others(victim, number, launch):
     print(f"the other one ended {time.monotonic() - began:.1f} s later with {both[1 - victim].returncode}: {err[:200]}")
 
 
-@pytest.mark.slow
+@fault("several processes: bad input in one of them")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -137,7 +130,7 @@ def test_bad_input_of_one_process_is_printed_by_it_and_ends_the_other(options, m
     assert re.fullmatch(f"error: .*{message}.*\n", printed[1][1])
 
 
-@pytest.mark.slow
+@fault("several processes: a locked workdir")
 def test_a_locked_workdir_ends_all(launch, tmp_path):
     with open_workdir(tmp_path / "run"):
         codes, printed = end(launch(*FOREVER))
