@@ -107,9 +107,7 @@ class Checkpoints:
         return self.folder / str(step)
 
     def save(self, step: int, state: TrainState, *, data: dict[str, Any], tokens: int, identity: RunIdentity) -> None:
-        """Copies the state to the host, then writes it in the background.
-
-        The call waits for the devices, and for the previous checkpoint if that is still being written.
+        """Copies the state to the host, for which it waits for the devices, then writes it in the background.
 
         Raises:
           WriteError: The previous checkpoint, or the beginning of this one, could not be written.
@@ -168,12 +166,10 @@ class Checkpoints:
           accept_change: Whether a checkpoint of other data is accepted.
 
         Returns:
-          The state, the record, and the differences that were accepted. Parts of the state that the checkpoint lacks,
-          such as a running mean that was not kept then, are None.
+          The state, in which parts that the checkpoint lacks are None; the record; and the accepted differences.
 
         Raises:
-          InputError: The checkpoint is of another architecture or other data, or it is damaged. The message of a
-            damaged one names the checkpoint before it; nothing is deleted.
+          InputError: The checkpoint is of another architecture or other data, or it is damaged.
         """
         record = self.record(step)
         changed = check_identity(record, identity, where=str(self.path(step)), accept_change=accept_change)
@@ -181,30 +177,18 @@ class Checkpoints:
         return TrainState(**(_NOTHING | self._read_arrays(step, wanted, record))), record, changed
 
     def restore_params(self, step: int, abstract: Any, *, part: str = "params") -> Any:
-        """Reads only the parameters of a checkpoint, or their running mean ("ema"), which may be of another run.
-
-        Raises:
-          InputError: The checkpoint is damaged, or its parameters have other names or shapes.
-        """
+        """Reads only the parameters of a checkpoint, or their running mean ("ema"), which may be of another run."""
         return self._read_arrays(step, {part: abstract}, self.record(step))[part]
 
     def record(self, step: int) -> Record:
-        """Returns the record of a checkpoint.
-
-        Raises:
-          InputError: It is damaged, or of another version of the format.
-        """
+        """Returns the record of a checkpoint, or raises an InputError if it is damaged or of another format."""
         try:
             return from_json(self._read(step, "record", ocp.args.JsonRestore()))
         except DamagedError as error:
             raise self._damaged(step, error) from error
 
     def set_aside(self, after: int, folder: epath.Path) -> list[int]:
-        """Moves the checkpoints of steps later than `after` into `folder`, where nothing deletes them.
-
-        Returns:
-          The steps whose checkpoints were moved.
-        """
+        """Moves the checkpoints of steps later than `after` into `folder`, and returns the steps."""
         later = [step for step in self.steps() if step > after]
         if later and jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -218,10 +202,9 @@ class Checkpoints:
         return later
 
     def _remove_half_written(self) -> None:
-        """Removes what a killed process or a failed write has left.
+        """Removes what a killed process or a failed write has left, because a full disk lacks the room.
 
-        orbax would do it before the next save; until then, it takes the room that a full disk lacks. Threads of orbax
-        may still write files there after a failure. What then stays is removed before the next attempt.
+        Threads of orbax may still write there after a failure. What then stays is removed before the next save.
         """
         if jax.process_index() == 0 and self.folder.exists():
             for half_written in self.folder.glob(f"*{ocp.path.step.TMP_DIR_SUFFIX}*"):
@@ -254,16 +237,14 @@ class Checkpoints:
 
     def _damaged(self, step: int, cause: object) -> InputError:
         earlier = [other for other in self.steps() if other < step]
-        advice = (
-            f"The one before it is of step {earlier[-1]}: run again with --resume {earlier[-1]} to continue from "
-            "there; later checkpoints are then moved aside and kept."
-            if earlier
-            else "There is none before it: choose another --workdir to begin anew."
-        )
-        return InputError(
-            f"the checkpoint of step {step}, {self.path(step)}, is damaged ({_one_line(cause)}). Nothing was deleted. "
-            + advice
-        )
+        advice = "There is none before it: choose another --workdir to begin anew."
+        if earlier:
+            advice = (
+                f"The one before it is of step {earlier[-1]}: run again with --resume {earlier[-1]} to continue from "
+                "there; later checkpoints are then moved aside and kept."
+            )
+        what = f"the checkpoint of step {step}, {self.path(step)}, is damaged ({_one_line(cause)})"
+        return InputError(f"{what}. Nothing was deleted. {advice}")
 
 
 def absolute(folder: epath.PathLike) -> epath.Path:

@@ -1,7 +1,6 @@
 """What a checkpoint stores beside its arrays: where the data stood, of what run it is, and checksums of everything.
 
-The record says which stream of sequences its position refers to. A run that would continue with another stream, because
-the corpus, the seed or the length of the sequences changed, is refused.
+A run that would continue with other data or with another architecture than those of the record is refused.
 """
 
 import dataclasses
@@ -12,8 +11,7 @@ from typing import Any
 from train.config import Config, flatten
 from train.lifecycle.errors import InputError
 
-VERSION = 2
-"""Version of the format; 1 had neither a checksum nor the identity of the data."""
+VERSION = 2  # of the format; 1 had neither a checksum nor the identity of the data
 _STREAM = frozenset({"seed", "data.sequence_length", "data.validation_fraction", "data.separator"})
 # These fields say how the model is computed and not what it is, so a run may continue with other values of them.
 _NOT_ARCHITECTURE = frozenset(
@@ -70,8 +68,8 @@ def from_json(fields: dict[str, Any]) -> Record:
     """Reads what `Record.to_json` returned.
 
     Raises:
-      DamagedError: A value is missing or is not what was saved.
-      InputError: The record has another version of the format.
+      DamagedError: It is not what was saved.
+      InputError: It has another version of the format.
     """
     if fields.get("version") != VERSION:
         raise InputError(
@@ -93,16 +91,10 @@ def identify_run(config: Config, corpus: dict[str, dict[str, Any]]) -> RunIdenti
 
 
 def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_change: bool) -> list[str]:
-    """Checks that a run can continue from a checkpoint.
-
-    Args:
-      record: The record of the checkpoint.
-      identity: What it must agree with.
-      where: The folder of the checkpoint, for messages.
-      accept_change: Whether other data are accepted.
+    """Checks that a run can continue from the checkpoint in the folder `where`.
 
     Returns:
-      The differences of the data that were accepted.
+      The differences of the data, if `accept_change` says that they are accepted.
 
     Raises:
       InputError: The architecture differs, or the data do and that is not accepted.
@@ -119,11 +111,7 @@ def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_
 
 
 def check_architecture(saved: dict[str, Any], now: dict[str, Any], *, where: str) -> None:
-    """Checks that the parameters of a checkpoint are those of this run.
-
-    Raises:
-      InputError: They differ; the message names each field that does.
-    """
+    """Checks that the parameters of a checkpoint are those of this run, and otherwise raises an InputError."""
     if changed := differences(saved, now):
         raise InputError(
             f"{where} holds a run with another architecture: {'; '.join(changed)}. Give it the values that it was "

@@ -72,7 +72,7 @@ class Saver:
 
         Raises:
           DivergedError: A loss or a gradient norm up to this step is not finite.
-          StorageError: Nothing could be written, in repeated attempts.
+          StorageError: Nothing could be written, in repeated attempts; `poll` and `finish` raise it likewise.
         """
         if step == self._saved_instead:
             return
@@ -85,11 +85,7 @@ class Saver:
         self._saved_at = time.monotonic()
 
     def poll(self, step: int, state: TrainState) -> None:
-        """Notices that the last checkpoint is complete, or that it could not be written, which saves this step instead.
-
-        Raises:
-          StorageError: Nothing could be written, in repeated attempts.
-        """
+        """Notices that the last checkpoint is complete; or that it could not be written, and saves this step instead."""
         try:
             self._note(self.checkpoints.poll())
         except StorageError as error:
@@ -97,11 +93,7 @@ class Saver:
             self._retry(step, state, error)
 
     def finish(self, step: int, state: TrainState) -> None:
-        """Waits until everything is written.
-
-        Raises:
-          StorageError: Nothing could be written, in repeated attempts.
-        """
+        """Waits until everything is written."""
         try:
             self._note(self.checkpoints.wait())
         except StorageError as error:

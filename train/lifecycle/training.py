@@ -82,18 +82,14 @@ class Run:
         with self.checkpoints, contextlib.ExitStack() as stack:
             start = self.checkpoints.choose(self.command.resume_step)
             require_same(
-                {
-                    "command line": flat_fields(config),
-                    "checkpoint to continue from": start,
-                    "data": self.identity.corpus,
-                }
+                {"command line": flat_fields(config), "newest checkpoint": start, "data": self.identity.corpus}
             )
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
             if start >= config.steps and self._has_sample():
                 where = str(self.checkpoints.path(start))
-                record, accept = self.checkpoints.record(start), config.data.accept_change
-                check_identity(record, self.identity, where=where, accept_change=accept)
+                record, accepts = self.checkpoints.record(start), config.data.accept_change
+                check_identity(record, self.identity, where=where, accept_change=accepts)
                 say(f"the run is complete: step {start} of {config.steps}, in {where}")
                 return COMPLETE
             changes = work.changes(config)
@@ -130,8 +126,7 @@ class Run:
         """Restores the checkpoint of step `start`, or takes the parameters of another run.
 
         Returns:
-          The state, or None if it is to be drawn; the number of tokens that it has consumed; and the changes of the
-          data that were accepted.
+          The state, or None if it is to be drawn; the tokens that it has consumed; and the accepted changes.
         """
         config = self.config
         if start:
