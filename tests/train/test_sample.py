@@ -6,7 +6,7 @@ import re
 
 import pytest
 import tokenizers
-from tests.train.data.batches.test_tokenizer import train_tokenizer
+from tests.train.data.test_tokenizer import train_tokenizer
 from tokenizers import decoders
 
 from train.sample import main, stream

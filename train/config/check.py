@@ -1,11 +1,11 @@
 """Checks the range of every value of a configuration, as far as it depends on neither the devices nor the data."""
 
 import dataclasses
+import importlib.util
 import math
-from collections.abc import Iterator
 
 from train.config import Config, flatten
-from train.data.remote import is_remote, require_local, require_usable
+from train.data.remote import is_remote
 from train.lifecycle.errors import InputError
 
 LARGEST_STEP = 2**31 - 1
@@ -38,13 +38,7 @@ def check(config: Config) -> None:
     """
     _check_ranges(config)
     _require(bool(config.workdir), "workdir", repr(config.workdir), "a folder")
-    for field, location in _locations(config):
-        (require_local if field == "init_from" else require_usable)(location, field)
-    if is_remote(config.workdir) and config.mesh.distributed:
-        raise InputError(
-            "workdir must be a folder that all processes see where mesh.distributed is set: got "
-            f"{config.workdir}; give one where the bucket is mounted, for example with gcsfuse or mount-s3"
-        )
+    _check_locations(config)
     _require(config.seed < 2**31, "seed", config.seed, "below 2**31")
     for name, value in (("steps", config.steps), ("optimizer.warmup_steps", config.optimizer.warmup_steps)):
         _require(value <= LARGEST_STEP, name, value, f"at most {LARGEST_STEP}")
@@ -129,14 +123,28 @@ def _check_names(config: Config) -> None:
         raise InputError("data.path and data.sources both name the data: give one of them")
 
 
-def _locations(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields the name and the value of every path of a configuration."""
-    yield "workdir", config.workdir
-    for field, location in (("data.path", config.data.path), ("init_from", config.init_from)):
-        if location is not None:
-            yield field, location
-    yield from ((f"the path of {name} in data.sources", path) for name, path, _ in config.data.sources)
-    yield from ((f"the path of {name} in eval.sets", path) for name, path in config.eval.sets)
+def _check_locations(config: Config) -> None:
+    """Checks that the workdir is no URL, and that checkpoints are in a folder or in a bucket that can be opened."""
+    _require(
+        not is_remote(config.workdir),
+        "workdir",
+        config.workdir,
+        "a folder of this machine, where any store can be mounted; --checkpoint.folder may be gs://bucket/folder",
+    )
+    for field, location in (("init_from", config.init_from), ("checkpoint.folder", config.checkpoint.folder)):
+        if location is not None and is_remote(location):
+            scheme, _, path = location.partition("://")
+            is_folder = scheme == "gs" and "/" in path.strip("/")
+            _require(
+                is_folder,
+                field,
+                location,
+                "a folder of this machine, where any store can be mounted, or gs://bucket/folder",
+            )
+            if importlib.util.find_spec("gcsfs") is None:
+                raise InputError(
+                    f"{field}={location} needs the package gcsfs, which is not installed: pip install '.[gs]'"
+                )
 
 
 def _require_finite(holds: bool, name: str, value: float, needed: str) -> None:

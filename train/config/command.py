@@ -18,7 +18,6 @@ import tyro
 
 from train.config import Config
 from train.config.check import check
-from train.data.remote import require_local
 from train.lifecycle.errors import InputError
 
 DEFAULT_PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
@@ -95,8 +94,6 @@ def parse(arguments: Sequence[str]) -> Command:
     if command.resume not in ("latest", "none") and not command.resume.isdigit():
         raise InputError(f"--resume must be latest, none, or the step of a checkpoint: got {command.resume}")
     check(command.config)
-    if command.dry_run:
-        require_local(command.config.workdir, "the workdir of a dry run")
     return command
 
 
