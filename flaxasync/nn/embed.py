@@ -21,7 +21,7 @@ from flaxasync.nn.fully_sharded import stored_parameter
 from flaxasync.nn.options import LayerOptions, LayerSettings, LinearSettings, of_settings, settings_of
 from flaxasync.nn.placement import Layout, Placement, place, place_tokens
 from flaxasync.nn.shares import Shares
-from flaxasync.ops import backends, vocabulary
+from flaxasync.ops import execution, vocabulary
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)  # as nnx.Embed
 
@@ -107,7 +107,7 @@ class VocabParallelEmbed(nnx.Module):
         layout = self.layout if layout is None else check_output_layout("VocabParallelEmbed", layout)
         placement = place_tokens("VocabParallelEmbed", ids, axis_name, self.settings.in_spec)
         check_output_rows("VocabParallelEmbed", ids.shape[-1], layout, placement)
-        backend = backends.if_available("lookup_reduce_scatter", self.settings.backend)
+        backend = execution.if_available("lookup_reduce_scatter", self.settings.backend)
         check_sharded("VocabParallelEmbed", "embedding", self.embedding[...], self._specs["embedding"])
         dtype = self._dtype(self.embedding[...], inexact=False)
         return placement.run(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flaxasync as fa
-from flaxasync.ops import backends, trust
+from flaxasync.ops import execution, trust
 from flaxasync.ops.plan import MODELS
 from flaxasync.verify.cases import Case
 from flaxasync.verify.platform import DEFECTS
@@ -219,7 +219,7 @@ def _key(case: Case) -> tuple:
 def _default(case: Case) -> bool:
     if case.op == "attention":
         return case.backend == "reference"
-    return case.op in backends.OPS and backends.OPS[case.op].default == case.backend
+    return case.op in execution.OPS and execution.OPS[case.op].default == case.backend
 
 
 def _ms(seconds: float | None) -> str:

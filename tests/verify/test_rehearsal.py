@@ -59,7 +59,6 @@ def cache(monkeypatch, tmp_path):
     """A cache of the user, which must stay empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
-    trust._parse.cache_clear()
 
 
 def test_a_rehearsal_goes_the_whole_way_and_nothing_of_it_is_trusted(tmp_path, capsys, monkeypatch):

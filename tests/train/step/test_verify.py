@@ -50,7 +50,6 @@ def ran(monkeypatch, tmp_path):
     monkeypatch.delenv(trust.VARIABLE, raising=False)
     monkeypatch.setattr(verify_module, "describe", lambda setup, calibrate: (MACHINE, {}))
     monkeypatch.setattr(verify_module, "verify", verify)
-    trust._parse.cache_clear()
     trust.say_once.cache_clear()
     return ran
 
