@@ -86,11 +86,6 @@ class Case:
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> "Case":
-        shapes = tuple(tuple(shape) for shape in data["shapes"])
-        return Case(**data | {"mesh": tuple(data["mesh"]), "shapes": shapes})
-
 
 def list_cases(
     platform: str, devices: int, *, quick: bool, only: Sequence[str] = (), rehearse: bool = False

@@ -1,9 +1,6 @@
 """The program of a case and its reference, as jitted functions of global arrays, with random operands.
 
-The reference of a backend is the same op made of XLA's collectives alone: backend "none", or `lax.ppermute`. The
-reference of that plain backend is the formula of the op on global arrays, which XLA partitions. Attention on whole
-sequences is always compared with its formula, `jax.nn.dot_product_attention` in float32. A reference of ring attention
-multiplies its blocks with the kernel "reference": with "flash" on both sides, a fault of that kernel would not show.
+The reference of every backend is the formula of its op on global arrays, which XLA partitions.
 """
 
 import dataclasses
@@ -137,11 +134,10 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
     if case.op == "platform":
         run = _formula(case) if reference else DEFECTS[case.backend].program
         return lambda operands, dy: {"y": run(*operands)}
-    if reference and (case.plain or case.op == "attention"):
-        mapped = FORMULAS[case.op]
+    if reference:
+        mapped: Callable = FORMULAS[case.op]
     else:
-        local = _plain(case) if reference else _op(case)
-        mapped = jax.shard_map(local, in_specs=layout.operands, out_specs=layout.result)
+        mapped = jax.shard_map(_op(case), in_specs=layout.operands, out_specs=layout.result)
 
     def verified(operands: tuple, dy: jax.Array) -> dict[str, jax.Array]:
         if not case.gradient:
@@ -200,21 +196,24 @@ def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array
     return tuple(draw(operand) for operand in operands), draw(dy)
 
 
-def _op(case: Case, kernel: str | None = None) -> Callable:
-    """Returns the op of a case on the arrays of one device; `kernel` is that of ring attention, None lets it choose."""
+def _op(case: Case) -> Callable:
+    """Returns the op of a case on the arrays of one device."""
     if case.op == "attention":
         return lambda q, k, v: fa.attention(q, k, v, kernel=case.backend)
     if case.op == "mesh_matmul":
         return lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=case.backend)
     if case.op == "ppermute":
         return lambda x: fa.ppermute(x, AXIS, 1, case.backend)
-    if case.op in DIRECT:
-        return _plain(case) if case.backend == "xla" else functools.partial(_direct, DIRECT[case.op])
+    if case.op in DIRECT and case.backend == "pallas":
+        return functools.partial(_direct, DIRECT[case.op])
+    if case.op == "all_gather":
+        return lambda x: lax.all_gather(x, AXIS, tiled=True)
+    if case.op == "all_to_all":
+        return lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True)
     if case.op == "lookup_reduce_scatter":
         return lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=case.backend)
     fn = getattr(fa, case.op)
-    options = {"kernel": kernel} if case.op == "ring_attention" else {}
-    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions, **options)
+    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions)
 
 
 def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:
@@ -222,16 +221,6 @@ def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:
     chosen = pair(AXIS, lax.axis_size(AXIS), 0)
     y = chosen.done(*chosen.start(x))
     return y.reshape(-1, y.shape[-1])
-
-
-def _plain(case: Case) -> Callable:
-    if case.op == "all_gather":
-        return lambda x: lax.all_gather(x, AXIS, tiled=True)
-    if case.op == "all_to_all":
-        return lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True)
-    if case.op == "ppermute":
-        return lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % case.devices) for i in range(case.devices)])
-    return _op(dataclasses.replace(case, backend="none", directions=None), kernel="reference")
 
 
 def _global(mesh: Mesh, shape: Shape, spec: P, dtype: str) -> jax.ShapeDtypeStruct:

@@ -13,20 +13,14 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from unittest import mock
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
-
-from flaxasync import check
 from flaxasync.check.player.errors import PlayerError, ProtocolError
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
 from flaxasync.verify import measure, programs
-from flaxasync.verify.cases import AXIS, FORGETS, PAIRS, Case, stand_in
+from flaxasync.verify.cases import FORGETS, PAIRS, Case, stand_in
 from flaxasync.verify.measure import Measurement, Timing
 from flaxasync.verify.predict import play_case
 
-COPIED = 16 * 2**20  # bytes of the copy and of the permute that are simulated
 _aside: contextvars.ContextVar[bool] = contextvars.ContextVar("flaxasync_verdicts_aside", default=False)
 
 
@@ -65,20 +59,6 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
     else:
         errors = measure.check_values(small, programs.make_program(small), repeats=repeats, runs=1)
     return Measurement(errors, measure.tolerance(small), timing, missing)
-
-
-def rehearse_calibration(topology: str) -> dict[str, float]:
-    """Returns the simulated bytes per second of memory and of links, as `calibrate` measures them; {} where unknown."""
-    devices = check.topology_size(topology)
-    mesh = check.topology_mesh(topology, (devices,), (AXIS,))
-    x = jax.ShapeDtypeStruct((devices * COPIED // 4,), jnp.float32, sharding=NamedSharding(mesh, jax.P(AXIS)))
-    rates = {}
-    with contextlib.suppress(PlayerError):
-        rates["memory"] = 2 * COPIED / check.play(lambda x: x * jnp.float32(1.5), x, topology=topology).seconds
-        if devices > 1:
-            case = Case("ppermute", "xla", (devices,), ((COPIED // 4,),), "float32", gradient=False)
-            rates["link"] = COPIED / play_case(case, topology)[0]
-    return rates
 
 
 @contextlib.contextmanager

@@ -32,6 +32,16 @@ class Verdict(enum.StrEnum):
         return self in (Verdict.WRONG, Verdict.HUNG, Verdict.CRASHED)
 
 
+WITHOUT_MEASUREMENT = {
+    "hung": Verdict.HUNG,
+    "crashed": Verdict.CRASHED,
+    "error": Verdict.CRASHED,
+    "not_run": Verdict.NOT_RUN,
+    "unsupported": Verdict.UNSUPPORTED,
+}
+"""The verdicts of outcomes that have a message and no measurement."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """A case with its verdict.
@@ -87,18 +97,12 @@ class Result:
 
 
 def judge(outcome: dict[str, Any], case: Case) -> Result:
-    """Returns the result of a case from the messages of the process that ran it, without regard to its time."""
-    if "hung" in outcome:
-        return Result(case, Verdict.HUNG, outcome["hung"])
-    if "crashed" in outcome:
-        return Result(case, Verdict.CRASHED, outcome["crashed"])
-    if "not_run" in outcome:
-        return Result(case, Verdict.NOT_RUN, outcome["not_run"])
-    if "error" in outcome:
-        race = "RACE" in outcome["error"] or outcome["error"].startswith("RaceError")  # JAX's simulator and ours
-        return Result(case, Verdict.WRONG if race else Verdict.CRASHED, outcome["error"])
-    if "unsupported" in outcome:
-        return Result(case, Verdict.UNSUPPORTED, outcome["unsupported"])
+    """Returns the result of a case from the outcome that `run_cases` returns, without regard to its time."""
+    (kind, found), *_ = outcome.items()
+    if kind == "error" and ("RACE" in found or found.startswith("RaceError")):  # in JAX's simulator, and in ours
+        return Result(case, Verdict.WRONG, found)
+    if kind in WITHOUT_MEASUREMENT:
+        return Result(case, WITHOUT_MEASUREMENT[kind], found)
     measured = outcome["measurement"]
     tolerance, timing = measured["tolerance"], measured["timing"] or {}
     wrong = {name: error for name, error in measured["errors"].items() if not error <= tolerance}

@@ -48,7 +48,7 @@ def ran(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
-    monkeypatch.setattr(verify_module, "describe", lambda setup, calibrate: (MACHINE, {}))
+    monkeypatch.setattr(verify_module, "describe", lambda setup: MACHINE)
     monkeypatch.setattr(verify_module, "verify", verify)
     trust.say_once.cache_clear()
     return ran
@@ -184,7 +184,7 @@ def rehearse(config, capsys):
     with stored_aside():
         verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
         out = capsys.readouterr().out
-        verify_first(config, "auto", setup=Setup(command=("no such program",)))
+        verify_first(config, "auto", setup=Setup(serve=lambda *_: None))
     assert capsys.readouterr().out == "", "a second run verifies nothing"
     return out.splitlines()
 
