@@ -156,11 +156,7 @@ def if_available(op: str, requested: str | None) -> str | None:
 def cannot_serve(op: str, backend: str, limit: str, instead: str) -> UnsupportedError:
     """Returns the error for a backend that cannot serve a call.
 
-    Args:
-      op: The name of the op.
-      backend: The backend that was named.
-      limit: What the backend takes and what it got, beginning with a verb: "has kernels for float32: got float16".
-      instead: What to do: "cast the operands, or use backend='xla'".
+    `limit` begins with a verb, as in "has kernels for float32: got float16"; `instead` says what to do.
     """
     return UnsupportedError(f"{op} with backend={backend!r} {limit}; {instead}")
 

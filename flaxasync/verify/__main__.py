@@ -14,7 +14,6 @@ import sys
 import time
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from flaxasync import check
@@ -122,17 +121,7 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
 
     for case, outcome in zip(runnable, run_cases(runnable, setup, report=progress), strict=True):
         found[case] = judge(outcome, case)
-    results = compare_times([found[case] for case in cases], machine)
-    if not quick and machine["platform"] == "tpu" and not setup.rehearse:
-        jax.config.update("jax_platforms", "cpu")  # this process only compiles, and leaves the chips to others
-        from flaxasync.verify.predict import predict, topology_of
-
-        topology = topology_of(machine)
-        if topology is not None:
-            print(f"the same programs in the simulator, for {topology}:")
-            results = [predict(r, topology) if r.seconds is not None else r for r in results]
-            print(*(result for result in results if result.played is not None), sep="\n")
-    return results
+    return compare_times([found[case] for case in cases], machine)
 
 
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:

@@ -115,8 +115,6 @@ def describe_machine(topology: str | None = None) -> dict[str, Any]:
         "chip": chip.name if chip else None,
         "devices": len(devices),
         "processes": jax.process_count(),
-        "cores": getattr(device, "num_cores", None),
-        "coords": [list(getattr(d, "coords", ())) for d in devices],
         "ring": str(fa.mesh_report(ring)[0]),
         "rehearsal": topology,
         "versions": {name: version for name, version in versions.items() if version != "none"},

@@ -18,7 +18,6 @@ from flaxasync.ops.costs.few_rows import steps
 from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
-from flaxasync.verify.predict import predict, topology_of
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 from tests.verify import faulty_child
 
@@ -320,22 +319,6 @@ def test_a_deviation_within_the_tolerance_passes_and_one_above_is_wrong():
     assert judge({"measurement": outcome["measurement"] | {"tolerance": 1e-4}}, case).verdict is Verdict.PASS
     assert judge({"error": "XlaRuntimeError: RACE DETECTED"}, case).verdict is Verdict.WRONG
     assert judge({"unsupported": "needs squares"}, case).verdict is Verdict.UNSUPPORTED
-
-
-def test_the_topology_of_a_machine_is_found_by_its_chips():
-    coords = [[x, y, 0] for x in range(2) for y in range(4)]
-    assert topology_of({"chip": "v5e", "coords": coords}) == "v5e:2x4"
-    assert topology_of({"chip": "v5p", "coords": [[x, y, 0] for x in range(2) for y in range(2)]}) == "v5p:2x2x1"
-    assert topology_of({"chip": None, "coords": coords}) is None
-    assert topology_of({"chip": "v5e", "coords": coords[:3]}) is None
-
-
-@pytest.mark.slow
-def test_the_simulated_time_stands_beside_the_measured_one():
-    case = next(c for c in every_case("tpu", 8) if (c.op, c.backend) == ("all_gather_matmul", "fused"))
-    result = predict(Result(dataclasses.replace(case, gradient=False), Verdict.PASS, seconds=1e-3), "v5e:2x4")
-    assert result.played == pytest.approx(sum(result.played_phases.values()), rel=0.05)
-    assert "simulated 0." in str(result)
 
 
 def test_the_description_of_a_chip_that_is_not_in_the_table_says_what_is_unknown():

@@ -133,9 +133,7 @@ def matmul_reduce_scatter(
       w: This device's rows; a tuple if x is one.
       axis_name: The mesh axis along which k is split and y will be sharded by rows.
       backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then reduce-scatters.
-      directions: As in `all_gather_matmul`.
-      unroll: As in `all_gather_matmul`.
-      precision: As in `all_gather_matmul`.
+      directions, unroll, precision: As in `all_gather_matmul`.
       reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
 
     Returns:
@@ -193,8 +191,7 @@ def matmul_all_reduce(
       backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then all-reduces. "exchange" does the
         same with a Pallas kernel in which all devices send to all others, for few rows (TPU, float32 and bfloat16). The
         others reduce-scatter, and then gather with one collective operation.
-      directions: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore it.
-      unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore it.
+      directions, unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore them.
       precision: As in `all_gather_matmul`.
       reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
 

@@ -149,7 +149,7 @@ def test_a_named_backend_that_fails_ends_the_run_and_auto_goes_on(config, ran):
 
 
 def test_devices_that_cannot_be_opened_end_the_run(config, ran, monkeypatch):
-    def fail(setup, calibrate):
+    def fail(setup):
         raise MachineError("it died")
 
     monkeypatch.setattr(verify_module, "describe", fail)
