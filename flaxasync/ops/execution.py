@@ -205,10 +205,11 @@ def _fastest(op: str, found: Plan | None, ring: int | tuple[int, int]) -> str:
     """Returns the fastest backend of those that are trusted here; says once which one would be faster."""
     if found is None:
         return OPS[op].default
-    if trust.is_assumed() or found.trusted == found.backend:
+    if trust.is_assumed():
         return found.backend
-    faster = found.seconds[found.trusted] / found.seconds[found.backend]
-    trust.announce(op, found.backend, found.trusted, mesh.chip_name(), ring, faster=faster)
+    if found.backend in found.unverified:
+        faster = found.seconds[found.trusted] / found.seconds[found.backend]
+        trust.announce(op, found.backend, found.trusted, mesh.chip_name(), ring, faster=faster)
     return found.trusted
 
 

@@ -70,7 +70,9 @@ class Plan:
                 f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} MiB{mark}"
             )
         if self.trusted != self.backend:
-            lines.append(f"a call without a backend takes {self.trusted!r} until {self.backend!r} is verified there")
+            why = f"until {self.backend!r} is verified there"
+            why = why if self.backend in self.unverified else f"by times that {trust.COMMAND!r} measured there"
+            lines.append(f"a call without a backend takes {self.trusted!r} {why}")
         return "\n".join(lines)
 
 

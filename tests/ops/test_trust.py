@@ -271,7 +271,7 @@ def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(v
     assert trust.verdict("attention", "flash", "v5e", 1) == stored
 
 
-def test_measured_times_decide_among_verified_backends(v5e):
+def test_measured_times_decide_among_verified_backends(v5e, caplog):
     """Where "none" takes twice what is predicted, "xla", which was not measured, is expected to do so, too."""
     seconds = fa.plan(OP, *SHAPES, chip="v5e", ring=8).seconds
     store(v5e)
@@ -280,7 +280,10 @@ def test_measured_times_decide_among_verified_backends(v5e):
         times = {backend: ratio * 2 * seconds["none"] for backend, ratio in measured.items()}
         assert trust.record(v5e, {}, {call: times}) == v5e.file
         assert taken() == fastest
-        assert fa.plan(OP, *SHAPES, chip="v5e", ring=8).seconds == seconds
+        plan = fa.plan(OP, *SHAPES, chip="v5e", ring=8)
+        assert plan.seconds == seconds
+        assert ("by times that 'python -m flaxasync.verify' measured there" in str(plan)) == (fastest == "none")
+    assert not caplog.records
     assert fa.plan(OP, *SHAPES, chip="v5e", ring=8, backward=False).trusted == "fused"  # this was not measured
 
 
