@@ -105,7 +105,7 @@ def mesh_matmul(
     axes = jax.typeof(lhs).mat.varying | set(axis_names)
     lhs = cast_to_varying(lhs, axes)
     rhs = cast_to_varying(rhs, axes - {axis_names[1]})
-    return _mesh_matmul(chosen, _Call((axis_names[0], axis_names[1]), (x, y), tiles, directions), lhs, rhs)
+    return _mesh_matmul(_Call(chosen, (axis_names[0], axis_names[1]), (x, y), tiles, directions), lhs, rhs)
 
 
 def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, y: int) -> None:
@@ -125,28 +125,30 @@ class _Call:
     """The static half of a call.
 
     Attributes:
+      backend: The backend.
       axis_names: (x, y), the mesh axes of rows and of columns.
       sizes: The numbers of devices on them.
       tiles: The tiles of the kernels' matmul, at most; None for the default.
       directions: The directions of the kernels' transfers; None lets each kernel choose.
     """
 
+    backend: str
     axis_names: tuple[str, str]
     sizes: tuple[int, int]
     tiles: Tiles | None
     directions: int | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mesh_matmul(backend: str, call: _Call, lhs: Array, rhs: Array) -> Array:
-    return _VARIANTS[backend](call, lhs, rhs)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mesh_matmul(call: _Call, lhs: Array, rhs: Array) -> Array:
+    return _VARIANTS[call.backend](call, lhs, rhs)
 
 
-def _mesh_matmul_fwd(backend: str, call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _mesh_matmul(backend, call, lhs, rhs), (lhs, rhs)
+def _mesh_matmul_fwd(call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _mesh_matmul(call, lhs, rhs), (lhs, rhs)
 
 
-def _mesh_matmul_bwd(backend: str, call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
+def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
     _, pull = jax.vjp(functools.partial(_none, call), *saved)
     return pull(do)
 
