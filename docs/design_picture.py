@@ -23,7 +23,7 @@ BOXES = {  # name: (x, y, width, title, what it does)
     "place": (7.1, 8.1, 3.6, "nn/placement.py  place, run", "reads how x is sharded; jax.shard_map"),
     "shards": (2.6, 7.25, 3.6, "nn/shards.py  column", "on local shards: casts, bias"),
     "api": (2.6, 6.1, 3.6, "ops/matmul/api.py  all_gather_matmul", "checks the call, once"),
-    "choose": (7.1, 6.1, 3.6, "ops/backends.py  choose", "a backend: the named one, or what plan.py predicts"),
+    "choose": (7.1, 6.1, 3.6, "ops/execution.py  decide", "a backend: the named one, or what plan.py predicts"),
     "vjp": (2.6, 5.05, 3.6, "ops/matmul/vjp.py  all_gather_matmul", "forward and gradient, over an Executor"),
     "ringex": (2.6, 4.0, 3.6, "ops/matmul/ring.py  RingExecutor.gather", "multiplies a block, writes its rows of y"),
     "fusedex": (7.1, 4.0, 3.6, "ops/matmul/fused.py  FusedExecutor.gather", "pads to whole hardware tiles"),

@@ -214,7 +214,8 @@ def staggered_loop(
     states, carry = state
     states, updates, carry = run_window(hops - 1, states, carry, hops - 1)
     with jax.named_scope("hop"):
-        return tuple(c.finish(s, u, hops - 1) for c, s, u in zip(channels, states, updates, strict=True)), carry
+        finished = [c.finish(s, u, hops - 1) for c, s, u in zip(channels, states, updates, strict=True)]
+    return tuple(finished), carry
 
 
 def ring_gather(

@@ -21,7 +21,7 @@ from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
 from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.self_attention import SelfAttention, scores_array
 from flaxasync.nn.shares import head_shares
-from flaxasync.ops import backends
+from flaxasync.ops import execution
 from flaxasync.ops.attention.layouts import AttentionLayout
 
 
@@ -101,7 +101,7 @@ class ParallelAttention(SelfAttention):
         context_axis, context_layout, context_backend = context
         split = None
         if context_axis is not None:
-            backend = context_backend or backends.if_available("ring_attention", self.settings.backend)
+            backend = context_backend or execution.if_available("ring_attention", self.settings.backend)
             split = make_context(layer, context_axis, context_layout, backend)
         attention = HeadAttention.of(
             layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,

@@ -22,7 +22,7 @@ from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
 from flaxasync.nn.options import LayerOptions, LayerSettings, LinearSettings, of_settings, settings_of
 from flaxasync.nn.placement import Layout, Placement, place, place_tokens
 from flaxasync.nn.shares import Shares
-from flaxasync.ops import backends, vocabulary
+from flaxasync.ops import execution, vocabulary
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)  # as nnx.Embed
 
@@ -107,7 +107,7 @@ class VocabParallelEmbed(StoredLayer):
         placement = place_tokens("VocabParallelEmbed", ids, axis_name, self.settings.in_spec)
         check_output_rows("VocabParallelEmbed", ids.shape[-1], layout, placement)
         ((table,), (stored,)) = self.parameters(), self.stored
-        backend = backends.if_available("lookup_reduce_scatter", self.settings.backend)
+        backend = execution.if_available("lookup_reduce_scatter", self.settings.backend)
         dtype = self._dtype(table, inexact=False)
         settings = dataclasses.replace(self.settings, backend=backend, dtype=dtype)
         call = _Call(settings, stored, self.shares, layout)

@@ -20,7 +20,7 @@ from flaxasync.nn.options import LayerSettings, LinearSettings
 from flaxasync.nn.placement import Layout
 from flaxasync.nn.shares import Shares
 from flaxasync.ops.matmul.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from flaxasync.ops.matmul.mlp import Activation, fused_mlp
+from flaxasync.ops.matmul.mlp import Activation, parallel_mlp
 from flaxasync.ops.matmul.products import dot
 
 type Linear = tuple[Array, Array | None]  # kernel, bias
@@ -91,20 +91,20 @@ def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -
 def mlp(
     x: Array, columns: tuple[Linear, ...], down: Linear, activation: Activation, settings: LinearSettings
 ) -> Array | None:
-    """Applies an MLP to this device's rows of x by kernels that have its activation as an epilogue.
+    """Applies an MLP to this device's rows of x.
 
-    Returns None where there are no such kernels; then `column`, the activation and `row` do the same.
+    Returns None where something lies between its ops; then `column`, the activation and `row` do the same.
     """
     biases = [bias for _, bias in columns if bias is not None]
     if biases or multiplies_locally(settings) or settings.preferred_element_type not in (None, settings.dtype):
         return None
     x = x.astype(settings.dtype)
     ws, w_down = tuple(cast(kernel, x, settings.dtype) for kernel, _ in columns), cast(down[0], x, settings.dtype)
-    y = fused_mlp(
+    y = parallel_mlp(
         x, ws, w_down, settings.axis_name, activation, backend=settings.backend, precision=settings.precision,
         gathered_bytes=settings.gathered_bytes,
     )  # fmt: skip
-    return None if y is None else finish(y, down[1], settings)
+    return finish(y, down[1], settings)
 
 
 def take_columns(linear: Linear, shares: Shares, axis_name: str) -> Linear:

@@ -31,10 +31,12 @@ class Evidence:
       rule: Whether every kernel is trusted, none, or those with a stored verdict "PASS".
       verdicts: The verdict of each kernel and class of rings, under the names of `flaxasync.ops.trust.key`: "PASS", or
         that of a case that failed.
+      times: The measured seconds of each backend, for each call under a name of `flaxasync.ops.trust.call_key`.
     """
 
     rule: Rule
     verdicts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    times: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
 
 def has_several_processes() -> bool:
@@ -80,7 +82,7 @@ def agree(own: Evidence, machine: Mapping[str, Any]) -> tuple[Evidence, str]:
       own: What this process knows.
       machine: The chip, the software and its options, the fields of `flaxasync.ops.trust.Machine`.
     """
-    said = {"rule": own.rule, "verdicts": dict(own.verdicts), "machine": dict(machine)}
+    said = {"rule": own.rule, "verdicts": dict(own.verdicts), "times": dict(own.times), "machine": dict(machine)}
     try:
         texts = exchange(f"kernels of {machine['chip']}", json.dumps(said), LIMIT)
     except MeetingError as error:
@@ -90,7 +92,10 @@ def agree(own: Evidence, machine: Mapping[str, Any]) -> tuple[Evidence, str]:
 
 
 def combine(said: Sequence[Mapping[str, Any]]) -> tuple[Evidence, str]:
-    """Returns what `agree` returns, from what each process said. All processes get the same from the same texts."""
+    """Returns what `agree` returns, from what each process said. All processes get the same from the same texts.
+
+    The times are those of process 0, because two measurements are never equal.
+    """
     settings = [{"FLAXASYNC_VERIFIED": one["rule"]} | one["machine"] for one in said]
     for process, theirs in enumerate(settings):
         for name in sorted({*settings[0], *theirs}):
@@ -100,7 +105,7 @@ def combine(said: Sequence[Mapping[str, Any]]) -> tuple[Evidence, str]:
                     f"the processes differ, and none of them trusts a kernel: {name} is {first!r} in process 0 and "
                     f"{other!r} in process {process}; it must be the same in all"
                 )
-    verdicts = [one["verdicts"] for one in said]
+    rule, times, verdicts = said[0]["rule"], said[0]["times"], [one["verdicts"] for one in said]
     agreed: dict[str, str] = {}
     lacking = []
     for name in sorted({name for one in verdicts for name in one}):
@@ -113,9 +118,9 @@ def combine(said: Sequence[Mapping[str, Any]]) -> tuple[Evidence, str]:
             lacking.append(f"{name} is {texts[0] or 'missing'} in process 0 and {texts[process] or 'missing'} in "
                            f"process {process}")  # fmt: skip
     if not lacking:
-        return Evidence(said[0]["rule"], agreed), ""
+        return Evidence(rule, agreed, times), ""
     more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
     differences = ", ".join(lacking[:NAMED]) + more
-    return Evidence(said[0]["rule"], agreed), (
+    return Evidence(rule, agreed, times), (
         f"the processes have different verdicts, and trust only kernels that passed in all of them: {differences}"
     )

@@ -18,8 +18,8 @@ from flaxasync.kernels.engine.operands import Tiles, check_operand, sublanes
 from flaxasync.kernels.gemm import TILES, gemm
 from flaxasync.kernels.mesh_matmul.overlapped import overlapped
 from flaxasync.kernels.mesh_matmul.schedule import plan
-from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.ops import backends
+from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
+from flaxasync.ops.execution import Directions, decide
 
 
 def mesh_matmul(
@@ -29,7 +29,7 @@ def mesh_matmul(
     *,
     backend: str | None = None,
     tiles: Tiles | None = None,
-    directions: int | None = None,
+    directions: Directions = None,
 ) -> Float[Array, "m n"]:
     """Multiplies LHS[M_X, K_Y] by RHS[K_X, N], which gives O[M_X, N], on a mesh of X x Y devices.
 
@@ -73,8 +73,6 @@ def mesh_matmul(
     if len(set(axis_names)) != 2:
         raise ValueError(f"{op} needs the names of two mesh axes, of rows and of columns: got {axis_names!r}")
     x, y = (mapped_axis_size(op, name) for name in axis_names)
-    if directions not in (1, 2, None):
-        raise ValueError(f"{op} needs directions to be 1, 2 or None: got {directions!r}")
     if lhs.ndim != 2 or rhs.ndim != 2:
         raise ValueError(f"{op} needs lhs [m, k] and rhs [k', n]: got {list(lhs.shape)} and {list(rhs.shape)}")
     if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
@@ -88,20 +86,26 @@ def mesh_matmul(
     if directions is None and x > 1 and y == 2:
         directions = 1
 
-    def check(backend: str) -> None:
-        if backend != "none":
-            _check_kernels(f"{op} with backend={backend!r}", backend, lhs, rhs, y)
-        reduce = backend == "overlapped"
-        if tiles is None and backend in ("fused", "overlapped") and (x > 1 or (reduce and y > 1)):
-            plan(lhs, rhs, axis_names, reduce, tiles, directions)  # raises if there is none
+    def check(name: str) -> None:
+        reduce = name == "overlapped"
+        try:
+            if name != "none":
+                _check_kernels(f"{op} with backend={name!r}", name, lhs, rhs, y)
+            if tiles is None and name in ("fused", "overlapped") and (x > 1 or (reduce and y > 1)):
+                plan(lhs, rhs, axis_names, reduce, tiles, directions)  # raises if there is none
+        except ValueError as error:  # the operands are wrong for a backend that was named, and another one can serve
+            if backend is None:
+                raise UnsupportedError(str(error)) from error
+            raise
 
-    backend = backends.choose(
-        op, backend, shapes=(lhs.shape, rhs.shape), ring=(x, y), check=check, itemsize=lhs.dtype.itemsize
-    )
+    chosen = decide(
+        op, backend, shapes=(lhs.shape, rhs.shape), ring=(x, y), directions=directions, check=check,
+        itemsize=lhs.dtype.itemsize,
+    ).backend  # fmt: skip
     axes = jax.typeof(lhs).mat.varying | set(axis_names)
     lhs = cast_to_varying(lhs, axes)
     rhs = cast_to_varying(rhs, axes - {axis_names[1]})
-    return _mesh_matmul(backend, _Call((axis_names[0], axis_names[1]), (x, y), tiles, directions), lhs, rhs)
+    return _mesh_matmul(_Call(chosen, (axis_names[0], axis_names[1]), (x, y), tiles, directions), lhs, rhs)
 
 
 def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, y: int) -> None:
@@ -121,28 +125,30 @@ class _Call:
     """The static half of a call.
 
     Attributes:
+      backend: The backend.
       axis_names: (x, y), the mesh axes of rows and of columns.
       sizes: The numbers of devices on them.
       tiles: The tiles of the kernels' matmul, at most; None for the default.
       directions: The directions of the kernels' transfers; None lets each kernel choose.
     """
 
+    backend: str
     axis_names: tuple[str, str]
     sizes: tuple[int, int]
     tiles: Tiles | None
     directions: int | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mesh_matmul(backend: str, call: _Call, lhs: Array, rhs: Array) -> Array:
-    return _VARIANTS[backend](call, lhs, rhs)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mesh_matmul(call: _Call, lhs: Array, rhs: Array) -> Array:
+    return _VARIANTS[call.backend](call, lhs, rhs)
 
 
-def _mesh_matmul_fwd(backend: str, call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _mesh_matmul(backend, call, lhs, rhs), (lhs, rhs)
+def _mesh_matmul_fwd(call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _mesh_matmul(call, lhs, rhs), (lhs, rhs)
 
 
-def _mesh_matmul_bwd(backend: str, call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
+def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
     _, pull = jax.vjp(functools.partial(_none, call), *saved)
     return pull(do)
 

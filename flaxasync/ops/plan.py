@@ -7,6 +7,7 @@ Each op has a function in `MODELS` that returns the `Cost` of each of its backen
 """
 
 import dataclasses
+import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,17 +15,21 @@ from typing import Any
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 from flaxasync.ops import trust
-from flaxasync.ops.costs.attention import ring_attention
-from flaxasync.ops.costs.collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from flaxasync.ops.costs.attention import ring_attention_costs
+from flaxasync.ops.costs.collective_matmul import (
+    all_gather_matmul_costs,
+    matmul_all_reduce_costs,
+    matmul_reduce_scatter_costs,
+)
 from flaxasync.ops.costs.cost import Cost, Shape
-from flaxasync.ops.costs.mesh_matmul import mesh_matmul
+from flaxasync.ops.costs.mesh_matmul import mesh_matmul_costs
 
 MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
-    "all_gather_matmul": all_gather_matmul,
-    "matmul_all_reduce": matmul_all_reduce,
-    "matmul_reduce_scatter": matmul_reduce_scatter,
-    "mesh_matmul": mesh_matmul,
-    "ring_attention": ring_attention,
+    "all_gather_matmul": all_gather_matmul_costs,
+    "matmul_all_reduce": matmul_all_reduce_costs,
+    "matmul_reduce_scatter": matmul_reduce_scatter_costs,
+    "mesh_matmul": mesh_matmul_costs,
+    "ring_attention": ring_attention_costs,
 }
 
 
@@ -38,7 +43,8 @@ class Plan:
       reason: Why, in one sentence with figures.
       costs: The predicted cost of every backend that can serve the call.
       trusted: The fastest backend of those that are plain XLA or were verified on such a chip with the versions that
-        are installed here; what a call without a backend takes on the chip. See `flaxasync.ops.trust`.
+        are installed here; what a call without a backend takes on the chip. Where the verification measured this call,
+        with its gradients, the measured times count. See `flaxasync.ops.trust`.
       unverified: The backends that were not verified.
     """
 
@@ -48,11 +54,6 @@ class Plan:
     costs: Mapping[str, Cost]
     trusted: str = "none"
     unverified: tuple[str, ...] = ()
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """What the op uses with the chosen backend, such as the directions of the ring."""
-        return self.costs[self.backend].settings
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -69,7 +70,9 @@ class Plan:
                 f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} MiB{mark}"
             )
         if self.trusted != self.backend:
-            lines.append(f"a call without a backend takes {self.trusted!r} until {self.backend!r} is verified there")
+            why = f"until {self.backend!r} is verified there"
+            why = why if self.backend in self.unverified else f"by times that {trust.COMMAND!r} measured there"
+            lines.append(f"a call without a backend takes {self.trusted!r} {why}")
         return "\n".join(lines)
 
 
@@ -91,10 +94,10 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
         the same for all backends and is never counted); `kernels`, whether the Pallas kernels of the matmuls can serve,
         and `exchange`, whether that for few rows can (True by default; it is in the plan only where it was played and
         is predicted to gain clearly); `gathered_bytes`, the most bytes that all_gather_matmul may keep for its gradient
-        (0 by default; `.settings` has "keep_gathered" where it does).
+        (0 by default; `.costs` have what each backend keeps).
 
     Returns:
-      The plan, with `.backend`, `.reason`, `.settings`, and `.seconds` and `.costs` by backend. str() makes a table.
+      The plan, with `.backend`, `.reason`, and `.seconds` and `.costs` by backend. str() makes a table.
 
     Raises:
       ValueError: There is no such op or chip; the ring has no devices; the op lacks an option; the shapes do not fit.
@@ -112,10 +115,12 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
         if any(not isinstance(size, numbers.Integral) or size < 1 for size in shape):
             raise ValueError(f"plan needs dimensions of 1 or more: got {list(shape)}")
     try:
-        _check_contraction(name, sizes, *shapes)
-        costs = MODELS[name](spec, ring, *shapes, **options)
-    except (TypeError, ValueError) as error:
+        inspect.signature(MODELS[name]).bind(spec, ring, *shapes, **options)
+    except TypeError as error:
         raise ValueError(f"plan cannot take these shapes or options for {name}: {error}") from error
+    if wrong := _misfit(name, sizes, *shapes):
+        raise ValueError(f"plan cannot take these shapes or options for {name}: {wrong}")
+    costs = MODELS[name](spec, ring, *shapes, **options)
     fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes}
     candidates = fitting or costs
     first, *others = sorted(candidates, key=lambda backend: candidates[backend].seconds)
@@ -129,26 +134,39 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
         )
     if costs[first].kept:
         reason += f"; it keeps the gathered x, {costs[first].kept / 2**20:.0f} MiB, which spares its second trip"
-    unverified = tuple(backend for backend in costs if trust.verdict(name, backend, spec.name, ring) != trust.PASSED)
-    trusted = next(backend for backend in (first, *others, *trust.PLAIN) if backend not in unverified)
+    evidence = trust.Evidence("none") if costs.keys() <= trust.PLAIN else trust.known(spec.name)
+    unverified = tuple(b for b in costs if trust.verdict_by(evidence, name, b, ring) != trust.PASSED)
+    call = trust.call_key(name, ring, shapes, options.get("itemsize", 2))
+    expected = _correct(candidates, evidence.times.get(call, {}) if options.get("backward", True) else {})
+    verified = [backend for backend in (first, *others) if backend not in unverified]
+    trusted = min(verified, key=lambda backend: expected[backend], default="none")
     return Plan(name, first, reason, costs, trusted, unverified)
 
 
-def _check_contraction(op: str, ring: tuple[int, ...], *shapes: Shape) -> None:
-    """Raises ValueError for operands that the op would refuse; the caller says which op."""
+def _correct(costs: Mapping[str, Cost], times: Mapping[str, float]) -> dict[str, float]:
+    """Returns measured seconds in place of predicted ones, and scales the others by what "none" was measured to take.
+
+    Nothing that keeps gathered rows was measured.
+    """
+    scale = times["none"] / costs["none"].seconds if {"none"} <= times.keys() & costs.keys() else 1.0
+    measured = {backend: time for backend, time in times.items() if backend in costs and not costs[backend].kept}
+    return {backend: scale * cost.seconds for backend, cost in costs.items()} | measured
+
+
+def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | None:
+    """Says why the op would refuse operands of these shapes; None if it would not."""
     if op == "ring_attention":
-        (b, s, heads, dim), *others = shapes
         for k in others:
-            if (k[0], k[1], k[3]) != (b, s, dim) or heads % k[2]:
-                raise ValueError(f"q {list(shapes[0])} cannot attend to k or v {list(k)}")
-        return
-    x, *ws = shapes
+            if not len(x) == len(k) == 4 or (k[0], k[1], k[3]) != (x[0], x[1], x[3]) or x[2] % k[2]:
+                return f"q {list(x)} cannot attend to k or v {list(k)}"
+        return None
     x_devices, y_devices = ring if len(ring) == 2 else (1, 1)
-    for w in ws:
-        if x[-1] * y_devices != w[0] * x_devices:
-            raise ValueError(f"x {list(x)} cannot be contracted with w {list(w)}")
+    for w in others:
+        if len(x) < 2 or len(w) != 2 or x[-1] * y_devices != w[0] * x_devices:
+            return f"x {list(x)} cannot be contracted with w {list(w)}"
     if op == "matmul_reduce_scatter" and x[-2] % ring[0]:
-        raise ValueError(f"the rows of x {list(x)} cannot be shared out equally to {ring[0]} devices")
+        return f"the rows of x {list(x)} cannot be shared out equally to {ring[0]} devices"
+    return None
 
 
 def _reason(

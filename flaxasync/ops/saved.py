@@ -1,9 +1,9 @@
 """The names of what ops and layers compute forward, and policies of `jax.checkpoint` that keep it.
 
 A policy sees a collective matmul as one operation that is no `dot_general`, because it has a VJP rule of its own. So
-JAX's policies for matmuls compute it again, and its transfers with it. The rules therefore name their results, as those
-of attention and of fully sharded parameters do, with
-`jax.ad_checkpoint.checkpoint_name`, which changes nothing under any policy that does not ask for these names.
+JAX's policies for matmuls compute it again, and its transfers with it. The rules of matmuls, of attention and of fully
+sharded parameters therefore name their results with `jax.ad_checkpoint.checkpoint_name`. Policies that do not ask for
+these names ignore them.
 """
 
 from typing import Any
@@ -40,13 +40,8 @@ def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     jax.checkpoint(layer, policy=fa.save_matmuls)
     ```
 
-    Args:
-      primitive: The operation whose result may be kept.
-      *operands: The types of its operands.
-      **parameters: Its parameters.
-
-    Returns:
-      Whether the result is kept.
+    `jax.checkpoint` calls it with an operation, the types of its operands, and its parameters, and asks whether the
+    result is kept.
     """
     return _matmuls(primitive, *operands, **parameters)
 
@@ -55,18 +50,6 @@ def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Policy of `jax.checkpoint` that keeps what is costly to compute or to transfer again.
 
     It keeps what `save_matmuls` keeps, the results of attention, and the gathered kernels of fully sharded layers. The
-    backward pass repeats what is between them: norms, rotary positions, activations.
-
-    ```
-    jax.checkpoint(layer, policy=fa.save_costly)
-    ```
-
-    Args:
-      primitive: The operation whose result may be kept.
-      *operands: The types of its operands.
-      **parameters: Its parameters.
-
-    Returns:
-      Whether the result is kept.
+    backward pass repeats what is between them: norms, rotary positions, activations. It is used as `save_matmuls` is.
     """
     return _costly(primitive, *operands, **parameters)

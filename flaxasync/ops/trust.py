@@ -2,8 +2,9 @@
 
 A kernel that overlaps its transfers can hang a chip or be silently wrong, and this depends on the chip and on the
 compiler. The verdicts are therefore stored in the user's cache folder, in one file for each `Machine`: the chip, the
-versions of the software, the options of libtpu, and the sources of the kernels and ops. A call that names a backend
-never asks, and backends that are plain XLA need no verdict.
+versions of the software, the options of libtpu, and the sources of the kernels and ops. Beside them are the measured
+times, by which `flaxasync.plan` corrects what it predicts for such a call. A call that names a backend never asks, and
+backends that are plain XLA need no verdict.
 
 A ring of two devices does not show whether a kernel tells its directions apart. Its verdicts count for rings of two
 only, and longer rings need a verdict of a longer ring. On one device nothing is sent, so there only attention, which
@@ -38,7 +39,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -46,14 +47,15 @@ import jax
 from flaxasync.ops import agreement
 from flaxasync.ops.agreement import Evidence
 
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
 VARIABLE = "FLAXASYNC_VERIFIED"
 PASSED = "PASS"
-PLAIN = ("none", "xla", "reference")
+PLAIN = frozenset(("none", "xla", "reference"))
 """Backends that are made of XLA's own operations."""
 SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
 
+type Times = Mapping[str, Mapping[str, float]]  # for each call, under a name of `call_key`, the seconds of each backend
 Mode = Literal["predicted", "verified"]
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("flaxasync_trust", default=None)
 _agreed: dict[str, Evidence] = {}  # of chips, where several processes share them
@@ -63,14 +65,11 @@ _log = logging.getLogger("flaxasync")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a verdict depends on: the chip, the software and its options.
+    """What a verdict depends on: the chip, the versions of the software, and its options.
 
     Attributes:
       chip: The name of the chip.
-      libtpu: Its version, "none" where it is not installed as a package.
-      jax: Its version.
-      jaxlib: Its version.
-      flaxasync: Its version.
+      libtpu, jax, jaxlib, flaxasync: Versions; that of libtpu is "none" where it is not installed as a package.
       libtpu_options: The environment variable LIBTPU_INIT_ARGS.
       sources: A digest of the sources of flaxasync on which kernels and ops depend, for checkouts that are edited.
     """
@@ -86,25 +85,19 @@ class Machine:
     @staticmethod
     def here(chip: str) -> "Machine":
         """Returns the machine with this chip and the versions that are installed here."""
-        return Machine(
-            chip,
-            libtpu=_version("libtpu"),
-            jax=_version("jax"),
-            jaxlib=_version("jaxlib"),
-            flaxasync=_version("flaxasync"),
-            libtpu_options=os.environ.get("LIBTPU_INIT_ARGS", ""),
-            sources=digest_of_sources(),
-        )
+        versions = {name: version(name) for name in ("libtpu", "jax", "jaxlib", "flaxasync")}
+        options = os.environ.get("LIBTPU_INIT_ARGS", "")
+        return Machine(chip, **versions, libtpu_options=options, sources=digest_of_sources())
 
     @property
     def file(self) -> pathlib.Path:
         """Where the verdicts are stored; `VARIABLE` may name another file."""
-        named = os.environ.get(VARIABLE, "")
-        if named not in ("", "all", "none"):
-            return pathlib.Path(named).expanduser()
+        if named := _named_file():
+            return named
         rest = hashlib.sha256(repr((self.jaxlib, self.libtpu_options, self.sources)).encode()).hexdigest()[:8]
         text = f"verified-{self.chip}-libtpu-{self.libtpu}-jax-{self.jax}-flaxasync-{self.flaxasync}-{rest}.json"
-        return cache_folder() / re.sub(r"[^\w.+-]", "_", text)
+        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        return pathlib.Path(base) / "flaxasync" / re.sub(r"[^\w.+-]", "_", text)
 
     def __str__(self) -> str:
         return f"{self.chip} with libtpu {self.libtpu}, jax {self.jax} and flaxasync {self.flaxasync}"
@@ -129,13 +122,9 @@ def is_assumed() -> bool:
 
 
 def key(op: str, backend: str, ring: int | tuple[int, ...]) -> str:
-    """Returns the name under which verdicts are stored: the op, the backend and the class of the ring.
+    """Returns the name under which verdicts of a backend, or of a kernel of attention, are stored.
 
-    Args:
-      op: The name of the op.
-      backend: The backend, or for attention the kernel.
-      ring: The number of devices on the axis, or on each axis. The class is "2" or "3+", by the longest axis; "1",
-        which is never stored; and nothing for attention, which has no ring.
+    It has the class of the ring, of its longest axis: "2" or "3+"; "1", which is never stored; attention has no ring.
     """
     if op == "attention":
         return f"{op}/{backend}"
@@ -143,21 +132,29 @@ def key(op: str, backend: str, ring: int | tuple[int, ...]) -> str:
     return f"{op}/{backend}/{size if size < 3 else '3+'}"
 
 
-def verdict(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> str | None:
-    """Returns "PASS" if a backend may be trusted, a verdict of the cases that failed, and None without any verdict.
+def call_key(op: str, ring: int | tuple[int, ...], shapes: Sequence[Sequence[int]], itemsize: int) -> str:
+    """Returns the name under which times are stored: the op with its gradients at these shapes of one device."""
+    devices = ring if isinstance(ring, int) else "x".join(map(str, ring))
+    return f"{op} on {devices}: {' '.join('x'.join(map(str, shape)) for shape in shapes)} of {itemsize} bytes"
 
-    Args:
-      op: The name of the op.
-      backend: The backend, or for attention the kernel.
-      chip: The name of the chip.
-      ring: The number of devices on the axis, or on each axis.
-    """
+
+def verdict(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> str | None:
+    """Returns "PASS" if a backend may be trusted, a verdict of the cases that failed, and None without any verdict."""
+    return PASSED if backend in PLAIN else verdict_by(known(chip), op, backend, ring)
+
+
+def verdict_by(evidence: Evidence, op: str, backend: str, ring: int | tuple[int, ...]) -> str | None:
+    """Returns the verdict of a backend by what is known about the kernels of a chip."""
     if backend in PLAIN:
         return PASSED
-    evidence = known(chip)
     if evidence.rule != "stored":
         return PASSED if evidence.rule == "all" else None
     return evidence.verdicts.get(key(op, backend, ring))
+
+
+def is_trusted(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> bool:
+    """Says whether a call of `op` without a backend may take this one; the rules are those of the file's head."""
+    return is_assumed() or verdict(op, backend, chip, ring) == PASSED
 
 
 def known(chip: str) -> Evidence:
@@ -166,9 +163,6 @@ def known(chip: str) -> Evidence:
     The first question of each process waits for those of the others. A program in which one process asks alone should
     call this in all of them, after `jax.distributed.initialize`. Nothing is exchanged about described devices, on which
     nothing runs, outside of `trusting("verified")`.
-
-    Args:
-      chip: The name of the chip.
     """
     mode = _mode.get()
     if not agreement.has_several_processes() or mode == "predicted" or (not mode and jax.default_backend() != "tpu"):
@@ -181,38 +175,10 @@ def known(chip: str) -> Evidence:
         return _agreed[chip]
 
 
-def _known_here(chip: str) -> Evidence:
-    """Returns what this process knows about the kernels of a chip."""
-    override = os.environ.get(VARIABLE, "")
-    if override in ("all", "none"):
-        return Evidence("all" if override == "all" else "none")
-    machine = Machine.here(chip)
-    if not override and machine.libtpu == "none":
-        return Evidence("stored")  # the library of the chip has no version that would tell its verdicts from another's
-    stored = {
-        name: [text for text in found.values() if text != PASSED] for name, found in read(machine).items() if found
-    }
-    return Evidence("stored", {name: failed[0] if failed else PASSED for name, failed in stored.items()})
-
-
-def is_trusted(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> bool:
-    """Says whether a call of `op` without a backend may take this one; the rules are those of the file's head."""
-    return is_assumed() or verdict(op, backend, chip, ring) == PASSED
-
-
 def announce(
     op: str, wanted: str, taken: str, chip: str, ring: int | tuple[int, ...], *, faster: float | None = None
 ) -> None:
-    """Logs, once for each op and backend, that a kernel is not taken because it was not verified.
-
-    Args:
-      op: The name of the op.
-      wanted: The backend that is predicted to be fastest.
-      taken: The one that is taken instead.
-      chip: The name of the chip.
-      ring: The number of devices on the axis, or on each axis.
-      faster: How many times as fast the wanted one is predicted to be.
-    """
+    """Logs once that a call takes `taken`, because `wanted`, which is `faster` times as fast, was not verified."""
     found = verdict(op, wanted, chip, ring)
     several = agreement.has_several_processes()
     why = f"was {found}" if found is not None else "was not verified" + (" in every process" if several else "")
@@ -223,29 +189,19 @@ def announce(
 
 
 def read(machine: Machine) -> dict[str, dict[str, str]]:
-    """Returns the stored verdicts, {name: {case: verdict}} with the names of `key`.
-
-    A file that cannot be read is named once.
-    """
-    file = machine.file
-    try:
-        return _parse(str(file), _version_of(file), machine)
-    except FileNotFoundError:
-        if os.environ.get(VARIABLE):
-            say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
-    except OSError as error:
-        say_once(f"the verdicts in {file} cannot be read, and no kernel is trusted: {error}")
-    except (ValueError, TypeError, AttributeError) as error:
-        say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {error}")
-    return {}
+    """Returns the stored verdicts, {name: {case: verdict}} with the names of `key`."""
+    return _read(machine)["verdicts"]
 
 
-def record(machine: Machine, verdicts: Mapping[str, Mapping[str, str]]) -> pathlib.Path | None:
-    """Adds verdicts to those that are stored, replacing earlier ones of the same cases.
+def record(
+    machine: Machine, verdicts: Mapping[str, Mapping[str, str]], times: Times | None = None
+) -> pathlib.Path | None:
+    """Adds verdicts and times to those that are stored, replacing earlier ones of the same cases and calls.
 
     Args:
       machine: Where they were found.
       verdicts: For each name of `key` the verdict of each case, under a text that identifies the case.
+      times: For each name of `call_key` the seconds of each backend.
 
     Returns:
       The file; None where it cannot be written, or where `VARIABLE` names a file that is not of this machine. Both are
@@ -253,32 +209,23 @@ def record(machine: Machine, verdicts: Mapping[str, Mapping[str, str]]) -> pathl
     """
     file = machine.file
     try:
+        stored = _read(machine) if file.exists() else _NOTHING
+        if _named_file() and file.exists() and stored is _NOTHING:
+            say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored")
+            return None
+        content: dict[str, Any] = {"format": FORMAT, "machine": dataclasses.asdict(machine)}
+        for kind, new in (("verdicts", verdicts), ("times", times or {})):
+            old = stored[kind]
+            content[kind] = {name: {**old.get(name, {}), **new.get(name, {})} for name in {*old, *new}}
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(file):
-            if os.environ.get(VARIABLE, "") not in ("", "all", "none") and not _may_replace(file, machine):
-                return None
-            stored = read(machine) if file.exists() else {}
-            merged = {name: {**stored.get(name, {}), **verdicts.get(name, {})} for name in {*stored, *verdicts}}
-            content = {"format": FORMAT, "machine": dataclasses.asdict(machine), "verdicts": merged}
-            with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-                json.dump(content, part, indent=1, sort_keys=True)
-            os.chmod(part.name, 0o644)  # other users may read a file that is named
-            os.replace(part.name, file)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
+            json.dump(content, part, indent=1, sort_keys=True)
+        os.chmod(part.name, 0o644)  # other users may read a file that is named
+        os.replace(part.name, file)
     except OSError as error:
         say_once(f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} names a file")
         return None
     return file
-
-
-def cache_folder() -> pathlib.Path:
-    """Returns the folder of this package among the user's caches, by the convention of the platform."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or pathlib.Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = pathlib.Path.home() / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "flaxasync"
 
 
 @functools.cache
@@ -297,52 +244,52 @@ def digest_of_sources() -> str:
     return digest.hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def _locked(file: pathlib.Path) -> Iterator[None]:
-    """Keeps other processes from adding verdicts to a file in a block of code, where the platform has such locks."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    with file.with_name(f"{file.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _named_file() -> pathlib.Path | None:
+    named = os.environ.get(VARIABLE, "")
+    return None if named in ("", "all", "none") else pathlib.Path(named).expanduser()
 
 
-def _may_replace(file: pathlib.Path, machine: Machine) -> bool:
-    """Says whether a file is missing, or has verdicts of this machine; otherwise the reason is logged once."""
+def _known_here(chip: str) -> Evidence:
+    """Returns what this process knows about the kernels of a chip."""
+    override = os.environ.get(VARIABLE, "")
+    if override in ("all", "none"):
+        return Evidence("all" if override == "all" else "none")
+    machine = Machine.here(chip)
+    if not override and machine.libtpu == "none":
+        return Evidence("stored")  # the library of the chip has no version that would tell its verdicts from another's
+    stored = _read(machine)
+    failed = {name: [text for text in found.values() if text != PASSED] for name, found in stored["verdicts"].items()}
+    return Evidence("stored", {name: texts[0] if texts else PASSED for name, texts in failed.items()}, stored["times"])
+
+
+_NOTHING: dict[str, dict] = {"verdicts": {}, "times": {}}
+
+
+def _read(machine: Machine) -> dict[str, dict]:
+    """Returns the stored "verdicts" and "times"; says once why a file is not used."""
+    file = machine.file
     try:
-        _parse(str(file), _version_of(file), machine)
+        content: Any = json.loads(file.read_text())
     except FileNotFoundError:
-        return True
-    except (ValueError, TypeError, AttributeError) as error:
-        say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored: {error}")
-        return False
-    return True
-
-
-def _version_of(file: pathlib.Path) -> tuple[int, ...]:
-    """Returns what differs after each change of a file: several changes can have one time."""
-    found = file.stat()
-    return found.st_mtime_ns, found.st_ino, found.st_size
-
-
-@functools.lru_cache(maxsize=8)
-def _parse(file: str, version: tuple[int, ...], machine: Machine) -> dict[str, dict[str, str]]:
-    content: Any = json.loads(pathlib.Path(file).read_text())
+        if _named_file():
+            say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
+        return _NOTHING
+    except (OSError, json.JSONDecodeError) as error:
+        say_once(f"the verdicts in {file} cannot be read, and no kernel is trusted: {error}")
+        return _NOTHING
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"they are not in format {FORMAT} of this version")
-    if content.get("machine") != dataclasses.asdict(machine):
-        raise ValueError(f"they are of another machine or version, not of {machine}")
-    verdicts = content.get("verdicts")
-    if not isinstance(verdicts, dict) or not all(isinstance(found, dict) for found in verdicts.values()):
-        raise ValueError("the file is damaged")
-    return verdicts
+        why = f"they are not in format {FORMAT} of this version"
+    elif content.get("machine") != dataclasses.asdict(machine):
+        why = f"they are of another machine or version, not of {machine}"
+    else:
+        return content
+    say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {why}")
+    return _NOTHING
 
 
 @functools.cache
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Returns the version of a package, "none" where it is not installed as one."""
     if package == "flaxasync":
         return str(sys.modules["flaxasync"].__version__)  # installed from a checkout, its metadata can be older
     try:

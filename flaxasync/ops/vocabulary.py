@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.ops import backends
 from flaxasync.ops.dtypes import accumulator_dtype
+from flaxasync.ops.execution import decide
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 
 
@@ -57,7 +57,7 @@ def lookup_reduce_scatter(
       NotImplementedError: The op lacks the backend, or the backend cannot run here.
     """
     size = mapped_axis_size("lookup_reduce_scatter", axis_name)
-    ring = backends.make_ring(backends.choose("lookup_reduce_scatter", backend), axis_name, size)
+    ring = decide("lookup_reduce_scatter", backend, ring=size).ring(axis_name)
     axes = jax.typeof(table).mat.varying | jax.typeof(ids).mat.varying
     return _lookup_reduce_scatter(ring, cast_to_varying(ids, axes), cast_to_varying(table, axes))
 

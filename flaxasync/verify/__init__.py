@@ -1,7 +1,7 @@
 """Verifies the ops and their kernels on the devices of this machine: are the results right, and how fast are they?
 
 `python -m flaxasync.verify` is the command. A kernel that overlaps transfers can hang a chip, or be silently wrong, so
-every case runs in a child process with a time limit, and is compared with the same op made of XLA's own collectives.
+every case runs in a child process with a time limit, and is compared with the formula of its op on whole arrays.
 
   cases        what is verified: an op, a backend, directions, shapes
   platform     known defects of the platform, as programs that show them
@@ -11,6 +11,5 @@ every case runs in a child process with a time limit, and is compared with the s
   pod          what the children of several hosts do together
   supervisor   starts such processes, and ends them when a case takes too long
   verdict      what came of a case, and the report
-  predict      what the simulator says about the same program
   rehearsal    values and times without a TPU, and verdicts that no run trusts
 """

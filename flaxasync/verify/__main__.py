@@ -14,21 +14,22 @@ import sys
 import time
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 
 from flaxasync import check
 from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
+from flaxasync.verify.child import Serve, serve
 from flaxasync.verify.rehearsal import check_aside, read_back, stored_aside
-from flaxasync.verify.supervisor import COMMAND, Setup, describe, run_cases
+from flaxasync.verify.supervisor import Setup, describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
 FORMAT = 1  # of the JSON file
 
 
-def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMAND) -> int:
-    """Runs the command line and returns its exit status; `command` starts a child process."""
+def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
+    """Runs the command line and returns its exit status; `serve` is what a child process does."""
     parser = argparse.ArgumentParser(prog="python -m flaxasync.verify", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small shapes; on CPUs also the TPU kernels, simulated")
     parser.add_argument("--ops", default="", help="what to verify, such as all_gather_matmul/fused,attention")
@@ -50,17 +51,17 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
         other = f"--platform {chosen.platform}" if chosen.platform else "--distributed"
         parser.error(f"--rehearse and {other} exclude each other: a rehearsal runs on CPU devices of this machine")
     with stored_aside() if chosen.rehearse else contextlib.nullcontext():
-        return _run(chosen, command)
+        return _run(chosen, serve)
 
 
-def _run(chosen: argparse.Namespace, command: tuple[str, ...]) -> int:
+def _run(chosen: argparse.Namespace, serve: Serve) -> int:
     """Runs the command with the options that were chosen, and returns its exit status."""
     setup = Setup(
         platform={"gpu": "cuda"}.get(chosen.platform, chosen.platform),
         cpu_devices=chosen.cpu_devices,
         repeats=1 if chosen.quick else 3,
         limit=chosen.limit or (90 if chosen.quick and not chosen.rehearse else 300),
-        command=command,
+        serve=serve,
         distributed=chosen.distributed,
         rehearse=chosen.rehearse,
     )
@@ -76,13 +77,13 @@ def _run(chosen: argparse.Namespace, command: tuple[str, ...]) -> int:
         list_cases("cpu", 1, quick=True, only=only)  # a wrong name is reported before the devices are opened
         if chosen.rehearse:
             check.topology_devices(chosen.rehearse)  # says what is wrong with the name, or that libtpu is missing
-        machine, rates = describe(setup)
+        machine = describe(setup)
         platform, devices = machine["platform"], machine["devices"]
         cases = list_cases(platform, devices, quick=chosen.quick, only=only, rehearse=bool(chosen.rehearse))
     except (RuntimeError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(describe_in_words(machine, rates))
+    print(describe_in_words(machine))
     results = verify(cases, machine, setup, quick=chosen.quick)
     print(f"{summarize(results, machine)}\n{time.monotonic() - began:.0f} s")
     stored = record_verdicts(results, machine)
@@ -91,7 +92,7 @@ def _run(chosen: argparse.Namespace, command: tuple[str, ...]) -> int:
     elif stored is not None:
         print(f"the verdicts are in {stored}")
     if chosen.json:
-        content = {"format": FORMAT, "machine": machine, "calibration": rates}
+        content = {"format": FORMAT, "machine": machine}
         if chosen.rehearse:
             content["rehearsal"] = chosen.rehearse
         content["results"] = [result.to_json() for result in results]
@@ -106,44 +107,27 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
 
     The verdict of each case is stored as soon as it is known, so that a run that is ended leaves what it found.
     """
-    reasons = {case: unsupported(case, machine["platform"], quick=quick) for case in cases}
-    runnable = [case for case in cases if reasons[case] is None]
-
-    plain: list[Result] = []  # the plain backend of an op runs before the others
+    found: dict[Case, Result] = {}
+    for case in cases:
+        if (reason := unsupported(case, machine["platform"], quick=quick)) is not None:
+            found[case] = Result(case, Verdict.UNSUPPORTED, reason)
+            print(found[case])
+    runnable = [case for case in cases if case not in found]
 
     def progress(case: Case, outcome: dict[str, Any]) -> None:
-        result = judge(outcome, case)
-        if case.plain:
-            plain.append(result)
-        result = compare_times([*plain, result], machine)[-1]
+        found[case] = judge(outcome, case)
+        plain = [result for result in found.values() if result.case.plain]  # it runs before the others of its op
+        result = compare_times([*plain, found[case]], machine)[-1]
         record_verdicts([result], machine)
         print(result, flush=True)
 
-    for case, reason in reasons.items():
-        if reason is not None:
-            print(Result(case, Verdict.UNSUPPORTED, reason))
-    outcomes = dict(zip(runnable, run_cases(runnable, setup, report=progress), strict=True))
-    results = [
-        Result(case, Verdict.UNSUPPORTED, reason)
-        if (reason := reasons[case]) is not None
-        else judge(outcomes[case], case)
-        for case in cases
-    ]
-    results = compare_times(results, machine)
-    if not quick and machine["platform"] == "tpu" and not setup.rehearse:
-        jax.config.update("jax_platforms", "cpu")  # this process only compiles, and leaves the chips to others
-        from flaxasync.verify.predict import predict, topology_of
-
-        topology = topology_of(machine)
-        if topology is not None:
-            print(f"the same programs in the simulator, for {topology}:")
-            results = [predict(r, topology) if r.seconds is not None else r for r in results]
-            print(*(result for result in results if result.played is not None), sep="\n")
-    return results
+    for case, outcome in zip(runnable, run_cases(runnable, setup, report=progress), strict=True):
+        found[case] = judge(outcome, case)
+    return compare_times([found[case] for case in cases], machine)
 
 
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
-    """Stores the verdicts of TPU kernels where calls without a backend find them; returns the file, or None.
+    """Stores verdicts of TPU kernels, and times, where calls without a backend find them; returns the file, or None.
 
     A case of ring attention is stored for the kernel "flash", too, if it used that. Only its results matter there,
     because its time is that of its transfers. A case of one device sends nothing, so it says nothing about a kernel
@@ -157,7 +141,8 @@ def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.P
     if machine.get("rehearsal"):
         check_aside()
     verdicts = verdicts_of(results)
-    return trust.record(trust.Machine.here(machine["chip"] or machine["kind"]), verdicts) if verdicts else None
+    here = trust.Machine.here(machine["chip"] or machine["kind"])
+    return trust.record(here, verdicts, times_of(results)) if verdicts else None
 
 
 def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
@@ -177,16 +162,28 @@ def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
     return verdicts
 
 
-def describe_in_words(machine: dict[str, Any], rates: dict[str, float]) -> str:
+def times_of(results: list[Result]) -> dict[str, dict[str, float]]:
+    """Returns the measured seconds of each op with its gradients, as calls without other options execute it."""
+    times: dict[str, dict[str, float]] = {}
+    for result in results:
+        case, seconds = result.case, result.seconds
+        if seconds is None or result.clock != "device" or not case.gradient or case.directions == 1:
+            continue
+        ring = case.mesh if case.op == "mesh_matmul" else case.devices
+        call = trust.call_key(case.op, ring, case.shapes, jnp.dtype(case.dtype).itemsize)
+        times.setdefault(call, {})[case.backend] = seconds
+    return times
+
+
+def describe_in_words(machine: dict[str, Any]) -> str:
     """Says what the machine is, in a few lines."""
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [f"a rehearsal for {machine['rehearsal']}, without a TPU"] if machine.get("rehearsal") else []
     lines += [f"{machine['devices']} x {machine['kind']} ({machine['platform']}); {versions}"]
     if machine["platform"] == "tpu":
         lines.append(machine["ring"])
         if machine["chip"] is None:
             lines.append(describe_unknown(machine["kind"]))
-    lines.append("; ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items()))
     return "\n".join(lines)
 
 

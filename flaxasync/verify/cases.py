@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
-from flaxasync.ops import backends
+from flaxasync.ops import execution
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.costs.few_rows import steps
 from flaxasync.verify.platform import DEFECTS
@@ -16,7 +16,7 @@ from flaxasync.verify.platform import DEFECTS
 AXIS = "model"
 MESH_AXES = ("x", "y")
 BACKENDS: dict[str, tuple[str, ...]] = {
-    **{op: support.backends for op, support in backends.OPS.items()},
+    **{op: support.backends for op, support in execution.OPS.items()},
     "ppermute": ("xla", "pallas"),
     "all_gather": ("xla", "pallas"),
     "all_to_all": ("xla", "pallas"),
@@ -85,11 +85,6 @@ class Case:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> "Case":
-        shapes = tuple(tuple(shape) for shape in data["shapes"])
-        return Case(**data | {"mesh": tuple(data["mesh"]), "shapes": shapes})
 
 
 def list_cases(

@@ -1,4 +1,4 @@
-"""Compares the results of a case with its reference, and measures its time and the rates of the machine."""
+"""Compares the results of a case with its reference, and measures its time."""
 
 import contextlib
 import dataclasses
@@ -10,15 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import multihost_utils
 
 from flaxasync.check.trace.profile import median_seconds, read_profile
 from flaxasync.mesh import UnsupportedError
 from flaxasync.verify import programs
-from flaxasync.verify.cases import AXIS, Case
+from flaxasync.verify.cases import Case
 from flaxasync.verify.simulator import simulated
 
 RUNS = 20
@@ -29,7 +27,6 @@ BACK_TO_BACK = 8
 """How often a program runs on its first input without a wait in between.
 
 A semaphore that a run leaves at a wrong count, or a device that runs ahead, shows only in the next run."""
-COPIED = 128 * 2**20  # bytes of the copy that calibrates memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,35 +156,3 @@ def time_program(run: Callable[[], Any], name: str, runs: int = RUNS) -> Timing:
                     phases[event.name] += (event.end - event.start) / runs  # type: ignore[assignment]
                 return Timing(measured, "device", dict(phases.most_common(40)))
     return Timing(host, "host", {})
-
-
-def calibrate() -> dict[str, float]:
-    """Measures what the simulator's table of chips can be replaced with: bytes per second of memory and of links.
-
-    Returns:
-      "memory": a copy reads and writes every byte. "link": a permute sends a block to the neighbour on a ring of all
-      devices; missing on one device.
-    """
-    on_cpu = jax.default_backend() == "cpu"
-    size = COPIED // (8 if on_cpu else 1)
-    x = jax.device_put(np.random.default_rng(0).standard_normal(size // 4, np.float32), jax.local_devices()[0])
-
-    def copied(x: jax.Array) -> jax.Array:
-        return x * jnp.float32(1.5)
-
-    copy = jax.jit(copied)
-    rates = {"memory": 2 * size / time_program(lambda: copy(x), "jit_copied").seconds}
-    devices = jax.device_count()
-    if devices > 1:
-        case = Case("ppermute", "xla", (devices,), ((size // 4 // devices if on_cpu else size // 4,),), "float32")
-        mesh = programs.make_mesh(case)
-
-        def sent(x: jax.Array) -> jax.Array:
-            return lax.ppermute(x, AXIS, [(i, (i + 1) % devices) for i in range(devices)])
-
-        with jax.set_mesh(mesh):
-            (block,), _ = programs.abstract_arguments(case, mesh)
-            value = jax.jit(lambda: jnp.arange(block.size, dtype=jnp.float32), out_shardings=block.sharding)()
-            send = jax.jit(jax.shard_map(sent, mesh=mesh, in_specs=jax.P(AXIS), out_specs=jax.P(AXIS)))
-            rates["link"] = 4 * case.shapes[0][0] / time_program(lambda: send(value), "jit_sent").seconds
-    return rates

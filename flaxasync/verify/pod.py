@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from flaxasync.ops.agreement import exchange
+from flaxasync.verify.cases import Case
 
 PORT = 8476  # of the coordinator where nothing names one, as for JAX
 SILENT = 30  # seconds without a sign of life after which a child is taken for dead
@@ -44,18 +45,17 @@ def join(number: int, limit: float) -> None:
         ) from error
 
 
-def refusal(cases: Sequence[dict[str, Any]]) -> str | None:
+def refusal(cases: Sequence[Case]) -> str | None:
     """Returns why the hosts cannot run their cases together, the same on all of them; None if all have the same."""
-    texts = exchange("cases", hashlib.sha256(json.dumps(cases).encode()).hexdigest(), LIMIT)
+    texts = exchange("cases", hashlib.sha256(repr(cases).encode()).hexdigest(), LIMIT)
     if len(set(texts)) == 1:
         return None
     return "the hosts have different cases to run: start the same command on every host"
 
 
-def share(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Returns the outcome of a case on all hosts, from that on this one, when all of them have it."""
-    outcomes = [json.loads(text) for text in exchange(f"case {outcome['done']}", json.dumps(outcome), LIMIT)]
-    return combine(outcomes)
+def share(number: int, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Returns the outcome of case `number` on all hosts, from that on this one, when all of them have it."""
+    return combine([json.loads(text) for text in exchange(f"case {number}", json.dumps(outcome), LIMIT)])
 
 
 def combine(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -68,4 +68,4 @@ def combine(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     measured = [outcome["measurement"] for outcome in outcomes]
     errors = {name: max(one["errors"][name] for one in measured) for name in measured[0]["errors"]}
     slowest = max(measured, key=lambda one: one["timing"]["seconds"] if one["timing"] else 0.0)
-    return {"done": outcomes[0]["done"], "measurement": slowest | {"errors": errors}}
+    return {"measurement": slowest | {"errors": errors}}

@@ -1,9 +1,6 @@
 """The program of a case and its reference, as jitted functions of global arrays, with random operands.
 
-The reference of a backend is the same op made of XLA's collectives alone: backend "none", or `lax.ppermute`. The
-reference of that plain backend is the formula of the op on global arrays, which XLA partitions. Attention on whole
-sequences is always compared with its formula, `jax.nn.dot_product_attention` in float32. A reference of ring attention
-multiplies its blocks with the kernel "reference": with "flash" on both sides, a fault of that kernel would not show.
+The reference of every backend is the formula of its op on global arrays, which XLA partitions.
 """
 
 import dataclasses
@@ -33,38 +30,7 @@ NAME = "verified"
 """The name of the jitted function, by which a profile shows its runs."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How an op splits its arrays.
-
-    Attributes:
-      operands: The partition of each operand.
-      result: The partition of the result.
-      names: The names of the operands that have gradients.
-    """
-
-    operands: tuple[P, ...]
-    result: P
-    names: tuple[str, ...]
-
-
-LAYOUTS = {
-    "all_gather_matmul": Layout((BY_ROWS, P(None, AXIS)), BY_COLUMNS, ("x", "w")),
-    "matmul_reduce_scatter": Layout((BY_COLUMNS, P(AXIS, None)), BY_ROWS, ("x", "w")),
-    "matmul_all_reduce": Layout((BY_COLUMNS, P(AXIS, None)), P(), ("x", "w")),
-    "mesh_matmul": Layout((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs")),
-    "ring_attention": Layout((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v")),
-    "attention": Layout((P(AXIS),) * 3, P(AXIS), ("q", "k", "v")),
-    "lookup_reduce_scatter": Layout((P(), P(AXIS, None)), BY_ROWS, ("table",)),
-    "ppermute": Layout((P(AXIS),), P(AXIS), ("x",)),
-    "all_gather": Layout((P(AXIS),), P(None, AXIS), ("x",)),
-    "all_to_all": Layout((P(AXIS),), P(None, AXIS), ("x",)),
-    "platform": Layout((P(AXIS),), P(AXIS), ()),
-}
-
-
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiplies whole arrays."""
     return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
@@ -74,40 +40,47 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
 
 
-def shift_blocks(x: jax.Array) -> jax.Array:
-    """Moves the block of each device to the next one."""
-    return jnp.roll(x, x.shape[0] // _devices(), axis=0)
-
-
-def tile_whole(x: jax.Array) -> jax.Array:
-    """Puts the whole array on every device: block d of the columns is what device d gathers."""
-    return jnp.tile(x, (1, _devices()))
-
-
 def transpose_blocks(x: jax.Array) -> jax.Array:
     """Gives device d, as block d of the columns, block d of the rows of every device."""
     blocks = x.reshape(_devices(), _devices(), -1, x.shape[1])
     return blocks.transpose(0, 2, 1, 3).reshape(-1, _devices() * x.shape[1])
 
 
-FORMULAS: dict[str, Callable] = {
-    "all_gather_matmul": product,
-    "matmul_reduce_scatter": product,
-    "matmul_all_reduce": product,
-    "mesh_matmul": product,
-    "ring_attention": causal_attention,
-    "attention": causal_attention,
-    "lookup_reduce_scatter": lambda ids, table: table[ids],
-    "ppermute": shift_blocks,
-    "all_gather": tile_whole,
-    "all_to_all": transpose_blocks,
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What an op computes, and how it splits its arrays.
+
+    Attributes:
+      operands: The partition of each operand.
+      result: The partition of the result.
+      names: The names of the operands that have gradients.
+      formula: The result as a function of the global operands.
+    """
+
+    operands: tuple[P, ...]
+    result: P
+    names: tuple[str, ...]
+    formula: Callable[..., jax.Array]
+
+
+FORMS = {
+    "all_gather_matmul": Form((BY_ROWS, P(None, AXIS)), BY_COLUMNS, ("x", "w"), product),
+    "matmul_reduce_scatter": Form((BY_COLUMNS, P(AXIS, None)), BY_ROWS, ("x", "w"), product),
+    "matmul_all_reduce": Form((BY_COLUMNS, P(AXIS, None)), P(), ("x", "w"), product),
+    "mesh_matmul": Form((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs"), product),
+    "ring_attention": Form((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v"), causal_attention),
+    "attention": Form((P(AXIS),) * 3, P(AXIS), ("q", "k", "v"), causal_attention),
+    "lookup_reduce_scatter": Form((P(), P(AXIS, None)), BY_ROWS, ("table",), lambda ids, table: table[ids]),
+    "ppermute": Form((P(AXIS),), P(AXIS), ("x",), lambda x: jnp.roll(x, x.shape[0] // _devices(), axis=0)),
+    # Block d of the columns is what device d gathers.
+    "all_gather": Form((P(AXIS),), P(None, AXIS), ("x",), lambda x: jnp.tile(x, (1, _devices()))),
+    "all_to_all": Form((P(AXIS),), P(None, AXIS), ("x",), transpose_blocks),
 }
-"""Each op as a formula of its global arrays."""
 
 
-def _formula(case: Case) -> Callable:
-    """Returns what a case computes, as a formula of its global arrays."""
-    return DEFECTS[case.backend].reference if case.op == "platform" else FORMULAS[case.op]
+def form_of(case: Case) -> Form:
+    """Returns the form of a case; the program of a known defect runs on one device."""
+    return Form((P(),), P(), (), DEFECTS[case.backend].reference) if case.op == "platform" else FORMS[case.op]
 
 
 def _devices() -> int:
@@ -128,41 +101,37 @@ def make_mesh(case: Case, devices: Sequence[Any] | None = None) -> Mesh:
 def make_program(case: Case, *, reference: bool = False) -> Callable:
     """Returns the jitted function (operands, dy) -> {"y": ..., "dx": ...} of a case, or of its reference.
 
-    It takes its mesh from the context in which it is called, that of `make_mesh`.
-
-    The function takes as `dy` the cotangent of the result. Its result has gradients if the case has. The program of a
-    known defect is jitted only as far as the defect needs it.
+    `dy` is the cotangent of the result. The mesh is that of the context in which the function is called, one of
+    `make_mesh`. The program of a known defect is jitted only as far as the defect needs it.
     """
-    layout = LAYOUTS[case.op]
+    form = form_of(case)
     if case.op == "platform":
-        run = _formula(case) if reference else DEFECTS[case.backend].program
+        run = form.formula if reference else DEFECTS[case.backend].program
         return lambda operands, dy: {"y": run(*operands)}
-    if reference and (case.plain or case.op == "attention"):
-        mapped = FORMULAS[case.op]
-    else:
-        local = _plain(case) if reference else _op(case)
-        mapped = jax.shard_map(local, in_specs=layout.operands, out_specs=layout.result)
+    whole: Callable = form.formula
+    if not reference:
+        whole = jax.shard_map(_op(case), in_specs=form.operands, out_specs=form.result)
 
     def verified(operands: tuple, dy: jax.Array) -> dict[str, jax.Array]:
         if not case.gradient:
-            return {"y": mapped(*operands)}
-        constant = operands[: len(operands) - len(layout.names)]  # the ids of a look-up
-        y, pull = jax.vjp(lambda *varied: mapped(*constant, *varied), *operands[len(constant) :])
-        return {"y": y} | {f"d{name}": d for name, d in zip(layout.names, pull(dy), strict=True)}
+            return {"y": whole(*operands)}
+        constant = operands[: len(operands) - len(form.names)]  # the ids of a look-up
+        y, pull = jax.vjp(lambda *varied: whole(*constant, *varied), *operands[len(constant) :])
+        return {"y": y} | {f"d{name}": d for name, d in zip(form.names, pull(dy), strict=True)}
 
     return jax.jit(verified)
 
 
 def abstract_arguments(case: Case, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct]:
     """Returns the shapes, dtypes and shardings of the operands and of dy."""
-    layout, shapes = LAYOUTS[case.op], list(case.shapes)
+    form, shapes = form_of(case), list(case.shapes)
     if case.op in ("ring_attention", "attention"):
         shapes.append(shapes[1])  # k and v have one shape
-    operands = [_global(mesh, shape, spec, case.dtype) for shape, spec in zip(shapes, layout.operands, strict=True)]
+    operands = [_global(mesh, shape, spec, case.dtype) for shape, spec in zip(shapes, form.operands, strict=True)]
     if case.op == "lookup_reduce_scatter":
         operands[0] = jax.ShapeDtypeStruct(operands[0].shape, jnp.int32, sharding=operands[0].sharding)
-    shape = jax.eval_shape(_formula(case), *operands).shape
-    dy = jax.ShapeDtypeStruct(shape, operands[-1].dtype, sharding=NamedSharding(mesh, layout.result))
+    shape = jax.eval_shape(form.formula, *operands).shape
+    dy = jax.ShapeDtypeStruct(shape, operands[-1].dtype, sharding=NamedSharding(mesh, form.result))
     return tuple(operands), dy
 
 
@@ -171,9 +140,9 @@ def local_values(results: dict[str, jax.Array], case: Case, mesh: Mesh) -> dict[
 
     Results of one case, and of its reference, are then laid out alike.
     """
-    layout = LAYOUTS[case.op]
-    varied = layout.operands[len(layout.operands) - len(layout.names) :]  # the others have no gradient
-    parts = {"y": layout.result} | {f"d{name}": spec for name, spec in zip(layout.names, varied, strict=True)}
+    form = form_of(case)
+    varied = form.operands[len(form.operands) - len(form.names) :]  # the others have no gradient
+    parts = {"y": form.result} | {f"d{name}": spec for name, spec in zip(form.names, varied, strict=True)}
 
     def held(name: str, result: jax.Array) -> np.ndarray:
         if result.is_fully_addressable:
@@ -200,21 +169,24 @@ def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array
     return tuple(draw(operand) for operand in operands), draw(dy)
 
 
-def _op(case: Case, kernel: str | None = None) -> Callable:
-    """Returns the op of a case on the arrays of one device; `kernel` is that of ring attention, None lets it choose."""
+def _op(case: Case) -> Callable:
+    """Returns the op of a case on the arrays of one device."""
     if case.op == "attention":
         return lambda q, k, v: fa.attention(q, k, v, kernel=case.backend)
     if case.op == "mesh_matmul":
         return lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=case.backend)
     if case.op == "ppermute":
         return lambda x: fa.ppermute(x, AXIS, 1, case.backend)
-    if case.op in DIRECT:
-        return _plain(case) if case.backend == "xla" else functools.partial(_direct, DIRECT[case.op])
+    if case.op in DIRECT and case.backend == "pallas":
+        return functools.partial(_direct, DIRECT[case.op])
+    if case.op == "all_gather":
+        return lambda x: lax.all_gather(x, AXIS, tiled=True)
+    if case.op == "all_to_all":
+        return lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True)
     if case.op == "lookup_reduce_scatter":
         return lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=case.backend)
     fn = getattr(fa, case.op)
-    options = {"kernel": kernel} if case.op == "ring_attention" else {}
-    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions, **options)
+    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions)
 
 
 def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:
@@ -222,16 +194,6 @@ def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:
     chosen = pair(AXIS, lax.axis_size(AXIS), 0)
     y = chosen.done(*chosen.start(x))
     return y.reshape(-1, y.shape[-1])
-
-
-def _plain(case: Case) -> Callable:
-    if case.op == "all_gather":
-        return lambda x: lax.all_gather(x, AXIS, tiled=True)
-    if case.op == "all_to_all":
-        return lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True)
-    if case.op == "ppermute":
-        return lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % case.devices) for i in range(case.devices)])
-    return _op(dataclasses.replace(case, backend="none", directions=None), kernel="reference")
 
 
 def _global(mesh: Mesh, shape: Shape, spec: P, dtype: str) -> jax.ShapeDtypeStruct:

@@ -10,23 +10,20 @@ import contextlib
 import contextvars
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from flaxasync import check
 from flaxasync.check.player.errors import PlayerError, ProtocolError
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
 from flaxasync.verify import measure, programs
-from flaxasync.verify.cases import AXIS, FORGETS, PAIRS, Case, stand_in
+from flaxasync.verify.cases import FORGETS, PAIRS, Case, stand_in
 from flaxasync.verify.measure import Measurement, Timing
-from flaxasync.verify.predict import play_case
 
-COPIED = 16 * 2**20  # bytes of the copy and of the permute that are simulated
 _aside: contextvars.ContextVar[bool] = contextvars.ContextVar("flaxasync_verdicts_aside", default=False)
 
 
@@ -67,18 +64,24 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
     return Measurement(errors, measure.tolerance(small), timing, missing)
 
 
-def rehearse_calibration(topology: str) -> dict[str, float]:
-    """Returns the simulated bytes per second of memory and of links, as `calibrate` measures them; {} where unknown."""
-    devices = check.topology_size(topology)
-    mesh = check.topology_mesh(topology, (devices,), (AXIS,))
-    x = jax.ShapeDtypeStruct((devices * COPIED // 4,), jnp.float32, sharding=NamedSharding(mesh, jax.P(AXIS)))
-    rates = {}
-    with contextlib.suppress(PlayerError):
-        rates["memory"] = 2 * COPIED / check.play(lambda x: x * jnp.float32(1.5), x, topology=topology).seconds
-        if devices > 1:
-            case = Case("ppermute", "xla", (devices,), ((COPIED // 4,),), "float32", gradient=False)
-            rates["link"] = COPIED / play_case(case, topology)[0]
-    return rates
+def play_case(case: Case, topology: str) -> tuple[float, dict[str, float]]:
+    """Compiles the program of a case in a child process, which opens no TPU, and simulates it.
+
+    Returns:
+      Its seconds, and those of its longest instructions on the slowest device.
+
+    Raises:
+      RuntimeError: The compiler refused the program.
+      PlayerError: The program cannot be simulated, or breaks a rule of the machine.
+    """
+    mesh = programs.make_mesh(case, check.topology_devices(topology))
+    with jax.set_mesh(mesh):
+        program = programs.make_program(case)
+        played = check.play(program, *programs.abstract_arguments(case, mesh), topology=topology)
+    phases: Counter[str] = Counter()
+    for phase in played.slowest.phases:
+        phases[phase.name] += phase.seconds  # type: ignore[assignment]
+    return played.seconds, dict(phases.most_common(40))
 
 
 @contextlib.contextmanager

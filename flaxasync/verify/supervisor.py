@@ -13,24 +13,19 @@ dies, those of the other hosts wait for it until the time limit of the case ends
 import contextlib
 import dataclasses
 import itertools
-import json
+import multiprocessing
 import os
-import queue
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flaxasync.verify.cases import Case
-from flaxasync.verify.child import MARK
+from flaxasync.verify.child import Request, Serve, serve
 
-COMMAND = (sys.executable, "-m", "flaxasync.verify.child")
 START_LIMIT = 300
-"""Seconds for a child to open the devices, or to calibrate them."""
+"""Seconds for a child to open the devices."""
 END_LIMIT = 60
 """Seconds for a child that has sent everything, or was killed, to end and to release the devices."""
 ON_EVERY_HOST = (
@@ -38,10 +33,11 @@ ON_EVERY_HOST = (
     "TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"
 )
 LAST_WORDS = 1500  # characters of what a child printed that a message quotes
+_started = itertools.count()
 
 
 class MachineError(RuntimeError):
-    """The devices could not be opened, calibrated or released. The message says what the process did that tried."""
+    """The devices could not be opened or released. The message says what the process did that tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,22 +49,20 @@ class Setup:
       cpu_devices: The number of devices that a CPU is divided into.
       repeats: On how many random inputs each case runs.
       limit: Seconds after which a case is ended.
-      command: The command of a child.
       pauses: The seconds to wait before each further attempt to open the devices.
       distributed: Whether a child joins those of the other hosts of a pod.
-      numbers: The numbers of the children. They are the same on every host, where they tell which children join.
       rehearse: A topology, such as "v5e:2x4", for which cases are compiled and simulated instead of run.
+      serve: What a child does.
     """
 
     platform: str | None = None
     cpu_devices: int = 8
     repeats: int = 3
     limit: float = 300
-    command: Sequence[str] = COMMAND
     pauses: Sequence[float] = (5, 30, 60)
-    rehearse: str | None = None
     distributed: bool = False
-    numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    rehearse: str | None = None
+    serve: Serve = serve
 
     @property
     def start_limit(self) -> float:
@@ -76,39 +70,35 @@ class Setup:
         return START_LIMIT + (self.limit if self.distributed else 0)
 
 
-def describe(setup: Setup, *, calibrate: bool = True) -> tuple[dict[str, Any], dict[str, float]]:
-    """Returns what the devices of this machine are, and the rates of their memory and links.
+def describe(setup: Setup) -> dict[str, Any]:
+    """Returns what the devices of this machine are.
 
     Raises:
       MachineError: The child that opened the devices failed or hung, or other hosts have a part of the devices.
     """
-    with _Child(setup, [], calibrate=calibrate) as child:
+    with _Child(setup, []) as child:
         machine = child.receive(setup.start_limit)
         if machine is None:
             hint = f"; on a pod, {ON_EVERY_HOST}" if child.running else ""
             raise MachineError(f"the devices could not be opened: {child.end()}{hint}")
-        processes = machine["machine"].get("processes", 1)
-        if processes > 1 and not setup.distributed:
-            raise MachineError(f"these are the chips of {processes} hosts: {ON_EVERY_HOST}")
-        rates = child.receive(START_LIMIT) if calibrate else {"calibration": {}}
-        if rates is None:
-            raise MachineError(f"the devices could not be calibrated: {child.end()}")
         child.finish()
-    return machine["machine"], rates["calibration"]
+    if machine.get("processes", 1) > 1 and not setup.distributed:
+        raise MachineError(f"these are the chips of {machine['processes']} hosts: {ON_EVERY_HOST}")
+    return machine
 
 
 def run_cases(
     cases: Sequence[Case], setup: Setup, *, report: Callable[[Case, dict[str, Any]], None] = lambda case, outcome: None
 ) -> list[dict[str, Any]]:
-    """Runs cases, and returns the last message about each.
+    """Runs cases, and returns the outcome of each: what its child sent, or why there is nothing.
 
-    "hung", "crashed" and "not_run" are messages of this process. A case is "not_run" if the devices could not be opened
+    "hung", "crashed" and "not_run" are outcomes of this process. A case is "not_run" if the devices could not be opened
     again after an earlier one.
 
     Args:
       cases: The cases, in order.
       setup: How children are started.
-      report: Is called with each case as soon as its message is there.
+      report: Is called with each case as soon as its outcome is known.
     """
     outcomes: list[dict[str, Any]] = []
 
@@ -119,10 +109,14 @@ def run_cases(
             if child.receive(setup.start_limit) is None:  # the description of the machine
                 return child.end()
             for case in rest:
-                outcome = _run_one(child, setup.limit)
+                outcome = child.receive(setup.limit)
+                ended = outcome is None
+                if outcome is None and child.running:
+                    outcome = {"hung": f"did not end within {setup.limit:g} s and was ended"}
+                outcome = outcome or {"crashed": child.end()}
                 outcomes.append(outcome)
                 report(case, outcome)
-                if "hung" in outcome or "crashed" in outcome:
+                if ended:
                     return None
             child.finish()
         return None
@@ -146,44 +140,21 @@ def run_cases(
     return outcomes
 
 
-def _run_one(child: "_Child", limit: float) -> dict[str, Any]:
-    message = child.receive(limit)
-    if message is not None and "begin" in message:
-        message = child.receive(limit)
-    if message is not None:
-        return message
-    if child.running:
-        return {"hung": f"did not end within {limit:g} s and was ended"}
-    return {"crashed": child.end()}
-
-
 class _Child:
     """One child process; a context manager that ends it."""
 
-    def __init__(self, setup: Setup, cases: Sequence[Case], *, calibrate: bool = False):
-        request = {
-            "platform": setup.platform,
-            "cpu_devices": setup.cpu_devices,
-            "rehearse": setup.rehearse,
-            "repeats": setup.repeats,
-            "calibrate": calibrate,
-            "number": next(setup.numbers) if setup.distributed else None,
-            "start_limit": setup.start_limit,
-            "cases": [case.to_json() for case in cases],
-        }
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
-        environment = os.environ | {"FLAXASYNC_VERIFIED": "all"}  # what is verified must not depend on what was
-        self._process = subprocess.Popen(
-            list(setup.command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
-            start_new_session=True,
+    def __init__(self, setup: Setup, cases: Sequence[Case]):
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115, it is closed with the process
+        number = next(_started) if setup.distributed else None
+        request = Request(
+            self._log.name, setup.platform, setup.cpu_devices, setup.repeats, tuple(cases), setup.rehearse, number,
+            setup.start_limit,
         )  # fmt: skip
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()  # it stays open: its end tells the child that this process has ended
-        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        context = multiprocessing.get_context("spawn")
+        self._messages, theirs = context.Pipe()
+        self._process = context.Process(target=setup.serve, args=(theirs, request))
+        self._process.start()
+        theirs.close()
 
     def __enter__(self) -> "_Child":
         return self
@@ -194,44 +165,41 @@ class _Child:
         Raises:
           MachineError: The child did not end, so it still holds the devices.
         """
-        if self._process.poll() is None:
+        pid = self._process.pid
+        assert pid is not None
+        if self.running:
+            self._process.kill()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        try:
-            self._process.wait(END_LIMIT)
-        except subprocess.TimeoutExpired:
-            raise MachineError(
-                f"process {self._process.pid} was killed and did not end within {END_LIMIT} s: it still holds the chips"
-            ) from None
-        self._reader.join(timeout=5)
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+                os.killpg(pid, signal.SIGKILL)
+        self.finish()
+        self._messages.close()
         self._log.close()
+        if self.running:
+            raise MachineError(
+                f"process {pid} was killed and did not end within {END_LIMIT} s: it still holds the chips"
+            )
 
     def finish(self) -> None:
         """Gives a child that has sent everything the time to release the devices and end."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_LIMIT)
+        self._process.join(END_LIMIT)
 
     @property
     def running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_alive()
 
     def receive(self, limit: float) -> dict[str, Any] | None:
         """Returns the next message, or None if the child ends, or does not say anything within the limit in seconds."""
-        try:
-            message = self._messages.get(timeout=limit)
-        except queue.Empty:
+        if not self._messages.poll(limit):
             return None
-        if message is None:
+        try:
+            return self._messages.recv()
+        except EOFError:
             self.finish()
-        return message
+            return None
 
     def end(self) -> str:
-        """Says how the child ended, with the end of what it printed on stderr."""
-        code = self._process.poll()
+        """Says how the child ended, with the end of what it printed."""
+        code = self._process.exitcode
         if code is None:
             how = "it did not answer in time"
         else:
@@ -239,12 +207,3 @@ class _Child:
         self._log.seek(0)
         words = self._log.read().decode(errors="replace").strip()[-LAST_WORDS:]
         return f"{how}; its last words: {words}" if words else how
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with contextlib.suppress(ValueError):  # the pipe is closed while it is read
-            for line in self._process.stdout:
-                text = line.decode(errors="replace")
-                if text.startswith(MARK):
-                    self._messages.put(json.loads(text.removeprefix(MARK)))
-        self._messages.put(None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flaxasync as fa
-from flaxasync.ops import backends, trust
+from flaxasync.ops import execution, trust
 from flaxasync.ops.plan import MODELS
 from flaxasync.verify.cases import Case
 from flaxasync.verify.platform import DEFECTS
@@ -32,6 +32,16 @@ class Verdict(enum.StrEnum):
         return self in (Verdict.WRONG, Verdict.HUNG, Verdict.CRASHED)
 
 
+WITHOUT_MEASUREMENT = {
+    "hung": Verdict.HUNG,
+    "crashed": Verdict.CRASHED,
+    "error": Verdict.CRASHED,
+    "not_run": Verdict.NOT_RUN,
+    "unsupported": Verdict.UNSUPPORTED,
+}
+"""The verdicts of outcomes that have a message and no measurement."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """A case with its verdict.
@@ -48,8 +58,6 @@ class Result:
       planned: The times that `flaxasync.plan` predicts for this backend and for the plain one, on TPUs.
       missing: Why there is no planned time, no measured time, or nothing that its values were compared with, by the
         name of what is missing: "plan", "time" or "values".
-      played: The time in which the simulator executes the program, if that was asked for.
-      played_phases: The simulated seconds of each instruction.
     """
 
     case: Case
@@ -62,8 +70,6 @@ class Result:
     plain: float | None = None
     planned: tuple[float, float] | None = None
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
-    played: float | None = None
-    played_phases: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -74,7 +80,6 @@ class Result:
             parts.append(f"{' '.join(self.errors)} within {max(self.errors.values()):.0e}")
         if self.seconds is not None:
             beside = [f"plain {_ms(self.plain)}"] if self.plain is not None and not self.case.plain else []
-            beside += [f"simulated {_ms(self.played)}"] if self.played is not None else []
             beside += [f"planned {_ms(self.planned[0])}"] if self.planned is not None else []
             where = " simulated" if self.clock == "simulated" else ""
             parts.append(f"{_ms(self.seconds)}{where}" + (f" ({', '.join(beside)})" if beside else ""))
@@ -87,18 +92,12 @@ class Result:
 
 
 def judge(outcome: dict[str, Any], case: Case) -> Result:
-    """Returns the result of a case from the messages of the process that ran it, without regard to its time."""
-    if "hung" in outcome:
-        return Result(case, Verdict.HUNG, outcome["hung"])
-    if "crashed" in outcome:
-        return Result(case, Verdict.CRASHED, outcome["crashed"])
-    if "not_run" in outcome:
-        return Result(case, Verdict.NOT_RUN, outcome["not_run"])
-    if "error" in outcome:
-        race = "RACE" in outcome["error"] or outcome["error"].startswith("RaceError")  # JAX's simulator and ours
-        return Result(case, Verdict.WRONG if race else Verdict.CRASHED, outcome["error"])
-    if "unsupported" in outcome:
-        return Result(case, Verdict.UNSUPPORTED, outcome["unsupported"])
+    """Returns the result of a case from the outcome that `run_cases` returns, without regard to its time."""
+    (kind, found), *_ = outcome.items()
+    if kind == "error" and ("RACE" in found or found.startswith("RaceError")):  # in JAX's simulator, and in ours
+        return Result(case, Verdict.WRONG, found)
+    if kind in WITHOUT_MEASUREMENT:
+        return Result(case, WITHOUT_MEASUREMENT[kind], found)
     measured = outcome["measurement"]
     tolerance, timing = measured["tolerance"], measured["timing"] or {}
     wrong = {name: error for name, error in measured["errors"].items() if not error <= tolerance}
@@ -152,15 +151,7 @@ def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Re
 
 
 def planned_seconds(case: Case, chip: str | None) -> tuple[tuple[float, float] | None, str]:
-    """Returns the seconds that `flaxasync.plan` predicts for the backend of a case and for "none", or why it cannot.
-
-    Args:
-      case: The case.
-      chip: The name of the chip; None for one that the table of chips lacks.
-
-    Returns:
-      The two times and an empty string, or None and the reason.
-    """
+    """Returns the seconds that `flaxasync.plan` predicts for the backend of a case and for "none", or why it cannot."""
     if chip is None:
         return None, "the table of chips lacks this one"
     if case.op not in MODELS:
@@ -184,12 +175,10 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
     kernels = [name for name in bad if name not in plain]
     slower = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict is Verdict.SLOWER})
     lines += [f"Known defect of this platform: {DEFECTS[r.case.backend]}." for r in defects]
-    if kernels:
-        lines.append(f"Do not use here: {', '.join(kernels)}. A call without a backend does not take them.")
-    if plain:
-        lines.append(
-            f"Do not use here: {', '.join(plain)}. This is plain XLA, which calls still take: name another backend."
-        )
+    still_taken = "This is plain XLA, which calls still take: name another backend."
+    for names, advice in ((kernels, "A call without a backend does not take them."), (plain, still_taken)):
+        if names:
+            lines.append(f"Do not use here: {', '.join(names)}. {advice}")
     if bad:
         lines.append("Please open an issue and attach the file that --json writes.")
     if slower:
@@ -219,7 +208,7 @@ def _key(case: Case) -> tuple:
 def _default(case: Case) -> bool:
     if case.op == "attention":
         return case.backend == "reference"
-    return case.op in backends.OPS and backends.OPS[case.op].default == case.backend
+    return case.op in execution.OPS and execution.OPS[case.op].default == case.backend
 
 
 def _ms(seconds: float | None) -> str:

@@ -18,7 +18,7 @@ PASSED = {FUSED: "PASS"}
 
 
 def said(rule="stored", verdicts=PASSED, **machine):
-    return {"rule": rule, "verdicts": dict(verdicts), "machine": {"chip": "v5e", "libtpu": "1"} | machine}
+    return {"rule": rule, "verdicts": dict(verdicts), "times": {}, "machine": {"chip": "v5e", "libtpu": "1"} | machine}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from flaxasync.kernels.engine.slots import wait
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.mesh_matmul import overlapped, schedule, weights
 from flaxasync.kernels.mesh_matmul.weights import WeightBlocks
-from flaxasync.ops.backends import OPS
+from flaxasync.ops.execution import OPS
 from tests.kernels.conftest import simulated
 
 SPECS = P("x", "y"), P("x", None)

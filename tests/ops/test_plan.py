@@ -97,7 +97,6 @@ UP, DOWN = ((8, 256, 8192), (8192, 3584)), ((8, 2048, 3584), (3584, 8192))
 def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
     plan = fa.plan(op, *shapes, chip="v5e", ring=8)
     assert plan.backend == "fused"
-    assert plan.settings == {"directions": 2}
     assert sorted(plan.seconds, key=plan.seconds.get) == ["fused", "xla", "pallas", "none"]
     assert fa.plan(op, *shapes, chip="v5e", ring=8, kernels=False).backend == "xla"
     assert fa.plan(op, *shapes, chip="v5e", ring=1).reason == "one device has every row: there is nothing to transfer"

@@ -1,6 +1,5 @@
 """What a call without a backend takes: a kernel that was verified here, or else plain XLA, said once."""
 
-import concurrent.futures
 import json
 import pathlib
 
@@ -10,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice
 
 import flaxasync as fa
-from flaxasync.ops import backends, trust
+from flaxasync.ops import execution, trust
 from flaxasync.ops.attention.api import _choose_kernel
 from flaxasync.verify.__main__ import record_verdicts
 from flaxasync.verify.cases import Case
@@ -25,7 +24,6 @@ def cache(tmp_path, monkeypatch):
     """An empty cache folder of a user, whose calls trust only what was verified, as on a machine with a TPU."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
-    trust._parse.cache_clear()
     trust.say_once.cache_clear()
     with trust.trusting("verified"):
         yield tmp_path
@@ -38,7 +36,7 @@ def v5e():
 
 
 def taken(backend=None):
-    return backends.choose(OP, backend, shapes=SHAPES, ring=8)
+    return execution.decide(OP, backend, shapes=SHAPES, ring=8).backend
 
 
 def store(machine, verdict="PASS", name=f"{OP}/fused/3+", case="a case"):
@@ -79,7 +77,6 @@ def test_verdicts_of_another_machine_or_version_are_not_trusted(v5e, changed, ca
     content = json.loads(v5e.file.read_text())
     content["machine"][changed] = "another"
     v5e.file.write_text(json.dumps(content))
-    trust._parse.cache_clear()
     assert [taken(), taken()] == ["none", "none"]
     assert caplog.text.count("they are of another machine or version, not of v5e with libtpu") == 1
 
@@ -101,7 +98,7 @@ def test_the_sources_of_kernels_ops_and_transports_are_in_the_digest():
 
 
 def test_without_a_version_of_libtpu_nothing_is_trusted(v5e, monkeypatch):
-    monkeypatch.setattr(trust, "_version", lambda package: "none" if package == "libtpu" else "1")
+    monkeypatch.setattr(trust, "version", lambda package: "none" if package == "libtpu" else "1")
     store(trust.Machine.here("v5e"))
     assert taken() == "none"
     monkeypatch.setenv(trust.VARIABLE, str(trust.Machine.here("v5e").file))
@@ -112,15 +109,13 @@ def test_without_a_version_of_libtpu_nothing_is_trusted(v5e, monkeypatch):
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("[]", "they are not in format 2 of this version"),
-        ('{"format": 1}', "they are not in format 2 of this version"),
-        (None, "the file is damaged"),
+        ("[]", "they are not in format 3 of this version"),
+        ('{"format": 1}', "they are not in format 3 of this version"),
     ],
 )
 def test_a_damaged_file_is_not_trusted_and_said_once(v5e, text, message, caplog):
     v5e.file.parent.mkdir(parents=True)
-    whole = {"format": 2, "machine": vars(v5e), "verdicts": {f"{OP}/fused/3+": "PASS"}}
-    v5e.file.write_text(json.dumps(whole) if text is None else text)
+    v5e.file.write_text(text)
     assert [taken(), taken()] == ["none", "none"]
     assert caplog.text.count(message) == 1
     assert str(v5e.file) in caplog.text
@@ -156,13 +151,11 @@ def test_a_named_file_of_another_machine_is_not_replaced(v5e, monkeypatch, tmp_p
     before = named.read_text()
     assert trust.record(trust.Machine.here("v6e"), {f"{OP}/fused/3+": {"a case": "PASS"}}) is None
     assert named.read_text() == before
-    assert f"{named}, which is not replaced, and no verdicts are stored: they are of another machine" in caplog.text
+    assert f"{named}, which is not replaced, and no verdicts are stored" in caplog.text
 
 
-def test_processes_that_store_verdicts_at_once_lose_none_and_others_may_read_them(v5e):
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: store(v5e, case=f"case {n}"), range(40)))  # each opens a lock of its own
-    assert len(trust.read(v5e)[f"{OP}/fused/3+"]) == 40
+def test_others_may_read_the_verdicts(v5e):
+    store(v5e)
     assert v5e.file.stat().st_mode & 0o777 == 0o644
 
 
@@ -278,14 +271,20 @@ def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(v
     assert trust.verdict("attention", "flash", "v5e", 1) == stored
 
 
-@pytest.mark.parametrize(
-    ("platform", "variable", "folder"),
-    [("linux", "XDG_CACHE_HOME", None), ("win32", "LOCALAPPDATA", None), ("darwin", "HOME", "Library/Caches")],
-)
-def test_the_folder_follows_the_conventions_of_the_platform(platform, variable, folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(trust.sys, "platform", platform)
-    monkeypatch.setenv(variable, str(tmp_path))
-    assert trust.cache_folder() == tmp_path / pathlib.Path(folder or "") / "flaxasync"
+def test_measured_times_decide_among_verified_backends(v5e, caplog):
+    """Where "none" takes twice what is predicted, "xla", which was not measured, is expected to do so, too."""
+    seconds = fa.plan(OP, *SHAPES, chip="v5e", ring=8).seconds
+    store(v5e)
+    call = trust.call_key(OP, 8, SHAPES, 2)
+    for measured, fastest in (({"none": 1.0, "fused": 0.9}, "fused"), ({"none": 1.0, "fused": 9.0}, "none")):
+        times = {backend: ratio * 2 * seconds["none"] for backend, ratio in measured.items()}
+        assert trust.record(v5e, {}, {call: times}) == v5e.file
+        assert taken() == fastest
+        plan = fa.plan(OP, *SHAPES, chip="v5e", ring=8)
+        assert plan.seconds == seconds
+        assert ("by times that 'python -m flaxasync.verify' measured there" in str(plan)) == (fastest == "none")
+    assert not caplog.records
+    assert fa.plan(OP, *SHAPES, chip="v5e", ring=8, backward=False).trusted == "fused"  # this was not measured
 
 
 def test_a_chip_that_is_not_in_the_table_works_and_its_unknown_figures_are_named_once(caplog):

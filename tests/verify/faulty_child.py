@@ -41,13 +41,44 @@ def plant(op, fault):
     setattr(programs.fa, op, faulty)
 
 
-if os.environ.get("FAULTY_RANK") == os.environ.get("OMPI_COMM_WORLD_RANK"):
-    plant("all_gather_matmul", swap_rows)
-    plant("matmul_reduce_scatter", hang)
-    plant("matmul_all_reduce", crash)
-    plant("ring_attention", raise_an_error)
-    unused = platform.DEFECTS["unused"]
-    platform.DEFECTS["unused"] = dataclasses.replace(unused, program=lambda x: jnp.zeros_like(x[:1]))
+def serve(messages, request):
+    """Serves a request with the faults."""
+    if os.environ.get("FAULTY_RANK") == os.environ.get("OMPI_COMM_WORLD_RANK"):
+        plant("all_gather_matmul", swap_rows)
+        plant("matmul_reduce_scatter", hang)
+        plant("matmul_all_reduce", crash)
+        plant("ring_attention", raise_an_error)
+        unused = platform.DEFECTS["unused"]
+        platform.DEFECTS["unused"] = dataclasses.replace(unused, program=lambda x: jnp.zeros_like(x[:1]))
+    child.serve(messages, request)
 
-if __name__ == "__main__":
-    child.main()
+
+def open_once(opened, works_at, messages, request):
+    """Hangs in its first case; after that, the chips cannot be opened before the attempt `works_at`."""
+    child.begin(messages, request)
+    with opened.open("a") as file:
+        file.write("x")
+    attempts = opened.stat().st_size
+    if 1 < attempts < works_at:
+        sys.exit("the chips are in use")
+    messages.send({})
+    if attempts == 1:
+        time.sleep(600)
+    messages.send({"unsupported": "is not of interest"})
+
+
+def be_of_two_hosts(messages, request):
+    messages.send({"processes": 2})
+
+
+def sleep(messages, request):
+    child.begin(messages, request)
+    time.sleep(600)
+
+
+def live_on(pipe, messages, request):
+    """Opens a named pipe and lives longer than its parent, if it can."""
+    child.begin(messages, request)
+    with open(pipe, "w") as file:
+        time.sleep(60)
+        file.write("it lives on")

@@ -1,7 +1,6 @@
 """Known defects of the platform: their programs are right where the defect is not, and a defect is reported."""
 
 import pathlib
-import sys
 
 import jax
 import pytest
@@ -12,8 +11,8 @@ from flaxasync import check
 from flaxasync.verify import cases, measure, platform, supervisor
 from flaxasync.verify.__main__ import record_verdicts
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
+from tests.verify import faulty_child
 
-FAULTY = (sys.executable, str(pathlib.Path(__file__).with_name("faulty_child.py")))
 TPU = {"platform": "tpu", "kind": "TPU v5 lite", "chip": "v5e", "devices": 1}
 
 
@@ -38,7 +37,7 @@ def test_a_chip_is_tried_alone_and_a_gpu_not_at_all():
 
 def test_a_planted_defect_is_wrong_and_named_with_its_report_and_its_workaround():
     tried = cases.list_cases("cpu", 1, quick=True, only=["platform"])
-    setup = supervisor.Setup(cpu_devices=1, repeats=1, limit=90, command=FAULTY)
+    setup = supervisor.Setup(cpu_devices=1, repeats=1, limit=90, serve=faulty_child.serve)
     results = list(map(judge, supervisor.run_cases(tried, setup), tried))
     verdicts = {result.case.backend: result.verdict for result in results}
     assert verdicts == dict.fromkeys(platform.DEFECTS, Verdict.PASS) | {"unused": Verdict.WRONG}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -15,13 +14,13 @@ from tests.processes import environments
 HOST = """
 import sys
 from flaxasync.verify.__main__ import main
-sys.exit(main(sys.argv[2:], command=(sys.executable, sys.argv[1])))
+from tests.verify.faulty_child import serve
+sys.exit(main(sys.argv[1:], serve=serve))
 """
-FAULTY = str(pathlib.Path(__file__).with_name("faulty_child.py"))
 
 
 def measurement(seconds, **errors):
-    return {"done": 3, "measurement": {"errors": errors, "tolerance": 1e-2, "timing": {"seconds": seconds}}}
+    return {"measurement": {"errors": errors, "tolerance": 1e-2, "timing": {"seconds": seconds}}}
 
 
 def test_the_outcome_of_a_case_is_that_of_the_slowest_host_with_the_largest_errors():
@@ -32,11 +31,11 @@ def test_the_outcome_of_a_case_is_that_of_the_slowest_host_with_the_largest_erro
 def test_an_error_on_one_host_is_that_of_all_and_names_its_process():
     fine, error, lacks = (
         measurement(1.0, y=0.0),
-        {"done": 3, "error": "no"},
-        {"done": 3, "unsupported": "needs squares"},
+        {"error": "no"},
+        {"unsupported": "needs squares"},
     )
-    assert pod.combine([fine, lacks, error]) == {"done": 3, "error": "in process 2: no"}
-    assert pod.combine([fine, lacks]) == {"done": 3, "unsupported": "in process 1: needs squares"}
+    assert pod.combine([fine, lacks, error]) == {"error": "in process 2: no"}
+    assert pod.combine([fine, lacks]) == {"unsupported": "in process 1: needs squares"}
     assert pod.combine([lacks, lacks]) == lacks
 
 
@@ -56,7 +55,7 @@ def hosts(tmp_path):
             own = ["--ops", ops[rank % len(ops)], "--json", str(tmp_path / f"{rank}.json")]
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", HOST, FAULTY, *options, *own], stdout=subprocess.PIPE, text=True,
+                    [sys.executable, "-c", HOST, *options, *own], stdout=subprocess.PIPE, text=True,
                     env=os.environ | joining | {"FAULTY_RANK": faulty_rank},
                 )
             )  # fmt: skip

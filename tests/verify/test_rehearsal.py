@@ -34,10 +34,9 @@ def rehearse(topology, ops, folder, capsys):
     chip = topology.partition(":")[0]
     assert (content["machine"]["platform"], content["machine"]["chip"]) == ("tpu", chip)
     assert content["machine"]["devices"] == 8
-    assert content["calibration"].keys() == {"memory", "link"}
     results = content["results"]
     listed = cases.list_cases("tpu", 8, quick=True, only=ops.split(","), rehearse=True)
-    assert [Case.from_json(result["case"]) for result in results] == listed
+    assert [result["case"] for result in results] == json.loads(json.dumps([case.to_json() for case in listed]))
     for case, result in zip(listed, results, strict=True):
         missing = result["missing"]
         if result["verdict"] == "NOT SUPPORTED":
@@ -59,7 +58,6 @@ def cache(monkeypatch, tmp_path):
     """A cache of the user, which must stay empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
-    trust._parse.cache_clear()
 
 
 def test_a_rehearsal_goes_the_whole_way_and_nothing_of_it_is_trusted(tmp_path, capsys, monkeypatch):

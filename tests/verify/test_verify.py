@@ -1,9 +1,9 @@
 """Tests of `python -m flaxasync.verify` on CPU devices: its cases, its verdicts, and faults planted in its child."""
 
 import dataclasses
+import functools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -18,10 +18,9 @@ from flaxasync.ops.costs.few_rows import steps
 from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
-from flaxasync.verify.predict import predict, topology_of
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
+from tests.verify import faulty_child
 
-FAULTY = (sys.executable, str(pathlib.Path(__file__).with_name("faulty_child.py")))
 MACHINE = {"platform": "tpu", "chip": "v5e", "devices": 8}
 
 
@@ -132,7 +131,7 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     ops = "all_gather_matmul/xla,matmul_reduce_scatter/xla,matmul_all_reduce/xla"
     ops += ",ring_attention/xla,ppermute/xla,platform"
     options = ["--quick", "--cpu-devices", "2", "--ops", ops, "--limit", "10", "--json", str(file)]
-    assert main(options, command=FAULTY) == 1
+    assert main(options, serve=faulty_child.serve) == 1
     found = {(r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]}
     verdicts = {name: result["verdict"] for name, result in found.items()}
     assert [verdicts.pop((op, "none")) for op in ("all_gather_matmul", "ring_attention")] == ["PASS", "PASS"]
@@ -158,32 +157,13 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     assert "This is plain XLA, which calls still take: name another backend." in out
 
 
-OPENS_ONCE = """
-import json, os, pathlib, sys, time
-from flaxasync.verify.child import say
-opened = pathlib.Path(sys.argv[1])
-json.loads(sys.stdin.readline())
-with opened.open("a") as file:
-    file.write("x")
-attempts = opened.stat().st_size
-if attempts > 1 and attempts < int(sys.argv[2]):
-    sys.exit("the chips are in use")
-say({"machine": {}})
-say({"begin": 0})
-if attempts == 1:
-    time.sleep(600)
-say({"done": 0, "unsupported": "is not of interest"})
-"""
-"""A child whose first case hangs, after which the chips cannot be opened before an attempt of some number."""
-
-
 @pytest.mark.parametrize(("works_at", "verdict"), [(3, Verdict.UNSUPPORTED), (9, Verdict.NOT_RUN)])
 def test_chips_that_cannot_be_opened_after_a_hang_are_tried_again_and_the_rest_has_no_verdict(
     tmp_path, works_at, verdict
 ):
     opened = tmp_path / "opened"
-    command = (sys.executable, "-c", OPENS_ONCE, str(opened), str(works_at))
-    setup = supervisor.Setup(limit=2, command=command, pauses=(0.1, 0.1))
+    serve = functools.partial(faulty_child.open_once, opened, works_at)
+    setup = supervisor.Setup(limit=2, serve=serve, pauses=(0.1, 0.1))
     pair = every_case("cpu", 4)[:2]
     first, second = map(judge, supervisor.run_cases(pair, setup), pair)
     assert (first.verdict, second.verdict) == (Verdict.HUNG, verdict)
@@ -216,7 +196,7 @@ def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, tmp_path):
 
 
 def test_a_json_file_that_cannot_be_written_is_refused_before_anything_runs(capsys):
-    assert main(["--json", "/dev/null/verdicts.json"], command=("no such program",)) == 2
+    assert main(["--json", "/dev/null/verdicts.json"], serve=faulty_child.sleep) == 2
     assert "error: --json cannot be written: " in capsys.readouterr().err
 
 
@@ -224,53 +204,45 @@ def test_a_run_with_cases_that_were_not_run_ends_with_status_2_and_stores_none_o
     case = timed("fused", None).case
     assert record_verdicts([Result(case, Verdict.NOT_RUN)], MACHINE) is None
     monkeypatch.setattr(
-        verify_command, "describe", lambda setup: (MACHINE | {"platform": "cpu", "kind": "", "versions": {}}, {})
+        verify_command, "describe", lambda setup: MACHINE | {"platform": "cpu", "kind": "", "versions": {}}
     )
     monkeypatch.setattr(verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)])
     assert main([]) == 2
 
 
 @pytest.mark.parametrize(
-    ("says", "message"),
+    ("serve", "message"),
     [
         (
-            "say({'machine': {'processes': 2}})",
+            faulty_child.be_of_two_hosts,
             "these are the chips of 2 hosts: start the same command with --distributed on every host, or set "
             "TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips",
         ),
         (
-            "time.sleep(60)",
+            faulty_child.sleep,
             "it did not answer in time; on a pod, start the same command with --distributed on every host",
         ),
     ],
 )
-def test_the_chips_of_several_hosts_need_a_command_on_each(says, message, monkeypatch, capsys):
-    monkeypatch.setattr(supervisor, "START_LIMIT", 60 if "say(" in says else 0.1)
-    program = f"import time; from flaxasync.verify.child import say; {says}"
-    assert main([], command=(sys.executable, "-c", program)) == 2
+def test_the_chips_of_several_hosts_need_a_command_on_each(serve, message, monkeypatch, capsys):
+    monkeypatch.setattr(supervisor, "START_LIMIT", 0.1 if serve is faulty_child.sleep else 60)
+    assert main([], serve=serve) == 2
     assert message in capsys.readouterr().err
 
 
 PARENT = """
-import sys, time
+import functools, sys, time
 from flaxasync.verify.supervisor import Setup, _Child
-child = _Child(Setup(command=(sys.executable, "-c", sys.argv[1], sys.argv[2])), [])
+from tests.verify.faulty_child import live_on
+child = _Child(Setup(serve=functools.partial(live_on, sys.argv[1])), [])
 time.sleep(600)
-"""
-CHILD = """
-import sys, time
-from flaxasync.verify.child import read_request
-read_request()
-with open(sys.argv[1], "w") as pipe:
-    time.sleep(60)
-    pipe.write("it lives on")
 """
 
 
 def test_a_child_ends_with_its_parent(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(pipe)]) as parent, pipe.open() as child:
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(pipe)]) as parent, pipe.open() as child:
         parent.kill()
         assert child.read() == ""  # the pipe ends with the child
 
@@ -349,32 +321,10 @@ def test_a_deviation_within_the_tolerance_passes_and_one_above_is_wrong():
     assert judge({"unsupported": "needs squares"}, case).verdict is Verdict.UNSUPPORTED
 
 
-def test_cases_survive_the_way_to_the_child():
-    for case in every_case("tpu", 8):
-        assert cases.Case.from_json(json.loads(json.dumps(case.to_json()))) == case
-
-
-def test_the_topology_of_a_machine_is_found_by_its_chips():
-    coords = [[x, y, 0] for x in range(2) for y in range(4)]
-    assert topology_of({"chip": "v5e", "coords": coords}) == "v5e:2x4"
-    assert topology_of({"chip": "v5p", "coords": [[x, y, 0] for x in range(2) for y in range(2)]}) == "v5p:2x2x1"
-    assert topology_of({"chip": None, "coords": coords}) is None
-    assert topology_of({"chip": "v5e", "coords": coords[:3]}) is None
-
-
-@pytest.mark.slow
-def test_the_simulated_time_stands_beside_the_measured_one():
-    case = next(c for c in every_case("tpu", 8) if (c.op, c.backend) == ("all_gather_matmul", "fused"))
-    result = predict(Result(dataclasses.replace(case, gradient=False), Verdict.PASS, seconds=1e-3), "v5e:2x4")
-    assert result.played == pytest.approx(sum(result.played_phases.values()), rel=0.05)
-    assert "simulated 0." in str(result)
-
-
 def test_the_description_of_a_chip_that_is_not_in_the_table_says_what_is_unknown():
     machine = {"platform": "tpu", "kind": "TPU v9", "chip": None, "devices": 8, "ring": "ring: closed", "versions": {}}
-    text = describe_in_words(machine, {"memory": 1e12})
+    text = describe_in_words(machine)
     assert "'TPU v9' is not in the table of chips" in text
-    assert "memory 1000.0 GB/s" in text
 
 
 def test_device_time_is_read_from_a_profile(monkeypatch):

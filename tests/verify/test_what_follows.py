@@ -74,7 +74,6 @@ def machine_of(chip, devices):
 def nothing_stored(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
-    trust._parse.cache_clear()
 
 
 @pytest.mark.parametrize("quick", [True, False])

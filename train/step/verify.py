@@ -54,7 +54,7 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
         return
     setup = setup or Setup(platform="tpu" if config.mesh.platform == "tpu" else None, repeats=1, limit=LIMIT)
     try:
-        machine, _ = describe(setup, calibrate=False)
+        machine = describe(setup)
     except MachineError as error:
         raise InputError(f"the TPU could not be verified: {error}; --verify off skips this") from error
     if machine["platform"] != "tpu":

@@ -18,11 +18,12 @@ from flaxasync.kernels.attention_block import BlockKernel, Mask, Scores
 from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.flash_attention import Flash, unsupported
 from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
-from flaxasync.ops import backends, trust
+from flaxasync.ops import trust
 from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
 from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_sequence_layout
 from flaxasync.ops.attention.shards import Call
+from flaxasync.ops.execution import decide
 
 KERNELS = ("reference", "flash")
 
@@ -99,10 +100,6 @@ def ring_attention(
     size = mapped_axis_size(op, axis_name)
     _check_operands(op, q, k, v, segment_ids, window)
     check_sequence_layout(op, layout)
-    if directions not in (None, 1, 2):
-        raise ValueError(f"{op} needs directions to be 1, 2 or None: got {directions!r}")
-    if unroll < 1:
-        raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
     if layout == "zigzag" and q.shape[1] % 2:
         raise ValueError(
             f"{op} with layout='zigzag' holds two equal chunks of the sequence on every device: got "
@@ -110,17 +107,21 @@ def ring_attention(
         )
     sequence = Sequence(layout, Mask(causal, window), q.shape[1], size)
     chunk = sequence.rows // sequence.chunks
-    if directions is None:  # the flash kernel takes half-blocks of whole registers only
-        halves = size > 2 and mesh.platform() == "tpu" and chunk % (2 * LANES) == 0
-        directions = 2 if halves else 1
-    backend = backends.choose(
-        op, backend, shapes=(q.shape, k.shape), ring=size, itemsize=q.dtype.itemsize, causal=causal, window=window,
+    execution = decide(
+        op,
+        backend,
+        shapes=(q.shape, k.shape),
+        ring=size,
+        directions=directions,
+        unroll=unroll,
+        halves=chunk % (2 * LANES) == 0,
+        itemsize=q.dtype.itemsize,
+        causal=causal,
+        window=window,
         layout=layout,
-    )  # fmt: skip
-    ring = None
-    if sequence.hops:
-        ring = backends.make_ring(backend, axis_name, size, directions=directions, unroll=unroll)
-    block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // directions if ring else chunk)
+    )  # fmt: skip  (the flash kernel takes half-blocks of whole registers only)
+    ring = execution.ring(axis_name) if sequence.hops else None
+    block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // execution.directions if ring else chunk)
     call = Call(ring, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
     return _apply(call, q, k, v, segment_ids, {axis_name})
 

@@ -7,7 +7,7 @@ KERNEL_EFFICIENCY = 0.9
 """The share of the peak FLOP/s that the attention kernels reach, played on v5e (benchmarks/attention.py)."""
 
 
-def ring_attention(
+def ring_attention_costs(
     chip: Chip,
     ring: int,
     q: Shape,

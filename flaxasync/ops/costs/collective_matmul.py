@@ -21,7 +21,7 @@ KEEPING_GAINS = 0.05
 """The share of its time that an op has to gain for keeping what it gathers: predictions are no better than that."""
 
 
-def all_gather_matmul(
+def all_gather_matmul_costs(
     chip: Chip,
     ring: int,
     x: Shape,
@@ -34,16 +34,12 @@ def all_gather_matmul(
     """Returns the cost of each backend for x [..., m, k] and each w [k, n] of one device.
 
     Where `gathered_bytes` suffice for all_gather(x), a backend keeps it for dw if the chip has as much memory and that
-    is predicted to gain. Then x makes one trip less. Keeping it takes memory from the forward to the backward pass, and
-    little time.
-
-    Raises:
-      ValueError: `gathered_bytes` is no integer of 0 or more.
+    is predicted to gain. Then x makes one trip less.
     """
     check_gathered_bytes("all_gather_matmul", gathered_bytes)
-    rows, k, n = math.prod(x[:-1]), x[-1], sum(w[1] for w in ws)
-    sent = rows * k * itemsize
     widths = tuple(w[1] for w in ws)
+    rows, k, n = math.prod(x[:-1]), x[-1], sum(widths)
+    sent = rows * k * itemsize
     gather = Trip("gather", sent, rows, k, n, widths=widths)
     if not backward:
         return _costs(chip, ring, [gather], itemsize, kernels)
@@ -66,17 +62,14 @@ def check_gathered_bytes(caller: str, gathered_bytes: Any) -> None:
 
 
 def _faster(chip: Chip, cost: Cost, kept: Cost, kept_bytes: int) -> Cost:
-    """Returns the cost of keeping `kept_bytes` of gathered rows, or that of not keeping them.
-
-    They are kept if they fit into the memory of the chip, and save more than predictions are wrong.
-    """
+    """Returns the cost of keeping gathered rows if they fit into memory and save more than predictions are wrong."""
     held = max(kept.held, kept_bytes)
     if held >= chip.hbm_bytes or kept.seconds > (1 - KEEPING_GAINS) * cost.seconds:
         return cost
-    return dataclasses.replace(kept, held=held, kept=kept_bytes, settings={**kept.settings, "keep_gathered": True})
+    return dataclasses.replace(kept, held=held, kept=kept_bytes)
 
 
-def matmul_reduce_scatter(
+def matmul_reduce_scatter_costs(
     chip: Chip, ring: int, x: Shape, w: Shape, *, itemsize: int = 2, backward: bool = True, kernels: bool = True
 ) -> dict[str, Cost]:
     """Returns the cost of each backend for x [..., R*m, k] and w [k, n] of one device.
@@ -92,7 +85,7 @@ def matmul_reduce_scatter(
     return _costs(chip, ring, trips, itemsize, kernels)
 
 
-def matmul_all_reduce(
+def matmul_all_reduce_costs(
     chip: Chip,
     ring: int,
     x: Shape,

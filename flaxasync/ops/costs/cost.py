@@ -1,8 +1,7 @@
 """What one backend of an op is predicted to take on the slowest device, and the parts that all predictions share."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from flaxasync.hardware import Chip
 
@@ -22,7 +21,6 @@ class Cost:
       steps: The number of products of blocks, each with its own overhead.
       held: The bytes that the backend keeps in memory beside operands and results.
       step_seconds: The overhead of a step, in seconds.
-      settings: What the op would use: directions of the ring, for example.
       fixed: The seconds that are taken once: barriers, first fetches, last stores.
       kept: The bytes that stay in memory from the forward to the backward pass beside the operands.
     """
@@ -32,7 +30,6 @@ class Cost:
     steps: int
     held: int
     step_seconds: float = STEP_SECONDS
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: float = 0.0
     kept: int = 0
 

@@ -80,7 +80,7 @@ def kernels(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost
         fixed += kernel.entry * slower
         steps += ring
         held = max(held, ring * trip.sent)
-    return Cost(compute, exposed, steps, held, 0.0, {"directions": directions(ring)}, fixed)
+    return Cost(compute, exposed, steps, held, 0.0, fixed)
 
 
 def _products(chip: Chip, ring: int, trip: Trip, itemsize: int) -> float:

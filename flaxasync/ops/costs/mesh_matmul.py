@@ -3,6 +3,8 @@
 Only the forward pass is counted: the gradients are those of XLA, whatever the backend.
 """
 
+import functools
+
 from flaxasync.hardware import Chip
 from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
 
@@ -12,7 +14,7 @@ STEP_SECONDS = 3e-6
 """The seconds that a kernel or collective costs once, for its barrier, first fetch and last store. Assumed."""
 
 
-def mesh_matmul(
+def mesh_matmul_costs(
     chip: Chip, ring: tuple[int, int], lhs: Shape, rhs: Shape, *, itemsize: int = 2, kernels: bool = True
 ) -> dict[str, Cost]:
     """Returns the cost of each backend for lhs [m, k] and rhs [k', n] of one device; ring is (devices on x, on y)."""
@@ -29,9 +31,7 @@ def mesh_matmul(
         moved, cores = (m * k + k * n + m * n) * itemsize, chip.cores if backend == "overlapped" else 1
         return max(2 * m * k * n * cores / (chip.flops * EFFICIENCY[backend]), moved / hbm)
 
-    def cost(compute: float, exposed: float, steps: int, held: int) -> Cost:
-        return Cost(compute, exposed, steps, held, STEP_SECONDS)
-
+    cost = functools.partial(Cost, step_seconds=STEP_SECONDS)
     first = gathered + sliced if x != y else permuted
     costs = {"none": cost(product("none"), first + reduced + summed, 3, needed)}
     if kernels and x * y > 1:

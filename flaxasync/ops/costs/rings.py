@@ -5,28 +5,16 @@ of XLA are no loops and do not halve blocks: XLA copies w into vector memory fir
 behind the products of another.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from flaxasync.hardware import Chip
 from flaxasync.ops.costs.cost import Cost, hop_seconds
 from flaxasync.ops.costs.trips import RESIDENT, Trip, directions, first_operand, hbm, product
 
-
-@dataclasses.dataclass(frozen=True)
-class Overhead:
-    """What a program takes beside products and hops.
-
-    Attributes:
-      program: The seconds that it takes once.
-      step: The seconds that it takes for each block.
-    """
-
-    program: float
-    step: float
-
-
-OVERHEAD = {"xla": Overhead(9.3e-6, 0.5e-6), "pallas": Overhead(6.8e-6, 1.2e-6)}
+ONCE = {"xla": 9.3e-6, "pallas": 6.8e-6}
+"""The seconds that a program takes once beside products and hops."""
+EACH_BLOCK = {"xla": 0.5e-6, "pallas": 1.2e-6}
+"""The seconds that it takes for each block beside them."""
 WEIGHT_READS = 0.65
 """How many times a block's product reads w: some of w stays in vector memory, or comes during a hop."""
 SUM_TRAFFIC = 0.88
@@ -48,7 +36,7 @@ HIDING_SHARE_OF_PAIR = 0.79
 def ring_of_blocks(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int, backend: str) -> Cost:
     """Predicts the trips of one op on a ring of two devices or more."""
     compute, exposed, steps, held, hops = 0.0, 0.0, 0, 0, 0.0
-    pair, overhead = backend == "xla" and ring == 2, OVERHEAD[backend]
+    pair = backend == "xla" and ring == 2
     copy, weights = first_operand(chip, ring, trips, itemsize) if pair else (0.0, WEIGHT_READS)
     for trip in trips:
         if not trip.travels:
@@ -72,8 +60,7 @@ def ring_of_blocks(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int, 
     compute += copy
     if pair and len(trips) > 1:
         exposed = min(exposed, max(0.0, hops - HIDING_SHARE_OF_PAIR * compute))
-    program = 0.0 if pair else overhead.program
-    return Cost(compute, exposed, steps, held, overhead.step, {"directions": directions(ring)}, program)
+    return Cost(compute, exposed, steps, held, EACH_BLOCK[backend], 0.0 if pair else ONCE[backend])
 
 
 def _accumulator_bytes(chip: Chip, ring: int, trip: Trip, backend: str) -> float | None:

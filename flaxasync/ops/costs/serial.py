@@ -39,7 +39,7 @@ def serial(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
         exposed += seconds
         held = max(held, ring * trip.sent)
     exposed += max(0.0, copy)
-    return Cost(compute, exposed, len(trips), held, 0.0, {"directions": directions(ring)})
+    return Cost(compute, exposed, len(trips), held, 0.0)
 
 
 def _collective(chip: Chip, ring: int, sent: int) -> float:

@@ -1,12 +1,10 @@
-"""The public collective matmuls: their checks, and the choice of what executes them.
+"""The public collective matmuls: their checks, and what executes them.
 
 They are for use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the modules. `vjp` has the algebra.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +12,18 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flaxasync import mesh
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.ops import backends
 from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 from flaxasync.ops.costs.cost import Shape
+from flaxasync.ops.execution import Directions, Execution, decide
 from flaxasync.ops.matmul import vjp
 from flaxasync.ops.matmul.exchange import ExchangeExecutor, check_exchange
 from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
 from flaxasync.ops.matmul.products import Arrays
 from flaxasync.ops.matmul.ring import RingExecutor
 from flaxasync.ops.matmul.vjp import Executor
-from flaxasync.ops.plan import plan
-from flaxasync.ring import Ring
 
 type OneOrMore = Float[Array, "..."] | tuple[Float[Array, "..."], ...]
-type Directions = Literal[1, 2] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +35,7 @@ class Options:
     unroll: int = 2
     precision: lax.PrecisionLike = None
     reduce_dtype: DTypeLike | None = None
+    gathered_bytes: int = 0
 
 
 def all_gather_matmul(
@@ -82,13 +77,13 @@ def all_gather_matmul(
         the default.
       reduce_dtype: The dtype of partial sums while they travel, which in this op are those of dx. By default it is the
         dtype of x, the only one that "fused" takes.
-      gathered_bytes: The most bytes of memory for all_gather(x), R times those of x, from the forward pass to the
-        backward pass. Where they suffice, it is kept if `flaxasync.plan` predicts that this is faster, and on devices
-        that `plan` does not know it is kept in any case. 0, the default, keeps x alone, which travels again for dw.
-        With "none", and with "xla" on rings of two to four, XLA merges trips of the same x where no scan over layers
-        separates them, so that all_gather(x) is kept in any case. To a policy of `jax.checkpoint` the op is one
-        operation, and no matmul. Where it is computed again, x travels again for y, and only what that trip gathers is
-        kept, from there to dw. `flaxasync.save_matmuls` is a policy that keeps y and the gathered rows.
+      gathered_bytes: The most bytes of memory that all_gather(x) may take from the forward to the backward pass; it
+        needs R times those of x. Where they suffice, the op keeps all_gather(x) if `flaxasync.plan` predicts a gain,
+        and always on devices that `plan` does not know. With 0, the default, the op keeps x, which travels again for
+        dw. XLA may keep more: with "none", and with "xla" on rings of two to four, it merges the two trips of x unless
+        a scan over layers separates them. Under `jax.checkpoint`, policies for matmuls do not see this op. The
+        backward pass then runs it again, x travels again for y, and dw uses the rows of that trip.
+        `flaxasync.save_matmuls` is a policy that keeps y and the gathered rows.
 
     Returns:
       y, in the dtype of x; a tuple if w is one.
@@ -98,17 +93,15 @@ def all_gather_matmul(
         `gathered_bytes` is no integer of 0 or more.
       NotImplementedError: The backend cannot serve this call.
     """
-    op, ws, options = "all_gather_matmul", _as_tuple(w), Options(backend, directions, unroll, precision, reduce_dtype)
-    size = _check_call(op, (x,), ws, axis_name, options)
+    op, ws = "all_gather_matmul", _as_tuple(w)
+    options = Options(backend, directions, unroll, precision, reduce_dtype, gathered_bytes)
+    size = check_operands(op, (x,), ws, axis_name)
     for position, w_shard in enumerate(ws):
         _check_contraction(op, x, w_shard, position)
     check_gathered_bytes(op, gathered_bytes)
-    shapes = [x.shape, *(w.shape for w in ws)]
-    backend = choose_backend(op, shapes, x.dtype, axis_name, size, options, gathered_bytes=gathered_bytes)
-    executor = make_executor(backend, axis_name, size, options)
-    keep = keeps_gathered(backend, shapes, size, x.dtype.itemsize, gathered_bytes)
+    execution = decide_matmul(op, [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options)
     (x,), ws = cast_to_vary_alike((x,), ws, axis_name)
-    ys = vjp.all_gather_matmul(executor, keep, x, ws)
+    ys = vjp.gather_and_multiply(make_executor(execution, axis_name, options), execution.keep, x, ws)
     return ys if isinstance(w, tuple | list) else ys[0]
 
 
@@ -140,9 +133,7 @@ def matmul_reduce_scatter(
       w: This device's rows; a tuple if x is one.
       axis_name: The mesh axis along which k is split and y will be sharded by rows.
       backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then reduce-scatters.
-      directions: As in `all_gather_matmul`.
-      unroll: As in `all_gather_matmul`.
-      precision: As in `all_gather_matmul`.
+      directions, unroll, precision: As in `all_gather_matmul`.
       reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
 
     Returns:
@@ -155,7 +146,7 @@ def matmul_reduce_scatter(
     """
     op, options = "matmul_reduce_scatter", Options(backend, directions, unroll, precision, reduce_dtype)
     xs, ws = _as_tuple(x), _as_tuple(w)
-    size = _check_call(op, xs, ws, axis_name, options)
+    size = check_operands(op, xs, ws, axis_name)
     _check_pairs(op, xs, ws)
     rows = xs[0].shape[-2]
     if rows % size:
@@ -163,8 +154,8 @@ def matmul_reduce_scatter(
             f"{op} gives each of the {size} devices on {axis_name!r} an equal share of x's rows: "
             f"got {rows} rows, needed a multiple of {size}; pad x, or use matmul_all_reduce"
         )
-    executor = _choose_executor(op, _shapes_of_one_product(xs, ws), xs[0].dtype, axis_name, size, options)
-    return vjp.matmul_reduce_scatter(executor, *cast_to_vary_alike(xs, ws, axis_name))
+    executor = _executor_of_sum(op, xs, ws, axis_name, size, options)
+    return vjp.multiply_and_scatter(executor, *cast_to_vary_alike(xs, ws, axis_name))
 
 
 def matmul_all_reduce(
@@ -200,8 +191,7 @@ def matmul_all_reduce(
       backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then all-reduces. "exchange" does the
         same with a Pallas kernel in which all devices send to all others, for few rows (TPU, float32 and bfloat16). The
         others reduce-scatter, and then gather with one collective operation.
-      directions: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore it.
-      unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore it.
+      directions, unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore them.
       precision: As in `all_gather_matmul`.
       reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
 
@@ -214,10 +204,10 @@ def matmul_all_reduce(
     """
     op, options = "matmul_all_reduce", Options(backend, directions, unroll, precision, reduce_dtype)
     xs, ws = _as_tuple(x), _as_tuple(w)
-    size = _check_call(op, xs, ws, axis_name, options)
+    size = check_operands(op, xs, ws, axis_name)
     _check_pairs(op, xs, ws)
-    executor = _choose_executor(op, _shapes_of_one_product(xs, ws), xs[0].dtype, axis_name, size, options)
-    return vjp.matmul_all_reduce(executor, *cast_to_vary_alike(xs, ws, axis_name))
+    executor = _executor_of_sum(op, xs, ws, axis_name, size, options)
+    return vjp.multiply_and_reduce(executor, *cast_to_vary_alike(xs, ws, axis_name))
 
 
 def executor_for_weights(
@@ -237,27 +227,21 @@ def executor_for_weights(
       ValueError: No `shard_map` maps `axis_name`; the backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    options = Options(backend, None, 2, precision, None)
-    size = _check_call(op, (w,), (w,), axis_name, options)
+    options = Options(backend, precision=precision)
+    size = check_operands(op, (w,), (w,), axis_name)
     shapes = [w.shape, (w.shape[1], rows)]
-    return _choose_executor("all_gather_matmul", shapes, w.dtype, axis_name, size, options)
+    execution = decide_matmul("all_gather_matmul", shapes, w.dtype, axis_name, size, options)
+    return make_executor(execution, axis_name, options)
 
 
 def _as_tuple(value: OneOrMore) -> Arrays:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def _choose_executor(
+def decide_matmul(
     op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: Options
-) -> Executor:
-    """Returns what executes a call on a ring of `size` devices. `shapes` are those that `flaxasync.plan` takes."""
-    return make_executor(choose_backend(op, shapes, dtype, axis_name, size, options), axis_name, size, options)
-
-
-def choose_backend(
-    op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: Options, **more: Any
-) -> str:
-    """Returns the name of the backend of a call; `shapes` and `more` are what `flaxasync.plan` takes."""
+) -> Execution:
+    """Returns how a call on `size` devices is executed; `shapes` are what `flaxasync.plan` takes."""
 
     def check(backend: str) -> None:
         if backend == "fused":
@@ -265,36 +249,26 @@ def choose_backend(
         if backend == "exchange":
             check_exchange(op, axis_name, size, shapes, dtype, options.reduce_dtype)
 
-    return backends.choose(op, options.backend, shapes=shapes, ring=size, check=check, itemsize=dtype.itemsize, **more)
+    return decide(
+        op, options.backend, ring=size, shapes=shapes, directions=options.directions, unroll=options.unroll,
+        check=check, itemsize=dtype.itemsize, gathered_bytes=options.gathered_bytes,
+    )  # fmt: skip
 
 
-def keeps_gathered(backend: str, shapes: Sequence[Shape], size: int, itemsize: int, gathered_bytes: int) -> bool:
-    """Says whether all_gather_matmul keeps what it gathers for the weight gradient."""
-    kept, chip = size * math.prod(shapes[0]) * itemsize, mesh.chip()
-    if size == 1 or not 0 < kept <= gathered_bytes:
-        return False
-    if chip is None or 0 in [length for shape in shapes for length in shape]:
-        return True
-    options: dict[str, Any] = {"itemsize": itemsize, "gathered_bytes": gathered_bytes}
-    costs = plan("all_gather_matmul", *shapes, chip=chip, ring=size, **options).costs
-    cost = costs.get("pallas" if backend == "stateful" else backend)
-    return cost is not None and cost.kept > 0  # None: the kernels cannot serve the gradient, which may not be wanted
+def make_executor(execution: Execution, axis_name: str, options: Options) -> Executor:
+    """Returns what executes a call as it was decided."""
+    if execution.backend == "fused":
+        return FusedExecutor(axis_name, execution.directions)
+    ring = execution.ring(axis_name)
+    kind = ExchangeExecutor if execution.backend == "exchange" else RingExecutor
+    return kind(ring, options.precision, options.reduce_dtype)
 
 
-def make_executor(backend: str, axis_name: str, size: int, options: Options) -> Executor:
-    """Returns what executes a call with a backend on a ring of `size` devices."""
-    if backend == "fused":
-        return FusedExecutor(axis_name, options.directions or (2 if size > 2 else 1))
-    if backend == "exchange":
-        return ExchangeExecutor(Ring(axis_name, None), options.precision, options.reduce_dtype)
-    ring = backends.make_ring(backend, axis_name, size, directions=options.directions, unroll=options.unroll)
-    return RingExecutor(ring, options.precision, options.reduce_dtype)
-
-
-def _shapes_of_one_product(xs: Arrays, ws: Arrays) -> list[Shape]:
-    """Returns the shapes of x and w of the one longer product to which a sum of products amounts."""
+def _executor_of_sum(op: str, xs: Arrays, ws: Arrays, axis_name: str, size: int, options: Options) -> Executor:
+    """Returns what executes a sum of products, which is one longer product."""
     k = sum(w.shape[0] for w in ws)
-    return [(*xs[0].shape[:-1], k), (k, ws[0].shape[1])]
+    shapes = [(*xs[0].shape[:-1], k), (k, ws[0].shape[1])]
+    return make_executor(decide_matmul(op, shapes, xs[0].dtype, axis_name, size, options), axis_name, options)
 
 
 def cast_to_vary_alike(xs: Arrays, ws: Arrays, axis_name: str) -> tuple[Arrays, Arrays]:
@@ -303,7 +277,7 @@ def cast_to_vary_alike(xs: Arrays, ws: Arrays, axis_name: str) -> tuple[Arrays, 
     return tuple(cast_to_varying(x, axes) for x in xs), tuple(cast_to_varying(w, axes) for w in ws)
 
 
-def _check_call(op: str, xs: Arrays, ws: Arrays, axis_name: str, options: Options) -> int:
+def check_operands(op: str, xs: Arrays, ws: Arrays, axis_name: str) -> int:
     """Checks what all ops check alike, and returns the number of devices on the axis."""
     size = mapped_axis_size(op, axis_name)
     if not ws or not xs:
@@ -326,10 +300,6 @@ def _check_call(op: str, xs: Arrays, ws: Arrays, axis_name: str, options: Option
                 f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand that is "
                 f"still sharded {jax.typeof(operand).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
             )
-    if options.directions not in (None, 1, 2):
-        raise ValueError(f"{op} needs directions to be 1, 2 or None: got {options.directions!r}")
-    if options.unroll < 1:
-        raise ValueError(f"{op} needs unroll to be 1 or more: got {options.unroll}")
     return size
 
 

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.engine.vmem import available
 from flaxasync.kernels.exchange import exchange, vmem_bytes
-from flaxasync.ops.backends import cannot_serve
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.costs.few_rows import steps
+from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays
 from flaxasync.ops.matmul.ring import RingExecutor

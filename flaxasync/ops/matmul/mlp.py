@@ -26,7 +26,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.kernels.engine.epilogue import Values
-from flaxasync.mesh import UnsupportedError, mapped_axis_size
+from flaxasync.mesh import UnsupportedError
 from flaxasync.ops.matmul import api, vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, weight_gradient
@@ -47,7 +47,7 @@ def activate(activation: Activation, products: Values) -> Array:
     return activation(gate[0]) * up if gate else activation(up)
 
 
-def fused_mlp(
+def parallel_mlp(
     x: Array,
     ws: Arrays,
     down: Array,
@@ -57,31 +57,34 @@ def fused_mlp(
     backend: str | None,
     precision: lax.PrecisionLike,
     gathered_bytes: int,
-) -> Array | None:
-    """Returns y, or None unless both ops of the MLP choose "fused" and an epilogue pays.
+) -> Array:
+    """Returns y = reduce_scatter(activate(all_gather(x) @ ws) @ down); the ops have the operands and options.
 
-    It computes what `all_gather_matmul`, `activate` and `matmul_reduce_scatter` do, but h is computed of products that
-    are not rounded. The operands are as those ops take them. `flaxasync.ops.matmul.api` has the options.
+    Where both ops are executed by "fused" and an epilogue pays, h is computed of products that are not rounded.
     """
-    if activation not in FUSED:
-        return None
-    size, options = mapped_axis_size("all_gather_matmul", axis_name), api.Options(backend, precision=precision)
-    shapes = [x.shape, *(w.shape for w in ws)]
-    shapes_down = [(*x.shape[:-2], size * x.shape[-2], down.shape[0]), down.shape]
-    for op, of_op, kept in (("all_gather_matmul", shapes, gathered_bytes), ("matmul_reduce_scatter", shapes_down, 0)):
-        more = {"gathered_bytes": kept} if op == "all_gather_matmul" else {}
-        if api.choose_backend(op, of_op, x.dtype, axis_name, size, options, **more) != "fused":
-            return None
-    executor = api.make_executor("fused", axis_name, size, options)
-    assert isinstance(executor, FusedExecutor)
-    if not (
-        executor.gains_by_epilogue(x, [w.shape[1] for w in ws])
-        and executor.gains_by_epilogue(x, [down.shape[0]], transposed=True)
-    ):
-        return None
-    keep = api.keeps_gathered("fused", shapes, size, x.dtype.itemsize, gathered_bytes)
+    options = api.Options(backend, precision=precision)
+    size = api.check_operands("all_gather_matmul", (x,), (*ws, down), axis_name)
+    options_up = dataclasses.replace(options, gathered_bytes=gathered_bytes)
+    h = (*x.shape[:-2], size * x.shape[-2], down.shape[0])
+    up = api.decide_matmul("all_gather_matmul", [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options_up)
+    scatter = api.decide_matmul("matmul_reduce_scatter", [h, down.shape], x.dtype, axis_name, size, options)
     (x,), (*ws_alike, down) = api.cast_to_vary_alike((x,), (*ws, down), axis_name)
-    return _mlp(executor, keep, activation, x, tuple(ws_alike), down)
+    ws, gather_executor = tuple(ws_alike), api.make_executor(up, axis_name, options)
+    scatter_executor = api.make_executor(scatter, axis_name, options)
+    if (
+        activation in FUSED
+        and isinstance(gather_executor, FusedExecutor)
+        and isinstance(scatter_executor, FusedExecutor)
+        and gather_executor.gains_by_epilogue(x, [w.shape[1] for w in ws])
+        and scatter_executor.gains_by_epilogue(x, [down.shape[0]], transposed=True)
+    ):
+        return _mlp(gather_executor, up.keep, activation, x, ws, down)
+
+    @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
+    def finish(products: Arrays, down: Array) -> Array:
+        return vjp.multiply_and_scatter(scatter_executor, (activate(activation, products).astype(x.dtype),), (down,))
+
+    return finish(vjp.gather_and_multiply(gather_executor, up.keep, x, ws), down)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +167,7 @@ def _mlp_bwd(
     assert dys is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
         d_down = weight_gradient(h.reshape(-1, h.shape[-1]), dys).astype(down.dtype)
-    return *vjp.all_gather_matmul_bwd(executor, keep, (x, ws), tuple(dproducts)), d_down
+    return *vjp.gather_and_multiply_bwd(executor, keep, (x, ws), tuple(dproducts)), d_down
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -89,20 +89,22 @@ class Executor(Protocol):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def all_gather_matmul(executor: Executor, keep: bool, x: Array, ws: Arrays) -> Arrays:
+def gather_and_multiply(executor: Executor, keep: bool, x: Array, ws: Arrays) -> Arrays:
     with jax.named_scope("all_gather_matmul"):
         return executor.gather(x, ws)[0]
 
 
-def _all_gather_matmul_fwd(executor: Executor, keep: bool, x: Array, ws: Arrays) -> tuple[Arrays, tuple[Array, Arrays]]:
+def _gather_and_multiply_fwd(
+    executor: Executor, keep: bool, x: Array, ws: Arrays
+) -> tuple[Arrays, tuple[Array, Arrays]]:
     """Saves all_gather(x) if `keep`, and x if not."""
     if not keep:
-        return checkpoint_name(all_gather_matmul(executor, keep, x, ws), PRODUCT), (x, ws)
+        return checkpoint_name(gather_and_multiply(executor, keep, x, ws), PRODUCT), (x, ws)
     ys, gathered = _gather_and_keep(executor, x, ws)
     return checkpoint_name(ys, PRODUCT), (checkpoint_name(gathered, GATHERED), ws)
 
 
-def all_gather_matmul_bwd(
+def gather_and_multiply_bwd(
     executor: Executor, keep: bool, saved: tuple[Array, Arrays], dys: Arrays
 ) -> tuple[Array, Arrays]:
     """Returns dx and the dw of `all_gather_matmul`; `saved` are all_gather(x) if `keep`, and x if not, and ws."""
@@ -116,7 +118,7 @@ def all_gather_matmul_bwd(
         return dx, weight_gradients(x, alike, executor.precision)
 
 
-all_gather_matmul.defvjp(_all_gather_matmul_fwd, all_gather_matmul_bwd)
+gather_and_multiply.defvjp(_gather_and_multiply_fwd, gather_and_multiply_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -145,16 +147,16 @@ _gather_and_keep.defvjp(_gather_and_keep_fwd, _gather_and_keep_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def matmul_reduce_scatter(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
+def multiply_and_scatter(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
     with jax.named_scope("matmul_reduce_scatter"):
         return executor.reduce(xs, ws)
 
 
-def _matmul_reduce_scatter_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
-    return checkpoint_name(matmul_reduce_scatter(executor, xs, ws), PRODUCT), (xs, ws)
+def _multiply_and_scatter_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
+    return checkpoint_name(multiply_and_scatter(executor, xs, ws), PRODUCT), (xs, ws)
 
 
-def _matmul_reduce_scatter_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
+def _multiply_and_scatter_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
     xs, ws = saved
     with jax.named_scope("matmul_reduce_scatter_dx"):
         dxs, gathered = executor.gather(dy, ws, transposed=True, keep=True)
@@ -164,20 +166,20 @@ def _matmul_reduce_scatter_bwd(executor: Executor, saved: tuple[Arrays, Arrays],
         return dxs, tuple(weight_gradient(x, gathered, executor.precision).astype(x.dtype) for x in alike)
 
 
-matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_fwd, _matmul_reduce_scatter_bwd)
+multiply_and_scatter.defvjp(_multiply_and_scatter_fwd, _multiply_and_scatter_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def matmul_all_reduce(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
+def multiply_and_reduce(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
     with jax.named_scope("matmul_all_reduce"):
         return executor.all_reduce(xs, ws)
 
 
-def _matmul_all_reduce_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
-    return checkpoint_name(matmul_all_reduce(executor, xs, ws), PRODUCT), (xs, ws)
+def _multiply_and_reduce_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
+    return checkpoint_name(multiply_and_reduce(executor, xs, ws), PRODUCT), (xs, ws)
 
 
-def _matmul_all_reduce_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
+def _multiply_and_reduce_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
     xs, ws = saved
     if executor.axis_name not in jax.typeof(xs[0]).mat.varying:
         # Under check_vma=False no type says that y is the same everywhere, and shard_map hands each device a share of
@@ -187,4 +189,4 @@ def _matmul_all_reduce_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy:
     return dxs, tuple(weight_gradient(x, dy, executor.precision).astype(x.dtype) for x in xs)
 
 
-matmul_all_reduce.defvjp(_matmul_all_reduce_fwd, _matmul_all_reduce_bwd)
+multiply_and_reduce.defvjp(_multiply_and_reduce_fwd, _multiply_and_reduce_bwd)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync import hardware
-from flaxasync.ops.matmul import api
+from flaxasync.ops import execution
 from flaxasync.ops.matmul.products import weight_gradient, weight_gradients
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -190,7 +190,7 @@ GATHERED = 8 * 4 * 512 * 4096 * 2
 def test_plan_keeps_where_links_bind(shapes, chip, kept):
     """On v5e the products of the MLP take longer than their transfers, so that a trip less gains nothing."""
     plan = fa.plan(fa.all_gather_matmul, *shapes, chip=chip, ring=8, gathered_bytes=GATHERED)
-    assert (plan.costs["fused"].kept == GATHERED) == kept == plan.settings.get("keep_gathered", False)
+    assert (plan.costs["fused"].kept == GATHERED) == kept
     assert ("keeps the gathered x, 128 MiB" in plan.reason) == kept == ("keeps 128 MiB of gathered x" in str(plan))
     less = fa.plan(fa.all_gather_matmul, *shapes, chip=chip, ring=8, gathered_bytes=GATHERED - 1)
     assert less == fa.plan(fa.all_gather_matmul, *shapes, chip=chip, ring=8)
@@ -210,10 +210,12 @@ def test_plan_keeps_nothing_that_the_chip_cannot_hold():
 def test_a_backend_that_plan_does_not_know_keeps_nothing(monkeypatch):
     """The kernel of dx refuses blocks of this size, so that `plan` has no cost of "fused", which can still multiply."""
     x, w = (1, 8192, 16384), (16384, 1024)
-    monkeypatch.setattr(api.mesh, "chip", lambda: hardware.chip("v5e"))
+    monkeypatch.setattr(execution.mesh, "chip", lambda: hardware.chip("v5e"))
+    monkeypatch.setattr(execution.mesh, "check_tpu", lambda *_: None)
     assert "fused" not in fa.plan(fa.all_gather_matmul, x, w, chip="v5e", ring=8).costs
-    assert not api.keeps_gathered("fused", [x, w], 8, 2, 2**40)
-    assert api.keeps_gathered("stateful", [x, w], 8, 2, 2**40)
+    call = {"shapes": [x, w], "ring": 8, "gathered_bytes": 2**40}
+    assert not execution.decide("all_gather_matmul", "fused", **call).keep
+    assert execution.decide("all_gather_matmul", "stateful", **call).keep
 
 
 @pytest.mark.parametrize("layer", [pytest.param("mlp", marks=pytest.mark.slow), "attention"])

@@ -48,9 +48,8 @@ def ran(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
-    monkeypatch.setattr(verify_module, "describe", lambda setup, calibrate: (MACHINE, {}))
+    monkeypatch.setattr(verify_module, "describe", lambda setup: MACHINE)
     monkeypatch.setattr(verify_module, "verify", verify)
-    trust._parse.cache_clear()
     trust.say_once.cache_clear()
     return ran
 
@@ -151,7 +150,7 @@ def test_a_named_backend_that_fails_ends_the_run_and_auto_goes_on(config, ran):
 
 
 def test_devices_that_cannot_be_opened_end_the_run(config, ran, monkeypatch):
-    def fail(setup, calibrate):
+    def fail(setup):
         raise MachineError("it died")
 
     monkeypatch.setattr(verify_module, "describe", fail)

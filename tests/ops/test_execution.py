@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.ops import backends, plan
+from flaxasync.ops import execution, plan
 
 SHAPES = {  # of a call that plan can predict
     "all_gather_matmul": [(256, 4096), (4096, 4096)],
@@ -17,28 +17,28 @@ SHAPES = {  # of a call that plan can predict
 }
 
 
-@pytest.mark.parametrize("op", backends.OPS)
+@pytest.mark.parametrize("op", execution.OPS)
 def test_the_default_of_an_op_runs_on_every_device(op):
-    support = backends.OPS[op]
+    support = execution.OPS[op]
     assert support.default in support.backends
-    assert support.default in backends.ON_EVERY_DEVICE
+    assert support.default in execution.ON_EVERY_DEVICE
     assert set(support.aliases.values()) <= set(support.backends)
-    assert backends.choose(op, None) == support.default  # no mesh is set, so no chip is known
+    assert execution.decide(op, None, ring=8).backend == support.default  # no mesh is set, so no chip is known
 
 
 @pytest.mark.parametrize("op", plan.MODELS)
 def test_plan_predicts_only_backends_that_the_op_has(op):
     ring = (2, 4) if op == "mesh_matmul" else 8
     costs = fa.plan(op, *SHAPES[op], chip="v5e", ring=ring).costs
-    assert set(costs) <= set(backends.OPS[op].backends)
+    assert set(costs) <= set(execution.OPS[op].backends)
     assert len(costs) > 1
 
 
-@pytest.mark.parametrize("op", backends.OPS)
+@pytest.mark.parametrize("op", execution.OPS)
 def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(op):
-    known = ", ".join(backends.OPS[op].backends)
+    known = ", ".join(execution.OPS[op].backends)
     with pytest.raises(ValueError, match=rf"^{op} got backend='rings': it must be one of {known}, or None to choose$"):
-        backends.choose(op, "rings")
+        execution.decide(op, "rings", ring=8)
 
 
 @pytest.mark.parametrize(
@@ -48,53 +48,55 @@ def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(op):
 def test_a_backend_that_only_other_ops_have_is_an_error_that_says_what_to_use(op, backend, default):
     message = f"^{op} has no '{backend}' backend: it has .*; use backend='{default}', which runs on every device$"
     with pytest.raises(NotImplementedError, match=message):
-        backends.choose(op, backend)
+        execution.decide(op, backend, ring=8)
 
 
 def test_a_named_backend_that_cannot_serve_is_never_swapped():
     def check(backend):
-        raise backends.cannot_serve("all_gather_matmul", backend, "takes squares: got a circle", "use backend='none'")
+        raise execution.cannot_serve("all_gather_matmul", backend, "takes squares: got a circle", "use backend='none'")
 
     message = "^all_gather_matmul with backend='xla' takes squares: got a circle; use backend='none'$"
     with pytest.raises(NotImplementedError, match=message):
-        backends.choose("all_gather_matmul", "xla", check=check)
+        execution.decide("all_gather_matmul", "xla", ring=8, check=check)
 
 
 def test_a_kernel_that_cannot_serve_is_not_planned():
     """On TPUs with a data sheet plan chooses, and leaves out kernels that `check` refuses."""
 
     def refuse(backend):
-        raise backends.cannot_serve("all_gather_matmul", backend, "is refused", "use backend='xla'")
+        raise execution.cannot_serve("all_gather_matmul", backend, "is refused", "use backend='xla'")
 
     call = {"shapes": SHAPES["all_gather_matmul"], "ring": 8}
     with jax.set_mesh(fa.check.topology_mesh("v5e:2x4", (8,), ("model",))):
-        assert backends.choose("all_gather_matmul", None, **call) == "fused"
-        assert backends.choose("all_gather_matmul", None, **call, check=refuse) in backends.RINGS
+        assert execution.decide("all_gather_matmul", None, **call).backend == "fused"
+        assert execution.decide("all_gather_matmul", None, **call, check=refuse).backend in execution.RINGS
 
 
 def test_names_of_older_callers_keep_their_meaning():
-    assert backends.choose("ring_attention", "gather") == "none"
-    assert backends.if_available("ring_attention", "gather") == "gather"
+    assert execution.decide("ring_attention", "gather", ring=8).backend == "none"
+    assert execution.if_available("ring_attention", "gather") == "gather"
 
 
 def test_an_op_of_a_layer_chooses_if_it_lacks_the_layers_backend():
-    assert backends.if_available("ring_attention", "fused") is None
-    assert backends.if_available("ring_attention", "none") == "none"
-    assert backends.if_available("all_gather_matmul", "fused") == "fused"
-    assert backends.if_available("ring_attention", None) is None
+    assert execution.if_available("ring_attention", "fused") is None
+    assert execution.if_available("ring_attention", "none") == "none"
+    assert execution.if_available("all_gather_matmul", "fused") == "fused"
+    assert execution.if_available("ring_attention", None) is None
     # A name that no op has is not dropped: the op refuses it.
-    assert backends.if_available("ring_attention", "rings") == "rings"
+    assert execution.if_available("ring_attention", "rings") == "rings"
 
 
-def test_the_ring_of_a_backend():
+def test_what_is_decided_makes_the_ring():
     with jax.set_mesh(jax.make_mesh((8,), ("model",))):
-        assert backends.make_ring("none", "model", 8).transport is None
-        ring = backends.make_ring("xla", "model", 8)
+        assert execution.decide("all_gather_matmul", "none", ring=8).ring("model").transport is None
+        ring = execution.decide("all_gather_matmul", "xla", ring=8).ring("model")
+        assert hash(ring) == hash(execution.decide("all_gather_matmul", "xla", ring=8).ring("model"))
     assert (ring.directions, ring.unroll) == (1, 2)
-    assert hash(ring) == hash(backends.make_ring("xla", "model", 8))
     with jax.set_mesh(fa.check.topology_mesh("v5e:2x4", (8,), ("model",))):
-        assert backends.make_ring("pallas", "model", 8).directions == 2
-        assert backends.make_ring("pallas", "model", 2).directions == 1
+        assert execution.decide("all_gather_matmul", "pallas", ring=8).directions == 2
+        assert execution.decide("all_gather_matmul", "pallas", ring=8, halves=False).directions == 1
+        assert execution.decide("all_gather_matmul", "pallas", ring=8, halves=False, directions=2).directions == 2
+        assert execution.decide("all_gather_matmul", "pallas", ring=2).directions == 1
 
 
 def test_both_names_of_one_gather_compile_alike():

@@ -1,0 +1,221 @@
+"""How a call of an op is executed: decided here, once. What is below receives the `Execution` and decides nothing.
+
+```
+none       one collective operation, then the product, or the reverse              every device
+xla        a ring of `lax.ppermute` steps; one block is multiplied while the       every device
+           next one travels
+pallas     the same ring on Pallas DMAs, as start/done pairs on values             TPU
+stateful   the same ring on Pallas DMAs, as start/done pairs on Refs               TPU
+fused      one Pallas kernel that sends and multiplies                             TPU
+exchange   the product, then a Pallas kernel in which all devices send to all      TPU
+           others; for few rows
+```
+
+A call that names a backend gets that backend or an error; it is never given another one silently. A call that names
+none gets the fastest backend of those that are trusted on the chips of the mesh (`flaxasync.ops.plan`,
+`flaxasync.ops.trust`). On devices without a data sheet, such as CPUs, it gets the default of the op.
+
+To add a backend to an op, add its name to the op's entry in `OPS` and give `plan` its cost. To add an op, add an entry.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from flaxasync import hardware, mesh
+from flaxasync.mesh import UnsupportedError
+from flaxasync.ops import trust
+from flaxasync.ops.costs.cost import Shape
+from flaxasync.ops.plan import Plan, plan
+from flaxasync.ring import Ring
+from flaxasync.transport import TRANSPORTS
+
+type Directions = Literal[1, 2] | None
+
+BACKENDS = ("none", "xla", "pallas", "stateful", "fused", "exchange")
+ON_EVERY_DEVICE = ("none", "xla")
+MATMULS = ("none", "xla", "pallas", "stateful", "fused")
+RINGS = ("none", "xla", "pallas", "stateful")  # what an op has that stands on `ring_gather` and `ring_reduce` alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """Which backends an op has.
+
+    Attributes:
+      backends: The names that a call may give.
+      default: What a call gets that names no backend on devices without a data sheet. It runs on every device.
+      kernels: The kernels that `plan` considers only where they can serve the call: the option of `plan` for each, and
+        the backend whose limits say so.
+      aliases: Names that older callers use, each with the backend that it means.
+    """
+
+    backends: tuple[str, ...]
+    default: str = "xla"
+    kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+OPS: dict[str, Support] = {
+    "all_gather_matmul": Support(MATMULS, kernels={"kernels": "fused"}),
+    "matmul_reduce_scatter": Support(MATMULS, kernels={"kernels": "fused"}),
+    "matmul_all_reduce": Support(BACKENDS, kernels={"kernels": "fused", "exchange": "exchange"}),
+    # The variants of the published study that this op follows: its "fused" hides the gather alone.
+    "mesh_matmul": Support(
+        ("none", "xla_gemm", "serial", "fused", "overlapped"), default="none", kernels={"kernels": "overlapped"}
+    ),
+    "ring_attention": Support(RINGS, aliases={"gather": "none"}),
+    "lookup_reduce_scatter": Support(RINGS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How one call of an op is executed. Hashable: it is a static argument of the VJP rules.
+
+    Attributes:
+      backend: The backend.
+      directions: 1, or 2 to send one half-block in each direction around the ring.
+      unroll: The ring steps in one loop body.
+      keep: Whether `all_gather_matmul` keeps the rows that it gathers for its weight gradient.
+    """
+
+    backend: str
+    directions: Literal[1, 2] = 1
+    unroll: int = 2
+    keep: bool = False
+
+    def ring(self, axis_name: str) -> Ring:
+        """Returns the ring on which a backend other than "fused" and "exchange" moves its blocks."""
+        return Ring(axis_name, TRANSPORTS.get(self.backend), self.directions, self.unroll)
+
+
+def decide(
+    op: str,
+    requested: str | None,
+    *,
+    ring: int | tuple[int, int],
+    shapes: Sequence[Shape] = (),
+    directions: Directions = None,
+    halves: bool = True,
+    unroll: int = 2,
+    check: Callable[[str], None] = lambda backend: None,
+    itemsize: int = 2,
+    gathered_bytes: int = 0,
+    **options: Any,
+) -> Execution:
+    """Decides how a call of `op` is executed.
+
+    Args:
+      op: The name of the op, which begins every error message.
+      requested: The backend that the caller named; None to choose.
+      ring: The number of devices, as `flaxasync.plan` takes it.
+      shapes: The shapes of the operands, as `flaxasync.plan` takes them; without them the op's default is chosen.
+      directions: What the caller asked for. None stands for 2 on rings of three or more TPUs, whose links carry both
+        directions at once.
+      halves: Whether a block can be halved where the caller did not ask for it.
+      unroll: The ring steps in one loop body.
+      check: Raises NotImplementedError if a backend of the op cannot serve this call on TPUs; see `cannot_serve`.
+      itemsize: The bytes of an element.
+      gathered_bytes: The most bytes that `all_gather_matmul` may keep.
+      **options: Further options of `flaxasync.plan`.
+
+    Raises:
+      ValueError: There is no backend of this name; directions or unroll are no such numbers.
+      NotImplementedError: The op lacks this backend, or the backend cannot serve this call.
+    """
+    if directions not in (None, 1, 2):
+        raise ValueError(f"{op} needs directions to be 1, 2 or None: got {directions!r}")
+    if unroll < 1:
+        raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
+    backend = None if requested is None else _named(op, requested, check)
+    gathered = ring * math.prod(shapes[0]) * itemsize if isinstance(ring, int) and shapes else 0
+    may_keep = ring != 1 and 0 < gathered <= gathered_bytes
+    found = None
+    if backend is None or may_keep:
+        if op == "all_gather_matmul":
+            options["gathered_bytes"] = gathered_bytes
+        found = _plan(op, shapes, ring, check, {"itemsize": itemsize, **options})
+    if backend is None:
+        backend = _fastest(op, found, ring)
+    if directions is None:
+        directions = 2 if halves and ring not in (1, 2) and mesh.platform() == "tpu" else 1
+    return Execution(backend, directions, unroll, may_keep and _keeps(found, backend))
+
+
+def if_available(op: str, requested: str | None) -> str | None:
+    """Returns `requested` if `op` has this backend, and None, which lets the op choose, if only other ops have it.
+
+    This is for layers: their `backend` is meant for all of their ops, and not every op has every backend.
+    """
+    name = OPS[op].aliases.get(requested, requested) if requested is not None else None
+    return None if name in BACKENDS and name not in OPS[op].backends else requested
+
+
+def cannot_serve(op: str, backend: str, limit: str, instead: str) -> UnsupportedError:
+    """Returns the error for a backend that cannot serve a call.
+
+    `limit` begins with a verb, as in "has kernels for float32: got float16"; `instead` says what to do.
+    """
+    return UnsupportedError(f"{op} with backend={backend!r} {limit}; {instead}")
+
+
+def _named(op: str, requested: str, check: Callable[[str], None]) -> str:
+    """Returns the backend that a caller named, or raises as `decide` says."""
+    support = OPS[op]
+    name = support.aliases.get(requested, requested)
+    if name not in support.backends:
+        if name not in BACKENDS:
+            raise ValueError(
+                f"{op} got backend={requested!r}: it must be one of {', '.join(support.backends)}, or None to choose"
+            )
+        raise UnsupportedError(
+            f"{op} has no {requested!r} backend: it has {', '.join(support.backends)}; use "
+            f"backend={support.default!r}, which runs on every device"
+        )
+    if name not in ON_EVERY_DEVICE:
+        mesh.check_tpu(f"{op} with backend={name!r}", f"backend={support.default!r}, which runs on every device")
+    check(name)
+    return name
+
+
+def _plan(
+    op: str,
+    shapes: Sequence[Shape],
+    ring: int | tuple[int, int],
+    check: Callable[[str], None],
+    options: dict[str, Any],
+) -> Plan | None:
+    """Returns the plan for the chips of the mesh without kernels that `check` refuses; None if it knows no chip."""
+    chip = mesh.chip()
+    if chip is None and mesh.platform() == "tpu":
+        trust.say_once(hardware.describe_unknown(mesh.chip_name()))
+    if chip is None or not shapes or any(0 in shape for shape in shapes):
+        return None
+    for option, backend in OPS[op].kernels.items():
+        try:
+            check(backend)
+        except UnsupportedError:
+            options[option] = False
+    return plan(op, *shapes, chip=chip, ring=ring, **options)
+
+
+def _fastest(op: str, found: Plan | None, ring: int | tuple[int, int]) -> str:
+    """Returns the fastest backend of those that are trusted here; says once which one would be faster."""
+    if found is None:
+        return OPS[op].default
+    if trust.is_assumed():
+        return found.backend
+    if found.backend in found.unverified:
+        faster = found.seconds[found.trusted] / found.seconds[found.backend]
+        trust.announce(op, found.backend, found.trusted, mesh.chip_name(), ring, faster=faster)
+    return found.trusted
+
+
+def _keeps(found: Plan | None, backend: str) -> bool:
+    """Says whether a backend keeps what it gathers, where memory suffices: by the plan, and always without one."""
+    if found is None:
+        return True
+    cost = found.costs.get("pallas" if backend == "stateful" else backend)
+    return cost is not None and cost.kept > 0  # None: the kernels cannot serve the gradient, which may not be wanted
