@@ -1,10 +1,14 @@
 """Tensor-parallel layers as `nnx.Module`s, on global arrays and the ambient mesh."""
 
-from flaxasync.nn.attention import ParallelAttention as ParallelAttention
-from flaxasync.nn.attention import ParallelAttentionOptions as ParallelAttentionOptions
+from flaxasync.nn.attention.layer import ParallelAttention as ParallelAttention
+from flaxasync.nn.attention.options import AttentionOptions as AttentionOptions
+from flaxasync.nn.attention.options import ParallelAttentionOptions as ParallelAttentionOptions
+from flaxasync.nn.attention.ring import RingSelfAttention as RingSelfAttention
+from flaxasync.nn.attention.rotary import RopeScaling as RopeScaling
+from flaxasync.nn.attention.rotary import rotary_embedding as rotary_embedding
+from flaxasync.nn.attention.self_attention import ParallelSelfAttention as ParallelSelfAttention
 from flaxasync.nn.embed import VocabParallelEmbed as VocabParallelEmbed
 from flaxasync.nn.embed import softmax_cross_entropy as softmax_cross_entropy
-from flaxasync.nn.heads import AttentionOptions as AttentionOptions
 from flaxasync.nn.linear import ColumnParallelLinear as ColumnParallelLinear
 from flaxasync.nn.linear import RowParallelLinear as RowParallelLinear
 from flaxasync.nn.loading import Loaded as Loaded
@@ -13,12 +17,8 @@ from flaxasync.nn.lora import ParallelLoRA as ParallelLoRA
 from flaxasync.nn.mlp import ParallelMLP as ParallelMLP
 from flaxasync.nn.options import LayerOptions as LayerOptions
 from flaxasync.nn.options import LinearOptions as LinearOptions
-from flaxasync.nn.parallel_self_attention import ParallelSelfAttention as ParallelSelfAttention
 from flaxasync.nn.parallelize import Replaced as Replaced
 from flaxasync.nn.parallelize import parallelize as parallelize
 from flaxasync.nn.prefetch import scan_with_prefetch as scan_with_prefetch
 from flaxasync.nn.projections import ColumnParallelProjections as ColumnParallelProjections
 from flaxasync.nn.projections import parallel_dot_general as parallel_dot_general
-from flaxasync.nn.ring_attention import RingSelfAttention as RingSelfAttention
-from flaxasync.nn.rotary import RopeScaling as RopeScaling
-from flaxasync.nn.rotary import rotary_embedding as rotary_embedding

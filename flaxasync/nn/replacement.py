@@ -12,7 +12,7 @@ from flax.typing import DotGeneralT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.nn.attention import ParallelAttention
+from flaxasync.nn.attention.layer import ParallelAttention
 from flaxasync.nn.embed import VocabParallelEmbed
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.lora import ParallelLoRA
