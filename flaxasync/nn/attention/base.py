@@ -14,7 +14,14 @@ from flaxasync.nn.attention import exchange
 from flaxasync.nn.attention.call import Call, Projections, Weights, project_inputs, project_output, take_weights
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.checks import check_input
-from flaxasync.nn.linear import check_no_adapter, parameter_specs, parameters, with_dtype
+from flaxasync.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    check_no_adapter,
+    parameter_specs,
+    parameters,
+    with_dtype,
+)
 from flaxasync.nn.options import LinearSettings
 from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.shares import Shares
@@ -23,18 +30,17 @@ from flaxasync.nn.shares import Shares
 class AttentionLayer(nnx.Module):
     """Three projections, the attention of heads, and a projection of their output.
 
-    A subclass sets `settings`, `attention`, and the projections `query`, `key`, `value` and `out`. Then it calls
-    `_add_norms`.
+    A subclass sets the attributes that are declared here, and then calls `_add_norms`.
     """
 
     settings: LinearSettings
     attention: HeadAttention
     query_shares: Shares | None = None
     kv_shares: Shares | None = None
-    query: Any
-    key: Any
-    value: Any
-    out: Any
+    query: ColumnParallelLinear | nnx.Linear
+    key: ColumnParallelLinear | nnx.Linear
+    value: ColumnParallelLinear | nnx.Linear
+    out: RowParallelLinear | nnx.Linear
 
     def _add_norms(self, rngs: nnx.Rngs) -> None:
         """Makes the norms of queries and keys, if the layer has them, and room for a cache."""
@@ -45,72 +51,74 @@ class AttentionLayer(nnx.Module):
         self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
         options = self.attention.options
         if options.normalize_qk:
-            norm: Any = functools.partial(nnx.LayerNorm, use_bias=False)
-            make = functools.partial(
-                nnx.RMSNorm if options.normalize_qk == "rms" else norm,
-                self.attention.head_dim,
-                epsilon=options.qk_epsilon,
-                param_dtype=self.settings.param_dtype,
-                rngs=rngs,
+            rms = options.normalize_qk == "rms"
+            norm: Any = nnx.RMSNorm if rms else functools.partial(nnx.LayerNorm, use_bias=False)
+            self.query_ln, self.key_ln = (
+                norm(
+                    self.attention.head_dim,
+                    epsilon=options.qk_epsilon,
+                    param_dtype=self.settings.param_dtype,
+                    rngs=rngs,
+                )
+                for _ in range(2)
             )
-            self.query_ln, self.key_ln = make(), make()
 
-    def _place(self, x: Array, segment_ids: Array | None, in_spec: P | None) -> Placement:
-        """Reads how `x` is sharded, and checks both inputs."""
-        layer = type(self).__name__
-        check_no_adapter(layer, self.query, self.key, self.value, self.out)
-        placement = place(layer, x, self.settings.axis_name, in_spec, sharded="rows")
-        check_input(layer, x, self.query.in_features, placement)
-        if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise ValueError(f"{layer} needs segment ids of an integer dtype: got {segment_ids.dtype}; cast them")
-        if segment_ids is not None and segment_ids.shape != x.shape[:2]:
-            raise ValueError(f"{layer} needs one segment id a row, {list(x.shape[:2])}: got {list(segment_ids.shape)}")
-        if x.ndim != 3:
-            raise ValueError(f"{layer} needs an input [batch, rows, features]: got {list(x.shape)}")
-        return placement
 
-    def _parameters(self) -> tuple[Weights, Norms]:
-        """Returns the kernels and biases of the projections, and the scales of the norms."""
-        weights = Projections(*map(parameters, (self.query, self.key, self.value, self.out)))
-        return weights, Norms(*(None if norm is None else norm.scale[...] for norm in (self.query_ln, self.key_ln)))
+def place_input(layer: AttentionLayer, x: Array, segment_ids: Array | None, in_spec: P | None) -> Placement:
+    """Reads how the input of a layer is sharded, and checks the input and its segments."""
+    name = type(layer).__name__
+    check_no_adapter(name, layer.query, layer.key, layer.value, layer.out)
+    placement = place(name, x, layer.settings.axis_name, in_spec, sharded="rows")
+    check_input(name, x, layer.query.in_features, placement)
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"{name} needs segment ids of an integer dtype: got {segment_ids.dtype}; cast them")
+    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
+        raise ValueError(f"{name} needs one segment id a row, {list(x.shape[:2])}: got {list(segment_ids.shape)}")
+    if x.ndim != 3:
+        raise ValueError(f"{name} needs an input [batch, rows, features]: got {list(x.shape)}")
+    return placement
 
-    def _call(
-        self, x: Array, weights: Weights, attention: HeadAttention, placement: Placement, kv_placement: Placement
-    ) -> Call:
-        """Returns what is static in a call, from how the inputs of queries and of keys and values are sharded."""
-        splits_heads = self.query_shares is not None
-        return Call(
-            settings=with_dtype(self.settings, x, *(parameter for linear in weights for parameter in linear)),
-            attention=attention,
-            stored=Projections(*map(parameter_specs, (self.query, self.key, self.value, self.out))),
-            rows_sharded=splits_heads and placement.rows_sharded,
-            kv_rows_sharded=splits_heads and kv_placement.rows_sharded,
-            query_shares=self.query_shares,
-            kv_shares=self.kv_shares,
-        )
 
-    def _run(
-        self,
-        x: Array,
-        inputs: Inputs[Array],
-        attention: HeadAttention,
-        placement: Placement,
-        kv_placement: Placement,
-    ) -> Array:
-        """Runs the layer on its shards. The output is sharded as x is."""
-        weights, norms = self._parameters()
-        call = self._call(x, weights, attention, placement, kv_placement)
-        whole = Inputs(
-            inputs_k=kv_placement.in_spec,
-            inputs_v=kv_placement.in_spec,
-            segment_ids=P(*placement.in_spec[:2]) if self.query_shares is None else placement.token_spec(),
-            mask=scores_spec(inputs.mask, placement, x.shape[0]),
-            bias=scores_spec(inputs.bias, placement, x.shape[0]),
-            dropout_key=P(None),
-        )
-        specs = Inputs(*(None if array is None else spec for array, spec in zip(inputs, whole, strict=True)))
-        in_specs = placement.in_spec, call.stored, jax.tree.map(lambda _: P(None), norms), specs
-        return placement.run(_apply, call, (x, weights, norms, inputs), in_specs, placement.in_spec)
+def make_call(
+    layer: AttentionLayer, x: Array, attention: HeadAttention, placement: Placement, kv_placement: Placement
+) -> tuple[Call, Weights, Norms]:
+    """Returns what is static in a call, from how the inputs of queries and of keys are sharded, and the parameters."""
+    linears = layer.query, layer.key, layer.value, layer.out
+    weights, splits_heads = Projections(*map(parameters, linears)), layer.query_shares is not None
+    norms = Norms(*(None if norm is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln)))
+    call = Call(
+        settings=with_dtype(layer.settings, x, *(parameter for linear in weights for parameter in linear)),
+        attention=attention,
+        stored=Projections(*map(parameter_specs, linears)),
+        rows_sharded=splits_heads and placement.rows_sharded,
+        kv_rows_sharded=splits_heads and kv_placement.rows_sharded,
+        query_shares=layer.query_shares,
+        kv_shares=layer.kv_shares,
+    )
+    return call, weights, norms
+
+
+def run(
+    layer: AttentionLayer,
+    x: Array,
+    inputs: Inputs[Array],
+    attention: HeadAttention,
+    placement: Placement,
+    kv_placement: Placement,
+) -> Array:
+    """Runs a layer on its shards. The output is sharded as x is."""
+    call, weights, norms = make_call(layer, x, attention, placement, kv_placement)
+    whole = Inputs(
+        inputs_k=kv_placement.in_spec,
+        inputs_v=kv_placement.in_spec,
+        segment_ids=P(*placement.in_spec[:2]) if layer.query_shares is None else placement.token_spec(),
+        mask=scores_spec(inputs.mask, placement, x.shape[0]),
+        bias=scores_spec(inputs.bias, placement, x.shape[0]),
+        dropout_key=P(None),
+    )
+    specs = Inputs(*(None if array is None else spec for array, spec in zip(inputs, whole, strict=True)))
+    in_specs = placement.in_spec, call.stored, jax.tree.map(lambda _: P(None), norms), specs
+    return placement.run(_apply, call, (x, weights, norms, inputs), in_specs, placement.in_spec)
 
 
 def _apply(call: Call, x: Array, stored: Weights, norms: Norms, inputs: Inputs[Array]) -> Array:

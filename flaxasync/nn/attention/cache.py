@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from flaxasync.kernels.attention_block import Mask
-from flaxasync.nn.attention.base import AttentionLayer, scores_array, scores_spec
+from flaxasync.nn.attention.base import AttentionLayer, make_call, place_input, scores_array, scores_spec
 from flaxasync.nn.attention.call import Call, Weights, project_inputs, project_output, take_weights
 from flaxasync.nn.attention.heads import Inputs, Norms
 from flaxasync.ops.attention.dense import cached_attention
@@ -68,7 +68,7 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
     for argument in ("inputs_k", "bias", "segment_ids"):
         if getattr(inputs, argument) is not None:
             raise NotImplementedError(f"{name} with decode=True lacks {argument}; leave it out")
-    placement = layer._place(x, None, layer.settings.in_spec)
+    placement = place_input(layer, x, None, layer.settings.in_spec)
     if keys is None or values is None or index is None:
         raise ValueError(f"{name} decodes with a cache of keys and values, and has none: call init_cache first")
     if layer.attention.options.attention_fn is not None or placement.manual:
@@ -85,9 +85,8 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
             "make a larger one with init_cache"
         )
     mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
-    weights, norms = layer._parameters()
     attention = dataclasses.replace(layer.attention, context=None)
-    call = layer._call(x, weights, attention, placement, placement)
+    call, weights, norms = make_call(layer, x, attention, placement, placement)
     cached, heads = Cached(keys[...], values[...], index[...]), P(placement.spec()[0], None, placement.axis_name, None)
     arguments = x, weights, norms, cached, mask
     norm_specs = jax.tree.map(lambda _: P(None), norms)

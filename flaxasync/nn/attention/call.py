@@ -26,25 +26,15 @@ type Weights = Projections[shards.Linear]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """What is static in a call. Hashable.
+    """What is static in a call. Hashable."""
 
-    Attributes:
-      settings: The settings of the projections, with the dtype of the computation.
-      attention: What the heads have in common.
-      stored: How the parameters of the projections are stored.
-      rows_sharded: Whether the layer's axis shards the rows of the input of queries.
-      kv_rows_sharded: Whether it shards those of the inputs of keys and values.
-      query_shares: Which query heads each device has; None where every device has all heads.
-      kv_shares: Which key-value heads each device has, likewise.
-    """
-
-    settings: LinearSettings
+    settings: LinearSettings  # of the projections, with the dtype of the computation
     attention: HeadAttention
     stored: Projections[shards.Stored]
-    rows_sharded: bool
-    kv_rows_sharded: bool
-    query_shares: Shares | None
-    kv_shares: Shares | None
+    rows_sharded: bool  # whether the layer's axis shards the rows that the projection of queries needs
+    kv_rows_sharded: bool  # the same for keys and values
+    query_shares: Shares | None  # which query heads each device has; None where every device has all heads
+    kv_shares: Shares | None  # which key-value heads each device has
 
 
 def take_weights(call: Call, x: Array, stored: Weights) -> Weights:

@@ -15,13 +15,7 @@ from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_layo
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """How a sequence is split over a mesh axis.
-
-    Attributes:
-      axis_name: The mesh axis.
-      layout: Which rows a device holds; see `flaxasync.ring_attention`.
-      backend: What moves keys and values; see `flaxasync.ring_attention`.
-    """
+    """How a sequence is split over a mesh axis. Layout and backend are those of `flaxasync.ring_attention`."""
 
     axis_name: str
     layout: AttentionLayout

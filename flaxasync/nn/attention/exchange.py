@@ -1,6 +1,6 @@
 """The self-attention layers in the form in which weights and heads travel; `flaxasync.ops.attention.exchanged`."""
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,11 @@ from flaxasync.ops.matmul.products import row_major
 from flaxasync.transport.direct import LANES, in_whole_tiles
 
 type Form = Literal["xla", "direct"]  # by XLA's all-to-all, or by copies from every device to every other one
+type Biases = tuple[Array | None, ...]  # of queries, keys and values
 
 
 def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> Form | None:
     """Says what exchanges the heads of a call, inside shard_map; None where rows travel.
-
-    Args:
-      call: What is static in the call.
-      x: This device's rows of each sequence, or all rows, [b, s, k].
-      weights: The kernels and biases with which this device computes.
-      inputs: The other arrays, of which this form has segments alone.
 
     Raises:
       NotImplementedError: Heads must travel, and cannot.
@@ -71,20 +66,6 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
     return "direct"
 
 
-class _OfSequence(NamedTuple):
-    """What attention takes beside one sequence, and has no gradient."""
-
-    tables: RotaryTables | None
-    segment_ids: Array | None
-
-
-class _OfHeads(NamedTuple):
-    """What attention takes beside all sequences: the biases of queries, keys and values, and the scales of norms."""
-
-    biases: tuple[Array | None, ...]
-    norms: Norms
-
-
 def apply(call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segment_ids: Array | None) -> Array:
     """Applies a layer to this device's rows [b, s / R, k], inside shard_map; the segment ids are [b, s]."""
     settings, axis_name, dtype = call.settings, call.settings.axis_name, call.settings.dtype
@@ -97,11 +78,11 @@ def apply(call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segm
     varying = jax.typeof(x).mat.varying
     scales = jax.tree.map(lambda scale: cast_to_varying(scale, varying), norms)
 
-    def attend(z: Array, sequence: _OfSequence, heads: _OfHeads) -> Array:
+    def attend(z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[Biases, Norms]) -> Array:
+        (inputs, tables), (biases, norms) = sequence, shared
         projected = lax.split(row_major(z.transpose(0, 2, 1)).reshape(1, size * rows, -1), widths, 2)
-        q, k, v = (y if bias is None else y + bias for y, bias in zip(projected, heads.biases, strict=True))
-        inputs = Inputs(segment_ids=sequence.segment_ids)
-        y = call.attention.attend(q, k, v, inputs, heads.norms, sequence.tables)
+        q, k, v = (y if bias is None else y + bias for y, bias in zip(projected, biases, strict=True))
+        y = call.attention.attend(q, k, v, inputs, norms, tables)
         return row_major(y.reshape(size, rows, -1)).transpose(0, 2, 1)
 
     projections, output = (
@@ -114,8 +95,7 @@ def apply(call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segm
     kept = size * w.size * w.dtype.itemsize <= settings.gathered_bytes
     block = ExchangedAttention(projections, output, attend, direct=form == "direct", keep=kept)
     tables = call.attention.rotary_tables(x, size * rows)
-    sequences = tuple(
-        _OfSequence(tables, None if segment_ids is None else segment_ids[i : i + 1]) for i in range(batch)
-    )
-    ys = exchanged_attention(block, tuple(x), w, out, sequences, _OfHeads(biases, scales))
+    ids = [None if segment_ids is None else segment_ids[i : i + 1] for i in range(batch)]
+    sequences = tuple((Inputs(segment_ids=of_sequence), tables) for of_sequence in ids)
+    ys = exchanged_attention(block, tuple(x), w, out, sequences, (biases, scales))
     return shards.finish(jnp.stack(ys), out_bias, settings)

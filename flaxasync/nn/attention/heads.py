@@ -23,23 +23,14 @@ from flaxasync.ops.dtypes import accumulator_dtype
 
 
 class Inputs[T](NamedTuple):
-    """The arrays of a call beside the input of queries, or how they are sharded. Each may be None.
+    """The arrays of a call beside the input of queries, or how they are sharded. Each may be None."""
 
-    Attributes:
-      inputs_k: The input of keys, where it is not that of queries.
-      inputs_v: The input of values, where it is not that of keys.
-      segment_ids: The segment of each row, [b, s].
-      mask: Booleans that broadcast to [b, heads, s, t].
-      bias: Numbers that broadcast to [b, heads, s, t].
-      dropout_key: A key of `jax.random`; outside of shard_map as raw data.
-    """
-
-    inputs_k: T | None = None
-    inputs_v: T | None = None
-    segment_ids: T | None = None
-    mask: T | None = None
-    bias: T | None = None
-    dropout_key: T | None = None
+    inputs_k: T | None = None  # the input of keys, where it is not that of queries
+    inputs_v: T | None = None  # the input of values, where it is not that of keys
+    segment_ids: T | None = None  # [b, s]
+    mask: T | None = None  # booleans that broadcast to [b, heads, s, t]
+    bias: T | None = None  # numbers that broadcast to [b, heads, s, t]
+    dropout_key: T | None = None  # a key of `jax.random`; outside of shard_map as raw data
 
 
 class Norms(NamedTuple):
@@ -51,25 +42,14 @@ class Norms(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadAttention:
-    """What the heads of a layer have in common. Hashable.
+    """What the heads of a layer have in common. Hashable."""
 
-    Attributes:
-      heads: The query heads of all devices.
-      kv_heads: The key-value heads of all devices.
-      head_dim: The features of a head.
-      causal: Whether a row attends only to itself and to earlier rows.
-      rope_theta: The base of the rotary position embedding; None for none.
-      context: How the sequence is split; None where a device has all rows.
-      options: How scores and weights differ from those of plain attention, and the window.
-      precision: The precision of the matmuls, as in `lax.dot_general`.
-    """
-
-    heads: int
-    kv_heads: int
+    heads: int  # the query heads of all devices
+    kv_heads: int  # the key-value heads of all devices
     head_dim: int
-    causal: bool
-    rope_theta: float | None
-    context: Context | None
+    causal: bool  # whether a row attends only to itself and to earlier rows
+    rope_theta: float | None  # the base of the rotary position embedding; None for none
+    context: Context | None  # how the sequence is split; None where a device has all rows
     options: AttentionSettings
     precision: lax.PrecisionLike
 
@@ -144,15 +124,9 @@ class HeadAttention:
         norms: Norms,
         tables: RotaryTables | None = None,
     ) -> Array:
-        """Returns the attention [b, s, h, d] of this device's heads.
+        """Returns the attention [b, s, h, d] of this device's heads, from projections [b, s, h * d] and [b, t, n * d].
 
-        Args:
-          query: The projected queries, [b, s, h * d].
-          key: The projected keys, of these or of other rows, [b, t, n * d].
-          value: The projected values, likewise.
-          inputs: The segments, the mask, the bias and the key of the dropout.
-          norms: The scales of the norms of queries and of keys.
-          tables: What `rotary_tables` returns for these rows, where it was computed before.
+        `tables` is what `rotary_tables` returns for these rows, where it was computed before.
         """
         context, at = self.context, None
         if context is not None:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.attention.base import AttentionLayer, scores_array
+from flaxasync.nn.attention.base import AttentionLayer, place_input, run, scores_array
 from flaxasync.nn.attention.cache import attend_cached, init_cache
 from flaxasync.nn.attention.context import Context
 from flaxasync.nn.attention.heads import HeadAttention, Inputs
@@ -90,6 +90,7 @@ class ParallelAttention(AttentionLayer):
             layer, features, heads, chosen, causal=causal, rope_theta=rope_theta, context=context,
             precision=self.settings.precision,
         )  # fmt: skip
+        self.deterministic = chosen.deterministic  # `nnx.Module.eval` and `train` set it
         self.rngs = rngs.dropout.fork() if chosen.dropout_rate else nnx.data(None)
         devices = mesh_axis_size(layer, self.settings.axis_name)
         self.query_shares, self.kv_shares = head_shares(heads, attention.kv_heads, attention.head_dim, devices)
@@ -128,15 +129,15 @@ class ParallelAttention(AttentionLayer):
           bias: Added to the scores; broadcasts to [b, heads, s, t].
           deterministic: Whether nothing is dropped; by default what the layer was built with.
           rngs: What the dropout is drawn from; by default a stream of the layer's own.
-          sow_weights: Must be False: no device has the weights of all heads.
           decode: Whether the rows are added to the cache that `init_cache` made, and attend to themselves and to the
             rows before them. A mask then broadcasts to [b, 1, s, length]. More rows than the cache has room for
             overwrite the last ones.
           is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
             without `causal`.
-          out_sharding: Must be None: the output is sharded as inputs_q is.
-          qkv_sharding: Must be None: the heads are split over `axis_name`.
-          input_positions: Must be None: a row has the position that it has in the sequence.
+          sow_weights: Must be False: no device has the weights of all heads.
+          out_sharding: Must be None, as `qkv_sharding` and `input_positions`: the layer knows all three.
+          qkv_sharding: See `out_sharding`.
+          input_positions: See `out_sharding`.
 
         Raises:
           ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its
@@ -179,7 +180,7 @@ class ParallelAttention(AttentionLayer):
         context = attention.context
         if context is not None and in_spec is None:
             in_spec = context.in_spec(x, self.settings.axis_name)
-        placement = self._place(x, inputs.segment_ids, in_spec)
+        placement = place_input(self, x, inputs.segment_ids, in_spec)
         if context is not None:
             context.check_rows(layer, x, placement)
             if inputs.inputs_k is not None:
@@ -201,9 +202,9 @@ class ParallelAttention(AttentionLayer):
         kv_placement = self._place_keys(x, inputs, placement)
         keys = x if inputs.inputs_k is None else inputs.inputs_k
         shape = x.shape[0], attention.heads, _all_rows(x, placement), _all_rows(keys, kv_placement)
-        mask, bias = (scores_array(layer, name, getattr(inputs, name), shape) for name in ("mask", "bias"))
+        mask, bias = scores_array(layer, "mask", inputs.mask, shape), scores_array(layer, "bias", inputs.bias, shape)
         attention = dataclasses.replace(attention, causal=attention.causal or is_causal)
-        return self._run(x, inputs._replace(mask=mask, bias=bias), attention, placement, kv_placement)
+        return run(self, x, inputs._replace(mask=mask, bias=bias), attention, placement, kv_placement)
 
     def _place_keys(self, x: Array, inputs: Inputs[Array], placement: Placement) -> Placement:
         """Reads how the inputs of keys and values are sharded, and checks them."""
@@ -235,8 +236,8 @@ class ParallelAttention(AttentionLayer):
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
         """Returns the raw data of a key, or None where nothing is dropped."""
-        options = self.attention.options
-        if (options.deterministic if deterministic is None else deterministic) or not options.dropout_rate:
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic or not self.attention.options.dropout_rate:
             return None
         stream = rngs or self.rngs
         assert stream is not None

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from flaxasync.nn.attention.base import AttentionLayer
+from flaxasync.nn.attention.base import AttentionLayer, place_input, run
 from flaxasync.nn.attention.context import Context
 from flaxasync.nn.attention.heads import HeadAttention, Inputs
 from flaxasync.nn.attention.options import AttentionSettings
@@ -92,7 +92,7 @@ class RingSelfAttention(AttentionLayer):
         """
         context = self.attention.context
         assert context is not None
-        placement = self._place(x, segment_ids, self.settings.in_spec)
+        placement = place_input(self, x, segment_ids, self.settings.in_spec)
         if (not placement.rows_sharded and placement.size > 1) or placement.rows:
             raise ValueError(
                 f"RingSelfAttention needs its input's rows sharded over {placement.axis_name!r} alone: got "
@@ -100,7 +100,7 @@ class RingSelfAttention(AttentionLayer):
             )
         rows = x.shape[1] * (placement.size if placement.manual else 1)
         check_sequence_rows("RingSelfAttention", context.layout, rows, placement.size)
-        return self._run(x, Inputs(segment_ids=segment_ids), self.attention, placement, placement)
+        return run(self, x, Inputs(segment_ids=segment_ids), self.attention, placement, placement)
 
     def _linear(self, in_features: int, out_features: int, rngs: nnx.Rngs) -> nnx.Linear:
         """Returns a projection whose parameters are stored as the options say."""

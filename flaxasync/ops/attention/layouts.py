@@ -30,19 +30,12 @@ LAYOUTS: tuple[str, ...] = get_args(AttentionLayout.__value__)
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """How a sequence lies on a ring.
+    """How a sequence lies on a ring."""
 
-    Attributes:
-      layout: The order of the rows; see the head of this file.
-      mask: Which rows attend to which.
-      rows: s, the rows of a device.
-      size: R, the devices of the ring.
-    """
-
-    layout: AttentionLayout
-    mask: Mask
-    rows: int
-    size: int
+    layout: AttentionLayout  # the order of the rows; see the head of this file
+    mask: Mask  # which rows attend to which
+    rows: int  # s, the rows of a device
+    size: int  # R, the devices of the ring
 
     @property
     def chunks(self) -> int:

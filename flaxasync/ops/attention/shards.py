@@ -23,19 +23,12 @@ from flaxasync.ring import Index, Ring, gathered_owner, shifts, split_rows
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static in a call. Hashable.
+    """What is static in a call. Hashable."""
 
-    Attributes:
-      ring: How blocks travel; None where no row needs a row of another device.
-      sequence: Which rows the devices hold, and which products they need.
-      scores: What turns the product of a query and a key into a score.
-      kernel: What multiplies two blocks.
-    """
-
-    ring: Ring | None
-    sequence: Sequence
-    scores: Scores
-    kernel: BlockKernel
+    ring: Ring | None  # how blocks travel; None where no row needs a row of another device
+    sequence: Sequence  # which rows the devices hold, and which products they need
+    scores: Scores  # what turns the product of a query and a key into a score
+    kernel: BlockKernel  # what multiplies two blocks
 
 
 class Half(NamedTuple):
@@ -47,17 +40,11 @@ class Half(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What travels as one half-block.
+    """What travels as one half-block."""
 
-    Attributes:
-      dkv: The partial sum of the gradient of a kv, in the backward pass.
-      ids: The segments of the rows, [b, rows]; None for one segment.
-      kv: Keys and values, [2, b, n, rows, d].
-    """
-
-    dkv: Array | None
-    ids: Array | None
-    kv: Array
+    dkv: Array | None  # the partial sum of the gradient of a kv, in the backward pass
+    ids: Array | None  # the segments of the rows, [b, rows]; None for one segment
+    kv: Array  # keys and values, [2, b, n, rows, d]
 
 
 type Blocks = tuple[Block, ...]
@@ -67,23 +54,14 @@ type Products = list[Product]  # with one half-block
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The operands on this device.
-
-    Attributes:
-      call: What is static.
-      q: Queries, [b, n, g, s, d].
-      kv: Keys and values, [2, b, n, s, d].
-      ids: Segment ids, [b, s]; None for one segment.
-      do: The cotangent of the output, as q; None in the forward pass.
-      rows: Statistics of the rows of q for the gradient, [b, n, g, 2, s]; None in the forward pass.
-    """
+    """The operands on this device. `do` and `rows` are None in the forward pass."""
 
     call: Call
-    q: Array
-    kv: Array
-    ids: Array | None
-    do: Array | None = None
-    rows: Array | None = None
+    q: Array  # [b, n, g, s, d]
+    kv: Array  # keys and values, [2, b, n, s, d]
+    ids: Array | None  # segment ids, [b, s]; None for one segment
+    do: Array | None = None  # the cotangent of the output, as q
+    rows: Array | None = None  # statistics of the rows of q for the gradient, [b, n, g, 2, s]
 
     @property
     def ring(self) -> Ring:
