@@ -189,7 +189,7 @@ def test_options_that_need_all_scores(mesh_of):
 def test_a_split_sequence_takes_no_other_keys():
     with jax.set_mesh(jax.make_mesh((2, 4), ("context", "model"))):
         layer = drawn(lambda: fa.nn.ParallelAttention(
-            16, 4, causal=True, context=("context", "contiguous", None), rngs=nnx.Rngs(0)
+            16, 4, causal=True, context_axis="context", rngs=nnx.Rngs(0)
         ))  # fmt: skip
         x, keys = np.ones((2, 16, 16), np.float32), np.ones((2, 8, 16), np.float32)
         with pytest.raises(NotImplementedError, match="over a split sequence lacks inputs_k: keys would need posit"):

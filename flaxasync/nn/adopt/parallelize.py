@@ -221,7 +221,7 @@ def _check_parameters_not_shared(modules: Mapping[str, nnx.Module], new: Mapping
 
 
 def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, list[tuple[nnx.Module, str]]]:
-    """Returns the attributes that hold each layer, as modules and names. `paths` has the paths of the layers by id()."""
+    """Returns the attributes that hold each layer, as modules and names. `paths` are those of the layers by id()."""
     places: dict[str, list[tuple[nnx.Module, str]]] = {path: [] for path in paths.values()}
     nested = set()
     for parent in {id(parent): parent for parent in parents}.values():

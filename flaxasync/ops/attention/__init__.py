@@ -1,1 +1,1 @@
-"""Attention over sequences that are split over a mesh axis, and over whole ones."""
+"""Attention: the public ops, their VJP rule, and the loops that move keys and values."""

@@ -5,14 +5,15 @@ carry. Where q is float64, everything that is float32 there is float64 here.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
-from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Mask, Product, Scores, Segments
+from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
 from flaxasync.mesh import cast_to_varying
 from flaxasync.ops.dtypes import accumulator_dtype
 from flaxasync.ring import Index
@@ -28,18 +29,11 @@ def initial_carry(q: Array) -> Carry:
     return cast_to_varying(acc, axes), cast_to_varying(lax.concatenate([lowest, zeros], len(heads)), axes)
 
 
-def finish(carry: Carry, dtype: Any) -> tuple[Array, Array]:
+def finish(carry: Carry, dtype: DTypeLike) -> tuple[Array, Array]:
     """Returns the output [b, n, g, s, d], and log2 of the sum of 2**score [b, n, g, s], after the last product."""
     acc, stats = carry
     highest, weights = stats[..., 0, :], stats[..., 1, :]
     return (acc / weights[..., None]).astype(dtype), highest + jnp.log2(weights)
-
-
-def where_needed[T](product: Product, compute: Callable[[T], T], value: T) -> T:
-    """Returns `compute(value)`, or `value`, without computing, where no row of the product attends to another."""
-    if product.needed is None or isinstance(product.needed, bool):
-        return value if product.needed is False else compute(value)
-    return lax.cond(product.needed, compute, lambda value: value, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,23 +49,7 @@ class Reference:
     name: str = "reference"
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
-        tiles = _Tiles(self.tile, product)
-
-        def of_queries(i: Index, carry: Carry) -> Carry:
-            acc, stats = carry
-            q_tile = tiles.q(q, i, axis=-2)
-
-            def with_keys(j: Index, carry: Carry) -> Carry:
-                def add(carry: Carry) -> Carry:
-                    return _add_tile(scores, tiles, i, j, q_tile, kv, segments, carry)
-
-                return tiles.where_reached(scores.mask, i, j, add, carry)
-
-            local = (tiles.q(acc, i, axis=-2), tiles.q(stats, i, axis=-1))
-            local = _loop(tiles.k_count, with_keys, local)
-            return tiles.put_q(acc, local[0], i, axis=-2), tiles.put_q(stats, local[1], i, axis=-1)
-
-        return _loop(tiles.q_count, of_queries, carry)
+        return _for_each_tile(product, self.tile, scores, functools.partial(_add_tile, scores, q, kv, segments), carry)
 
     def backward(
         self,
@@ -84,21 +62,15 @@ class Reference:
         product: Product,
         gradients: Gradients,
     ) -> Gradients:
-        tiles = _Tiles(self.tile, product)
+        add = functools.partial(_add_gradient_tile, scores, q, kv, segments, do, rows)
+        return _for_each_tile(product, self.tile, scores, add, gradients)
 
-        def of_keys(j: Index, gradients: Gradients) -> Gradients:
-            dq, dkv = gradients
 
-            def with_queries(i: Index, gradients: Gradients) -> Gradients:
-                def add(gradients: Gradients) -> Gradients:
-                    return _add_gradient_tile(scores, tiles, i, j, q, kv, segments, do, rows, gradients)
-
-                return tiles.where_reached(scores.mask, i, j, add, gradients)
-
-            dq, dkv_tile = _loop(tiles.q_count, with_queries, (dq, tiles.k(dkv, j, axis=-2)))
-            return dq, tiles.put_k(dkv, dkv_tile, j, axis=-2)
-
-        return _loop(tiles.k_count, of_keys, gradients)
+def where_needed[T](product: Product, compute: Callable[[T], T], value: T) -> T:
+    """Returns `compute(value)`, or `value`, without computing, where no row of the product attends to another."""
+    if product.needed is None or isinstance(product.needed, bool):
+        return value if product.needed is False else compute(value)
+    return lax.cond(product.needed, compute, lambda value: value, value)
 
 
 def tile_rows(rows: int, limit: int) -> int:
@@ -107,133 +79,123 @@ def tile_rows(rows: int, limit: int) -> int:
     return divisor if divisor * 8 > min(rows, limit) else rows
 
 
-class _Tiles:
-    """The tiles of a product: where each one lies among the rows, and at which positions of the sequence."""
+def _for_each_tile[T](product: Product, limit: int, scores: Scores, add: Callable[[Product, T], T], value: T) -> T:
+    """Calls `add` with every tile of a product, which is a smaller product."""
+    q_rows, k_rows = tile_rows(product.q_rows, limit), tile_rows(product.k_rows, limit)
+    q_count, k_count = product.q_rows // q_rows, product.k_rows // k_rows
+    if q_count == k_count == 1:
+        return add(dataclasses.replace(product, needed=None), value)
 
-    def __init__(self, limit: int, product: Product):
-        self._product = product
-        self._q_rows, self._k_rows = tile_rows(product.q_rows, limit), tile_rows(product.k_rows, limit)
-        self.q_count, self.k_count = product.q_rows // self._q_rows, product.k_rows // self._k_rows
+    def turn(index: Index, value: T) -> T:
+        i, j = index // k_count, index % k_count
+        q_start, k_start = product.q_start + i * q_rows, product.k_start + j * k_rows
+        needed = scores.mask.reaches(q_start, q_rows, k_start, k_rows) if product.masked else None
+        q_block, k_block = product.q_block * q_count + i, product.k_block * k_count + j
+        tile = Product(q_block, q_rows, q_start, k_block, k_rows, k_start, product.masked, needed)
+        return add(tile, value)
 
-    def q(self, x: Array, i: Index, *, axis: int) -> Array:
-        """Returns the rows of tile i of the queries."""
-        return _slice(x, self._product.q_block * self.q_count + i, self._q_rows, axis)
-
-    def k(self, x: Array, j: Index, *, axis: int) -> Array:
-        """Returns the rows of tile j of the keys and values."""
-        return _slice(x, self._product.k_block * self.k_count + j, self._k_rows, axis)
-
-    def put_q(self, x: Array, tile: Array, i: Index, *, axis: int) -> Array:
-        return _put(x, tile, self._product.q_block * self.q_count + i, self._q_rows, axis)
-
-    def put_k(self, x: Array, tile: Array, j: Index, *, axis: int) -> Array:
-        return _put(x, tile, self._product.k_block * self.k_count + j, self._k_rows, axis)
-
-    def starts(self, i: Index, j: Index) -> tuple[Any, Any]:
-        """Returns the positions of the first row of tile i of the queries and of tile j of the keys."""
-        return self._product.q_start + i * self._q_rows, self._product.k_start + j * self._k_rows
-
-    def where_reached[T](self, mask: Mask, i: Index, j: Index, compute: Callable[[T], T], value: T) -> T:
-        """Returns `compute(value)`, or `value` for a tile of a masked product that no row needs."""
-        if not self._product.masked or self.q_count == self.k_count == 1:
-            return compute(value)
-        q, k = self.starts(i, j)
-        return lax.cond(mask.reaches(q, self._q_rows, k, self._k_rows), compute, lambda value: value, value)
-
-    def allowed(self, mask: Mask, segments: Segments, i: Index, j: Index) -> Array | None:
-        """Returns which rows attend to which, [b or 1, 1, t, 1, s]; None where all do."""
-        allowed = None
-        if self._product.masked:
-            q, k = self.starts(i, j)
-            q_row, k_row = jnp.arange(self._q_rows), jnp.arange(self._k_rows)[:, None]
-            allowed = mask.allows(q + q_row, k + k_row)[None, None, :, None]
-        if segments is not None:
-            q_ids, k_ids = self.q(segments[0], i, axis=-1), self.k(segments[1], j, axis=-1)
-            same = (k_ids[:, :, None] == q_ids[:, None, :])[:, None, :, None]
-            allowed = same if allowed is None else allowed & same
-        return allowed
+    return lax.fori_loop(0, q_count * k_count, turn, value)
 
 
-def _add_tile(
-    scores: Scores, tiles: _Tiles, i: Index, j: Index, q: Array, kv: Array, segments: Segments, carry: Carry
-) -> Carry:
+def _add_tile(scores: Scores, q: Array, kv: Array, segments: Segments, tile: Product, carry: Carry) -> Carry:
+    """Adds the scores of a tile to the carry of its queries."""
+
+    def add(carry: Carry) -> Carry:
+        acc, stats = carry
+        k, v = _take(kv, tile.k_block, tile.k_rows)
+        s = _multiply(scores, k, _take(q, tile.q_block, tile.q_rows)) * (scores.scale * LOG2_E)
+        s = _masked(scores, segments, tile, s)
+        before, weights = stats[..., 0, :], stats[..., 1, :]
+        highest = jnp.maximum(before, jnp.max(s, axis=2))  # LOWEST where a whole row is masked
+        p = jnp.exp2(s - highest[:, :, None])
+        shrink = jnp.exp2(before - highest)
+        weights = shrink * weights + jnp.sum(p, axis=2)
+        acc = shrink[..., None] * acc + _weighted(scores, v, p)
+        return acc, jnp.stack([highest, weights], axis=-2)
+
     acc, stats = carry
-    k, v = tiles.k(kv, j, axis=-2)
-    s = _scores(scores, k, q) * (scores.scale * LOG2_E)
-    allowed = tiles.allowed(scores.mask, segments, i, j)
-    if allowed is not None:
-        s = jnp.where(allowed, s, -jnp.inf)
-    before, weights = stats[..., 0, :], stats[..., 1, :]
-    highest = jnp.maximum(before, jnp.max(s, axis=2))  # LOWEST where a whole row is masked
-    p = jnp.exp2(s - highest[:, :, None])
-    shrink = jnp.exp2(before - highest)
-    weights = shrink * weights + jnp.sum(p, axis=2)
-    acc = shrink[..., None] * acc + _weighted(scores, v, p)
-    return acc, jnp.stack([highest, weights], axis=-2)
+    carry_tile = _take(acc, tile.q_block, tile.q_rows), _take(stats, tile.q_block, tile.q_rows, axis=-1)
+    acc_tile, stats_tile = where_needed(tile, add, carry_tile)
+    return _put(acc, acc_tile, tile.q_block), _put(stats, stats_tile, tile.q_block, axis=-1)
 
 
 def _add_gradient_tile(
     scores: Scores,
-    tiles: _Tiles,
-    i: Index,
-    j: Index,
     q: Array,
     kv: Array,
     segments: Segments,
     do: Array,
     rows: Array,
+    tile: Product,
     gradients: Gradients,
 ) -> Gradients:
+    """Adds what a tile contributes to dq of its queries, and to dkv of its keys and values."""
+
+    def add(gradients: Gradients) -> Gradients:
+        dq, dkv = gradients
+        k, v = _take(kv, tile.k_block, tile.k_rows)
+        q_tile, do_tile = _take(q, tile.q_block, tile.q_rows), _take(do, tile.q_block, tile.q_rows)
+        rows_tile = _take(rows, tile.q_block, tile.q_rows, axis=-1)
+        log_sum_exp, overlap = rows_tile[:, :, None, :, 0], rows_tile[:, :, None, :, 1]
+        exponent = _multiply(scores, k, q_tile) * (scores.scale * LOG2_E) - log_sum_exp
+        p = jnp.exp2(_masked(scores, segments, tile, exponent))
+        ds = p * (_multiply(scores, v, do_tile) - overlap)
+        dv, dk = _summed(scores, p, do_tile), _summed(scores, ds, q_tile)
+        return dq + _weighted(scores, k, ds), dkv + jnp.stack([dk, dv])
+
     dq, dkv = gradients
-    k, v = tiles.k(kv, j, axis=-2)
-    q_tile, do_tile, rows_tile = tiles.q(q, i, axis=-2), tiles.q(do, i, axis=-2), tiles.q(rows, i, axis=-1)
-    log_sum_exp, overlap = rows_tile[:, :, None, :, 0], rows_tile[:, :, None, :, 1]
-    exponent = _scores(scores, k, q_tile) * (scores.scale * LOG2_E) - log_sum_exp
-    allowed = tiles.allowed(scores.mask, segments, i, j)
-    if allowed is not None:  # before exp2, whose infinity would be NaN in a second derivative
-        exponent = jnp.where(allowed, exponent, -jnp.inf)
-    p = jnp.exp2(exponent)
-    ds = p * (_scores(scores, v, do_tile) - overlap)
-    dv, dk = _summed(scores, p, do_tile), _summed(scores, ds, q_tile)
-    dq_tile = tiles.q(dq, i, axis=-2) + _weighted(scores, k, ds)
-    return tiles.put_q(dq, dq_tile, i, axis=-2), dkv + jnp.stack([dk, dv])
+    tiles = _take(dq, tile.q_block, tile.q_rows), _take(dkv, tile.k_block, tile.k_rows)
+    dq_tile, dkv_tile = where_needed(tile, add, tiles)
+    return _put(dq, dq_tile, tile.q_block), _put(dkv, dkv_tile, tile.k_block)
+
+
+def _masked(scores: Scores, segments: Segments, tile: Product, exponents: Array) -> Array:
+    """Returns exponents [b, n, t, g, s], and minus infinity where a row does not attend to another.
+
+    They are masked before exp2, whose infinity would be NaN in a second derivative.
+    """
+    allowed = None
+    if tile.masked:
+        q, k = tile.q_start + jnp.arange(tile.q_rows), tile.k_start + jnp.arange(tile.k_rows)[:, None]
+        allowed = scores.mask.allows(q, k)[None, None, :, None]
+    if segments is not None:
+        q_ids = _take(segments[0], tile.q_block, tile.q_rows, axis=-1)
+        k_ids = _take(segments[1], tile.k_block, tile.k_rows, axis=-1)
+        same = (k_ids[:, :, None] == q_ids[:, None, :])[:, None, :, None]
+        allowed = same if allowed is None else allowed & same
+    return exponents if allowed is None else jnp.where(allowed, exponents, -jnp.inf)
 
 
 # Scores are [b, n, t, g, s]. All five products make them or read them in this order, so only smaller arrays are
 # transposed.
 
 
-def _scores(scores: Scores, k: Array, q: Array) -> Array:
+def _multiply(scores: Scores, k: Array, q: Array) -> Array:
     """Multiplies every row of k [b, n, t, d] with every row of q [b, n, g, s, d]: [b, n, t, g, s]."""
-    return _dot(k, q, ((3,), (4,)), scores)
+    return _dot(scores, k, q, ((3,), (4,)))
 
 
 def _weighted(scores: Scores, v: Array, p: Array) -> Array:
     """Sums the rows of v [b, n, t, d] with the weights p [b, n, t, g, s]: [b, n, g, s, d]."""
-    return jnp.moveaxis(_dot(v, p.astype(v.dtype), ((2,), (2,)), scores), 2, -1)
+    return jnp.moveaxis(_dot(scores, v, p.astype(v.dtype), ((2,), (2,))), 2, -1)
 
 
 def _summed(scores: Scores, p: Array, q: Array) -> Array:
     """Sums the rows of q [b, n, g, s, d] with the weights p [b, n, t, g, s]: [b, n, t, d]."""
-    return _dot(p.astype(q.dtype), q, ((3, 4), (2, 3)), scores)
+    return _dot(scores, p.astype(q.dtype), q, ((3, 4), (2, 3)))
 
 
-def _dot(x: Array, y: Array, contracting: tuple[tuple[int, ...], tuple[int, ...]], scores: Scores) -> Array:
-    numbers = (contracting, ((0, 1), (0, 1)))
-    return lax.dot_general(x, y, numbers, precision=scores.precision, preferred_element_type=accumulator_dtype(x))
+def _dot(scores: Scores, x: Array, y: Array, contracting: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
+    numbers, dtype = (contracting, ((0, 1), (0, 1))), accumulator_dtype(x)
+    return lax.dot_general(x, y, numbers, precision=scores.precision, preferred_element_type=dtype)
 
 
-def _loop[T](count: int, body: Callable[[Index, T], T], value: T) -> T:
-    return body(0, value) if count == 1 else lax.fori_loop(0, count, body, value)
+def _take(x: Array, block: Index, rows: int, axis: int = -2) -> Array:
+    """Returns a block of `rows` rows."""
+    return x if x.shape[axis] == rows else lax.dynamic_slice_in_dim(x, block * rows, rows, axis=axis)
 
 
-def _slice(x: Array, index: Index, count: int, axis: int) -> Array:
-    if x.shape[axis] == count:
-        return x
-    return lax.dynamic_slice_in_dim(x, index * count, count, axis=axis)
-
-
-def _put(x: Array, tile: Array, index: Index, count: int, axis: int) -> Array:
-    if x.shape[axis] == count:
-        return tile
-    return lax.dynamic_update_slice_in_dim(x, tile, index * count, axis=axis)
+def _put(x: Array, rows: Array, block: Index, axis: int = -2) -> Array:
+    """Returns x with other rows in a block."""
+    count = rows.shape[axis]
+    return rows if x.shape[axis] == count else lax.dynamic_update_slice_in_dim(x, rows, block * count, axis=axis)

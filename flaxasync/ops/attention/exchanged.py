@@ -53,21 +53,13 @@ IN_FLIGHT = 2  # sequences that are on their way to this device's heads at a tim
 
 @dataclasses.dataclass(frozen=True)
 class ExchangedAttention:
-    """What is static in a block. Hashable.
+    """What is static in a block. Hashable."""
 
-    Attributes:
-      projections: What sends and multiplies the weights of the input projections.
-      output: The same for the output projection.
-      attend: A function (z [R, n, r], constants, shared) -> heads [R, m, r] of one sequence.
-      direct: Whether Pallas copies make the exchanges, beside what is computed meanwhile, or XLA's all-to-all.
-      keep: Whether all_gather(w) is kept for the backward pass.
-    """
-
-    projections: Executor
-    output: Executor
-    attend: Callable[[Array, Any, Any], Array]
-    direct: bool
-    keep: bool
+    projections: Executor  # what sends and multiplies the weights of the input projections
+    output: Executor  # the same for the output projection
+    attend: Callable[[Array, Any, Any], Array]  # (z [R, n, r], constants, shared) -> heads [R, m, r] of one sequence
+    direct: bool  # whether Pallas copies make the exchanges, beside what is computed meanwhile, or XLA's all-to-all
+    keep: bool  # whether all_gather(w) is kept for the backward pass
 
     def exchange(self, x: Array) -> Transfers:
         """Begins to send block d of [R*n, r] to device d; what arrives is [R, n, r]."""

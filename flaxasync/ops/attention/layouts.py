@@ -20,7 +20,6 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Int
 
 from flaxasync.kernels.attention_block import Mask, Product
 from flaxasync.ring import Index
@@ -31,19 +30,12 @@ LAYOUTS: tuple[str, ...] = get_args(AttentionLayout.__value__)
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """How a sequence lies on a ring.
+    """How a sequence lies on a ring."""
 
-    Attributes:
-      layout: The order of the rows; see the head of this file.
-      mask: Which rows attend to which.
-      rows: s, the rows of a device.
-      size: R, the devices of the ring.
-    """
-
-    layout: AttentionLayout
-    mask: Mask
-    rows: int
-    size: int
+    layout: AttentionLayout  # the order of the rows; see the head of this file
+    mask: Mask  # which rows attend to which
+    rows: int  # s, the rows of a device
+    size: int  # R, the devices of the ring
 
     @property
     def chunks(self) -> int:
@@ -143,8 +135,8 @@ def sequence_order(layout: AttentionLayout, rows: int, devices: int) -> np.ndarr
     return np.concatenate([chunks[[device, 2 * devices - 1 - device]].reshape(-1) for device in range(devices)])
 
 
-def positions(layout: AttentionLayout, rows: int, axis_name: str) -> Int[Array, "*rows"]:
-    """Returns the positions of this device's `rows` rows. For use inside `jax.shard_map`."""
+def positions(layout: AttentionLayout, rows: int, axis_name: str) -> Array:
+    """Returns the positions of this device's `rows` rows, [rows]. For use inside `jax.shard_map`."""
     device, size, row = lax.axis_index(axis_name), lax.axis_size(axis_name), jnp.arange(rows)
     if layout == "contiguous":
         return device * rows + row

@@ -1,8 +1,8 @@
-"""The ring collectives of ring attention: what travels in each turn, and what is computed meanwhile.
+"""The loops of attention over blocks of keys and values: around a ring, after one gather, or over a single block.
 
-The forward pass is one staggered loop: each turn has the products of the kv that this device holds, while that kv
-travels on. In the backward pass the gradient of a kv needs what a turn computes with it, so the partial sum of dkv
-leaves one turn later than the kv itself:
+The forward pass around a ring is one staggered loop: each turn has the products of the kv that this device holds, while
+that kv travels on. In the backward pass the gradient of a kv needs what a turn computes with it, so the partial sum of
+dkv leaves one turn later than the kv itself:
 
 ```
 turn          0          1         2 .. H-1      H           H+1               (H hops: R - 1, or fewer with a window)
@@ -14,103 +14,149 @@ So every transfer has products to hide behind: the products with a device's own 
 the last one. With two directions, each half-block has a partial sum of its own.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync.kernels.attention_block import Carry, Gradients
+from flaxasync.mesh import cast_to_varying
 from flaxasync.ops.attention.blocks import initial_carry
-from flaxasync.ops.attention.shards import Block, Shards
+from flaxasync.ops.attention.shards import Arrays, Block, Blocks, Products, Shards
+from flaxasync.ops.dtypes import accumulator_dtype
 from flaxasync.ring import Index, gathered_owner, staggered_loop
-
-type Blocks = tuple[Block, ...]
-type Arrays = tuple[Array, ...]
 
 
 def attend(shards: Shards) -> Carry:
-    """Returns the softmax carry of this device's queries over the keys and values of all devices."""
-    assert shards.ring.transport is not None
-    shifts, row_ranges, sequence = shards.shifts, shards.row_ranges, shards.call.sequence
-    index, hops = lax.axis_index(shards.ring.axis_name), sequence.hops
-    loop = functools.partial(
-        staggered_loop, shards.ring.transport, shards.ring.axis_name, shifts=shifts, unroll=shards.ring.unroll
-    )
+    """Returns the softmax carry of this device's queries over all keys and values that they attend to."""
 
     def own(_: Index, blocks: Blocks, carry: Carry) -> tuple[Blocks, Carry]:
-        for block, row_range in zip(blocks, row_ranges, strict=True):
-            carry = shards.attend(block, shards.products(index, row_range, own=True), carry)
-        return blocks, carry
+        return blocks, shards.attend(blocks, shards.own_products(), carry)
 
     def arrived(hop: Index, blocks: Blocks, carry: Carry) -> tuple[Blocks, Carry]:
-        for block, shift, row_range in zip(blocks, shifts, row_ranges, strict=True):
-            owner = gathered_owner(index, 1 + hop, size=sequence.size, shift=shift)
-            carry = shards.attend(block, shards.products(owner, row_range, own=False), carry)
-        return blocks, carry
+        return blocks, shards.attend(blocks, shards.products(1 + hop), carry)
 
-    blocks, carry = shards.blocks(), initial_carry(shards.q)
+    blocks, carry, hops = shards.blocks(), initial_carry(shards.q), shards.call.sequence.hops
+    if shards.call.ring is None:
+        return own(0, blocks, carry)[1]
+    if shards.ring.transport is None:
+        gathered, (_, carry) = lax.all_gather(blocks, shards.ring.axis_name), own(0, blocks, carry)
+        return _for_each_other(shards, gathered, lambda hop, blocks, _, carry: arrived(hop, blocks, carry)[1], carry)
     # The turn with the device's own rows is not in the loop: its products differ, and are known while tracing.
-    blocks, carry = loop(blocks, carry, own, hops=1)
-    blocks, carry = loop(blocks, carry, arrived, hops=hops - 1)
+    onward = _loop(shards)
+    blocks, carry = onward(blocks, carry, own, hops=1)
+    blocks, carry = onward(blocks, carry, arrived, hops=hops - 1)
     return arrived(hops - 1, blocks, carry)[1]
 
 
 def differentiate(shards: Shards) -> Gradients:
     """Returns dq, and dkv summed over all devices."""
-    assert shards.ring.transport is not None
-    shifts, row_ranges, sequence = shards.shifts, shards.row_ranges, shards.call.sequence
-    index, size, hops = lax.axis_index(shards.ring.axis_name), sequence.size, sequence.hops
-    loop = functools.partial(staggered_loop, shards.ring.transport, shards.ring.axis_name, unroll=shards.ring.unroll)
-    onward = functools.partial(loop, shifts=shifts)
-    first, rest = zip(*(shards.own_products(row_range) for row_range in row_ranges), strict=True)
+    blocks, dq = shards.blocks(), initial_carry(shards.q)[0]
+    if shards.call.ring is None:
+        dq, (dkv,) = shards.differentiate(blocks, shards.own_products(), dq)
+        return dq, dkv
+    if shards.ring.transport is None:
+        return _differentiate_gathered(shards, blocks, dq)
+    return _differentiate_ring(shards, blocks, dq)
 
-    def own(blocks: Blocks, products: tuple, dq: Array) -> tuple[Array, Arrays]:
-        dkvs = []
-        for block, chosen in zip(blocks, products, strict=True):
-            dq, dkv = shards.differentiate(block, chosen, dq)
-            dkvs.append(dkv)
-        return dq, tuple(dkvs)
 
-    def arrived(hop: Index, blocks: Blocks, dq: Array) -> tuple[Array, Arrays]:
-        dkvs = []
-        for block, shift, row_range in zip(blocks, shifts, row_ranges, strict=True):
-            owner = gathered_owner(index, hop, size=size, shift=shift)
-            dq, dkv = shards.differentiate(block, shards.products(owner, row_range, own=False), dq)
-            dkvs.append(dkv)
-        return dq, tuple(dkvs)
+def _differentiate_gathered(shards: Shards, own: Blocks, dq: Array) -> Gradients:
+    axis_name, put = shards.ring.axis_name, functools.partial(lax.dynamic_update_index_in_dim, axis=0)
 
-    own_blocks, dq = shards.blocks(), initial_carry(shards.q)[0]
+    def other(hop: Index, blocks: Blocks, owner: Index, carry: Gradients) -> Gradients:
+        dq, dkvs = carry
+        dq, (dkv,) = shards.differentiate(blocks, shards.products(1 + hop), dq)
+        return dq, put(dkvs, dkv, owner)
+
+    gathered = lax.all_gather(own, axis_name)
+    dkvs = lax.empty((shards.call.sequence.size, *shards.kv.shape), accumulator_dtype(shards.q))
+    dkvs = cast_to_varying(dkvs, jax.typeof(shards.kv).mat.varying)
+    dq, (dkv,) = shards.differentiate(own, shards.own_products(), dq)
+    dq, dkvs = _for_each_other(shards, gathered, other, (dq, put(dkvs, dkv, shards.index)))
+    return dq, lax.psum_scatter(dkvs, axis_name)
+
+
+def _for_each_other[T](shards: Shards, gathered: Blocks, use: Callable[[Index, Blocks, Index, T], T], carry: T) -> T:
+    """Calls `use(hop, blocks, owner, carry)` with the rows of every other device, after a gather."""
+    size = shards.call.sequence.size
+
+    def turn(hop: Index, carry: T) -> T:
+        owner = gathered_owner(shards.index, 1 + hop, size=size, shift=1)
+        blocks = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), gathered)
+        return use(hop, blocks, owner, carry)
+
+    return lax.fori_loop(0, size - 1, turn, carry)
+
+
+def _differentiate_ring(shards: Shards, own: Blocks, dq: Array) -> Gradients:
+    onward, size, hops = _loop(shards), shards.call.sequence.size, shards.call.sequence.hops
+    first, rest = zip(*map(_split, shards.own_products()), strict=True)
+
+    def own_first(_: Index, blocks: Blocks, dq: Array) -> tuple[Blocks, tuple[Array, Arrays]]:
+        return blocks, shards.differentiate(blocks, first, dq)
+
+    def own_rest(_: Index, __: Arrays, dq: Array) -> tuple[tuple, tuple[Array, Arrays]]:
+        return (), shards.differentiate(own, rest, dq)
+
+    def first_arrived(_: Index, blocks: Blocks, dq: Array) -> tuple[Blocks, tuple[Array, Arrays]]:
+        return blocks, shards.differentiate(blocks, shards.products(1), dq)
+
+    def arrived(hop: Index, blocks: Blocks, dq: Array) -> tuple[Arrays, Array]:
+        dq, dkvs = shards.differentiate(blocks, shards.products(2 + hop), dq)
+        return dkvs, dq
+
+    def last_arrived(_: Index, __: Arrays, dq: Array) -> tuple[Arrays, Array]:
+        dq, dkvs = shards.differentiate(blocks, shards.products(hops), dq)
+        return dkvs, dq
+
+    def add(arrived: Block, dkv: Array) -> Block:
+        assert arrived.dkv is not None
+        return arrived._replace(dkv=arrived.dkv + dkv)
+
     # Turn 0: kv leaves.
-    blocks, (dq, own_dkvs) = onward(own_blocks, dq, lambda _, blocks, dq: (blocks, own(blocks, first, dq)), hops=1)
+    blocks, (dq, own_dkvs) = onward(own, dq, own_first, hops=1)
     # Turn 1: the first gradients of other devices' rows are computed; they have not travelled yet.
     if hops == 1:
-        dq, dkvs = arrived(1, blocks, dq)
+        _, (dq, dkvs) = first_arrived(1, blocks, dq)
     else:
-        blocks, (dq, dkvs) = onward(blocks, dq, lambda _, blocks, dq: (blocks, arrived(1, blocks, dq)), hops=1)
-
+        blocks, (dq, dkvs) = onward(blocks, dq, first_arrived, hops=1)
     # Turns 2 .. H-1: kv and the partial sum for the kv before it travel together.
-    def add(arrived: Block, addend: Block) -> Block:
-        return arrived | {"dkv": arrived["dkv"] + addend["dkv"]}
-
-    def both(hop: Index, blocks: Blocks, dq: Array) -> tuple[Blocks, Array]:
-        dq, dkvs = arrived(2 + hop, blocks, dq)
-        return tuple({"dkv": dkv} for dkv in dkvs), dq
-
     if hops > 2:
-        travelling = tuple(block | {"dkv": dkv} for block, dkv in zip(blocks, dkvs, strict=True))
-        travelling, dq = onward(travelling, dq, both, hops=hops - 2, merge=add)
-        dkvs = tuple(block.pop("dkv") for block in travelling)
-        blocks = travelling
+        travelling = tuple(block._replace(dkv=dkv) for block, dkv in zip(blocks, dkvs, strict=True))
+        travelling, dq = onward(travelling, dq, arrived, hops=hops - 2, merge=add)
+        dkvs = tuple(block.dkv for block in travelling)
+        blocks = tuple(block._replace(dkv=None) for block in travelling)
     # Turn H: the last kv has arrived; its partial sum follows.
     if hops > 1:
-        last = blocks
-
-        def to_last(_: Index, __: Arrays, dq: Array) -> tuple[Arrays, Array]:
-            dq, dkvs = arrived(hops, last, dq)
-            return dkvs, dq
-
-        dkvs, dq = onward(dkvs, dq, to_last, hops=1, merge=jnp.add)
+        dkvs, dq = onward(dkvs, dq, last_arrived, hops=1, merge=jnp.add)
     # Turn H+1: the sums return to the owners of their kv.
-    back = tuple(-hops * shift % size for shift in shifts)
-    dkvs, (dq, more) = loop(dkvs, dq, lambda _, __, dq: ((), own(own_blocks, rest, dq)), shifts=back, hops=1)
+    back = tuple(-hops * half.shift % size for half in shards.halves)
+    dkvs, (dq, more) = onward(dkvs, dq, own_rest, shifts=back, hops=1)
     return dq, shards.join(tuple(a + b + c for a, b, c in zip(own_dkvs, dkvs, more, strict=True)))
+
+
+def _split(products: Products) -> tuple[Products, Products]:
+    """Splits the products with this device's own rows between the first and the last turn of the backward pass."""
+    if len(products) > 1:
+        return products[:1], products[1:]
+    (product,) = products
+    if product.q_rows % 256:
+        return products, []
+    rows = product.q_rows // 2
+    first, second = (
+        dataclasses.replace(product, q_block=2 * product.q_block + i, q_rows=rows, q_start=product.q_start + i * rows)
+        for i in (0, 1)
+    )
+    return [second], [first]
+
+
+def _loop(shards: Shards) -> Callable[..., Any]:
+    """Returns the loop that sends half-blocks onward around the ring; see `staggered_loop`."""
+    ring = shards.ring
+    assert ring.transport is not None
+    shifts = tuple(half.shift for half in shards.halves)
+    return functools.partial(staggered_loop, ring.transport, ring.axis_name, shifts=shifts, unroll=ring.unroll)

@@ -5,57 +5,63 @@ chunk, so each half-block has the products that the layout gives to its chunks.
 """
 
 import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync.kernels.attention_block import BlockKernel, Carry, Gradients, Product, Scores
+from flaxasync.kernels.attention_block import BlockKernel, Carry, Product, Scores, Segments
 from flaxasync.mesh import cast_to_varying
 from flaxasync.ops.attention.blocks import where_needed
 from flaxasync.ops.attention.layouts import Sequence
 from flaxasync.ops.dtypes import accumulator_dtype
-from flaxasync.ring import Index, Ring, shifts, split_rows
-
-type Block = dict[str, Array]  # what travels: "kv", "ids" where there are segments, "dkv" in the backward pass
+from flaxasync.ring import Index, Ring, gathered_owner, shifts, split_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static half of a call.
+    """What is static in a call. Hashable."""
 
-    Attributes:
-      ring: How blocks travel; None where no row needs a row of another device.
-      sequence: Which rows the devices hold, and which products they need.
-      scores: What turns the product of a query and a key into a score.
-      kernel: What multiplies two blocks.
-    """
+    ring: Ring | None  # how blocks travel; None where no row needs a row of another device
+    sequence: Sequence  # which rows the devices hold, and which products they need
+    scores: Scores  # what turns the product of a query and a key into a score
+    kernel: BlockKernel  # what multiplies two blocks
 
-    ring: Ring | None
-    sequence: Sequence
-    scores: Scores
-    kernel: BlockKernel
+
+class Half(NamedTuple):
+    """A half-block, or the whole block: how far it is sent in a hop, and which rows of every chunk it has."""
+
+    shift: int
+    first: int
+    rows: int
+
+
+class Block(NamedTuple):
+    """What travels as one half-block."""
+
+    dkv: Array | None  # the partial sum of the gradient of a kv, in the backward pass
+    ids: Array | None  # the segments of the rows, [b, rows]; None for one segment
+    kv: Array  # keys and values, [2, b, n, rows, d]
+
+
+type Blocks = tuple[Block, ...]
+type Arrays = tuple[Array, ...]
+type Products = list[Product]  # with one half-block
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The operands on this device.
-
-    Attributes:
-      call: The static half of the call.
-      q: Queries, [b, n, g, s, d].
-      kv: Keys and values, [2, b, n, s, d].
-      ids: Segment ids, [b, s]; None for one segment.
-      do: The cotangent of the output, as q; None in the forward pass.
-      rows: Statistics of the rows of q for the gradient, [b, n, g, 2, s]; None in the forward pass.
-    """
+    """The operands on this device. `do` and `rows` are None in the forward pass."""
 
     call: Call
-    q: Array
-    kv: Array
-    ids: Array | None
-    do: Array | None = None
-    rows: Array | None = None
+    q: Array  # [b, n, g, s, d]
+    kv: Array  # keys and values, [2, b, n, s, d]
+    ids: Array | None  # segment ids, [b, s]; None for one segment
+    do: Array | None = None  # the cotangent of the output, as q
+    rows: Array | None = None  # statistics of the rows of q for the gradient, [b, n, g, 2, s]
 
     @property
     def ring(self) -> Ring:
@@ -63,23 +69,36 @@ class Shards:
         return self.call.ring
 
     @property
-    def shifts(self) -> tuple[int, ...]:
-        """The shift of each half-block."""
-        sequence = self.call.sequence
-        if self.call.ring is None or sequence.one_way or self.ring.transport is None:
-            return (1,)
-        return shifts(self.ring.directions, sequence.rows // sequence.chunks)
+    def index(self) -> Index:
+        """The number of this device on the ring."""
+        return 0 if self.call.ring is None else lax.axis_index(self.ring.axis_name)
 
     @property
-    def row_ranges(self) -> tuple[tuple[int, int], ...]:
-        """(first row, row count) within every chunk of each half-block."""
-        return split_rows(self.call.sequence.rows // self.call.sequence.chunks, len(self.shifts))
+    def halves(self) -> list[Half]:
+        """The half-blocks; the whole block as one where it goes one way."""
+        ring, sequence = self.call.ring, self.call.sequence
+        rows = sequence.rows // sequence.chunks
+        whole = ring is None or ring.transport is None or sequence.one_way
+        block_shifts = (1,) if whole else shifts(self.ring.directions, rows)
+        row_ranges = split_rows(rows, len(block_shifts))
+        return [Half(shift, *row_range) for shift, row_range in zip(block_shifts, row_ranges, strict=True)]
 
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> Blocks:
         """Returns this device's half-blocks."""
-        return tuple(self._rows_of_chunks(start, count) for start, count in self.row_ranges)
+        chunks = self.call.sequence.chunks
 
-    def join(self, halves: tuple[Array, ...]) -> Array:
+        def rows(x: Array, half: Half, axis: int) -> Array:
+            """Returns the half-block's rows of every chunk."""
+            if half.rows * chunks == x.shape[axis]:
+                return x
+            starts = [chunk * (x.shape[axis] // chunks) + half.first for chunk in range(chunks)]
+            parts = [lax.slice_in_dim(x, start, start + half.rows, axis=axis) for start in starts]
+            return lax.concatenate(parts, axis % x.ndim)
+
+        ids = [None if self.ids is None else rows(self.ids, half, -1) for half in self.halves]
+        return tuple(Block(None, i, rows(self.kv, half, -2)) for i, half in zip(ids, self.halves, strict=True))
+
+    def join(self, halves: Arrays) -> Array:
         """Joins the arrays [2, b, n, rows, d] of all half-blocks into one of the shape of kv."""
         if len(halves) == 1:
             return halves[0]
@@ -87,69 +106,45 @@ class Shards:
         chunked = [half.reshape(*half.shape[:-2], chunks, -1, half.shape[-1]) for half in halves]
         return lax.concatenate(chunked, chunked[0].ndim - 2).reshape(self.kv.shape)
 
-    def products(self, owner: Index, row_range: tuple[int, int], *, own: bool) -> list[Product]:
-        """Returns this device's products with a half-block of `owner`; `own` says whether that is this device."""
-        index, (offset, count) = lax.axis_index(self.ring.axis_name), row_range
-        return self.call.sequence.products(index, owner, own=own, offset=offset, count=count)
+    def own_products(self) -> list[Products]:
+        """Returns the products with each half-block of this device."""
+        products = self.call.sequence.products
+        return [products(self.index, self.index, own=True, offset=h.first, count=h.rows) for h in self.halves]
 
-    def own_products(self, row_range: tuple[int, int]) -> tuple[list[Product], list[Product]]:
-        """Splits the products with this device's own rows between the first and the last turn of the backward pass."""
-        products = self.products(lax.axis_index(self.ring.axis_name), row_range, own=True)
-        if len(products) > 1:
-            return products[:1], products[1:]
-        (product,) = products
-        if product.q_rows % 256:
-            return products, []
-        half = product.q_rows // 2
-        first, second = (
-            dataclasses.replace(
-                product, q_block=2 * product.q_block + i, q_rows=half, q_start=product.q_start + i * half
-            )
-            for i in (0, 1)
-        )
-        return [second], [first]
+    def products(self, hop: Index) -> list[Products]:
+        """Returns the products with each half-block that this device holds after `hop` hops, one or more."""
+        products, size = self.call.sequence.products, self.call.sequence.size
+        owners = [gathered_owner(self.index, hop, size=size, shift=half.shift) for half in self.halves]
+        return [
+            products(self.index, owner, own=False, offset=half.first, count=half.rows)
+            for owner, half in zip(owners, self.halves, strict=True)
+        ]
 
-    def attend(self, block: Block, products: list[Product], carry: Carry) -> Carry:
-        """Adds products with a block to the running softmax."""
-        for product in products:
-
-            def add(carry: Carry, product: Product = product) -> Carry:
-                scores, segments = self.call.scores, self._segments(block)
-                return self.call.kernel.forward(scores, self.q, block["kv"], segments, product, carry)
-
-            carry = where_needed(product, add, carry)
+    def attend(self, blocks: Blocks, products: Iterable[Products], carry: Carry) -> Carry:
+        """Adds products with blocks to the running softmax."""
+        kernel = self.call.kernel
+        for block, chosen in zip(blocks, products, strict=True):
+            segments = self._segments(block)
+            for product in chosen:
+                add = functools.partial(kernel.forward, self.call.scores, self.q, block.kv, segments, product)
+                carry = where_needed(product, add, carry)
         return carry
 
-    def differentiate(self, block: Block, products: list[Product], dq: Array) -> Gradients:
-        """Adds what products with a block contribute to dq; returns it, and their contribution to dkv."""
-        zeros = jnp.zeros(block["kv"].shape, accumulator_dtype(self.q))
-        gradients = dq, cast_to_varying(zeros, jax.typeof(block["kv"]).mat.varying)
-        for product in products:
-
-            def add(gradients: Gradients, product: Product = product) -> Gradients:
-                scores, segments = self.call.scores, self._segments(block)
-                assert self.do is not None
-                assert self.rows is not None
-                return self.call.kernel.backward(
-                    scores, self.q, block["kv"], segments, self.do, self.rows, product, gradients
+    def differentiate(self, blocks: Blocks, products: Iterable[Products], dq: Array) -> tuple[Array, Arrays]:
+        """Adds what products with blocks contribute to dq; returns it, and their contributions to dkv."""
+        assert self.do is not None
+        assert self.rows is not None
+        kernel, dkvs = self.call.kernel, []
+        for block, chosen in zip(blocks, products, strict=True):
+            zeros, segments = jnp.zeros(block.kv.shape, accumulator_dtype(self.q)), self._segments(block)
+            dkv = cast_to_varying(zeros, jax.typeof(block.kv).mat.varying)
+            for product in chosen:
+                add = functools.partial(
+                    kernel.backward, self.call.scores, self.q, block.kv, segments, self.do, self.rows, product
                 )
+                dq, dkv = where_needed(product, add, (dq, dkv))
+            dkvs.append(dkv)
+        return dq, tuple(dkvs)
 
-            gradients = where_needed(product, add, gradients)
-        return gradients
-
-    def _rows_of_chunks(self, start: int, count: int) -> Block:
-        """Returns `count` rows of every chunk, from row `start` of the chunk on."""
-        chunks = self.call.sequence.chunks
-
-        def rows(x: Array, axis: int) -> Array:
-            if count * chunks == x.shape[axis]:
-                return x
-            size = x.shape[axis] // chunks
-            ranges = [(c * size + start, c * size + start + count) for c in range(chunks)]
-            return lax.concatenate([lax.slice_in_dim(x, *ends, axis=axis) for ends in ranges], axis % x.ndim)
-
-        block = {"kv": rows(self.kv, -2)}
-        return block if self.ids is None else block | {"ids": rows(self.ids, -1)}
-
-    def _segments(self, block: Block) -> tuple[Array, Array] | None:
-        return None if self.ids is None else (self.ids, block["ids"])
+    def _segments(self, block: Block) -> Segments:
+        return None if self.ids is None or block.ids is None else (self.ids, block.ids)

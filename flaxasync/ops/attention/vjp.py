@@ -11,7 +11,7 @@ forward   o  = softmax(q k.T) v                 kv travels; every product is add
 ```
 
 Saved are q, kv, o and the log-sum-exp of this device's rows, as they are; nothing gathered is saved, and p is computed
-again. `ring` and `gathered` have the loops over the blocks.
+again. `ring` has the loops over the blocks.
 """
 
 import functools
@@ -24,9 +24,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync import transport
-from flaxasync.kernels.attention_block import Carry, Gradients
 from flaxasync.mesh import UnsupportedError
-from flaxasync.ops.attention import gathered, ring
+from flaxasync.ops.attention import ring
 from flaxasync.ops.attention.blocks import Reference, finish
 from flaxasync.ops.attention.shards import Call, Shards
 from flaxasync.ops.saved import ATTENTION
@@ -53,7 +52,7 @@ def _attention_bwd(call: Call, saved: tuple, do: Array) -> tuple[Array, Array, N
         overlap = jnp.sum(out.astype(log_sum_exp.dtype) * do.astype(log_sum_exp.dtype), axis=-1, keepdims=True)
         rows = jnp.stack([log_sum_exp, group_heads(overlap, kv.shape[2])[..., 0]], axis=-2)
         do = group_heads(do.astype(q.dtype), kv.shape[2])
-        dq, dkv = _differentiate(Shards(call, q, kv, ids, do, rows))
+        dq, dkv = ring.differentiate(Shards(call, q, kv, ids, do, rows))
         dq = (dq * call.scores.scale).astype(q.dtype)
         scale = jnp.array([call.scores.scale, 1.0], dkv.dtype).reshape(2, 1, 1, 1, 1)
         return dq, (dkv * scale).astype(kv.dtype), None
@@ -71,22 +70,9 @@ def group_heads(x: Array, groups: int) -> Array:
 def _forward(call: Call, q: Array, kv: Array, ids: Array | None) -> tuple[Array, Array]:
     """Returns o, and log2 of the sum of 2**score of each row."""
     with jax.named_scope("ring_attention"):
-        out, log_sum_exp = finish(_attend(Shards(call, q, kv, ids)), q.dtype)
+        out, log_sum_exp = finish(ring.attend(Shards(call, q, kv, ids)), q.dtype)
         b, n, g, s, d = out.shape
         return out.transpose(0, 3, 1, 2, 4).reshape(b, s, n * g, d), log_sum_exp
-
-
-def _attend(shards: Shards) -> Carry:
-    if shards.call.ring is None:
-        return gathered.attend_whole(shards)
-    return gathered.attend_gathered(shards) if shards.ring.transport is None else ring.attend(shards)
-
-
-def _differentiate(shards: Shards) -> Gradients:
-    """Returns dq and dkv in the dtype in which they are accumulated, before they are multiplied by the scale."""
-    if shards.call.ring is None:
-        return gathered.differentiate_whole(shards)
-    return gathered.differentiate_gathered(shards) if shards.ring.transport is None else ring.differentiate(shards)
 
 
 def _first_derivative_only(call: Call) -> Callable[..., tuple[Array, ...]]:

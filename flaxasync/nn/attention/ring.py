@@ -1,22 +1,21 @@
 """Self-attention over a sequence that is split over a mesh axis: every device has all heads, and rows of its own."""
 
-import functools
 from typing import Any, Unpack
 
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from flaxasync.nn.attention_call import Inputs
-from flaxasync.nn.context import make_context
+from flaxasync.nn.attention.base import AttentionLayer, place_input, run
+from flaxasync.nn.attention.context import Context
+from flaxasync.nn.attention.heads import HeadAttention, Inputs
+from flaxasync.nn.attention.options import AttentionSettings
 from flaxasync.nn.fully_sharded import stored_spec
-from flaxasync.nn.heads import HeadAttention, ScoreOptions
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
-from flaxasync.nn.self_attention import SelfAttention
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
 
 
-class RingSelfAttention(SelfAttention):
+class RingSelfAttention(AttentionLayer):
     """Multi-head self-attention whose keys and values travel between devices that each hold rows of the sequence.
 
     ```
@@ -64,33 +63,21 @@ class RingSelfAttention(SelfAttention):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        layer, kv_heads = "RingSelfAttention", heads if kv_heads is None else kv_heads
         options.setdefault("axis_name", "context")
         options.setdefault("use_bias", False)
-        self.settings = settings = settings_of(LinearSettings, layer, options)
-        attention = HeadAttention.of(
-            layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
-            context=make_context(layer, settings.axis_name, layout, settings.backend), options=ScoreOptions(),
-            precision=settings.precision,
+        self.settings = settings = settings_of(LinearSettings, "RingSelfAttention", options)
+        context = Context(settings.axis_name, layout, settings.backend)
+        context.check("RingSelfAttention")
+        self.attention = attention = HeadAttention.of(
+            "RingSelfAttention", features, heads, AttentionSettings(kv_heads, head_dim, window), causal=causal,
+            rope_theta=rope_theta, context=context, precision=settings.precision,
         )  # fmt: skip
-        linear = functools.partial(
-            nnx.Linear, use_bias=settings.use_bias, param_dtype=settings.param_dtype,
-            kernel_init=settings.kernel_init, bias_init=settings.bias_init, rngs=rngs,
-        )  # fmt: skip
-
-        def make(in_features: int, out_features: int) -> nnx.Linear:
-            metadata: dict[str, Any] = {}
-            for name, shape in (("kernel", (in_features, out_features)), ("bias", (out_features,))):
-                given = dict(getattr(settings, f"{name}_metadata"))
-                if settings.fsdp_axis is not None or "out_sharding" in given:
-                    spec = stored_spec(
-                        layer, name, shape, P(), settings.axis_name, settings.fsdp_axis, given.get("out_sharding")
-                    )
-                    given["out_sharding"] = tuple(spec)
-                metadata[f"{name}_metadata"] = given
-            return linear(in_features, out_features, **metadata)
-
-        self._build((features, features, features), heads, kv_heads, attention, make, make, rngs)
+        q_width, kv_width = heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        self.query = self._linear(features, q_width, rngs)
+        self.key = self._linear(features, kv_width, rngs)
+        self.value = self._linear(features, kv_width, rngs)
+        self.out = self._linear(q_width, features, rngs)
+        self._add_norms(rngs)
 
     def __call__(self, x: Float[Array, "b s d"], segment_ids: Int[Array, "b s"] | None = None) -> Float[Array, "b s d"]:
         """Applies the layer.
@@ -105,7 +92,7 @@ class RingSelfAttention(SelfAttention):
         """
         context = self.attention.context
         assert context is not None
-        placement = self._place(x, segment_ids, self.settings.in_spec)
+        placement = place_input(self, x, segment_ids, self.settings.in_spec)
         if (not placement.rows_sharded and placement.size > 1) or placement.rows:
             raise ValueError(
                 f"RingSelfAttention needs its input's rows sharded over {placement.axis_name!r} alone: got "
@@ -113,11 +100,21 @@ class RingSelfAttention(SelfAttention):
             )
         rows = x.shape[1] * (placement.size if placement.manual else 1)
         check_sequence_rows("RingSelfAttention", context.layout, rows, placement.size)
-        return self._attend(
-            x,
-            Inputs(segment_ids=segment_ids),
-            placement,
-            P(*placement.in_spec[:2]),
-            rows_sharded=False,
-            out_layout=None,
-        )
+        return run(self, x, Inputs(segment_ids=segment_ids), self.attention, placement, placement)
+
+    def _linear(self, in_features: int, out_features: int, rngs: nnx.Rngs) -> nnx.Linear:
+        """Returns a projection whose parameters are stored as the options say."""
+        settings, metadata = self.settings, dict[str, Any]()
+        for name, shape in (("kernel", (in_features, out_features)), ("bias", (out_features,))):
+            given = dict(getattr(settings, f"{name}_metadata"))
+            if settings.fsdp_axis is not None or "out_sharding" in given:
+                annotation = given.get("out_sharding")
+                spec = stored_spec(
+                    "RingSelfAttention", name, shape, P(), settings.axis_name, settings.fsdp_axis, annotation
+                )
+                given["out_sharding"] = tuple(spec)
+            metadata[f"{name}_metadata"] = given
+        return nnx.Linear(
+            in_features, out_features, use_bias=settings.use_bias, param_dtype=settings.param_dtype,
+            kernel_init=settings.kernel_init, bias_init=settings.bias_init, rngs=rngs, **metadata,
+        )  # fmt: skip

@@ -1,7 +1,6 @@
 """Tensor-parallel attention of one input to another: its heads are split over a mesh axis."""
 
 import dataclasses
-import functools
 from typing import Any, Unpack
 
 import jax
@@ -11,25 +10,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.attention_call import Inputs
-from flaxasync.nn.cache import attend_cached, init_cache
+from flaxasync.nn.attention.base import AttentionLayer, place_input, run, scores_array
+from flaxasync.nn.attention.cache import attend_cached, init_cache
+from flaxasync.nn.attention.context import Context
+from flaxasync.nn.attention.heads import HeadAttention, Inputs
+from flaxasync.nn.attention.options import AttentionOptions, AttentionSettings, ParallelAttentionOptions
 from flaxasync.nn.checks import check_input
-from flaxasync.nn.context import check_context, context_in_spec, make_context
-from flaxasync.nn.heads import AttentionOptions, HeadAttention, ScoreOptions
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
-from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
+from flaxasync.nn.options import LinearSettings, settings_of
 from flaxasync.nn.placement import Placement, place
-from flaxasync.nn.self_attention import SelfAttention, scores_array
 from flaxasync.nn.shares import head_shares
 from flaxasync.ops import execution
-from flaxasync.ops.attention.layouts import AttentionLayout
 
 
-class ParallelAttentionOptions(LinearOptions, AttentionOptions, total=False):
-    """Keywords of `ParallelAttention` and `ParallelSelfAttention`: those of Dense layers, and those of attention."""
-
-
-class ParallelAttention(SelfAttention):
+class ParallelAttention(AttentionLayer):
     """Multi-head attention with heads split over a mesh axis: the parallel `nnx.MultiHeadAttention`.
 
     ```
@@ -52,15 +46,10 @@ class ParallelAttention(SelfAttention):
       features: The features of the input of queries.
       heads: The query heads; a multiple of `kv_heads`.
       num_heads: The same, under the name in `nnx.MultiHeadAttention`.
-      kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
-      head_dim: The features of a head; by default features / heads.
       kv_features: The features of the inputs of keys and values; by default features.
       out_features: The features of the output; by default features.
       causal: Whether a row attends only to itself and to earlier rows.
-      window: A row attends only to rows fewer than `window` positions away; None for any distance.
       rope_theta: The base of the rotary position embedding; None for none.
-      context: The mesh axis that splits sequences, their layout and backend; see `ParallelSelfAttention`.
-      exchange_heads: Whether weights and heads travel instead of rows; see `ParallelSelfAttention`.
       rngs: The random streams; the layer draws from `params`, and from `dropout` where it drops.
       **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. If you give
         `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
@@ -77,50 +66,41 @@ class ParallelAttention(SelfAttention):
         heads: int | None = None,
         *,
         num_heads: int | None = None,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
         kv_features: int | None = None,
         out_features: int | None = None,
         causal: bool = False,
-        window: int | None = None,
         rope_theta: float | None = None,
-        context: tuple[str | None, AttentionLayout, str | None] = (None, "contiguous", None),
-        exchange_heads: bool | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[ParallelAttentionOptions],
     ):
-        layer = type(self).__name__
-        scores = {f.name: options.pop(f.name) for f in dataclasses.fields(ScoreOptions) if f.name in options}  # type: ignore[misc]
-        linear: Any = options
+        layer, linear = type(self).__name__, dict[str, Any](options)
         if (heads is None) == (num_heads is None):
             raise ValueError(f"{layer} needs heads, or num_heads, which means the same: got {heads} and {num_heads}")
         heads = num_heads if heads is None else heads
         assert heads is not None
-        kv_heads = heads if kv_heads is None else kv_heads
+        given = {name: linear.pop(name) for name in AttentionOptions.__annotations__ if name in linear}
+        chosen = AttentionSettings(**given)
         self.settings = settings_of(LinearSettings, layer, linear)
-        context_axis, context_layout, context_backend = context
-        split = None
-        if context_axis is not None:
-            backend = context_backend or execution.if_available("ring_attention", self.settings.backend)
-            split = make_context(layer, context_axis, context_layout, backend)
-        attention = HeadAttention.of(
-            layer, features, heads, kv_heads, head_dim, causal=causal, window=window, rope_theta=rope_theta,
-            context=split, options=ScoreOptions(**scores), precision=self.settings.precision,
+        context = None
+        if chosen.context_axis is not None:
+            backend = chosen.context_backend or execution.if_available("ring_attention", self.settings.backend)
+            context = Context(chosen.context_axis, chosen.context_layout, backend)
+            context.check(layer)
+        self.attention = attention = HeadAttention.of(
+            layer, features, heads, chosen, causal=causal, rope_theta=rope_theta, context=context,
+            precision=self.settings.precision,
         )  # fmt: skip
-        self.exchange_heads = exchange_heads
-        self.deterministic = attention.options.deterministic
-        self.rngs = rngs.dropout.fork() if attention.options.dropout_rate else nnx.data(None)
+        self.deterministic = chosen.deterministic  # `nnx.Module.eval` and `train` set it
+        self.rngs = rngs.dropout.fork() if chosen.dropout_rate else nnx.data(None)
         devices = mesh_axis_size(layer, self.settings.axis_name)
-        self._build(
-            (features, features if kv_features is None else kv_features, out_features or features),
-            heads,
-            kv_heads,
-            attention,
-            functools.partial(ColumnParallelLinear, rngs=rngs, **linear),
-            functools.partial(RowParallelLinear, rngs=rngs, **linear),
-            rngs,
-            head_shares(heads, kv_heads, attention.head_dim, devices),
-        )
+        self.query_shares, self.kv_shares = head_shares(heads, attention.kv_heads, attention.head_dim, devices)
+        kv_features = features if kv_features is None else kv_features
+        q_width, kv_width = heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        self.query = ColumnParallelLinear(features, q_width, shares=self.query_shares, rngs=rngs, **linear)
+        self.key = ColumnParallelLinear(kv_features, kv_width, shares=self.kv_shares, rngs=rngs, **linear)
+        self.value = ColumnParallelLinear(kv_features, kv_width, shares=self.kv_shares, rngs=rngs, **linear)
+        self.out = RowParallelLinear(q_width, out_features or features, shares=self.query_shares, rngs=rngs, **linear)
+        self._add_norms(rngs)
 
     def __call__(
         self,
@@ -149,15 +129,15 @@ class ParallelAttention(SelfAttention):
           bias: Added to the scores; broadcasts to [b, heads, s, t].
           deterministic: Whether nothing is dropped; by default what the layer was built with.
           rngs: What the dropout is drawn from; by default a stream of the layer's own.
-          sow_weights: Must be False: no device has the weights of all heads.
           decode: Whether the rows are added to the cache that `init_cache` made, and attend to themselves and to the
             rows before them. A mask then broadcasts to [b, 1, s, length]. More rows than the cache has room for
             overwrite the last ones.
           is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
             without `causal`.
-          out_sharding: Must be None: the output is sharded as inputs_q is.
-          qkv_sharding: Must be None: the heads are split over `axis_name`.
-          input_positions: Must be None: a row has the position that it has in the sequence.
+          sow_weights: Must be False: no device has the weights of all heads.
+          out_sharding: Must be None, as `qkv_sharding` and `input_positions`: the layer knows all three.
+          qkv_sharding: See `out_sharding`.
+          input_positions: See `out_sharding`.
 
         Raises:
           ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its
@@ -165,6 +145,7 @@ class ParallelAttention(SelfAttention):
           NotImplementedError: An argument is given that must not be; inputs_k, a mask, a bias or dropout is given where
             sequences are split.
         """
+        layer = type(self).__name__
         lacking = {
             "sow_weights": sow_weights or None,
             "out_sharding": out_sharding,
@@ -174,14 +155,15 @@ class ParallelAttention(SelfAttention):
         for name, given in lacking.items():
             if given is not None:
                 raise NotImplementedError(
-                    f"{type(self).__name__} lacks {name} of nnx.MultiHeadAttention; leave it out, or keep that layer"
+                    f"{layer} lacks {name} of nnx.MultiHeadAttention; leave it out, or keep that layer"
                 )
         if inputs_v is not None and inputs_k is None:
-            raise ValueError(f"{type(self).__name__} got inputs_v without inputs_k; give both, or inputs_k alone")
+            raise ValueError(f"{layer} got inputs_v without inputs_k; give both, or inputs_k alone")
         inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)
         if decode:
-            return self._decode(inputs_q, inputs)
-        return self._apply(inputs_q, inputs, deterministic=deterministic, rngs=rngs, is_causal=is_causal)
+            return attend_cached(self, inputs_q, inputs)
+        key = self._dropout_key(deterministic, rngs)
+        return self._attend(inputs_q, inputs._replace(dropout_key=key), is_causal=is_causal)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
         """Makes an empty cache of keys and values, as `nnx.MultiHeadAttention.init_cache`.
@@ -193,102 +175,75 @@ class ParallelAttention(SelfAttention):
         """
         init_cache(self, input_shape, dtype)
 
-    def _decode(self, x: Array, inputs: Inputs) -> Array:
-        given = {"inputs_k": inputs.key, "bias": inputs.bias, "segment_ids": inputs.segment_ids}
-        for name, array in given.items():
-            if array is not None:
-                raise NotImplementedError(f"{type(self).__name__} with decode=True lacks {name}; leave it out")
-        placement = self._place(x, None, self.settings.in_spec)
-        mask = inputs.mask
-        if mask is not None and self.cached_key is not None:  # without a cache, attend_cached raises the error
-            shape = x.shape[0], 1, x.shape[1], self.cached_key[...].shape[1]
-            mask = scores_array(type(self).__name__, "mask", mask, shape)
-        return attend_cached(self, x, placement, mask)
-
-    def _apply(
-        self,
-        x: Array,
-        inputs: Inputs,
-        *,
-        deterministic: bool | None,
-        rngs: nnx.Rngs | nnx.RngStream | None,
-        is_causal: bool = False,
-    ) -> Array:
-        layer, context = type(self).__name__, self.attention.context
-        in_spec = self.settings.in_spec
+    def _attend(self, x: Array, inputs: Inputs[Array], *, is_causal: bool = False) -> Array:
+        layer, attention, in_spec = type(self).__name__, self.attention, self.settings.in_spec
+        context = attention.context
         if context is not None and in_spec is None:
-            in_spec = context_in_spec(x, self.settings.axis_name, context)
-        placement = self._place(x, inputs.segment_ids, in_spec)
+            in_spec = context.in_spec(x, self.settings.axis_name)
+        placement = place_input(self, x, inputs.segment_ids, in_spec)
         if context is not None:
-            check_context(layer, x, placement, context)
+            context.check_rows(layer, x, placement)
+            if inputs.inputs_k is not None:
+                raise NotImplementedError(
+                    f"{layer} over a split sequence lacks inputs_k: keys would need positions of their own; leave "
+                    "inputs_k out, or leave context_axis out"
+                )
+            if inputs.mask is not None or inputs.bias is not None:
+                raise NotImplementedError(
+                    f"{layer} over a split sequence lacks masks and biases: no device has all scores of a row; use "
+                    "causal, window and segment_ids"
+                )
         elif placement.rows:
             raise ValueError(
                 f"{layer} needs all rows of a sequence on {placement.axis_name!r}: its input's rows are "
                 f"sharded over {', '.join(map(repr, placement.rows))}, too; reshard it with jax.reshard, or name that "
                 "axis with context_axis"
             )
-        kv_placement = self._place_other(x, inputs, placement)
-        if context is not None and kv_placement is not None:
-            raise NotImplementedError(
-                f"{layer} over a split sequence lacks inputs_k: keys would need positions of their own; leave inputs_k "
-                "out, or use context=(None, 'contiguous', None)"
-            )
-        rows = [z.shape[1] * (p.size if p.manual and p.rows_sharded else 1) for z, p in (
-            (x, placement), (x if inputs.key is None else inputs.key, kv_placement or placement),
-        )]  # fmt: skip
-        shape = x.shape[0], self.heads, *rows
-        mask, bias = (scores_array(layer, name, z, shape) for name, z in (("mask", inputs.mask), ("bias", inputs.bias)))
-        key = self._dropout_key(deterministic, rngs)
-        if context is not None and (mask is not None or bias is not None):
-            raise NotImplementedError(
-                f"{layer} over a split sequence lacks masks and biases: no device has all scores of a row; use "
-                "causal, window and segment_ids"
-            )
-        inputs = dataclasses.replace(inputs, mask=mask, bias=bias, dropout_key=key)
-        return self._attend(
-            x,
-            inputs,
-            placement,
-            placement.token_spec(),
-            rows_sharded=placement.rows_sharded,
-            out_layout="sequence" if placement.rows_sharded else "replicated",
-            kv_placement=kv_placement,
-            is_causal=is_causal,
-        )
+        kv_placement = self._place_keys(x, inputs, placement)
+        keys = x if inputs.inputs_k is None else inputs.inputs_k
+        shape = x.shape[0], attention.heads, _all_rows(x, placement), _all_rows(keys, kv_placement)
+        mask, bias = scores_array(layer, "mask", inputs.mask, shape), scores_array(layer, "bias", inputs.bias, shape)
+        attention = dataclasses.replace(attention, causal=attention.causal or is_causal)
+        return run(self, x, inputs._replace(mask=mask, bias=bias), attention, placement, kv_placement)
 
-    def _place_other(self, x: Array, inputs: Inputs, placement: Placement) -> Placement | None:
-        """Reads how the inputs of keys and values are sharded, and checks them; None where there are none."""
-        if inputs.key is None:
-            if self.key.in_features != self.query.in_features:
+    def _place_keys(self, x: Array, inputs: Inputs[Array], placement: Placement) -> Placement:
+        """Reads how the inputs of keys and values are sharded, and checks them."""
+        layer, features = type(self).__name__, self.key.in_features
+        if inputs.inputs_k is None:
+            if features != self.query.in_features:
                 raise ValueError(
-                    f"{type(self).__name__} was built for {self.key.in_features} features of keys and values, and "
-                    f"{self.query.in_features} of queries: give inputs_k"
+                    f"{layer} was built for {features} features of keys and values, and {self.query.in_features} of "
+                    "queries: give inputs_k"
                 )
-            return None
-        layer = type(self).__name__
+            return placement
         found = []
-        for z in (inputs.key, inputs.key if inputs.value is None else inputs.value):
+        for z in (inputs.inputs_k, inputs.inputs_k if inputs.inputs_v is None else inputs.inputs_v):
             found.append(place(layer, z, self.settings.axis_name, None, sharded="rows"))
-            check_input(layer, z, self.key.in_features, found[-1])
-            if z.ndim != 3 or z.shape[:2] != (x.shape[0], inputs.key.shape[1]):
+            check_input(layer, z, features, found[-1])
+            if z.ndim != 3 or z.shape[:2] != (x.shape[0], inputs.inputs_k.shape[1]):
                 raise ValueError(
                     f"{layer} needs inputs_k and inputs_v [{x.shape[0]}, rows, features] of one length: got "
-                    f"{list(inputs.key.shape)} and {list(z.shape)}"
+                    f"{list(inputs.inputs_k.shape)} and {list(z.shape)}"
                 )
-        if found[0] != found[1] or found[0].batch != placement.batch or found[0].rows:
+        keys, values = found
+        if keys != values or keys.batch != placement.batch or keys.rows:
             raise ValueError(
                 f"{layer} needs inputs_q, inputs_k and inputs_v with one sharding of the batch, and inputs_k and "
-                f"inputs_v sharded alike: got {placement.in_spec}, {found[0].in_spec} and {found[1].in_spec}; reshard "
+                f"inputs_v sharded alike: got {placement.in_spec}, {keys.in_spec} and {values.in_spec}; reshard "
                 "them with jax.reshard"
             )
-        return found[0]
+        return keys
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
         """Returns the raw data of a key, or None where nothing is dropped."""
-        if deterministic is None:
-            deterministic = bool(self.deterministic)
+        deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic or not self.attention.options.dropout_rate:
             return None
         stream = rngs or self.rngs
         assert stream is not None
         return jax.random.key_data(stream.dropout() if isinstance(stream, nnx.Rngs) else stream())
+
+
+def _all_rows(x: Array, placement: Placement) -> int:
+    """Returns the rows of a sequence, of which an enclosing shard_map may give this device a share."""
+    return x.shape[1] * (placement.size if placement.manual and placement.rows_sharded else 1)

@@ -6,6 +6,7 @@ the public Llama checkpoints.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -41,6 +42,13 @@ class RopeScaling:
         return frequency * (kept + (1 - kept) / self.factor)
 
 
+class RotaryTables(NamedTuple):
+    """The cosines and sines by which rows of heads are rotated."""
+
+    cos: Float[Array, "s d/2"]
+    sin: Float[Array, "s d/2"]
+
+
 def rotary_embedding(
     x: Float[Array, "*batch s h d"],
     *,
@@ -73,19 +81,17 @@ def rotary_tables(
     theta: float,
     positions: Int[Array, "*s"] | None = None,
     scaling: RopeScaling | None = None,
-) -> tuple[Float[Array, "s d/2"], Float[Array, "s d/2"]]:
+) -> RotaryTables:
     """Returns the cosines and sines with which `rotate` rotates rows of heads of `dim` features."""
     frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
     frequency = frequency if scaling is None else scaling.apply(frequency)
     position = jnp.arange(rows) if positions is None else positions
     angle = position.astype(dtype)[:, None] * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+    return RotaryTables(jnp.cos(angle), jnp.sin(angle))
 
 
-def rotate(
-    x: Float[Array, "*batch s h d"], tables: tuple[Float[Array, "s d/2"], Float[Array, "s d/2"]]
-) -> Float[Array, "*batch s h d"]:
+def rotate(x: Float[Array, "*batch s h d"], tables: RotaryTables) -> Float[Array, "*batch s h d"]:
     """Rotates heads by the angles of `rotary_tables`; see `rotary_embedding`."""
-    cos, sin = (table[:, None, :] for table in tables)
+    cos, sin = tables.cos[:, None, :], tables.sin[:, None, :]
     first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

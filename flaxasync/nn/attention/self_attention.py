@@ -5,9 +5,10 @@ from typing import Unpack
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flaxasync.nn.attention import ParallelAttention, ParallelAttentionOptions
-from flaxasync.nn.attention_call import Inputs
-from flaxasync.ops.attention.layouts import AttentionLayout
+from flaxasync.nn.attention.cache import attend_cached
+from flaxasync.nn.attention.heads import Inputs
+from flaxasync.nn.attention.layer import ParallelAttention
+from flaxasync.nn.attention.options import ParallelAttentionOptions
 
 
 class ParallelSelfAttention(ParallelAttention):
@@ -20,8 +21,8 @@ class ParallelSelfAttention(ParallelAttention):
     y        [b, s, features]              sharded as x is
     ```
 
-    Query, key and value share one gather of x; the output projection is row-parallel. The parameters are those of four
-    `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output features.
+    Query, key and value share one gather of x; the output projection is row-parallel. The parameters are those of
+    `ParallelAttention`.
 
     With `context_axis` the sequence is split over a second axis, and each device has its heads of its rows: x is
     sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
@@ -31,21 +32,9 @@ class ParallelSelfAttention(ParallelAttention):
       features: The features of input and output.
       heads: The query heads; a multiple of `kv_heads`. See `ParallelAttention` for an axis that does not divide them.
       num_heads: The same, under the name in `nnx.MultiHeadAttention`.
-      kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
-      head_dim: The features of a head; by default features / heads.
       causal: Whether a row attends only to itself and to earlier rows.
-      window: A row attends only to rows fewer than `window` positions away; None for any distance.
       rope_theta: The base of the rotary position embedding; None for none.
-      context_axis: The mesh axis that splits the sequence; None where it is whole.
-      context_layout: The order of the rows on it: "contiguous", or "zigzag", which shares causal work out equally. The
-        input is then in the order of `flaxasync.sequence_order`.
-      context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default `backend`, where ring
-        attention has it.
-      exchange_heads: Whether weights and heads travel instead of rows, where x is sharded by rows: each device projects
-        its own rows with the weights of all devices, and an all-to-all turns its rows of all heads into all rows of its
-        heads. Less travels where a device has more rows than the weights have features. None, the default, stands for
-        what is predicted to be faster on the chips of the mesh, and for False on other devices.
-      rngs: The random streams; the layer draws from `params`.
+      rngs: The random streams; the layer draws from `params`, and from `dropout` where it drops.
       **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default.
         If you give `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
 
@@ -62,24 +51,15 @@ class ParallelSelfAttention(ParallelAttention):
         heads: int | None = None,
         *,
         num_heads: int | None = None,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
         causal: bool = True,
-        window: int | None = None,
         rope_theta: float | None = 10_000.0,
-        context_axis: str | None = None,
-        context_layout: AttentionLayout = "contiguous",
-        context_backend: str | None = None,
-        exchange_heads: bool | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[ParallelAttentionOptions],
     ):
         options.setdefault("use_bias", False)
         super().__init__(
-            features, heads, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal, window=window,
-            rope_theta=rope_theta, context=(context_axis, context_layout, context_backend),
-            exchange_heads=exchange_heads, rngs=rngs, **options,
-        )  # fmt: skip
+            features, heads, num_heads=num_heads, causal=causal, rope_theta=rope_theta, rngs=rngs, **options
+        )
 
     def __call__(  # type: ignore[override]
         self,
@@ -111,5 +91,5 @@ class ParallelSelfAttention(ParallelAttention):
         """
         inputs = Inputs(segment_ids=segment_ids, mask=mask, bias=bias)
         if decode:
-            return self._decode(x, inputs)
-        return self._apply(x, inputs, deterministic=deterministic, rngs=rngs)
+            return attend_cached(self, x, inputs)
+        return self._attend(x, inputs._replace(dropout_key=self._dropout_key(deterministic, rngs)))

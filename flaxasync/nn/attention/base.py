@@ -1,0 +1,168 @@
+"""What the attention layers share: four projections, norms of heads, room for a cache, and how they run on shards."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from flaxasync.nn.attention import exchange
+from flaxasync.nn.attention.call import Call, Projections, Weights, project_inputs, project_output, take_weights
+from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
+from flaxasync.nn.checks import check_input
+from flaxasync.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    check_no_adapter,
+    parameter_specs,
+    parameters,
+    with_dtype,
+)
+from flaxasync.nn.options import LinearSettings
+from flaxasync.nn.placement import Placement, place
+from flaxasync.nn.shares import Shares
+
+
+class AttentionLayer(nnx.Module):
+    """Three projections, the attention of heads, and a projection of their output.
+
+    A subclass sets the attributes that are declared here, and then calls `_add_norms`.
+    """
+
+    settings: LinearSettings
+    attention: HeadAttention
+    query_shares: Shares | None = None
+    kv_shares: Shares | None = None
+    query: ColumnParallelLinear | nnx.Linear
+    key: ColumnParallelLinear | nnx.Linear
+    value: ColumnParallelLinear | nnx.Linear
+    out: RowParallelLinear | nnx.Linear
+
+    def _add_norms(self, rngs: nnx.Rngs) -> None:
+        """Makes the norms of queries and keys, if the layer has them, and room for a cache."""
+        self.query_ln: Any = nnx.data(None)
+        self.key_ln: Any = nnx.data(None)
+        self.cached_key: nnx.Cache[Array] | None = nnx.data(None)
+        self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
+        self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
+        options = self.attention.options
+        if options.normalize_qk:
+            rms = options.normalize_qk == "rms"
+            norm: Any = nnx.RMSNorm if rms else functools.partial(nnx.LayerNorm, use_bias=False)
+            self.query_ln, self.key_ln = (
+                norm(
+                    self.attention.head_dim,
+                    epsilon=options.qk_epsilon,
+                    param_dtype=self.settings.param_dtype,
+                    rngs=rngs,
+                )
+                for _ in range(2)
+            )
+
+
+def place_input(layer: AttentionLayer, x: Array, segment_ids: Array | None, in_spec: P | None) -> Placement:
+    """Reads how the input of a layer is sharded, and checks the input and its segments."""
+    name = type(layer).__name__
+    check_no_adapter(name, layer.query, layer.key, layer.value, layer.out)
+    placement = place(name, x, layer.settings.axis_name, in_spec, sharded="rows")
+    check_input(name, x, layer.query.in_features, placement)
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"{name} needs segment ids of an integer dtype: got {segment_ids.dtype}; cast them")
+    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
+        raise ValueError(f"{name} needs one segment id a row, {list(x.shape[:2])}: got {list(segment_ids.shape)}")
+    if x.ndim != 3:
+        raise ValueError(f"{name} needs an input [batch, rows, features]: got {list(x.shape)}")
+    return placement
+
+
+def make_call(
+    layer: AttentionLayer, x: Array, attention: HeadAttention, placement: Placement, kv_placement: Placement
+) -> tuple[Call, Weights, Norms]:
+    """Returns what is static in a call, from how the inputs of queries and of keys are sharded, and the parameters."""
+    linears = layer.query, layer.key, layer.value, layer.out
+    weights, splits_heads = Projections(*map(parameters, linears)), layer.query_shares is not None
+    norms = Norms(*(None if norm is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln)))
+    call = Call(
+        settings=with_dtype(layer.settings, x, *(parameter for linear in weights for parameter in linear)),
+        attention=attention,
+        stored=Projections(*map(parameter_specs, linears)),
+        rows_sharded=splits_heads and placement.rows_sharded,
+        kv_rows_sharded=splits_heads and kv_placement.rows_sharded,
+        query_shares=layer.query_shares,
+        kv_shares=layer.kv_shares,
+    )
+    return call, weights, norms
+
+
+def run(
+    layer: AttentionLayer,
+    x: Array,
+    inputs: Inputs[Array],
+    attention: HeadAttention,
+    placement: Placement,
+    kv_placement: Placement,
+) -> Array:
+    """Runs a layer on its shards. The output is sharded as x is."""
+    call, weights, norms = make_call(layer, x, attention, placement, kv_placement)
+    whole = Inputs(
+        inputs_k=kv_placement.in_spec,
+        inputs_v=kv_placement.in_spec,
+        segment_ids=P(*placement.in_spec[:2]) if layer.query_shares is None else placement.token_spec(),
+        mask=scores_spec(inputs.mask, placement, x.shape[0]),
+        bias=scores_spec(inputs.bias, placement, x.shape[0]),
+        dropout_key=P(None),
+    )
+    specs = Inputs(*(None if array is None else spec for array, spec in zip(inputs, whole, strict=True)))
+    in_specs = placement.in_spec, call.stored, jax.tree.map(lambda _: P(None), norms), specs
+    return placement.run(_apply, call, (x, weights, norms, inputs), in_specs, placement.in_spec)
+
+
+def _apply(call: Call, x: Array, stored: Weights, norms: Norms, inputs: Inputs[Array]) -> Array:
+    """Applies a layer to the shards of this device, inside shard_map."""
+    weights, inputs = take_weights(call, x, stored), _take_inputs(call, x, inputs)
+    form = exchange.choose(call, x, weights, inputs)
+    if form is not None:
+        return exchange.apply(call, form, x, weights, norms, inputs.segment_ids)
+    query, key, value = project_inputs(call, x, weights, inputs)
+    heads = call.attention.attend(query, key, value, inputs, norms)
+    return project_output(call, heads, weights.out)
+
+
+def _take_inputs(call: Call, x: Array, inputs: Inputs[Array]) -> Inputs[Array]:
+    """Returns the mask and the bias of this device's heads, and a key of its own, for its part of the batch."""
+    axis_name, mask, bias, key = call.settings.axis_name, inputs.mask, inputs.bias, inputs.dropout_key
+    if call.query_shares is not None:
+        if mask is not None and mask.shape[1] > 1:
+            mask = call.query_shares.local_entries(mask, axis_name, 1)
+        if bias is not None and bias.shape[1] > 1:
+            bias = call.query_shares.local_entries(bias, axis_name, 1)
+    if key is not None:
+        key = jax.random.wrap_key_data(key)
+        for axis in sorted(jax.typeof(x).mat.varying | {axis_name}):
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+    return inputs._replace(mask=mask, bias=bias, dropout_key=key)
+
+
+def scores_array(layer: str, name: str, array: Array | None, shape: tuple[int, ...]) -> Array | None:
+    """Returns a mask or a bias with four dimensions. Raises ValueError unless it broadcasts to [b, heads, s, t]."""
+    if array is None:
+        return None
+    sizes = zip(array.shape[::-1], shape[::-1], strict=False)
+    if array.ndim > 4 or any(given not in (1, size) for given, size in sizes):
+        raise ValueError(
+            f"{layer} needs a {name} that broadcasts to [b, heads, s, t] = {list(shape)}: got {list(array.shape)}"
+        )
+    if name == "mask" and array.dtype != jnp.bool_:
+        array = array.astype(bool)
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def scores_spec(array: Array | None, placement: Placement, batch: int) -> P | None:
+    """Returns how a mask or a bias of four dimensions is sharded: as the batch is, if it has one."""
+    if array is None:
+        return None
+    return P(placement.token_spec()[0] if array.shape[0] == batch else None, None, None, None)

@@ -1,0 +1,101 @@
+"""The self-attention layers in the form in which weights and heads travel; `flaxasync.ops.attention.exchanged`."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from flaxasync import mesh
+from flaxasync.mesh import UnsupportedError, cast_to_varying
+from flaxasync.nn import shards
+from flaxasync.nn.attention.call import Call, Weights
+from flaxasync.nn.attention.heads import Inputs, Norms
+from flaxasync.nn.attention.rotary import RotaryTables
+from flaxasync.ops import trust
+from flaxasync.ops.attention.exchanged import ExchangedAttention, exchanged_attention
+from flaxasync.ops.costs.exchanged import WORTH, Block, times_as_fast
+from flaxasync.ops.matmul.api import executor_for_weights
+from flaxasync.ops.matmul.products import row_major
+from flaxasync.transport.direct import LANES, in_whole_tiles
+
+type Form = Literal["xla", "direct"]  # by XLA's all-to-all, or by copies from every device to every other one
+type Biases = tuple[Array | None, ...]  # of queries, keys and values
+
+
+def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> Form | None:
+    """Says what exchanges the heads of a call, inside shard_map; None where rows travel.
+
+    Raises:
+      NotImplementedError: Heads must travel, and cannot.
+    """
+    settings, wanted = call.settings, call.attention.options.exchange_heads
+    size = lax.axis_size(settings.axis_name)
+    if wanted is False or size == 1 or x.size == 0:
+        return None
+    given = [name for name, array in inputs._asdict().items() if array is not None and name != "segment_ids"]
+    lacks = {
+        ", ".join(given): bool(given),
+        "an input that every device has whole": not call.rows_sharded,
+        "split sequences": call.attention.context is not None,
+        "dot_general, and a wider preferred_element_type": shards.multiplies_locally(settings),
+    }
+    if lacking := [what for what, is_so in lacks.items() if is_so]:
+        if wanted:
+            raise UnsupportedError(
+                f"an attention layer with exchange_heads=True lacks {lacking[0]}: use exchange_heads=None or False"
+            )
+        return None
+    batch, rows, features = x.shape
+    dtype, (out, _) = jnp.dtype(settings.dtype), weights.out
+    heads = sum(kernel.shape[1] for kernel, _ in weights[:3])
+    block = Block(batch, rows, features, heads, out.shape[0])
+    copied = all(in_whole_tiles(jax.ShapeDtypeStruct((n, rows), dtype), 0) for n in (block.inputs, block.out))
+    direct = mesh.platform() == "tpu" and copied and rows % LANES == 0 and settings.backend not in trust.PLAIN
+    if wanted:
+        return "direct" if direct else "xla"
+    chip = mesh.chip()
+    if chip is None or not direct:
+        return None
+    faster = times_as_fast(block, chip, size, dtype.itemsize, settings.gathered_bytes)
+    if faster < WORTH:
+        return None
+    if not trust.is_trusted("all_to_all", "pallas", chip.name, size):
+        trust.announce("all_to_all", "pallas", "rows that travel", chip.name, size, faster=faster)
+        return None
+    return "direct"
+
+
+def apply(call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segment_ids: Array | None) -> Array:
+    """Applies a layer to this device's rows [b, s / R, k], inside shard_map; the segment ids are [b, s]."""
+    settings, axis_name, dtype = call.settings, call.settings.axis_name, call.settings.dtype
+    (batch, rows, _), size = x.shape, lax.axis_size(axis_name)
+    x = x.astype(dtype)
+    w = jnp.concatenate([shards.cast(kernel, x, dtype).T for kernel, _ in weights[:3]])
+    out, out_bias = shards.cast(weights.out[0], x, dtype), weights.out[1]
+    widths = [kernel.shape[1] for kernel, _ in weights[:3]]
+    biases = tuple(None if bias is None else shards.cast(bias, x, dtype) for _, bias in weights[:3])
+    varying = jax.typeof(x).mat.varying
+    scales = jax.tree.map(lambda scale: cast_to_varying(scale, varying), norms)
+
+    def attend(z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[Biases, Norms]) -> Array:
+        (inputs, tables), (biases, norms) = sequence, shared
+        projected = lax.split(row_major(z.transpose(0, 2, 1)).reshape(1, size * rows, -1), widths, 2)
+        q, k, v = (y if bias is None else y + bias for y, bias in zip(projected, biases, strict=True))
+        y = call.attention.attend(q, k, v, inputs, norms, tables)
+        return row_major(y.reshape(size, rows, -1)).transpose(0, 2, 1)
+
+    projections, output = (
+        executor_for_weights(
+            "ParallelSelfAttention", kernel, batch * rows, axis_name, backend=settings.backend,
+            precision=settings.precision,
+        )
+        for kernel in (w, out)
+    )  # fmt: skip
+    kept = size * w.size * w.dtype.itemsize <= settings.gathered_bytes
+    block = ExchangedAttention(projections, output, attend, direct=form == "direct", keep=kept)
+    tables = call.attention.rotary_tables(x, size * rows)
+    ids = [None if segment_ids is None else segment_ids[i : i + 1] for i in range(batch)]
+    sequences = tuple((Inputs(segment_ids=of_sequence), tables) for of_sequence in ids)
+    ys = exchanged_attention(block, tuple(x), w, out, sequences, (biases, scales))
+    return shards.finish(jnp.stack(ys), out_bias, settings)
