@@ -107,7 +107,7 @@ def _filled(folder: Path) -> Iterator[None]:
 def _write(command: Command, config: Config, params: Any) -> None:
     """Writes the files of an export into its folder, which exists."""
     from models.hugging_face import export_parameters
-    from train.metrics.percent import Percent
+    from train.metrics.progress import Percent
 
     kept = command.workdir / "hugging_face"
     before = _read_json(kept / "config.json")

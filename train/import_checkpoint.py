@@ -137,7 +137,7 @@ def _write(command: Command, config: Config, family: Family) -> None:
     from train.checkpoints.manager import Checkpoints
     from train.checkpoints.record import RunIdentity
     from train.lifecycle.workdir import architecture, open_workdir
-    from train.metrics.percent import Percent
+    from train.metrics.progress import Percent
     from train.step.mesh import check_model_fits_mesh, configure_jax, make_mesh
     from train.step.trainer import Trainer, TrainState
 

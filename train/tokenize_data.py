@@ -24,7 +24,7 @@ import numpy as np
 
 from train.data.tokenizer import Tokenizer
 from train.lifecycle.errors import InputError
-from train.metrics.percent import Percent
+from train.metrics.progress import Percent
 
 VERSION = 2
 """Version of the tokens that a text becomes; those of 1 lacked the tokens that begin a document."""

@@ -66,3 +66,8 @@ class Tokenizer:
 def is_file(tokenizer: str | None) -> bool:
     """Says whether `data.tokenizer` is a file, and not the name of a tokenizer that was applied before."""
     return tokenizer is not None and tokenizer.endswith(".json")
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """Returns the text of tokens that are bytes; tokens from 256 on, which a larger vocabulary has, become "?"."""
+    return bytes(token if token < 256 else ord("?") for token in tokens).decode(errors="replace")
