@@ -162,7 +162,7 @@ def _write(command: Command, config: Config, family: Family) -> None:
                 checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
                 checkpoints.wait()
             _copy_what_is_kept(command)
-            write_atomically(work.root / PRESET, as_preset(config, "imported"))
+            write_atomically(work.root / PRESET, as_preset(config))
         except BaseException:
             for path in made:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
