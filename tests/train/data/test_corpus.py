@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
+from train.config import DataConfig
 from train.data import corpus
-from train.data.corpus import open_corpus
+from train.data.corpus import open_source
 from train.lifecycle.errors import InputError
 
 
 def open_path(path, *, vocab_size=256, token_dtype="uint16"):
-    return open_corpus(None if path is None else str(path), dtype=np.dtype(token_dtype), vocab_size=vocab_size)
+    location = None if path is None else str(path)
+    return open_source(location, DataConfig(token_dtype=token_dtype), vocab_size=vocab_size)
 
 
 def test_the_standard_library_is_large_and_read_the_same_each_time():

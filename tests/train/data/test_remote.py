@@ -9,8 +9,9 @@ import fsspec
 import numpy as np
 import pytest
 
+from train.config import DataConfig
 from train.config.command import DEFAULT_PRESET, parse
-from train.data.corpus import open_corpus
+from train.data.corpus import open_source
 from train.data.remote import fetch, list_objects, open_store, require_usable
 from train.lifecycle.errors import InputError, StorageError
 
@@ -150,7 +151,7 @@ def test_unfinished_copies_of_killed_processes_are_removed(location, cache):
 
 def test_a_corpus_in_a_store_is_read_as_a_local_one(location):
     write(f"{location}/tokens.bin", np.arange(100, dtype=np.uint16).tobytes())
-    corpus = open_corpus(f"{location}/tokens.bin", dtype=np.dtype("uint16"), vocab_size=100)
+    corpus = open_source(f"{location}/tokens.bin", DataConfig(), vocab_size=100)
     assert (corpus.name, corpus.is_text, corpus.tokens.tolist()) == (f"{location}/tokens.bin", False, list(range(100)))
     with pytest.raises(InputError, match=f"data.path must be a file or a folder: there is no {location}/nothing"):
-        open_corpus(f"{location}/nothing", dtype=np.dtype("uint16"), vocab_size=100)
+        open_source(f"{location}/nothing", DataConfig(), vocab_size=100)
