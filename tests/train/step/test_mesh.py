@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import flaxasync as fa
 from train.config import MeshConfig
-from train.dry_run.command import _topology_mesh
+from train.dry_run.command import topology_devices
 from train.lifecycle.errors import InputError
-from train.step.mesh import check_fits_mesh, check_model_fits_mesh, infer_sizes, make_mesh, token_spec
+from train.step.mesh import check_fits_mesh, check_model_fits_mesh, infer_sizes, make_mesh, mesh_over, token_spec
 from train.step.trainer import Trainer
 
 
@@ -130,7 +130,7 @@ def test_a_run_and_its_dry_run_have_the_same_mesh(config, replace, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setattr(fa.check, "topology_devices", lambda topology: devices)
     mesh = make_mesh(config.mesh)
-    assert mesh is _topology_mesh(config, "v5e:2x4")
+    assert mesh is mesh_over(topology_devices("v5e:2x4"), config.mesh, "v5e:2x4")
     assert mesh != jax.make_mesh((2, 4), ("data", "model"), devices=devices)
 
 
