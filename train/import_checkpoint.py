@@ -138,12 +138,10 @@ def _write(command: Command, config: Config, family: Family) -> None:
     from train.checkpoints.record import RunIdentity
     from train.lifecycle.workdir import architecture, open_workdir
     from train.metrics.progress import Percent
-    from train.step.mesh import check_model_fits_mesh, configure_jax, make_mesh
+    from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer, TrainState
 
-    configure_jax(config.mesh)
-    mesh = make_mesh(config.mesh)
-    check_model_fits_mesh(config, mesh.shape)
+    mesh = open_model_mesh(config)
     with jax.set_mesh(mesh), open_workdir(command.workdir) as work:
         _require_unused(work.root)  # another import may have ended just before
         abstract: Any = Trainer(config, mesh).abstract_state().params

@@ -12,8 +12,8 @@ from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
 from train.lifecycle.errors import InputError
 from train.run import main
-from train.step.generation import generate
 from train.step.mesh import infer_sizes, make_mesh, sequence_order
+from train.step.run_sample import generate
 
 
 def on(config, **mesh):

@@ -12,7 +12,7 @@ import flaxasync as fa
 from train.config import MeshConfig
 from train.dry_run.command import topology_devices
 from train.lifecycle.errors import InputError
-from train.step.mesh import check_fits_mesh, check_model_fits_mesh, infer_sizes, make_mesh, mesh_over, token_spec
+from train.step.mesh import check_fits_mesh, infer_sizes, make_mesh, mesh_over, open_model_mesh, token_spec
 from train.step.trainer import Trainer
 
 
@@ -91,9 +91,9 @@ def test_a_width_that_the_fsdp_axis_does_not_divide_is_refused(config):
 
 def test_a_model_may_fit_a_mesh_that_batches_and_sequences_do_not(config, replace):
     odd = replace(config, data={"batch_size": 5, "sequence_length": 7}, model={"fsdp_overlap": "prefetch"})
-    check_model_fits_mesh(odd, {"data": 2, "context": 2, "model": 2})
-    with pytest.raises(InputError, match=r"mlp_width must be divisible by the 'model' axis: got mlp_width=\d+ on 7"):
-        check_model_fits_mesh(config, {"data": 1, "model": 7})
+    assert open_model_mesh(odd).size == 8
+    with pytest.raises(InputError, match=r"mlp_width must be divisible by the 'model' axis: got mlp_width=36 on 8"):
+        open_model_mesh(replace(odd, mesh={"data": 1, "model": 8}, model={"mlp_width": 36}))
 
 
 def test_a_scan_that_prefetches_needs_an_fsdp_axis(config, replace):

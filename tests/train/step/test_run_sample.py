@@ -1,10 +1,10 @@
-"""Tests of train/step/generation.py: the continuation of a prompt."""
+"""Tests of train/step/run_sample.py: the continuation of a prompt."""
 
 import jax
 import numpy as np
 import pytest
 
-from train.step.generation import PROMPT_TOKENS, generate
+from train.step.run_sample import PROMPT_TOKENS, generate
 
 
 @pytest.fixture
