@@ -135,8 +135,8 @@ def _write(command: Command, config: Config, family: Family) -> None:
 
     from models.hugging_face import import_parameters
     from train.checkpoints.manager import Checkpoints
-    from train.checkpoints.record import RunIdentity
-    from train.lifecycle.workdir import architecture, open_workdir
+    from train.checkpoints.record import RunIdentity, architecture
+    from train.lifecycle.workdir import open_workdir
     from train.metrics.progress import Percent
     from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer, TrainState

@@ -6,13 +6,15 @@ fast it would be. The exit codes are those of train/lifecycle/errors.py, and doc
 after each.
 """
 
+import os
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
 from train.config.command import Command, as_json, parse
 from train.lifecycle.errors import COMPLETE, INTERRUPTED, RunError
-from train.lifecycle.explained_errors import explained_memory_errors, explained_storage_errors
-from train.lifecycle.monitor import Link, supervise
+from train.lifecycle.explained_errors import explained_errors
 from train.lifecycle.signals import StopRequest
 
 _MEMORY_ADVICE = (
@@ -42,12 +44,12 @@ def main(arguments: Sequence[str]) -> int:
             return dry_run(command.config, command.topology, command.trust, command.kernels)
         # Several processes share the chips, so none can verify alone what it would use: they agree on what is stored.
         if command.config.mesh.distributed:
-            return supervise(lambda link: _train(command, link), command.config.mesh.heartbeat_seconds)
+            return _train_with_others(command)
         if command.config.mesh.platform in ("auto", "tpu"):  # the import takes time that other platforms need not spend
             from train.step.verify import verify_first
 
             verify_first(command.config, command.verify)
-        return _train(command, None)
+        return _train(command)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -56,12 +58,35 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _train(command: Command, link: Link | None) -> int:
-    with StopRequest(shared=link is not None) as stop:
+def _train(command: Command) -> int:
+    with StopRequest(shared=command.config.mesh.distributed) as stop:
         from train.lifecycle.training import train
 
-        with explained_memory_errors(_MEMORY_ADVICE), explained_storage_errors(_STORAGE_ADVICE):
-            return train(command, stop, link)
+        with explained_errors(memory=_MEMORY_ADVICE, storage=_STORAGE_ADVICE):
+            return train(command, stop)
+
+
+def _train_with_others(command: Command) -> int:
+    """Trains as one of several processes; an error ends this process without waiting for the others, as JAX would."""
+    try:
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # native code waits for the others, and Python would not see Ctrl-C
+        from train.step.mesh import configure_jax
+
+        configure_jax(command.config.mesh)
+        return _train(command)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

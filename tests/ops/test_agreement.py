@@ -10,7 +10,7 @@ import pytest
 
 from flaxasync.ops import trust
 from flaxasync.ops.agreement import Evidence, combine
-from train.lifecycle.local_processes import environments
+from tests.processes import environments
 
 FUSED = "all_gather_matmul/fused/3+"
 PROCESS = pathlib.Path(__file__).with_name("agreeing_process.py")

@@ -21,11 +21,10 @@ from tests.train.data.test_tokenized import train_tokenizer
 from train import export_checkpoint, import_checkpoint, run, sample
 from train.checkpoints.init_from import load_parameters
 from train.checkpoints.manager import Checkpoints
-from train.checkpoints.record import RunIdentity
+from train.checkpoints.record import RunIdentity, architecture
 from train.config import Config
 from train.config.command import load_preset, parse
 from train.config.saved import load_config
-from train.lifecycle.workdir import architecture
 from train.step.mesh import make_mesh as make_training_mesh
 from train.step.trainer import Trainer, TrainState
 
@@ -258,6 +257,6 @@ def test_reading_a_checkpoint_says_nothing(folder, tmp_path, caplog):
     """The package that reads it would otherwise log a warning for each of its options that reading does not use."""
     assert run_import(folder, tmp_path / "run") == 0
     logging.getLogger("absl").setLevel(logging.NOTSET)
-    with Checkpoints.to_read(tmp_path / "run" / "imported"):
+    with Checkpoints(tmp_path / "run" / "imported", read_only=True):
         pass
     assert not caplog.records

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.lifecycle.errors import InputError
-from train.lifecycle.workdir import Workdir
 from train.run import main
 
 
@@ -50,17 +48,6 @@ def lines_of(workdir: Path) -> list[dict]:
 
 def losses_of(workdir: Path) -> list[float]:
     return [line["loss"] for line in lines_of(workdir)]
-
-
-def test_processes_that_see_other_checkpoints_are_refused(run, finished, monkeypatch):
-    def require_same(what, value):
-        if what.startswith("the checkpoint to continue from"):
-            raise InputError(f"{what} must be the same: {value}")
-
-    monkeypatch.setattr("train.lifecycle.training.require_same", require_same)
-    code, out, err = run("--steps", 20, "--workdir", finished)
-    assert (code, out) == (2, "")
-    assert "(all processes must see the same workdir) must be the same: 12" in err
 
 
 def test_a_run_completes_and_continues_with_more_steps(run, finished):
@@ -152,41 +139,12 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-def test_a_workdir_with_another_architecture_is_not_changed(run, finished, tmp_path):
+def test_a_workdir_with_another_architecture_is_not_changed(run, finished):
     before = contents(finished)
     code, _, err = run("--steps", 15, "--model.layers", 3)
     assert code == 2
-    assert "holds a run with another architecture: model.layers is 2 there and 3 here" in err
-    (finished / "config.json").rename(tmp_path / "config.json")
-    code, _, err = run("--steps", 15, "--model.layers", 3)
-    assert code == 2
-    assert "checkpoints/12 holds a run with another architecture: model.layers is 2 there and 3 here" in err
-    (tmp_path / "config.json").rename(finished / "config.json")
+    assert "checkpoints/12 holds a run with another architecture: model.layers was 2 and is 3" in err
     assert contents(finished) == before
-
-
-@pytest.mark.slow
-def test_the_error_of_a_damaged_checkpoint_names_the_one_before_it(run, start, finished):
-    for file in (finished / "checkpoints" / "12" / "state").rglob("d/*"):
-        file.write_bytes(file.read_bytes()[:20])
-    before = contents(finished)
-
-    process = start("--steps", 15)  # a separate process, because orbax may print when it exits
-    _, err = process.communicate()
-    assert process.returncode == 2
-    assert re.match(
-        r"error: the checkpoint of step 12, .*/checkpoints/12, is damaged \(.*\)\. Nothing was deleted", err
-    )
-    assert "run again with --resume 7" in err
-    assert err.count("\n") == 1
-    assert "Traceback" not in err
-    assert contents(finished) == before
-
-    code, out, err = run("--steps", 15, "--resume", 7)
-    assert (code, err) == (0, "")
-    assert f"moved [12] to {finished / 'set_aside'}" in out
-    assert (finished / "set_aside" / "12" / "state").is_dir()
-    assert [line["step"] for line in lines_of(finished)] == list(range(1, 16))
 
 
 @pytest.mark.slow
@@ -241,23 +199,6 @@ def test_a_stopped_run_continues_with_the_same_losses(start, run, finished, tmp_
     assert interrupted > terminated
     assert run("--steps", max(interrupted, 14), "--eval.every", 0)[0] == 0
     assert losses_of(work) == losses_of(finished)[:interrupted]
-
-
-def test_a_signal_while_it_starts_leaves_no_traceback(start):
-    process = start("--steps", 10)
-    process.stdout.readline()  # the configuration; the model is built and compiled after it
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (75, "")
-    assert "stopped by SIGTERM" in out
-
-
-def test_two_processes_do_not_train_in_one_folder(start, tmp_path):
-    with Workdir(tmp_path / "run").locked():
-        second = start("--steps", 100_000)
-        _, err = second.communicate(timeout=60)
-    assert second.returncode == 2
-    assert "is in use by another run" in err
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from flaxasync.verify import pod
 from flaxasync.verify.__main__ import main
-from train.lifecycle.local_processes import environments
+from tests.processes import environments
 
 HOST = """
 import sys

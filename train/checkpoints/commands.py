@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 
 from train.lifecycle.errors import COMPLETE, INTERRUPTED, RunError
-from train.lifecycle.explained_errors import explained_memory_errors, explained_storage_errors
+from train.lifecycle.explained_errors import explained_errors
 
 
 def parse[T](kind: type[T], arguments: Sequence[str], *, prog: str, default: Any = tyro.MISSING_NONPROP) -> T:
@@ -34,7 +34,7 @@ def exit_code(action: Callable[[], None], *, outcome: str, memory_advice: str, r
         A command that writes files must go on without a reader: it prints by `train.metrics.output.print_line`.
     """
     try:
-        with explained_memory_errors(f"{outcome}. {memory_advice}"), explained_storage_errors(outcome):
+        with explained_errors(memory=f"{outcome}. {memory_advice}", storage=outcome):
             action()
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,58 +1,51 @@
 """Checkpoints of a run: saved while training continues, restored onto any mesh, and verified when they are restored.
 
-The checkpoint of step s is the folder `checkpoints/s/`. It appears there by one rename when all of its files are on
-disk, so that a killed process never leaves half a checkpoint under that name. It holds the train state (arrays in their
-global shapes) and a `train.checkpoints.record.Record`. Only the oldest checkpoints beyond `checkpoint.keep` are ever
-deleted, and not those that `checkpoint.permanent_every` keeps.
+The checkpoint of step s is the folder `s/`. It holds the train state (arrays in their global shapes) and a
+`train.checkpoints.record.Record`. orbax makes it complete by one rename, or in an object store by one last object, so
+that a killed process never leaves half a checkpoint that is read. Only the oldest checkpoints beyond `checkpoint.keep`
+are deleted, and not those that `checkpoint.permanent_every` keeps.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import re
-import shutil
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 
 from train.checkpoints import orbax_noise
 from train.checkpoints.fingerprint import fingerprint
-from train.checkpoints.record import DamagedError, Record, RunIdentity, from_json
+from train.checkpoints.record import DamagedError, Record, RunIdentity, check_identity, from_json
 from train.lifecycle.errors import InputError, StorageError
-from train.lifecycle.workdir import unused_path
 from train.step.trainer import TrainState
 
 # Replicas share the writing of arrays of at least this many bytes. Each shape needs a compiled program that slices it,
 # which costs more than it saves for small arrays.
 MIN_BYTES_TO_SHARE = 2**20
-_FULL = re.compile("No space left|Disk quota exceeded|File too large", re.IGNORECASE)
 # How errors of tensorstore begin, and what orbax says where files that it has just written are no longer there.
 _STATUS = re.compile("[A-Z]+_[A-Z]+:|UNAVAILABLE:|INTERNAL:|ABORTED:|UNKNOWN:|Save failed:")
 
 
 class WriteError(StorageError):
-    """One attempt to write a checkpoint failed.
-
-    Attributes:
-      is_full: Whether the disk has no room, so that deleting older checkpoints helps.
-    """
-
-    def __init__(self, step: int, error: Exception):
-        cause = _one_line(error)
-        super().__init__(f"the checkpoint of step {step} could not be written: {cause}")
-        self.step = step
-        self.is_full = bool(_FULL.search(str(error)))
+    """One attempt to write a checkpoint failed."""
 
 
 class Checkpoints:
-    """The checkpoints in a folder. Use it as a context manager: leaving it waits until every save is on disk."""
+    """The checkpoints in a folder. Use it as a context manager: leaving it waits until every save is complete.
 
-    def __init__(self, folder: Path, *, keep: int, permanent_every: int = 0, read_only: bool = False):
-        """Opens the folder."""
+    Attributes:
+      folder: The folder, which may be in an object store.
+    """
+
+    def __init__(self, folder: epath.PathLike, *, keep: int = 1, permanent_every: int = 0, read_only: bool = False):
+        """Opens the folder; `read_only` leaves it as it is, perhaps while another run saves there."""
         orbax_noise.silence()
-        self.folder = folder.resolve()  # orbax needs an absolute path
+        self.folder = absolute(folder)
         self._permanent_every = permanent_every
         self._saving: int | None = None  # the step that is being written
         if not read_only:
@@ -62,7 +55,10 @@ class Checkpoints:
         if permanent_every:
             preserve.append(policies.EveryNSteps(permanent_every))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(preserve), read_only=read_only, create=not read_only
+            preservation_policy=policies.AnyPreservationPolicy(preserve),
+            read_only=read_only,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
         )
         arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_BYTES_TO_SHARE)
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
@@ -72,17 +68,14 @@ class Checkpoints:
         }
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
-    @classmethod
-    def to_read(cls, folder: Path) -> Self:
-        """Opens a folder from which checkpoints are only read, perhaps while another run saves there."""
-        return cls(folder, keep=1, read_only=True)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and jax.process_count() > 1:  # the other processes may be gone, and closing waits for them
+            return
         try:
             self._manager.close()
         except Exception:
@@ -94,13 +87,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def choose(self, step: int | None) -> int:
-        """Chooses the step to restore.
-
-        Args:
-          step: The requested step, 0 to begin anew, or None for the newest one.
-
-        Returns:
-          The step, or 0 if the run begins anew.
+        """Returns the step to restore: the requested one, the newest one for None, or 0 if the run begins anew.
 
         Raises:
           InputError: There is no checkpoint of the requested step.
@@ -115,22 +102,22 @@ class Checkpoints:
             )
         return step
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> epath.Path:
         """Returns the folder of the checkpoint of a step."""
         return self.folder / str(step)
 
     def save(self, step: int, state: TrainState, *, data: dict[str, Any], tokens: int, identity: RunIdentity) -> None:
-        """Copies the state to the host, then writes it to disk in the background.
-
-        The call waits for the devices, and for the previous checkpoint if that is still being written.
+        """Copies the state to the host, for which it waits for the devices, then writes it in the background.
 
         Raises:
           WriteError: The previous checkpoint, or the beginning of this one, could not be written.
         """
         self.wait()
-        fields = _as_dict(state)
-        record = identity.make_record(step, data, tokens, sorted(fields), fingerprint(state))
-        args = ocp.args.Composite(state=ocp.args.PyTreeSave(fields), record=ocp.args.JsonSave(record.to_json()))
+        parts = _as_dict(state)
+        record = Record(
+            **vars(identity), step=step, data=data, tokens=tokens, parts=sorted(parts), fingerprint=fingerprint(state)
+        )
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(parts), record=ocp.args.JsonSave(record.to_json()))
         self._saving = step
         try:
             self._manager.save(step, args=args, force=True)
@@ -138,20 +125,15 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def poll(self) -> int | None:
-        """Checks without waiting whether the checkpoint that was being written is on disk.
-
-        Returns:
-          Its step when that is first known, otherwise None.
+        """Returns the step of the checkpoint that was being written once it is complete, otherwise None; never waits.
 
         Raises:
           WriteError: It could not be written.
         """
-        if self._saving is None or self._manager.is_saving_in_progress():
-            return None
-        return self.wait()
+        return None if self._manager.is_saving_in_progress() else self.wait()
 
     def wait(self) -> int | None:
-        """Waits until what was saved is on disk, and returns its step as `poll` does.
+        """Waits until what was saved is complete, and returns its step as `poll` does.
 
         Raises:
           WriteError: It could not be written.
@@ -184,104 +166,97 @@ class Checkpoints:
           accept_change: Whether a checkpoint of other data is accepted.
 
         Returns:
-          The state, the record, and the differences that were accepted. Parts of the state that the checkpoint lacks,
-          such as a running mean that was not kept then, are None.
+          The state, in which parts that the checkpoint lacks are None; the record; and the accepted differences.
 
         Raises:
-          InputError: The checkpoint is of another architecture or other data, or it is damaged. The message of a
-            damaged one names the checkpoint before it; nothing is deleted.
+          InputError: The checkpoint is of another architecture or other data, or it is damaged.
         """
-        record = self._read_record(step)
-        changed = identity.require_same(record, where=str(self.path(step)), accept_change=accept_change)
+        record = self.record(step)
+        changed = check_identity(record, identity, where=str(self.path(step)), accept_change=accept_change)
         wanted = {name: value for name, value in _as_dict(abstract).items() if name in record.parts}
         return TrainState(**(_NOTHING | self._read_arrays(step, wanted, record))), record, changed
 
     def restore_params(self, step: int, abstract: Any, *, part: str = "params") -> Any:
-        """Reads only the parameters of a checkpoint, or their running mean ("ema"), which may be of another run.
-
-        Raises:
-          InputError: The checkpoint is damaged, or its parameters have other names or shapes.
-        """
-        return self._read_arrays(step, {part: abstract}, self._read_record(step))[part]
-
-    def require_same(self, step: int, identity: RunIdentity, *, accept_change: bool) -> list[str]:
-        """Checks that a run can continue from the checkpoint of a step, see `RunIdentity.require_same`."""
-        where = str(self.path(step))
-        return identity.require_same(self._read_record(step), where=where, accept_change=accept_change)
+        """Reads only the parameters of a checkpoint, or their running mean ("ema"), which may be of another run."""
+        return self._read_arrays(step, {part: abstract}, self.record(step))[part]
 
     def record(self, step: int) -> Record:
-        """Returns the record of a checkpoint."""
-        return self._read_record(step)
+        """Returns the record of a checkpoint, or raises an InputError if it is damaged or of another format."""
+        try:
+            return from_json(self._read(step, "record", ocp.args.JsonRestore()))
+        except DamagedError as error:
+            raise self._damaged(step, error) from error
 
-    def set_aside(self, after: int, folder: Path) -> list[int]:
-        """Moves the checkpoints of steps later than `after` into `folder`, where nothing deletes them.
-
-        Returns:
-          The steps whose checkpoints were moved.
-        """
+    def set_aside(self, after: int, folder: epath.Path) -> list[int]:
+        """Moves the checkpoints of steps later than `after` into `folder`, and returns the steps."""
         later = [step for step in self.steps() if step > after]
         if later and jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            if not folder.exists():  # an object store has a folder only while that has an object
+                (folder / ".folder").touch()
             for step in later:
                 self.path(step).rename(unused_path(folder / str(step)))
-        if later and jax.process_count() > 1:
+        if later:
             multihost_utils.sync_global_devices("checkpoints set aside")
         self._manager.reload()
         return later
 
     def _remove_half_written(self) -> None:
-        """Removes half-written checkpoints that a killed process left.
+        """Removes what a killed process or a failed write has left, because a full disk lacks the room.
 
-        orbax does the same, but in a background thread that may still be at work when the process of a complete run
-        ends. After a failed write, other threads of orbax may still create files in the folder while it is removed.
-        What then stays is removed before the next attempt or at the next start, so it is no error here.
+        Threads of orbax may still write there after a failure. What then stays is removed before the next save.
         """
         if jax.process_index() == 0 and self.folder.exists():
             for half_written in self.folder.glob(f"*{ocp.path.step.TMP_DIR_SUFFIX}*"):
-                shutil.rmtree(half_written, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    half_written.rmtree()
 
     def _failure(self, error: Exception) -> WriteError:
         """Makes a WriteError of what orbax raised, and removes what it left; anything but an I/O error is raised."""
         if not _is_io_error(error):
             raise error
-        failed, self._saving = self._saving or 0, None
+        failed, self._saving = self._saving, None
         self._remove_half_written()
         self._manager.reload()
-        return WriteError(failed, error)
-
-    def _read_record(self, step: int) -> Record:
-        try:
-            return from_json(self._read(step, "record", ocp.args.JsonRestore()))
-        except DamagedError as error:
-            raise InputError(self._describe_damage(step, str(error))) from error
+        return WriteError(f"the checkpoint of step {failed} could not be written: {_one_line(error)}")
 
     def _read_arrays(self, step: int, targets: dict[str, Any], record: Record) -> dict[str, Any]:
         restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
         args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
         arrays = self._read(step, "state", args)
-        damaged = [name for name, bits in fingerprint(arrays).items() if record.fingerprint.get(name) != bits]
-        if damaged:
-            raise InputError(self._describe_damage(step, f"{damaged[0]} is not what was saved"))
+        for name, bits in fingerprint(arrays).items():
+            if record.fingerprint.get(name) != bits:
+                raise self._damaged(step, f"{name} is not what was saved")
         return arrays
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> dict[str, Any]:
-        arguments = ocp.args.Composite(**{item: args})
         try:
-            restored = self._manager.restore(step, args=arguments)
+            return dict(self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item])
         except Exception as error:  # orbax, tensorstore and json each raise types of their own
-            raise InputError(self._describe_damage(step, f"{type(error).__name__}: {error}")) from error
-        return dict(restored[item])
+            raise self._damaged(step, f"{type(error).__name__}: {error}") from error
 
-    def _describe_damage(self, step: int, cause: str) -> str:
+    def _damaged(self, step: int, cause: object) -> InputError:
         earlier = [other for other in self.steps() if other < step]
-        return (
-            f"the checkpoint of step {step}, {self.path(step)}, is damaged ({_one_line(cause)}). Nothing was deleted. "
-        ) + (
-            f"The one before it is of step {earlier[-1]}: run again with --resume {earlier[-1]} "
-            "to continue from there; later checkpoints are then moved aside and kept."
-            if earlier
-            else "There is none before it: choose another --workdir to begin anew."
-        )
+        advice = "There is none before it: choose another --workdir to begin anew."
+        if earlier:
+            advice = (
+                f"The one before it is of step {earlier[-1]}: run again with --resume {earlier[-1]} to continue from "
+                "there; later checkpoints are then moved aside and kept."
+            )
+        what = f"the checkpoint of step {step}, {self.path(step)}, is damaged ({_one_line(cause)})"
+        return InputError(f"{what}. Nothing was deleted. {advice}")
+
+
+def absolute(folder: epath.PathLike) -> epath.Path:
+    """Returns a path as orbax needs it: absolute, unless it is a URL."""
+    path = epath.Path(folder)
+    return path if "://" in str(path) else path.expanduser().resolve()
+
+
+def unused_path(path: epath.Path) -> epath.Path:
+    """Returns the first of `path`, `path-1`, `path-2`, ... that does not exist."""
+    candidates = itertools.chain([path], (path.with_name(f"{path.name}-{count}") for count in itertools.count(1)))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 _NOTHING = {field.name: None for field in dataclasses.fields(TrainState)}

@@ -1,7 +1,6 @@
 """What a checkpoint stores beside its arrays: where the data stood, of what run it is, and checksums of everything.
 
-The record says which stream of sequences its position refers to. A run that would continue with another stream, because
-the corpus, the seed or the length of the sequences changed, is refused.
+A run that would continue with other data or with another architecture than those of the record is refused.
 """
 
 import dataclasses
@@ -9,41 +8,51 @@ import hashlib
 import json
 from typing import Any
 
-from train.config import Config
-from train.data.identity import Identity, differences
+from train.config import Config, flatten
 from train.lifecycle.errors import InputError
-from train.lifecycle.workdir import architecture, flat_fields, pick, require_same
 
-VERSION = 2
-"""Version of the format; 1 had neither a checksum nor the identity of the data."""
+VERSION = 2  # of the format; 1 had neither a checksum nor the identity of the data
 _STREAM = frozenset({"seed", "data.sequence_length", "data.validation_fraction", "data.separator"})
+# These fields say how the model is computed and not what it is, so a run may continue with other values of them.
+_NOT_ARCHITECTURE = frozenset(
+    {"model.dtype", "model.remat", "model.fsdp_overlap", "model.gathered_mib", "model.exchange_heads"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
-    """The record of a checkpoint, as JSON data.
+class RunIdentity:
+    """What a checkpoint must agree with so that a run can continue from it.
 
     Attributes:
-      version: Version of the format.
-      step: Number of steps that are done.
-      data: Position of the training batches.
-      tokens: Number of tokens that were consumed.
       stream: The fields of the configuration that determine the stream of sequences, and the weights of the sources.
-      corpus: Identity of each data source, by its name.
-      architecture: Architecture of the run, {"model.layers": 4, ...}.
-      parts: The fields of the train state that the checkpoint has.
-      fingerprint: Checksum of each array of the train state, see `train.checkpoints.fingerprint`.
+      corpus: Identity of each data source by its name, see `train.data.identity`.
+      architecture: The fields that determine the parameters and what they mean, {"model.layers": 4, ...}.
     """
 
-    version: int
-    step: int
-    data: dict[str, Any]
-    tokens: int
     stream: dict[str, Any]
     corpus: dict[str, dict[str, Any]]
     architecture: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record(RunIdentity):
+    """The record of a checkpoint, as JSON data.
+
+    Attributes:
+      step: Number of steps that are done.
+      data: Position of the training batches.
+      tokens: Number of tokens that were consumed.
+      parts: The fields of the train state that the checkpoint has.
+      fingerprint: Checksum of each array of the train state, see `train.checkpoints.fingerprint`.
+      version: Version of the format.
+    """
+
+    step: int
+    data: dict[str, Any]
+    tokens: int
     parts: list[str]
     fingerprint: dict[str, int]
+    version: int = VERSION
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record with a checksum over all of it."""
@@ -59,13 +68,13 @@ def from_json(fields: dict[str, Any]) -> Record:
     """Reads what `Record.to_json` returned.
 
     Raises:
-      DamagedError: A value is missing or is not what was saved.
-      InputError: The record has another version of the format.
+      DamagedError: It is not what was saved.
+      InputError: It has another version of the format.
     """
     if fields.get("version") != VERSION:
         raise InputError(
             f"the checkpoint has version {fields.get('version', 1)} of the format, and this code reads {VERSION}; "
-            "continue it with the code that wrote it, or give it as --init_from of a new run"
+            "continue it with the code that wrote it"
         )
     rest = {name: value for name, value in fields.items() if name != "checksum"}
     if fields.get("checksum") != _checksum(rest):
@@ -73,67 +82,69 @@ def from_json(fields: dict[str, Any]) -> Record:
     return Record(**rest)
 
 
-@dataclasses.dataclass(frozen=True)
-class RunIdentity:
-    """What a checkpoint must agree with so that this run can continue from it.
-
-    Attributes:
-      stream: As in `Record`.
-      corpus: Identity of each data source, by its name.
-      architecture: As in `Record`.
-    """
-
-    stream: dict[str, Any]
-    corpus: dict[str, Identity]
-    architecture: dict[str, Any]
-
-    def make_record(
-        self, step: int, data: dict[str, Any], tokens: int, parts: list[str], fingerprint: dict[str, int]
-    ) -> Record:
-        corpus = {name: dataclasses.asdict(identity) for name, identity in self.corpus.items()}
-        return Record(VERSION, step, data, tokens, self.stream, corpus, self.architecture, parts, fingerprint)
-
-    def changes_of_data(self, record: Record) -> list[str]:
-        """Says how the stream of sequences differs from that of a record, one phrase per difference."""
-        names = dict.fromkeys([*self.stream, *record.stream])
-        changed = [
-            f"{name} was {record.stream.get(name)} and is {self.stream.get(name)}"
-            for name in names
-            if record.stream.get(name) != self.stream.get(name)
-        ]
-        return changed + differences(record.corpus, self.corpus)
-
-    def require_same(self, record: Record, *, where: str, accept_change: bool) -> list[str]:
-        """Checks that the run can continue from a checkpoint.
-
-        Args:
-          record: The record of the checkpoint.
-          where: The folder of the checkpoint, for messages.
-          accept_change: Whether other data are accepted.
-
-        Returns:
-          The differences of the data that were accepted.
-
-        Raises:
-          InputError: The architecture differs, or the data do and that is not accepted.
-        """
-        require_same(record.architecture, self.architecture, where=where, what="another architecture")
-        changed = self.changes_of_data(record)
-        if changed and not accept_change:
-            raise InputError(
-                f"the data are not those of {where}: {'; '.join(changed)}. Its position in the data, "
-                f"{record.data['sequences']} sequences, has no meaning there. Give it the same data, or "
-                "--data.accept_change True to continue with the other ones"
-            )
-        return changed
-
-
-def identify_run(config: Config, corpus: dict[str, Identity]) -> RunIdentity:
+def identify_run(config: Config, corpus: dict[str, dict[str, Any]]) -> RunIdentity:
     """Collects what a checkpoint must agree with."""
-    stream = pick(flat_fields(config), lambda name: name in _STREAM)
+    stream = {name: value for name, value in flat_fields(config).items() if name in _STREAM}
     if config.data.sources:
         stream["weights"] = {name: weight for name, _, weight in config.data.sources}
     return RunIdentity(stream, corpus, architecture(config))
+
+
+def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_change: bool) -> list[str]:
+    """Checks that a run can continue from the checkpoint in the folder `where`.
+
+    Returns:
+      The differences of the data, if `accept_change` says that they are accepted.
+
+    Raises:
+      InputError: The architecture differs, or the data do and that is not accepted.
+    """
+    check_architecture(record.architecture, identity.architecture, where=where)
+    changed = differences(record.stream | _flat(record.corpus), identity.stream | _flat(identity.corpus))
+    if changed and not accept_change:
+        raise InputError(
+            f"the data are not those of {where}: {'; '.join(changed)}. Its position in the data, "
+            f"{record.data['sequences']} sequences, has no meaning there. Give it the same data, or "
+            "--data.accept_change True to continue with the other ones"
+        )
+    return changed
+
+
+def check_architecture(saved: dict[str, Any], now: dict[str, Any], *, where: str) -> None:
+    """Checks that the parameters of a checkpoint are those of this run, and otherwise raises an InputError."""
+    if changed := differences(saved, now):
+        raise InputError(
+            f"{where} holds a run with another architecture: {'; '.join(changed)}. Give it the values that it was "
+            "started with, or choose another --workdir"
+        )
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Says how flat fields differ, one phrase for each. A field of `Config` that was not saved had its default."""
+    defaults = flat_fields(Config(workdir="", steps=1))
+    pairs = {
+        name: (saved.get(name, defaults.get(name, "absent")), now.get(name, "absent"))
+        for name in dict.fromkeys([*now, *saved])
+    }
+    return [f"{name} was {before} and is {after}" for name, (before, after) in pairs.items() if before != after]
+
+
+def architecture(config: Config) -> dict[str, Any]:
+    """Returns the fields that determine the parameters and what they mean, {"model.layers": 4, ...}."""
+    return {
+        name: value
+        for name, value in flat_fields(config).items()
+        if (name.startswith("model.") and name not in _NOT_ARCHITECTURE) or name == "optimizer.master_copies"
+    }
+
+
+def flat_fields(config: Config) -> dict[str, Any]:
+    """Returns {"section.field": value} with the types that values have after a round trip through JSON."""
+    return dict(flatten(json.loads(json.dumps(dataclasses.asdict(config)))))
+
+
+def _flat(corpus: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"source {name}: {field}": value for name, facts in corpus.items() for field, value in facts.items()}
 
 
 def _checksum(fields: dict[str, Any]) -> str:

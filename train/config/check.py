@@ -1,10 +1,10 @@
 """Checks the range of every value of a configuration, as far as it depends on neither the devices nor the data."""
 
 import dataclasses
+import importlib.util
 import math
 
 from train.config.fields import Config, flatten
-from train.data.remote import is_remote, require_local, require_usable
 from train.lifecycle.errors import InputError
 
 _RANGES = {
@@ -89,28 +89,27 @@ def check(config: Config) -> None:
         ("data.sources", not data.sources or data.path is None, "empty where data.path names the data, too"),
     ):
         _require(holds, name, values[name], needed)
-    _check_places(config)
+    _check_locations(config)
     _check_names("data.sources", [name for name, _, _ in data.sources])
     _check_names("eval.sets", [name for name, _ in config.eval.sets])
     for name, _, weight in data.sources:
         _require(0 < weight < math.inf, f"data.sources: the weight of {name}", weight, "above 0")
 
 
-def _check_places(config: Config) -> None:
-    """Checks which paths may be URLs."""
-    places = {"workdir": config.workdir, "data.path": config.data.path}
-    places |= {f"the path of {name} in data.sources": path for name, path, _ in config.data.sources}
-    places |= {f"the path of {name} in eval.sets": path for name, path in config.eval.sets}
-    for field, place in places.items():
-        if place is not None:
-            require_usable(place, field)
-    if config.init_from is not None:
-        require_local(config.init_from, "init_from")
-    if is_remote(config.workdir) and config.mesh.distributed:
-        raise InputError(
-            "workdir must be a folder that all processes see where mesh.distributed is set: got "
-            f"{config.workdir}; give one where the bucket is mounted, for example with gcsfuse or mount-s3"
-        )
+def _check_locations(config: Config) -> None:
+    """Checks that the workdir is no URL, and that checkpoints are in a folder or in a bucket that can be opened."""
+    _require(
+        "://" not in config.workdir,
+        "workdir",
+        config.workdir,
+        "a folder of this machine, where any store can be mounted; --checkpoint.folder may be gs://bucket/folder",
+    )
+    for name, place in (("init_from", config.init_from), ("checkpoint.folder", config.checkpoint.folder)):
+        if place is not None and "://" in place:
+            is_folder = place.startswith("gs://") and "/" in place[5:].strip("/")
+            _require(is_folder, name, place, "a folder of this machine, or gs://bucket/folder")
+            if importlib.util.find_spec("gcsfs") is None:
+                raise InputError(f"{name}={place} needs the package gcsfs, which is not installed: pip install '.[gs]'")
 
 
 def _check_names(field: str, names: list[str]) -> None:

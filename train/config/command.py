@@ -16,7 +16,6 @@ import tyro
 
 from train.config import Config
 from train.config.check import check
-from train.data.remote import require_local
 from train.lifecycle.errors import InputError
 
 DEFAULT_PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
@@ -145,5 +144,3 @@ def _check_modes(command: Command) -> None:
         raise InputError(f"--compiled_meshes must be at least 0: got {command.compiled_meshes}")
     if command.resume not in ("latest", "none") and not command.resume.isdigit():
         raise InputError(f"--resume must be latest, none, or the step of a checkpoint: got {command.resume}")
-    if command.dry_run:
-        require_local(command.config.workdir, "the workdir of a dry run")

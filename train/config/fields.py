@@ -105,8 +105,10 @@ class SkipConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and how often."""
+    """What is saved, where, and how often."""
 
+    folder: str | None = None
+    """Folder of the checkpoints, or a URL such as gs://bucket/run/checkpoints; None is checkpoints/ in the workdir."""
     every: int = 500
     """Interval between checkpoints; the last step is always saved (steps)."""
     minutes: float = 0.0
@@ -116,8 +118,7 @@ class CheckpointConfig:
     permanent_every: int = 0
     """Interval between checkpoints that are never deleted, beside the newest ones; 0 keeps none (steps)."""
     retry_seconds: float = 60.0
-    """Time for which a checkpoint that cannot be written, or an object store that does not answer, is tried again
-    (seconds)."""
+    """Time for which a checkpoint that cannot be written is tried again (seconds)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,9 @@
-"""Checks that all processes of a run were started alike and see the same files, before anything waits for another.
-
-They also agree here which kernels they take.
-"""
+"""What all processes of a run agree on before one waits for another: how they were started, and their kernels."""
 
 import hashlib
 import json
 from typing import Any
 
-import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -17,26 +13,18 @@ from train.lifecycle.errors import InputError
 from train.metrics.show import say
 
 
-def require_same(what: str, value: Any) -> None:
-    """Checks that a value is the same in every process; every process raises if it is not.
-
-    Args:
-      what: What the value is, for the message.
-      value: JSON data.
+def require_same(values: dict[str, Any]) -> None:
+    """Checks that values, which are JSON data, are those of the first process.
 
     Raises:
-      InputError: It differs between processes; the message names those that differ from the first one.
+      InputError: One is not; the message names it by its key.
     """
-    if jax.process_count() == 1:
-        return
-    digest = hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
-    everywhere = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint32)))
-    others = [process for process, theirs in enumerate(everywhere) if not np.array_equal(theirs, everywhere[0])]
-    if others:
-        raise InputError(
-            f"{what} must be the same in all processes of a run: process {', '.join(map(str, others))} differs from "
-            "process 0"
-        )
+    for name, value in values.items():
+        digest = hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+        try:
+            multihost_utils.assert_equal(np.frombuffer(digest, np.uint32))
+        except AssertionError as error:
+            raise InputError(f"the {name} must be the same in all processes of a run") from error
 
 
 def agree_on_kernels() -> None:

@@ -1,12 +1,9 @@
-"""The persistent cache of compiled programs, which makes the second start of a run several times faster.
-
-JAX keeps the programs in a folder. It locks the folder while it reads or writes, because the size is limited, and it
-does not remove an entry that cannot be read; a process that is killed while it writes leaves such an entry.
-"""
+"""The persistent cache of compiled programs, which makes the second start of a run several times faster."""
 
 import contextlib
 from pathlib import Path
 
+import filelock
 import jax
 
 from train.config import Config
@@ -14,7 +11,6 @@ from train.lifecycle.files import user_cache
 
 MAX_BYTES = 8 << 30
 MIN_COMPILE_SECONDS = 0.5  # programs that compile faster are not worth a file
-_ENTRY, _TIME = "-cache", "-atime"
 
 
 def configure_cache(config: Config) -> None:
@@ -24,7 +20,7 @@ def configure_cache(config: Config) -> None:
     folder = user_cache() / "programs" if config.compile_cache == "auto" else Path(config.compile_cache).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_incomplete(folder)
+        _remove_incomplete(folder)
     except OSError:  # a home folder that cannot be written; the run only compiles more often
         return
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
@@ -33,12 +29,13 @@ def configure_cache(config: Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def remove_incomplete(folder: Path) -> None:
-    """Removes entries that a killed process left half-written: JAX writes the time of use after the entry itself."""
-    import filelock
+def _remove_incomplete(folder: Path) -> None:
+    """Removes entries that a killed process left half-written: JAX writes the time of use after the entry itself.
 
+    JAX locks the folder in this way, too, and does not remove an entry that cannot be read.
+    """
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / ".lockfile", timeout=10):
-        for entry in folder.glob(f"*{_ENTRY}"):
-            used = entry.with_name(entry.name.removesuffix(_ENTRY) + _TIME)
+        for entry in folder.glob("*-cache"):
+            used = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
             if not used.exists() or not entry.stat().st_size:
                 entry.unlink()

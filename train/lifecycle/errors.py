@@ -1,23 +1,15 @@
 """How a run can end: the exit codes that a supervisor acts on, and the errors that end a run with one of them.
 
-A supervisor starts the run again after RESTART and STORAGE, and leaves it alone after every other code; see
-docs/operations.md. Codes 74 and 75 are EX_IOERR and EX_TEMPFAIL of sysexits.h.
+docs/operations.md says what a supervisor does after each code.
 """
 
-COMPLETE = 0
-"""All steps are done, or there was nothing to do."""
-BAD_INPUT = 2
-"""The command line, the data or the workdir cannot be used as they are; no checkpoint was changed."""
-DIVERGED = 3
-"""The loss or the gradient is not finite, so that repeating the same steps does not help."""
-OUT_OF_MEMORY = 4
-"""The devices or the host have too little memory for this configuration."""
-STORAGE = 74
-"""The workdir cannot be written. All checkpoints that were complete before are intact."""
-RESTART = 75
-"""The run was stopped before its end, and continues from its newest checkpoint when it is started again."""
-INTERRUPTED = 130
-"""Ctrl-C stopped the run."""
+COMPLETE = 0  # all steps are done, or there was nothing to do
+BAD_INPUT = 2  # the command line, the data or the workdir cannot be used as they are; no checkpoint was changed
+DIVERGED = 3  # the loss or the gradient is not finite, so that repeating the same steps does not help
+OUT_OF_MEMORY = 4  # the devices or the host have too little memory for this configuration
+STORAGE = 74  # EX_IOERR: the workdir cannot be written; checkpoints that were complete before are intact
+RESTART = 75  # EX_TEMPFAIL: the run continues from its newest checkpoint when it is started again
+INTERRUPTED = 130  # by Ctrl-C
 
 
 class RunError(Exception):
@@ -40,10 +32,6 @@ class DivergedError(RunError, ArithmeticError):
     def __init__(self, step: int, cause: str, advice: str = ""):
         super().__init__(f"{cause} at step {step}{advice}")
         self.step, self.cause = step, cause
-
-    def explained(self, advice: str) -> "DivergedError":
-        """Returns the error with a message that ends with advice."""
-        return DivergedError(self.step, self.cause, advice)
 
 
 class OutOfMemoryError(RunError):

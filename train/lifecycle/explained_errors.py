@@ -1,38 +1,44 @@
-"""Errors of memory and of disks, turned into a `train.lifecycle.errors.RunError` that says what helps."""
+"""Errors of memory, of disks and of other processes, turned into a RunError that says what helps."""
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterator
 
-from train.lifecycle.errors import OutOfMemoryError, RunError, StorageError
+from train.lifecycle.errors import OutOfMemoryError, RestartError, RunError, StorageError
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
+_NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
+# What a collective and the coordination service of JAX say where another process is gone.
+_LOST_PROCESS = re.compile("Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
 
 
 @contextlib.contextmanager
-def explained_memory_errors(advice: str) -> Iterator[None]:
-    """Turns a failed allocation, on a device or on the host, into an OutOfMemoryError that ends with `advice`."""
-    try:
-        yield
-    except MemoryError as error:
-        raise OutOfMemoryError(f"the host has too little memory ({error}). {advice}") from error
-    except RuntimeError as error:  # jax.errors.JaxRuntimeError is one
-        if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
-            raise
-        cause = str(error).partition("\n")[0]
-        raise OutOfMemoryError(f"a device has too little memory ({cause}). {advice}") from error
+def explained_errors(*, memory: str, storage: str) -> Iterator[None]:
+    """Turns what a person can act on into a RunError that ends with an advice; any other error keeps its traceback.
 
-
-@contextlib.contextmanager
-def explained_storage_errors(advice: str) -> Iterator[None]:
-    """Turns the failure of a disk, wherever it is noticed, into a StorageError that ends with `advice`."""
+    Args:
+      memory: The advice where an allocation failed, on a device or on the host.
+      storage: The advice where a disk failed.
+    """
     try:
         yield
     except RunError:
         raise
+    except MemoryError as error:
+        raise OutOfMemoryError(f"the host has too little memory ({error}). {memory}") from error
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
-        raise StorageError(
-            f"{error.filename or 'a file of the workdir'} could not be written or read: {error.strerror}. {advice}"
-        ) from error
+        what = error.filename or "a file of the workdir"
+        raise StorageError(f"{what} could not be written or read: {error.strerror}. {storage}") from error
+    except RuntimeError as error:  # jax.errors.JaxRuntimeError is one
+        cause = str(error).partition("\n")[0]
+        if _NO_MEMORY.search(str(error)):
+            raise OutOfMemoryError(f"a device has too little memory ({cause}). {memory}") from error
+        if _LOST_PROCESS.search(str(error)):
+            raise RestartError(
+                f"another process of the run is gone ({cause}), so this one ends; starting all of them again continues "
+                "from the newest checkpoint"
+            ) from error
+        raise

@@ -5,9 +5,9 @@ import os
 import platform
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-BLOCK_BYTES = 1 << 16  # the last line break of a file is searched in blocks of this size, from its end
+from train.lifecycle.errors import StorageError
 
 
 def user_cache() -> Path:
@@ -40,38 +40,37 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
       The objects, and the raw lines that hold none. A last line without a line break, which a killed process leaves, is
       in neither.
     """
-    if not path.exists():
-        return [], []
-    lines, bad = [], []
-    for raw in path.read_bytes().splitlines(keepends=True):
-        line = _parse(raw)
-        if line is not None:
-            lines.append(line)
-        elif raw.endswith(b"\n"):
-            bad.append(raw)
+    content = path.read_bytes() if path.exists() else b""
+    lines, bad = list[dict[str, Any]](), list[bytes]()
+    for raw in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            line = None
+        lines.append(line) if isinstance(line, dict) else bad.append(raw)
     return lines, bad
 
 
 class LineFile:
     """A file that JSON lines are appended to, and that keeps them in memory while the disk does not take them.
 
-    A write that fails is reported once through `on_error`, and again after it has succeeded in between. The lines are
-    written at the next call, so none is lost while the process lives. Opening the file removes an incomplete last line,
-    which a killed process leaves.
+    A write that fails is reported once, and again after one has succeeded. Opening the file removes an incomplete last
+    line, which a killed process leaves.
     """
 
     def __init__(self, path: Path, on_error: Callable[[str], None]):
         self._path, self._on_error = path, on_error
-        self._pending: list[str] = []
-        self._is_failing = False
+        self._pending, self._is_failing = b"", False
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (`close` closes it)
-        self._size = _remove_incomplete_line(self._file)  # number of bytes of the complete lines
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def append(self, lines: Iterable[dict[str, Any]]) -> None:
         """Appends lines, and does not raise if the disk does not take them."""
-        self._pending += [json.dumps(line, allow_nan=False) + "\n" for line in lines]
+        self._pending += b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines)
         try:
             self._write()
+            self._is_failing = False
         except OSError as error:
             if not self._is_failing:
                 self._on_error(f"{self._path} cannot be written: {error.strerror}; its lines wait in memory")
@@ -81,65 +80,22 @@ class LineFile:
         """Waits until all lines are on the disk.
 
         Raises:
-          OSError: The disk does not take them; they are still kept.
+          StorageError: The disk does not take them; they are still kept.
         """
-        self._write()
-        os.fsync(self._file.fileno())
+        try:
+            self._write()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StorageError(f"{self._path} could not be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Closes the file; lines that the disk still does not take are lost."""
         try:
             self._write()
         except OSError as error:
-            self._on_error(f"{self._path} lacks its last {len(self._pending)} lines: {error.strerror}")
+            self._on_error(f"{self._path} lacks its last {self._pending.count(b'\n')} lines: {error.strerror}")
         self._file.close()
 
     def _write(self) -> None:
-        if not self._pending:
-            return
-        self._reopen_if_removed()
-        content = "".join(self._pending).encode()
-        try:
-            while content:
-                content = content[os.write(self._file.fileno(), content) :]
-        except OSError:
-            os.truncate(self._file.fileno(), self._size)  # remove what was written of these lines
-            raise
-        self._size = os.fstat(self._file.fileno()).st_size
-        self._pending, self._is_failing = [], False
-
-    def _reopen_if_removed(self) -> None:
-        try:
-            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            file = open(self._path, "a+b", buffering=0)  # noqa: SIM115
-            self._file.close()
-            self._file, self._size = file, _remove_incomplete_line(file)
-            self._on_error(f"{self._path} was removed or replaced while the run was writing it; it begins anew")
-
-
-def _remove_incomplete_line(file: IO[bytes]) -> int:
-    """Truncates a file to its last line break, and returns its size."""
-    size = end = file.seek(0, os.SEEK_END)
-    complete = 0
-    while end and not complete:
-        start = max(end - BLOCK_BYTES, 0)
-        file.seek(start)
-        block = file.read(end - start)
-        complete = start + block.rfind(b"\n") + 1 if b"\n" in block else 0
-        end = start
-    if complete < size:
-        os.truncate(file.fileno(), complete)
-    return complete
-
-
-def _parse(raw: bytes) -> dict[str, Any] | None:
-    if not raw.endswith(b"\n"):
-        return None
-    try:
-        line = json.loads(raw)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
+        while self._pending:  # a disk that is almost full takes a part of it
+            self._pending = self._pending[os.write(self._file.fileno(), self._pending) :]

@@ -39,14 +39,10 @@ class Loop:
     events: Events
 
     def run(self, state: TrainState, *, start: int) -> tuple[TrainState, int]:
-        """Trains from step `start` to the last step, or until a stop is requested, and saves the final state.
+        """Trains from step `start`, whose state is donated, to the last step or a stop, and saves the final state.
 
         Reports are one interval late: when the host waits for a report, one more interval of steps has already been
         dispatched, so the devices never run out of work.
-
-        Args:
-          state: The train state of step `start`; its buffers are donated to the first step.
-          start: The number of steps that are done.
 
         Returns:
           The state and its step.

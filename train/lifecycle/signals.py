@@ -28,7 +28,7 @@ class StopRequest:
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """Makes a request that is not watching yet; `shared` says that several processes train together."""
+        """Takes whether several processes train together."""
         self.signal: signal.Signals | None = None
         self._shared = shared
         self._watched = [number for number in EXIT_CODES if not (shared and number == signal.SIGTERM)]

@@ -4,31 +4,29 @@
 """
 
 import contextlib
-import dataclasses
+import shutil
+from pathlib import Path
 
 import jax
+from etils import epath
+from jax.experimental import multihost_utils
 
-from train.checkpoints.init_from import load_first_state
-from train.checkpoints.manager import Checkpoints
-from train.checkpoints.record import Record, RunIdentity, identify_run
+from train.checkpoints.init_from import load_parameters
+from train.checkpoints.manager import Checkpoints, unused_path
+from train.checkpoints.record import check_identity, flat_fields, identify_run
 from train.checkpoints.saver import Saver
-from train.config import flatten
 from train.config.command import Command
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
-from train.data.identity import HashCache, identify
+from train.data.identity import identify
 from train.lifecycle.agreement import agree_on_kernels, require_same
 from train.lifecycle.compile_cache import configure_cache
 from train.lifecycle.errors import COMPLETE, DivergedError
 from train.lifecycle.files import write_atomically
-from train.lifecycle.join import join
 from train.lifecycle.loop import Loop
-from train.lifecycle.mirror import Mirror, open_mirror
-from train.lifecycle.monitor import Link
 from train.lifecycle.signals import StopRequest
 from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import Workdir, open_workdir
-from train.lifecycle.working_copy import working_copy
 from train.metrics.events import Events, provenance
 from train.metrics.profiler import Profiler
 from train.metrics.reporting import open_recorder, warn
@@ -40,74 +38,65 @@ from train.step.run_sample import generate
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors, count_parameters
 
 
-def train(command: Command, stop: StopRequest, link: Link | None = None) -> int:
-    """Trains as the command line says, and returns the exit code.
-
-    Args:
-      command: The command line.
-      stop: Tells when to stop.
-      link: The monitor of this process, if several processes train together.
+def train(command: Command, stop: StopRequest) -> int:
+    """Trains as the command line says, and returns the exit code. The processes of the run have joined each other.
 
     Raises:
       RunError: The run ended for a reason that one paragraph explains.
     """
     config = command.config
-    configure_jax(config.mesh)
+    if not config.mesh.distributed:
+        configure_jax(config.mesh)
     configure_cache(config)
-    if link:
-        join(link)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        fields = dict(flatten(dataclasses.asdict(config))) | {"resume": command.resume}
-        require_same("the command line", fields)
         check_fits_mesh(config, mesh.shape)
-        if link:
+        if config.mesh.distributed:
             agree_on_kernels()
-        folder, seconds = working_copy(config.workdir), config.checkpoint.retry_seconds
-        with (
-            open_workdir(folder) as work,
-            open_mirror(config.workdir, folder, seconds=seconds, say=say, warn=warn) as mirror,
-        ):
-            return Run(command, mesh, stop, work, mirror).run()
+        with open_workdir(Path(config.workdir)) as work:
+            return Run(command, mesh, stop, work).run()
 
 
 class Run:
     """One start of a run, whose workdir is locked."""
 
-    def __init__(
-        self, command: Command, mesh: jax.sharding.Mesh, stop: StopRequest, work: Workdir, mirror: Mirror | None = None
-    ):
-        """Opens and checks the data."""
+    def __init__(self, command: Command, mesh: jax.sharding.Mesh, stop: StopRequest, work: Workdir):
+        """Opens and checks the data, and opens the checkpoints."""
         self.command, self.config, self.mesh, self.stop, self.work = command, command.config, mesh, stop, work
-        self.mirror = mirror
         config = self.config
         self.corpora = open_corpora(config.data, vocab_size=config.model.vocab_size)
         self.training, self.validation = split(self.corpora, config)
         self.evaluation = Evaluation(self.validation, config, mesh)
         self.batches = TrainingBatches(self.training, config, mesh)
+        corpus = {name: identify(source, config.data.tokenizer, work.hashes) for name, source in self.corpora.items()}
+        self.identity = identify_run(config, corpus)
+        self.checkpoints = Checkpoints(
+            config.checkpoint.folder or work.checkpoints,
+            keep=config.checkpoint.keep,
+            permanent_every=config.checkpoint.permanent_every,
+        )
 
     def run(self) -> int:
         """Starts the run, continues it, or reports that it is complete; returns the exit code."""
         config, work = self.config, self.work
-        keep, permanent = config.checkpoint.keep, config.checkpoint.permanent_every
-        with contextlib.ExitStack() as stack:
-            checkpoints = stack.enter_context(Checkpoints(work.checkpoints, keep=keep, permanent_every=permanent))
-            changes = work.changes(config)
-            start = checkpoints.choose(self.command.resume_step)
-            require_same("the checkpoint to continue from (all processes must see the same workdir)", start)
-            identity = self._identify()
+        with self.checkpoints, contextlib.ExitStack() as stack:
+            start = self.checkpoints.choose(self.command.resume_step)
+            require_same(
+                {"command line": flat_fields(config), "newest checkpoint": start, "data": self.identity.corpus}
+            )
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
-            if start >= config.steps and (work.sample.exists() or not config.eval.sample_tokens):
-                checkpoints.require_same(start, identity, accept_change=config.data.accept_change)
-                say(f"the run is complete: step {start} of {config.steps}, in {checkpoints.path(start)}")
+            if start >= config.steps and self._has_sample():
+                where = str(self.checkpoints.path(start))
+                record, accepts = self.checkpoints.record(start), config.data.accept_change
+                check_identity(record, self.identity, where=where, accept_change=accepts)
+                say(f"the run is complete: step {start} of {config.steps}, in {where}")
                 return COMPLETE
+            changes = work.changes(config)
             parameters = count_parameters(trainer.abstract_state().params)
             show_setup(config, self.mesh, self.corpora, parameters=parameters, changes=changes)
-            state, record, accepted = self._first_state(trainer, checkpoints, start, identity)
-            self._set_aside(checkpoints, start)
-            if self.mirror:
-                self.mirror.take_over()
+            state, tokens, accepted = self._first_state(trainer, start)
+            self._set_aside(start)
             events = Events(work.events if jax.process_index() == 0 else None, warn)
             stack.callback(events.close)
             events.add(
@@ -121,64 +110,53 @@ class Run:
                 **provenance(),
             )
             if start < config.steps:
-                state, step = self._train(trainer, checkpoints, identity, events, state, start, record)
+                state, step = self._train(trainer, events, state, start, tokens)
                 if step < config.steps:
                     return self.stop.exit_code
             assert state is not None
-            self._finish(trainer, state, checkpoints, events)
+            self._finish(trainer, state, events)
         return COMPLETE
 
-    def _identify(self) -> RunIdentity:
-        cache = HashCache(self.work.hashes)
-        corpus = {name: identify(source, self.config.data.tokenizer, cache) for name, source in self.corpora.items()}
-        require_same("the data", {name: dataclasses.asdict(identity) for name, identity in corpus.items()})
-        return identify_run(self.config, corpus)
+    def _has_sample(self) -> bool:
+        """Returns whether the first process sees the sample, which only a complete run has, or the run makes none."""
+        is_there = self.work.sample.exists() or not self.config.eval.sample_tokens
+        return bool(multihost_utils.broadcast_one_to_all(is_there))
 
-    def _first_state(
-        self, trainer: Trainer, checkpoints: Checkpoints, start: int, identity: RunIdentity
-    ) -> tuple[TrainState | None, Record | None, list[str]]:
+    def _first_state(self, trainer: Trainer, start: int) -> tuple[TrainState | None, int, list[str]]:
         """Restores the checkpoint of step `start`, or takes the parameters of another run.
 
         Returns:
-          The state, or None if it is to be drawn; the record of the checkpoint; and the changes that were accepted.
+          The state, or None if it is to be drawn; the tokens that it has consumed; and the accepted changes.
         """
         config = self.config
         if start:
-            state, record, accepted = checkpoints.restore(
-                start, trainer.abstract_state(), identity, accept_change=config.data.accept_change
+            state, record, accepted = self.checkpoints.restore(
+                start, trainer.abstract_state(), self.identity, accept_change=config.data.accept_change
             )
             self.batches.set_state(record.data)
-            say(f"resumed    {checkpoints.path(start)}")
+            say(f"resumed    {self.checkpoints.path(start)}")
             for change in accepted:
                 say(f"accepted   {change}")
-            return trainer.complete(state), record, accepted
+            return trainer.complete(state), record.tokens, accepted
         if config.init_from is not None:
-            state, path = load_first_state(config, trainer)
+            params, path, _ = load_parameters(config.init_from, config, trainer)
             say(f"parameters from {path}")
-            return state, None, []
-        return None, None, []
+            return trainer.start_from(params), 0, []
+        return None, 0, []
 
-    def _set_aside(self, checkpoints: Checkpoints, start: int) -> None:
+    def _set_aside(self, start: int) -> None:
         """Moves what is later than the step to continue from into the folder set_aside/."""
-        work = self.work
-        # A copy on another machine does not have what is in set_aside/, so a store needs a folder for each start.
-        folder = work.set_aside / self.mirror.start_name if self.mirror else work.set_aside
+        work, folder = self.work, self.work.set_aside
         if self.command.resume_step is not None and jax.process_index() == 0 and work.metrics.exists():
-            work.keep_copy(work.metrics, folder)
-        moved = checkpoints.set_aside(start, folder)
-        if moved:
-            say(f"set aside  moved {moved} to {folder}")
+            folder.mkdir(exist_ok=True)
+            shutil.copy2(work.metrics, unused_path(epath.Path(folder / work.metrics.name)))
+        beside = self.checkpoints.folder.parent / folder.name  # a rename does not leave the file system
+        if moved := self.checkpoints.set_aside(start, beside):
+            say(f"set aside  moved {moved} to {beside}")
 
     def _train(
-        self,
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        identity: RunIdentity,
-        events: Events,
-        state: TrainState | None,
-        start: int,
-        record: Record | None,
-    ) -> tuple[TrainState | None, int]:
+        self, trainer: Trainer, events: Events, state: TrainState | None, start: int, tokens: int
+    ) -> tuple[TrainState, int]:
         """Trains from step `start` to the end or until a stop is requested; returns the state and its step."""
         config, work, stop = self.config, self.work, self.stop
         train_step, eval_step = compile_steps(trainer, config, work, events)
@@ -190,16 +168,22 @@ class Run:
         if jax.process_index() == 0:
             work.begin(config)
         with contextlib.ExitStack() as stack:
-            tokens = record.tokens if record else 0
             recorder = open_recorder(config, work, self.mesh, events, start=start, tokens_before=tokens)
             stack.callback(recorder.close)
             watchdog = stack.enter_context(Watchdog(config.report.hang_seconds, work.stacks))
             profiler = Profiler(config.profile, work.profile)
             stack.callback(profiler.close)
             saver = Saver(
-                config, checkpoints, self.batches, recorder, events, identity, watchdog,
-                warn=warn, before_save=self._before_save, after_save=self._after_save,
-            )  # fmt: skip
+                config,
+                self.checkpoints,
+                self.batches,
+                recorder,
+                events,
+                self.identity,
+                watchdog,
+                work.require_lock,
+                warn,
+            )
             loop = Loop(
                 config, trainer, train_step, eval_step, self.batches, self.evaluation, saver, recorder, stop, watchdog,
                 profiler, events,
@@ -208,23 +192,14 @@ class Run:
                 state, step = loop.run(state, start=start)
             except DivergedError as error:
                 events.add("diverged", step=error.step, cause=str(error))
-                raise _with_advice(error, checkpoints) from error
+                raise self._with_advice(error) from error
         if stop.signal and step < config.steps:
             events.add("stop", step=step, signal=stop.signal.name)
-            say(f"stopped by {stop.signal.name} after step {step}, saved in {checkpoints.path(step)}")
+            say(f"stopped by {stop.signal.name} after step {step}, saved in {self.checkpoints.path(step)}")
             say(f"start again with --workdir {config.workdir} to continue")
         return state, step
 
-    def _before_save(self) -> None:
-        self.work.require_lock()
-        if self.mirror:
-            self.mirror.require_owner()
-
-    def _after_save(self) -> None:
-        if self.mirror:
-            self.mirror.start_upload()
-
-    def _finish(self, trainer: Trainer, state: TrainState, checkpoints: Checkpoints, events: Events) -> None:
+    def _finish(self, trainer: Trainer, state: TrainState, events: Events) -> None:
         """Generates the sample, whose file marks the run as complete."""
         config, work = self.config, self.work
         if config.eval.sample_tokens:
@@ -235,19 +210,20 @@ class Run:
             if jax.process_index() == 0:
                 write_atomically(work.sample, text + "\n")
         events.add("complete", step=config.steps)
-        say(f"done       {checkpoints.path(config.steps)}, {work.metrics}, {work.plot}, {work.tensorboard}")
+        say(f"done       {self.checkpoints.path(config.steps)}, {work.metrics}, {work.plot}, {work.tensorboard}")
 
-
-def _with_advice(error: DivergedError, checkpoints: Checkpoints) -> DivergedError:
-    """Returns the error with what a person can do about it."""
-    checkpoints.wait()
-    good = checkpoints.choose(None)
-    where = (
-        f"the last good checkpoint is {checkpoints.path(good)}, of step {good}"
-        if good
-        else "there is no good checkpoint, because none was due before that step"
-    )
-    return error.explained(
-        f", so the run was stopped and nothing was saved from there on; {where}. Starting again repeats it: try a "
-        "lower optimizer.learning_rate, or --skip.nonfinite True if single batches are bad."
-    )
+    def _with_advice(self, error: DivergedError) -> DivergedError:
+        """Returns the error with what a person can do about it."""
+        self.checkpoints.wait()
+        good = self.checkpoints.choose(None)
+        where = (
+            f"the last good checkpoint is {self.checkpoints.path(good)}, of step {good}"
+            if good
+            else "there is no good checkpoint, because none was due before that step"
+        )
+        return DivergedError(
+            error.step,
+            error.cause,
+            f", so the run was stopped and nothing was saved from there on; {where}. Starting again repeats it: try a "
+            "lower optimizer.learning_rate, or --skip.nonfinite True if single batches are bad.",
+        )

@@ -1,13 +1,13 @@
 """Ends a process that makes no progress, because a supervisor cannot tell a hang from a slow step.
 
-A collective whose partner is gone waits forever, and so does a read from a file system that has stopped answering.
+A collective whose partner is gone can wait forever, and so does a read from a file system that has stopped answering.
 """
 
+import contextlib
 import faulthandler
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -25,23 +25,15 @@ class Watchdog:
     SIGSTOP, or a machine that slept, does not count as hanging.
     """
 
-    def __init__(self, seconds: float, stacks: Path, *, end: Callable[[int], None] = os._exit):
-        """Makes a watchdog that is not watching yet.
-
-        Args:
-          seconds: The longest time without progress; 0 is for ever.
-          stacks: The file that gets the stack of every thread.
-          end: Ends the process with an exit code.
-        """
+    def __init__(self, seconds: float, stacks: Path, *, end: Callable[[int], object] = os._exit):
+        """Takes the longest time without progress, 0 for ever, and the file that gets the stack of every thread."""
         self._seconds, self._stacks, self._end = seconds, stacks, end
-        self._idle = 0.0
-        self._last = "the start"
+        self._idle, self._last = 0.0, "the start"
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
         if self._seconds:
-            self._thread.start()
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(
@@ -55,24 +47,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = min(TICK_SECONDS, self._seconds / 4)
-        while not self._stopped.is_set():
-            time.sleep(tick)
-            self._idle += tick
-            if self._idle > self._seconds and not self._stopped.is_set():
-                self._end_process()
+        while self._idle <= self._seconds:
+            if self._stopped.wait(tick):
                 return
-
-    def _end_process(self) -> None:
-        where = str(self._stacks)
-        try:
-            with open(self._stacks, "w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as error:
-            where = f"no file, because {self._stacks} cannot be written: {error.strerror}"
+            self._idle += tick
+        with contextlib.suppress(OSError), open(self._stacks, "w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
         print(
             f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; the "
-            f"stack of every thread is in {where}. Starting again continues from the newest checkpoint; "
-            "report.hang_seconds sets the time.",
+            f"stack of every thread is in {self._stacks}, unless it cannot be written. Starting again continues from "
+            "the newest checkpoint; report.hang_seconds sets the time.",
             file=sys.stderr,
             flush=True,
         )

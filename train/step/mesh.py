@@ -34,7 +34,7 @@ def configure_jax(config: MeshConfig) -> None:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     if config.distributed:
         try:
-            jax.distributed.initialize()
+            jax.distributed.initialize(heartbeat_timeout_seconds=math.ceil(config.heartbeat_seconds))
         except jax.errors.JaxRuntimeError as error:
             raise RestartError(
                 f"the processes of the run could not join each other: {_first_line(error)}; start all of them again"

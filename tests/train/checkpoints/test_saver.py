@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import os
 from unittest import mock
 
 import pytest
@@ -18,8 +17,8 @@ FAILURES = {
     "quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
     "input/output": (OSError(errno.EIO, "Input/output error"), False),
     "read-only": (OSError(errno.EROFS, "Read-only file system"), False),
-    "no room for a checkpoint": (WriteError(5, OSError("INTERNAL: No space left on device")), True),
-    "checkpoint, input/output": (WriteError(5, OSError(errno.EIO, os.strerror(errno.EIO))), False),
+    "no room for a checkpoint": (WriteError("step 5 could not be written: INTERNAL: No space left on device"), True),
+    "checkpoint, input/output": (WriteError("step 5 could not be written: Input/output error"), False),
 }
 
 
@@ -36,12 +35,12 @@ def saver(config, checkpoints, tmp_path):
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, retry_seconds=0.1))
     return Saver(
         config, checkpoints, mock.MagicMock(), mock.MagicMock(), Events(None), mock.MagicMock(),
-        Watchdog(0, tmp_path / "s"), warn=lambda text: None,
+        Watchdog(0, tmp_path / "s"), lambda: None, lambda text: None,
     )  # fmt: skip
 
 
 def test_a_step_that_is_saved_instead_of_an_earlier_one_is_saved_once(saver, checkpoints):
-    checkpoints.poll.side_effect = WriteError(5, OSError("INTERNAL: No space left on device"))
+    checkpoints.poll.side_effect = WriteError("step 5 could not be written: INTERNAL: No space left on device")
     saver.poll(10, mock.MagicMock())
     saver.save(10, mock.MagicMock())  # the step was due, too
     assert [call.args[0] for call in checkpoints.save.call_args_list] == [10]
@@ -53,6 +52,6 @@ def test_a_step_that_is_saved_instead_of_an_earlier_one_is_saved_once(saver, che
 def test_only_a_full_disk_deletes_older_checkpoints(failure, saver, checkpoints):
     error, deletes = FAILURES[failure]
     checkpoints.save.side_effect = error
-    with pytest.raises(StorageError, match="could not be written"):
+    with pytest.raises(StorageError, match=r"in attempts over 0\.1 s, so the run ends"):
         saver.save(5, mock.MagicMock())
     assert checkpoints.free_space.called == deletes

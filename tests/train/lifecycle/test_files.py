@@ -24,13 +24,11 @@ def test_two_processes_replace_one_file_at_once(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("block", [1, 3, 1 << 16])
 @pytest.mark.parametrize(
     ("content", "kept"),
     [(b"", 0), (b'{"a": 1', 0), (b'{"a": 1}\n', 1), (b'{"a": 1}\n{"a": 2}\n{"a": 3', 2), (b"{}\n" + b"x" * 9999, 1)],
 )
-def test_an_incomplete_last_line_is_removed_before_lines_are_appended(content, kept, block, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BLOCK_BYTES", block)
+def test_an_incomplete_last_line_is_removed_before_lines_are_appended(content, kept, tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(content)
     file = LineFile(path, pytest.fail)

@@ -48,7 +48,7 @@ def make_loop(mesh, trainer_of, opened, tmp_path):
             trainer.compile_eval_step() if config.eval.every else None,
             batches,
             Evaluation(validation, config, mesh),
-            Saver(config, checkpoints, batches, recorder, events, identity, watchdog, warn=pytest.fail),
+            Saver(config, checkpoints, batches, recorder, events, identity, watchdog, lambda: None, pytest.fail),
             recorder,
             opened.enter_context(StopRequest(shared=False)),
             watchdog,
@@ -65,7 +65,7 @@ def steps(opened, tmp_path):
 
     def steps():
         opened.close()
-        with Checkpoints.to_read(tmp_path / "checkpoints") as checkpoints:
+        with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
             return checkpoints.steps()
 
     return steps

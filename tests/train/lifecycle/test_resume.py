@@ -16,9 +16,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 
 from tests.train.launcher import SCRIPT, Run
+from tests.train.lifecycle.faults.workplace import fault
 
 STEPS = 60
 SEED = 20  # determines the moments
@@ -96,7 +96,7 @@ def kill_at(process: Run, moment: Callable[[], bool]) -> None:
     process.communicate()
 
 
-@pytest.mark.slow
+@fault("kill -9 while it starts", "kill -9 between two checkpoints", "kill -9 during the write of a checkpoint")
 def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(start, preset, compile_little, tmp_path):
     """The program has all optimizations, as that of a real run."""
     one, killed = tmp_path / "one", tmp_path / "killed"
@@ -139,4 +139,5 @@ def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(start, preset, c
     state, other = state_of(killed), state_of(one)
     assert jax.tree.structure(state) == jax.tree.structure(other)
     jax.tree.map(np.testing.assert_array_equal, state, other)
+    assert all(name.isdigit() for name in checkpoints(killed)), "a half-written checkpoint is left"
     assert (killed / "sample.txt").read_text() == (one / "sample.txt").read_text()

@@ -9,41 +9,6 @@ import pytest
 from tests.train.lifecycle.faults.workplace import after_step, fault, one_paragraph
 
 
-@fault("kill -9 while it starts")
-def test_kill_at_start(place, expected):
-    for seconds in (0.05, 0.5, 1.0):
-        process = place.start()
-        time.sleep(seconds)
-        process.kill()
-        process.communicate()
-    assert place.completes() == ""
-    assert place.losses() == expected
-
-
-@fault("kill -9 between two checkpoints")
-def test_kill_between_steps(place, expected):
-    process = place.start()
-    after_step(process, 13)
-    process.kill()
-    process.communicate()
-    assert place.steps_saved()
-    assert place.completes() == ""
-    assert place.losses() == expected
-
-
-@fault("kill -9 during the write of a checkpoint")
-def test_kill_while_saving(place, expected):
-    process = place.start()
-    while not any("tmp" in path.name for path in (place.work / "checkpoints").glob("*")):
-        assert process.poll() is None
-        time.sleep(0.0005)
-    process.kill()
-    process.communicate()
-    assert place.completes() == ""
-    assert place.losses() == expected
-    assert not [path for path in (place.work / "checkpoints").iterdir() if not path.name.isdigit()]
-
-
 @fault("SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C")
 def test_signal(place, expected):
     """One run is stopped by each of them in turn."""

@@ -2,13 +2,13 @@
 
 After each fault the run says in one paragraph what is wrong and ends with the documented code, or it goes on. Started
 again, with the cause removed where it was refused, it completes with the losses of a run that was never disturbed, and
-no step, line or complete checkpoint is lost. The rows are the tests in the other files of this folder; those about
-several processes are in test_distributed.py.
+no step, line or complete checkpoint is lost. The rows are the tests in the other files of this folder, and in
+test_resume.py and test_distributed.py.
 """
 
 from pathlib import Path
 
-from tests.train import test_distributed
+from tests.train.lifecycle import test_distributed, test_resume  # noqa: F401
 from tests.train.lifecycle.faults import test_disks, test_processes, test_training_data, test_workdir_files  # noqa: F401
 from tests.train.lifecycle.faults.workplace import ROWS
 
@@ -18,5 +18,5 @@ DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "operations.md"
 def test_the_table_in_the_document_has_these_rows():
     text = DOCUMENT.read_text().partition("## The fault table")[2].partition("\n## ")[0]
     documented = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")} - {"Fault"}
-    assert documented == set(ROWS) | set(test_distributed.FAULTS)
+    assert documented == set(ROWS)
     assert len(documented) >= 30

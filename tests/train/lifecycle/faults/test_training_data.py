@@ -25,9 +25,9 @@ def test_changed_data(stopped, expected):
     """Reversed, halved, and with one byte that differs."""
     before = contents(stopped.work)
     for change, said in (
-        (lambda data: data[::-1], "it has as many tokens, and other ones"),
+        (lambda data: data[::-1], "source data: content_hash was "),
         (lambda data: data[: len(data) // 2], "tokens was "),
-        (lambda data: data[:9000] + b"X" + data[9001:], "it has as many tokens, and other ones"),
+        (lambda data: data[:9000] + b"X" + data[9001:], "source data: content_hash was "),
     ):
         code, _, err = stopped.run("--data.path", other_data(stopped, change))
         assert code == 2
@@ -47,7 +47,7 @@ def test_accepted_data(stopped, expected):
     assert stopped.losses()[:newest] == expected[:newest]
     events = [json.loads(line) for line in (stopped.work / "events.jsonl").read_text().splitlines()]
     starts = [event for event in events if event["event"] == "start"]
-    assert any("other ones" in change for change in starts[-1]["changes"])
+    assert any("content_hash" in change for change in starts[-1]["changes"])
 
 
 @fault("another tokenizer")

@@ -78,17 +78,6 @@ def test_deleted_config(stopped, expected):
     assert stopped.losses() == expected
 
 
-@fault("an unreadable config.json")
-def test_unreadable_config(stopped, expected):
-    (stopped.work / "config.json").write_text("{")
-    code, _, err = stopped.run()
-    assert code == 2
-    assert one_paragraph(err)
-    (stopped.work / "config.json").unlink()
-    assert stopped.completes() == ""
-    assert stopped.losses() == expected
-
-
 @fault("deleted events, plots, event files and program")
 def test_deleted_views(stopped, expected):
     shutil.rmtree(stopped.work / "tensorboard")

@@ -27,12 +27,12 @@ _data.TrainingBatches.__next__ = _slowly
 ROWS: dict[str, Callable] = {}
 
 
-def fault(name: str) -> Callable:
-    """Registers a test as the row of the fault table that has this name."""
+def fault(*names: str) -> Callable:
+    """Registers a test as the rows of the fault table that have these names."""
 
     def register(test: Callable) -> Callable:
-        assert name not in ROWS
-        ROWS[name] = test
+        assert not ROWS.keys() & set(names)
+        ROWS.update(dict.fromkeys(names, test))
         return pytest.mark.slow(test)
 
     return register

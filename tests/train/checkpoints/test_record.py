@@ -1,0 +1,91 @@
+"""Tests of train/checkpoints/record.py: a changed record, other data and another architecture are noticed."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from train.checkpoints.record import DamagedError, Record, architecture, check_identity, from_json, identify_run
+from train.data import identity
+from train.data.corpus import Corpus
+from train.data.identity import hash_all, identify
+from train.lifecycle.errors import InputError
+
+TOKENS = np.arange(100_000) % 251
+
+
+def corpus(tokens, **fields):
+    return Corpus("text", np.asarray(tokens, np.uint8), is_text=True, **fields)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "corpus.json"
+
+
+@pytest.fixture
+def record(config, cache):
+    known = identify_run(config, {"data": identify(corpus(TOKENS), None, cache)})
+    return Record(
+        **vars(known), step=10, data={"sequences": 80}, tokens=1280, parts=["params"], fingerprint={"params.a": 7}
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tokenizer", "said"),
+    [
+        (TOKENS[::-1], None, ["content_hash"]),
+        (np.where(np.arange(TOKENS.size) == 77_777, 0, TOKENS), None, ["content_hash"]),
+        (TOKENS[:50_000], None, ["tokens was 100000 and is 50000", "content_hash"]),
+        (TOKENS, "gpt2", ["tokenizer was bytes and is gpt2"]),
+    ],
+    ids=["reversed", "one token", "half", "another tokenizer"],
+)
+def test_other_data_are_refused_unless_they_are_accepted(tokens, tokenizer, said, config, record, cache):
+    other = identify_run(config, {"data": identify(corpus(tokens), tokenizer, cache)})
+    with pytest.raises(InputError, match=r"the data are not those of here: .*--data.accept_change True"):
+        check_identity(record, other, where="here", accept_change=False)
+    changes = check_identity(record, other, where="here", accept_change=True)
+    assert len(changes) == len(said)
+    for change, part in zip(changes, said, strict=True):
+        assert change.startswith(f"source data: {part}")
+
+
+def test_another_seed_or_source_is_other_data(config, record):
+    other = identify_run(dataclasses.replace(config, seed=3), {})
+    changes = check_identity(record, other, where="here", accept_change=True)
+    assert changes[0] == "seed was 0 and is 3"
+    assert "source data: tokens was 100000 and is absent" in changes
+
+
+def test_the_architecture_does_not_depend_on_how_the_model_is_computed(config, replace):
+    free = {"dtype": "bfloat16", "remat": "dots", "fsdp_overlap": "prefetch"}
+    assert architecture(config) == architecture(replace(config, model=free))
+    assert architecture(config)["model.kv_heads"] == 8
+    others = {name for name in architecture(config) if not name.startswith("model.")}
+    assert others == {"optimizer.master_copies"}
+
+
+@pytest.mark.parametrize("change", [{"step": 11}, {"data": {"sequences": 88}}, {"fingerprint": {}}, {"checksum": ""}])
+def test_a_changed_record_is_damaged(change, record):
+    assert from_json(record.to_json()) == record
+    with pytest.raises(DamagedError, match="the record is not what was saved"):
+        from_json(record.to_json() | change)
+
+
+def test_a_record_of_another_format_is_refused():
+    with pytest.raises(InputError, match="version 1 of the format, and this code reads 2"):
+        from_json({"data": {}})
+
+
+def test_a_large_file_is_hashed_again_only_when_it_was_modified(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "CACHED_BYTES", 1)
+    hashed, path = [], tmp_path / "tokens.bin"
+    monkeypatch.setattr(identity, "hash_all", lambda tokens: hashed.append(1) or hash_all(tokens))
+    mapped = corpus(np.frombuffer(b"abcd", np.uint8), file=path)
+    for content, times in ((b"abcd", 1), (b"abcde", 2)):
+        path.write_bytes(content)
+        assert identify(mapped, None, cache) == identify(mapped, None, cache)
+        assert len(hashed) == times
+    identify(mapped, None, tmp_path / "missing" / "corpus.json")  # a cache that cannot be written
+    assert len(hashed) == 3
