@@ -29,21 +29,17 @@ _SKIPPED_MODULES = "_sysconfigdata"
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens and where they come from.
-
-    Attributes:
-      name: Name of the source, for messages.
-      tokens: The tokens, a 1-D array of uint8, uint16 or uint32 that may be mapped from a file.
-      is_text: Whether every token is a byte of text, so that generated tokens can be shown as text.
-      file: The file that the tokens are mapped from, or None if they are in memory.
-      tokenizer: The tokenizer that makes text of tokens, if its file was given.
-    """
+    """Tokens and where they come from."""
 
     name: str
     tokens: np.ndarray
+    """A 1-D array of uint8, uint16 or uint32 that may be mapped from a file."""
     is_text: bool
+    """Whether every token is a byte of text, so that generated tokens can be shown as text."""
     file: Path | None = None
+    """The file that the tokens are mapped from, or None if they are in memory."""
     tokenizer: Tokenizer | None = None
+    """What makes text of tokens, if its file was given."""
 
 
 def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
@@ -57,13 +53,9 @@ def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
 
 
 def open_source(location: str | None, config: DataConfig, *, vocab_size: int, field: str = "data.path") -> Corpus:
-    """Opens the data at a location as tokens and checks every token; None is the standard library of this Python.
+    """Opens the data at a path or a URL as tokens and checks every token; None is the standard library of this Python.
 
-    Args:
-      location: The path or the URL.
-      config: The tokenizer, the separator, and the type of the tokens in a .bin file.
-      vocab_size: The number of tokens in the vocabulary.
-      field: The field of the configuration that names the location, for messages.
+    `field` is the field of the configuration that names the location, for messages.
 
     Raises:
       InputError: The data is missing, unreadable, empty or of an unknown kind, a token is not in the vocabulary, or

@@ -38,11 +38,7 @@ type Kernels = Literal["play", "estimate"]
 def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: Kernels = "play") -> int:
     """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and returns the exit code.
 
-    Args:
-      config: The run.
-      topology: The chips.
-      trust: Which kernels calls may take that name none.
-      kernels: Whether every distinct kernel is simulated, or takes what its own cost estimate says.
+    `trust` and `kernels` are those of `train.config.command.Command`.
 
     Raises:
       InputError: The topology is unknown or does not match the mesh, libtpu is missing, the model or the batch does not

@@ -39,30 +39,17 @@ HEADER = (*AXES, "remat", "memory", "step", "MFU", "exposed", "by what", "figure
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A mesh and its figures, predicted or from the compiled step.
-
-    Attributes:
-      mesh: The sizes of the four axes.
-      remat: What the backward pass computes again.
-      memory: The bytes that a device needs.
-      fits: Whether a device has them.
-      seconds: The time of a step; None if it does not fit and was not estimated.
-      mfu: Model FLOPs utilization, 0 to 1, or None.
-      exposed: The share of the step in which a device waits for others, or None.
-      by_what: What it waits for longest.
-      source: What the figures are: COMPILED, PREDICTED, or FAILED for predicted figures of a step that could not be
-        compiled.
-    """
+    """A mesh and its figures, predicted or from the compiled step; there are none if that does not fit."""
 
     mesh: tuple[int, ...]
     remat: Remat
-    memory: int
+    memory: int  # bytes that a device needs
     fits: bool
     seconds: float | None
-    mfu: float | None
-    exposed: float | None
-    by_what: str
-    source: str
+    mfu: float | None  # model FLOPs utilization, 0 to 1
+    exposed: float | None  # share of the step in which a device waits for others
+    by_what: str  # what it waits for longest
+    source: str  # COMPILED, PREDICTED, or FAILED
 
     def cells(self) -> tuple[str, ...]:
         """Returns the row of the table."""
@@ -88,12 +75,8 @@ class Row:
 def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) -> int:
     """Prints the table, saves all of it in the folder `dry_run` of the workdir, and returns the exit code.
 
-    Args:
-      config: The run; its own mesh is not read, except for the layout of sequences, and neither is its policy of
-        rematerialization.
-      topology: The chips.
-      trust: The kernels that compiled steps take.
-      compiled: The number of meshes to compile.
+    Of the run's own mesh only the layout of sequences is read, and its policy of rematerialization is not. `compiled`
+    meshes are compiled, with the kernels that `trust` lets them take.
 
     Raises:
       InputError: The topology is unknown or has several slices, libtpu is missing, no mesh of it divides the model and
@@ -129,14 +112,10 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
 
 
 def rank(config: Config, chip: Chip, devices: int, remats: Sequence[Remat] = ()) -> list[Prediction]:
-    """Returns all meshes on which the run can be laid out: those that fit by their time, then the others by memory.
+    """Returns all meshes of some devices that the run divides over: those that fit by time, then the others by memory.
 
-    Args:
-      config: The run; its own mesh is not read, except for the layout of sequences.
-      chip: The chip of all devices.
-      devices: Their number.
-      remats: Policies of rematerialization, of which each mesh takes the fastest that fits with room to spare, or that
-        which needs the least memory; by default that of the run.
+    Each takes the fastest of the policies of rematerialization that fits with room to spare, or that which needs the
+    least memory; by default there is that of the run alone.
 
     Raises:
       InputError: No mesh divides the model and the batch; the message says why the last one does not.

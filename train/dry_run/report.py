@@ -20,28 +20,15 @@ LISTED = 5  # number of causes of waits, and of kinds of findings, that the text
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """One compiled training step: the step that was requested or, if that does not fit, a smaller one.
+    """One compiled training step: the step that was requested or, if that does not fit, a smaller one."""
 
-    Attributes:
-      config: The configuration that was requested.
-      tried: The configuration that the program was compiled from.
-      smaller: The options in which the two differ; empty if the requested step fits.
-      needed: Memory that the requested step needs, in bytes per device.
-      topology: Name of the chips, such as "v5e:2x4".
-      mesh: Axis names of the mesh and their sizes.
-      state: The abstract train state of the tried configuration.
-      program: The compiled step.
-      audit: Audit of the program's transfers.
-      timeline: Estimate of the program's time.
-    """
-
-    config: Config
-    tried: Config
-    smaller: dict[str, Any]
-    needed: int
+    config: Config  # as requested
+    tried: Config  # what the program was compiled from
+    smaller: dict[str, Any]  # the options in which the two differ; empty if the requested step fits
+    needed: int  # memory that the requested step needs, in bytes per device
     topology: str
     mesh: dict[str, int]
-    state: TrainState
+    state: TrainState  # abstract, of the tried configuration
     program: check.CompiledProgram
     audit: check.Audit
     timeline: check.Timeline

@@ -33,11 +33,7 @@ class Sink:
 class Recorder:
     """Collects the metrics of dispatched steps and writes finished lines to the sinks.
 
-    Args:
-      sinks: The destinations of lines.
-      pace: What measures the speed; the loop tells it where the host waits.
-      skip_limit: Number of updates in a row whose skipping ends the run.
-      on_skip: Is called with the line of each step whose update was skipped.
+    `skip_limit` skipped updates in a row end the run, and `on_skip` is called with the line of each of them.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class Recorder:
         pace: Pace,
         *,
         skip_limit: int = 1,
-        on_skip: Callable[[Line], None] = lambda line: None,
+        on_skip: Callable[[Line], None] = lambda _: None,
     ):
         self.pace = pace
         self._sinks = list(sinks)

@@ -19,16 +19,7 @@ from train.metrics.tensorboard import TensorBoard
 def open_recorder(
     config: Config, work: Workdir, mesh: jax.sharding.Mesh, events: Events, *, start: int, tokens_before: int
 ) -> Recorder:
-    """Opens the recorder of a run and its sinks; only the first of several processes has sinks.
-
-    Args:
-      config: The configuration of the run.
-      work: Its workdir.
-      mesh: Its devices.
-      events: What gets an event for each skipped update.
-      start: The number of steps that are done.
-      tokens_before: The number of tokens that they consumed.
-    """
+    """Opens the recorder of a run that has done `start` steps, and its sinks, which only the first process has."""
     peak, chip = config.report.peak_tflops, chip_of_device(mesh.devices.flat[0].device_kind)
     pace = Pace(
         tokens_per_step=config.data.batch_size * config.data.sequence_length,

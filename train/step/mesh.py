@@ -153,11 +153,6 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[
     >>> infer_sizes({"data": -1, "model": 4}, 8)
     {'data': 2, 'model': 4}
 
-    Args:
-      sizes: The requested sizes of the axes by their names, of which one may be -1.
-      devices: The number of devices.
-      kind: The kind of device that error messages name, such as "tpu".
-
     Raises:
       InputError: A size is not positive, more than one is -1, or the sizes do not multiply to `devices`.
     """
