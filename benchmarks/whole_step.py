@@ -39,10 +39,10 @@ from benchmarks.step import WINDOWED
 from benchmarks.table import print_table, write_between_markers
 from configs.llama_8b import llama_8b
 from flaxasync import check
+from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import trusting
 from train.config import Config
 from train.dry_run.report import gib, time_text
-from train.dry_run.step_phases import Phases
 from train.metrics.model_flops import model_flops_per_token
 from train.step.mesh import FSDP, mesh_over
 from train.step.trainer import Trainer, TrainState

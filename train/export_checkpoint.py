@@ -61,16 +61,14 @@ def _export(command: Command) -> None:
 
     from models.families import write_config
     from train.checkpoints.init_from import load_parameters
-    from train.step.mesh import check_model_fits_mesh, configure_jax, make_mesh
+    from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer
 
     try:
         write_config(config.model, length=1)
     except NotImplementedError as error:
         raise InputError(str(error)) from error
-    configure_jax(config.mesh)
-    mesh = make_mesh(config.mesh)
-    check_model_fits_mesh(config, mesh.shape)
+    mesh = open_model_mesh(config)
     with jax.set_mesh(mesh):
         evaluated = command.parameters == "evaluated"
         params, path, part = load_parameters(
@@ -107,7 +105,7 @@ def _filled(folder: Path) -> Iterator[None]:
 def _write(command: Command, config: Config, params: Any) -> None:
     """Writes the files of an export into its folder, which exists."""
     from models.hugging_face import export_parameters
-    from train.metrics.percent import Percent
+    from train.metrics.progress import Percent
 
     kept = command.workdir / "hugging_face"
     before = _read_json(kept / "config.json")
