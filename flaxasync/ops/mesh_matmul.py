@@ -1,6 +1,7 @@
 """`mesh_matmul`: a matmul whose two operands split the contraction over different axes of a mesh.
 
-It is for use inside `jax.shard_map`, on local shards. The kernels are in `flaxasync.kernels`; docs/kernels has their schedules and predicted times.
+It is for use inside `jax.shard_map`, on local shards. The kernels are in `flaxasync.kernels`; docs/kernels has
+their schedules and predicted times.
 """
 
 import dataclasses
