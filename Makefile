@@ -74,14 +74,14 @@ bench: .venv/.bench  ## measure the tables that the documents quote and draw the
 	$(CPU) $(BIN)/python benchmarks/async_starts.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img
 	$(CPU) $(BIN)/python benchmarks/device_order.py --write docs/tpu.md
-	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --write docs/kernels.md
+	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --write docs/kernels/mesh_matmul.md
 	$(CPU) $(BIN)/python benchmarks/scaling.py --write docs/scaling.md
 	$(CPU) $(BIN)/python benchmarks/player_layers.py --write docs/player.md
-	$(CPU) $(BIN)/python benchmarks/few_rows.py --write docs/kernels.md
+	$(CPU) $(BIN)/python benchmarks/few_rows.py --write docs/kernels/exchange.md
 	$(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md
 	$(BIN)/python benchmarks/start.py --write docs/train.md
 	$(CPU) $(BIN)/python benchmarks/attention.py --write docs/ring.md
-	$(CPU) $(BIN)/python benchmarks/attention_kernel.py --write docs/kernels.md
+	$(CPU) $(BIN)/python benchmarks/attention_kernel.py --write docs/kernels/layers.md
 
 pictures: .venv/.dev  ## draw the pictures in docs/img
 	$(BIN)/python docs/loop_picture.py

@@ -1,7 +1,7 @@
 """`all_gather_matmul` as one fused kernel, compared with XLA: predicted without a TPU, measured on TPUs.
 
     python benchmarks/all_gather_matmul.py                            predict both programs (minutes; no TPU)
-    python benchmarks/all_gather_matmul.py --write docs/kernels.md    also write the table between the markers there
+    python benchmarks/all_gather_matmul.py --write docs/kernels/all_gather_matmul.md  and writes it there
     python benchmarks/all_gather_matmul.py --small                    use small sizes (seconds; no reference figures)
 
 The matmuls on v6e are those on which a public all-gather-matmul kernel was compared with XLA. Those on v5e are the up

@@ -1,7 +1,7 @@
 """The attention kernels of flaxasync, JAX and tokamax, forward and backward: simulated without a TPU.
 
     python benchmarks/attention_kernel.py                          prints the table (about ten minutes)
-    python benchmarks/attention_kernel.py --write docs/kernels.md  also writes it between the markers of that file
+    python benchmarks/attention_kernel.py --write docs/kernels/layers.md  and writes it there
 
 The program computes causal attention of one sequence of 4096 rows, with four heads of 128 features that share one head
 of keys and values, in bfloat16, and its gradients. That is what one of eight tensor-parallel devices has of a sequence

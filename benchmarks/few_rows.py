@@ -1,7 +1,7 @@
 """Single tokens through a decoder layer of eight billion parameters: how the sums over eight devices are done.
 
     python benchmarks/few_rows.py                          prints both tables; no TPU
-    python benchmarks/few_rows.py --write docs/kernels.md  also puts them between the markers there
+    python benchmarks/few_rows.py --write docs/kernels/exchange.md  also puts them between the markers there
     python benchmarks/few_rows.py --results FILE           keeps all times in FILE, and simulates what it lacks
 
 The first table is a row-parallel product [rows, 4096] @ [4096, 4096] in bf16 with each backend. The second one is a

@@ -1,7 +1,7 @@
 """`fa.mesh_matmul` on every backend, with the sizes of a published 2 x 2 study: predicted, and measured on TPUs.
 
     python benchmarks/mesh_matmul.py                            predict every backend (half a minute; no TPU)
-    python benchmarks/mesh_matmul.py --write docs/kernels.md    also write the table between the markers there
+    python benchmarks/mesh_matmul.py --write docs/kernels/mesh_matmul.md  and writes it there
     python benchmarks/mesh_matmul.py --small                    divide all sizes by 8 (seconds; no reference figures)
     python benchmarks/mesh_matmul.py --meshes [--write FILE]    predict other meshes of four and eight v5e chips
 

@@ -1,7 +1,7 @@
 """One decoder layer of a preset, forward and with all gradients, on eight TPUs: predicted without a TPU.
 
     python benchmarks/step.py --cache DIR                           all layers on all topologies (hours)
-    python benchmarks/step.py --cache DIR --write docs/kernels.md   also writes the table of that file
+    python benchmarks/step.py --cache DIR --write docs/kernels/layers.md   also writes the table of that file
     python benchmarks/step.py --presets llama_8b --topologies v6e:2x4 --variants flaxasync --phases
 
 The layers are those of PRESETS, with as many sequences of tokens as it says, in bfloat16, tensor-parallel over eight

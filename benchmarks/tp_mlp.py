@@ -1,7 +1,7 @@
 """A tensor-parallel MLP, forward and with all gradients, on every backend: predicted without a TPU, measured on TPUs.
 
     python benchmarks/tp_mlp.py                            predict every backend on v5e:2x4 (half an hour on two cores)
-    python benchmarks/tp_mlp.py --write docs/kernels.md    also write the table between the markers of that file
+    python benchmarks/tp_mlp.py --write docs/kernels/layers.md    also write the table between the markers of that file
     python benchmarks/tp_mlp.py --quick                    predict the first shape only, on every backend
 
 The MLP is y = silu(x @ up) @ down in bfloat16. Its input and output are sharded over the sequence, and its hidden

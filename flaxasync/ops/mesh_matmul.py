@@ -1,7 +1,7 @@
 """`mesh_matmul`: a matmul whose two operands split the contraction over different axes of a mesh.
 
-It is for use inside `jax.shard_map`, on local shards. The kernels are in `flaxasync.kernels`; docs/kernels.md has their
-schedules and predicted times.
+It is for use inside `jax.shard_map`, on local shards. The kernels are in `flaxasync.kernels`; docs/kernels has
+their schedules and predicted times.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def mesh_matmul(
       tiles: The tiles of the kernels' matmul, at most.
       directions: The directions of the transfers of "serial", "fused" and "overlapped": 1, or 2 to send half of the
         rows in each direction around an axis of more than two devices. None stands for 2 where the shapes can be
-        halved, but for 1 on X x 2 meshes of several mesh rows, where two directions delay each other (docs/kernels.md).
+        halved, but for 1 on X x 2 meshes of several mesh rows, where two directions delay each other.
 
     Returns:
       o, in the dtype of lhs. Its type says that it does not vary over y.

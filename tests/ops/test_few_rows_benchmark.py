@@ -1,4 +1,4 @@
-"""benchmarks/few_rows.py: its table in docs/kernels.md, its file of results, and what it simulates only once."""
+"""benchmarks/few_rows.py: its table in the docs, its file of results, and what it simulates only once."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import few_rows as benchmark
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "kernels" / "exchange.md").read_text()
 SECTION = PAGE.partition("<!-- few rows layer -->")[2].partition("<!-- /few rows layer -->")[0]
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if line.startswith("|")]
 
@@ -19,7 +19,7 @@ def test_the_page_has_every_layer_and_the_planned_form_is_never_slower():
     assert [tuple(row[:2]) for row in ROWS[2:]] == [(topology, str(batch)) for topology, batch in cases]
     for (topology, batch), (_, _, names, times, *_) in zip(cases, ROWS[2:], strict=True):
         plan = " and ".join(dict.fromkeys(benchmark.planned(topology, batch)))
-        assert names == plan, "run python benchmarks/few_rows.py --write docs/kernels.md"
+        assert names == plan, "run python benchmarks/few_rows.py --write docs/kernels/exchange.md"
         taken, serial = map(float, times.split(" / "))
         assert taken == serial if plan == "none" else taken < serial, (topology, batch)
 

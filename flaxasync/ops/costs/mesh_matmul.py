@@ -9,7 +9,7 @@ from flaxasync.hardware import Chip
 from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
 
 EFFICIENCY = {"none": 0.95, "xla_gemm": 0.94, "serial": 0.94, "overlapped": 0.97}
-"""The share of the peak FLOP/s that the product reaches, played on v5e (docs/kernels.md)."""
+"""The share of the peak FLOP/s that the product reaches, played on v5e (docs/kernels/mesh_matmul.md)."""
 STEP_SECONDS = 3e-6
 """The seconds that a kernel or collective costs once, for its barrier, first fetch and last store. Assumed."""
 
