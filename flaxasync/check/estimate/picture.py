@@ -87,6 +87,7 @@ def _panel(title: str, timeline: Timeline, begin: float, end: float, *, devices:
             found.setdefault((s.device, s.lane), []).append(s)
     order = sorted(found, key=lambda at: (at[0], at[1] != "core", at[1] == "memory", at[1]))
     heights = [_CORE if lane == "core" else _LANE for _, lane in order]
+    end = max(end, begin + 1e-9)  # a program that takes no time has a width, too
     return _Panel(title, timeline, begin, end, {at: found[at] for at in order}, heights)
 
 
