@@ -130,8 +130,9 @@ def _draw_panel(axes_of_bands: Sequence[Any], panel: _Panel, name_of: Callable[[
     for axes, ((device, lane), slices) in zip(axes_of_bands, panel.bands.items(), strict=True):
         shares = _shares(slices, panel)
         drawn.update(shares)
-        colours = [COLOURS[kind][0] for kind in shares]
-        axes.stackplot(edges, *shares.values(), colors=colours, step="post", linewidth=0)
+        if shares:  # a core that does nothing has none
+            colours = [COLOURS[kind][0] for kind in shares]
+            axes.stackplot(edges, *shares.values(), colors=colours, step="post", linewidth=0)
         axes.set(xlim=(0, width), ylim=(0, _NAMES if lane == "core" else 1), yticks=[])
         label = lane + (f", device {device}" if len(panel.timeline.devices) > 1 else "")
         axes.set_ylabel(label, rotation=0, ha="right", va="center")
