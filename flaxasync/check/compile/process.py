@@ -58,9 +58,11 @@ class CompilerProcess:
         try:
             answer = self._answer(request, timeout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            death = f"the TPU compiler {_death(self.process.wait())}; its last lines:\n{self._last_lines()}"
+            code = self.process.wait()
+            death = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            last_lines = self._last_lines()
             self.end()
-            raise RuntimeError(death) from None
+            raise RuntimeError(f"the TPU compiler {death}; its last lines:\n{last_lines}") from None
         finally:
             if self._dumps is not None and folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -119,9 +121,3 @@ def shared_process(*, dumps: bool = False) -> CompilerProcess:
 def busy_message(error: object) -> str:
     """Returns a message that says what to do where another process holds libtpu."""
     return f"libtpu is in use: {error}. Start the other process with ALLOW_MULTIPLE_LIBTPU_LOAD=1, or wait for it"
-
-
-def _death(code: int) -> str:
-    if code < 0:
-        return f"died of {signal.Signals(-code).name}"
-    return f"ended with code {code}"

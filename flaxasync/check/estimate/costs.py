@@ -21,6 +21,7 @@ without a `cost_estimate` is charged by its bytes, and the timeline notes it.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from flaxasync.check.estimate.collective_time import collective_seconds
@@ -41,6 +42,7 @@ _FREE = frozenset(
 )
 _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 _STEPS = ("-start", "-done", "-update")
+_NUMBER = re.compile(r"(?<=.)\.\d+$")  # that of an instruction: "gemm.3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +172,7 @@ class Costs:
         return (moved, "bytes") if flops is None else (max(moved, flops / self.chip.flops), "estimate")
 
     def _given(self, kernel: str) -> float | None:
-        return self.kernels.get(kernel, self.kernels.get(_without_number(kernel)))
+        return self.kernels.get(kernel, self.kernels.get(_NUMBER.sub("", kernel)))
 
     def _collective_seconds(self, computation: Computation, i: Instruction, collective: Instruction) -> float:
         sent, kind = self._operand_bytes(computation, i), self.collective_kind(computation, i, collective)
@@ -210,9 +212,3 @@ class Costs:
     def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:
         made = (computation.by_name.get(o) for o in i.operands[skip:])
         return sum(m.shape.bytes for m in made if m is not None)
-
-
-def _without_number(name: str) -> str:
-    """Returns "gemm" for "gemm.3"."""
-    head, _, tail = name.rpartition(".")
-    return head if tail.isdigit() and head else name

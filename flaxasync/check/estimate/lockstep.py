@@ -66,7 +66,7 @@ class Lockstep:
             elif i.opcode == "while":
                 self._loop(i)
             elif i.opcode == "conditional":
-                self._longest_branch(i)
+                self._run(max(i.called_computations, key=self.costs.computation_seconds, default=""))
             elif i.opcode == "call":
                 for called in i.called_computations:
                     self._run(called)
@@ -169,9 +169,6 @@ class Lockstep:
 
     # Control flow.
 
-    def _longest_branch(self, i: Instruction) -> None:
-        self._run(max(i.called_computations, key=self.costs.computation_seconds, default=""))
-
     def _loop(self, loop: Instruction) -> None:
         body = loop.loop_body
         if body not in self.module.computations or body in self._active:
@@ -208,17 +205,14 @@ class Lockstep:
     def _distinct_devices(self) -> list[int]:
         """Returns [0] if all devices do the same, and all devices if a permute leaves some of them out."""
         count = self.module.num_partitions
-        for i in self._communications():
+        communications = [op.inner or op.start for op in self._operations]
+        for name in self.executed:
+            communications += [i for i in self.module.computations[name].instructions if i.opcode in COLLECTIVES]
+        for i in communications:
             pairs = [(source, target) for source, target in permute_pairs(i) if source != target]
             if permute_pairs(i) and (len({s for s, _ in pairs}) < count or len({t for _, t in pairs}) < count):
                 return list(range(min(count, MAX_DEVICES)))
         return [0]
-
-    def _communications(self) -> list[Instruction]:
-        starts = [op.inner or op.start for op in self._operations]
-        return starts + [
-            i for n in self.executed for i in self.module.computations[n].instructions if i.opcode in COLLECTIVES
-        ]
 
 
 def _lane_of_kernel(op: AsyncOperation) -> str:

@@ -87,6 +87,7 @@ def _panel(title: str, timeline: Timeline, begin: float, end: float, *, devices:
             found.setdefault((s.device, s.lane), []).append(s)
     order = sorted(found, key=lambda at: (at[0], at[1] != "core", at[1] == "memory", at[1]))
     heights = [_CORE if lane == "core" else _LANE for _, lane in order]
+    end = max(end, begin + 1e-9)  # a program that takes no time has a width, too
     return _Panel(title, timeline, begin, end, {at: found[at] for at in order}, heights)
 
 
@@ -129,8 +130,9 @@ def _draw_panel(axes_of_bands: Sequence[Any], panel: _Panel, name_of: Callable[[
     for axes, ((device, lane), slices) in zip(axes_of_bands, panel.bands.items(), strict=True):
         shares = _shares(slices, panel)
         drawn.update(shares)
-        colours = [COLOURS[kind][0] for kind in shares]
-        axes.stackplot(edges, *shares.values(), colors=colours, step="post", linewidth=0)
+        if shares:  # a core that does nothing has none
+            colours = [COLOURS[kind][0] for kind in shares]
+            axes.stackplot(edges, *shares.values(), colors=colours, step="post", linewidth=0)
         axes.set(xlim=(0, width), ylim=(0, _NAMES if lane == "core" else 1), yticks=[])
         label = lane + (f", device {device}" if len(panel.timeline.devices) > 1 else "")
         axes.set_ylabel(label, rotation=0, ha="right", va="center")

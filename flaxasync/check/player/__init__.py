@@ -2,15 +2,15 @@
 
 Each file imports only files that are listed above it or beside it:
 
-  errors, bundle_text, dump                                    from the text of the dumps to programs
+  errors, bundle_text, constants, dump                         from the text of the dumps to programs
   chips, chip_grid                                             the timing of the chips, and the grid that they are on
   addresses, scalar_operations, matrix_unit, basic_blocks      from a program to Python code that executes it
   result, recorder, machine, launch                            one device: what it finds, what it does, and its record
-  network, event_queue, vector_clocks, state                   what the devices share
+  network, vector_clocks, state                                what the devices share
   transfers, memory_claims, semaphores, diagnostics            transfers, the memory that they use, and semaphores
   collective_tables, ring_model                                XLA's collectives
   transfer_engine, simulation                                  all devices together
-  play                                                         the public functions `play` and `play_dump`
+  play, kernels                                                the public functions; the kernels of a program one by one
 """
 
 from flaxasync.check.player.chips import PLAYED_CHIPS as PLAYED_CHIPS

@@ -160,7 +160,7 @@ def _set_aside(text: str, comments: list[str]) -> str:
 def _operations(text: str, comments: list[str]) -> tuple[Operation, ...]:
     operations = []
     for one in text.split(" ;; "):
-        found = _PLACEHOLDER.search(one)
+        found = _PLACEHOLDER.search(one) if "\x01" in one else None
         comment = comments[int(found[1])] if found else ""
         operation = parse_operation(_PLACEHOLDER.sub("", one).strip() if found else one.strip(), comment)
         if operation is not None:

@@ -120,16 +120,12 @@ def read_dump(folder: pathlib.Path) -> Dump:
     if not folder.is_dir():
         raise DumpError(f"{folder} is no folder: give the one that --xla_jf_dump_to wrote to")
     files = [(m[1], path) for path in sorted(folder.iterdir()) if (m := _BUNDLES.fullmatch(path.name))]
-    if not files:
+    if (tops := sum(name == TOP for name, _ in files)) != 1:
         raise DumpError(
-            f"{folder} holds no *-final_bundles.txt: compile with --xla_jf_dump_to={folder} "
-            "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=(final_bundles|original), or let "
-            "play() do it"
+            f"{folder} holds the final bundles of {tops} programs, and must hold those of one: compile one jitted "
+            f"function with --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+            "--xla_jf_dump_llo_pass_label_regex=(final_bundles|original) into an empty folder, or let play() do it"
         )
-    tops = sum(name == TOP for name, _ in files)
-    if tops != 1:
-        found = f"{tops} programs" if tops else "no top level program"
-        raise DumpError(f"{folder} holds {found}: compile one jitted function into an empty folder")
     texts = list(folder.glob("*-TLP-hlo.txt"))
     if not texts:
         raise DumpError(f"{folder} lacks *-TLP-hlo.txt, the scheduled HLO: compile with --xla_jf_dump_hlo_text=true")

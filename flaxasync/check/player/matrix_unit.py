@@ -118,11 +118,4 @@ def cost(bundles: int, work: list[tuple[int, tuple[MatrixOperation, ...]]], stat
 
 def aged(state: tuple, cycles: float) -> tuple:
     """Returns the state of the units after the core has waited for some cycles."""
-    passed = int(cycles)
-    if not state or passed <= 0:
-        return state
-    older = (
-        (unit, max(0, free - passed), max(0, port - passed), tuple(max(0, t - passed) for t in ready))
-        for unit, free, port, ready in state
-    )
-    return tuple(entry for entry in older if any(entry[1:3]) or entry[3])
+    return cost(int(cycles), [], state, 0).state if state else IDLE

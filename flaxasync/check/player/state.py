@@ -1,6 +1,9 @@
 """What the parts of a simulation share: the program, the chips, the devices, and what happens next."""
 
+import heapq
+import math
 from collections import Counter
+from collections.abc import Callable
 
 from flaxasync.check.estimate.timeline import Slice
 from flaxasync.check.player.addresses import Addresses
@@ -9,11 +12,36 @@ from flaxasync.check.player.chip_grid import ChipGrid, Coords
 from flaxasync.check.player.chips import PlayedChip
 from flaxasync.check.player.dump import Dump
 from flaxasync.check.player.errors import PlayerError
-from flaxasync.check.player.event_queue import EventQueue
 from flaxasync.check.player.launch import first_bundle, prepare_memory
 from flaxasync.check.player.machine import Machine
 from flaxasync.check.player.recorder import Recorder
 from flaxasync.check.player.vector_clocks import VectorClocks
+
+
+class EventQueue:
+    """The events that have not happened yet.
+
+    Events at the same time happen in the order in which they were queued, so that a simulation is the same every time.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._queued = 0
+
+    @property
+    def next(self) -> float:
+        """The time of the next event; infinity if there is none."""
+        return self._events[0][0] if self._events else math.inf
+
+    def at(self, time: float, answer: Callable[[], None]) -> None:
+        """Queues an event."""
+        self._queued += 1
+        heapq.heappush(self._events, (time, self._queued, answer))
+
+    def pop(self) -> tuple[float, Callable[[], None]]:
+        """Removes the next event, and returns its time and what happens then."""
+        time, _, answer = heapq.heappop(self._events)
+        return time, answer
 
 
 class State:

@@ -21,7 +21,7 @@ STEP = Timeline(
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The panels that were drawn, and every name that was asked for."""
+    """The panels that were drawn."""
     found = []
     inner = picture._draw_panel
     monkeypatch.setattr(
@@ -52,3 +52,10 @@ def test_a_long_loop_has_a_panel_and_phases_are_named(drawn, tmp_path):
     assert drawn[1].title == "one of 8 iterations, 1e+03 ms: forward"
     assert {"first", "dot.1", "while.1"} <= {*asked}
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_program_that_takes_no_time(drawn, tmp_path):
+    picture.draw_timeline(
+        Timeline("m", "v5e", "", "", (), (DeviceTime(0, 0.0, 0.0, 0.0, 0.0, {}),)), tmp_path / "t.png"
+    )
+    assert [lane for panel in drawn for _, lane in panel.bands] == ["core"]
