@@ -6,9 +6,9 @@ import re
 
 import pytest
 import tokenizers
-from tests.train.data.test_tokenizer import train_tokenizer
 from tokenizers import decoders
 
+from tests.train.data.test_tokenizer import train_tokenizer
 from train.sample import main, stream
 
 

@@ -5,8 +5,8 @@ import re
 
 import numpy as np
 import pytest
-from tests.train.data.test_tokenizer import train_tokenizer
 
+from tests.train.data.test_tokenizer import train_tokenizer
 from tests.train.test_import_checkpoint import MESH, run_import
 from train import export_checkpoint, run, sample
 
