@@ -42,7 +42,7 @@ from flaxasync import check
 from flaxasync.ops.trust import trusting
 from train.config import Config
 from train.dry_run.report import gib, time_text
-from train.dry_run.step_phases import Phases
+from flaxasync.check.estimate.phases import Phases
 from train.metrics.model_flops import model_flops_per_token
 from train.step.mesh import FSDP, mesh_over
 from train.step.trainer import Trainer, TrainState

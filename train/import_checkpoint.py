@@ -137,13 +137,11 @@ def _write(command: Command, config: Config, family: Family) -> None:
     from train.checkpoints.manager import Checkpoints
     from train.checkpoints.record import RunIdentity, architecture
     from train.lifecycle.workdir import open_workdir
-    from train.metrics.percent import Percent
-    from train.step.mesh import check_model_fits_mesh, configure_jax, make_mesh
+    from train.metrics.progress import Percent
+    from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer, TrainState
 
-    configure_jax(config.mesh)
-    mesh = make_mesh(config.mesh)
-    check_model_fits_mesh(config, mesh.shape)
+    mesh = open_model_mesh(config)
     with jax.set_mesh(mesh), open_workdir(command.workdir) as work:
         _require_unused(work.root)  # another import may have ended just before
         abstract: Any = Trainer(config, mesh).abstract_state().params
@@ -162,7 +160,7 @@ def _write(command: Command, config: Config, family: Family) -> None:
                 checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
                 checkpoints.wait()
             _copy_what_is_kept(command)
-            write_atomically(work.root / PRESET, as_preset(config, "imported"))
+            write_atomically(work.root / PRESET, as_preset(config))
         except BaseException:
             for path in made:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

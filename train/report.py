@@ -25,7 +25,9 @@ TEMPLATE = Path(__file__).with_name("report_page.html")
 MARK = "/*DATA*/null"  # what the template has in place of the data
 MOST_POINTS = 2000  # of a curve; of more points, the lowest and the highest of each stretch are kept
 _FIRST = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "step_seconds")
-_NOT_CURVES = frozenset({"step", "tokens"})
+_LAST = {"loss": ",.4f", "validation_loss": ",.4f", "tokens": ",", "goodput": ".1%"}
+_MEDIAN = {"tokens_per_second": ",.0f", "step_seconds": ".4g", "mfu": ".1%"}
+"""The metrics of which the page shows the last value, and the median, as numbers in these formats."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,20 +55,25 @@ def render(runs: list[dict[str, Any]]) -> str:
 def read_run(workdir: Path) -> dict[str, Any]:
     """Reads everything that the page shows of a run, as JSON data."""
     lines, events = read_metrics(workdir / "metrics.jsonl"), read_events(workdir / "events.jsonl")
-    config = _read_json(workdir / "config.json")
+    config = json.loads(_read(workdir / "config.json") or "{}", parse_constant=str)  # the page shows "Infinity" as text
     compiled = [event for event in events if event["event"] == "compiled"]
+    names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "tokens"))
+    series = {
+        name: [[line["step"], line[name]] for line in lines if line.get(name) is not None]
+        for name in sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    }
     audit, timeline = _read_program(workdir / "program.txt.gz", events)
     return {
         "name": workdir.resolve().name,
         "figures": _figures(lines, events, config),
-        "series": _series(lines),
+        "series": {name: _thin(points) for name, points in series.items()},
         "events": [event for event in events if event["event"] != "checkpoint"],
         "checkpoints": [event["step"] for event in events if event["event"] == "checkpoint"],
         "config": config,
         "memory": compiled[-1].get("memory_bytes", {}) if compiled else {},
         "audit": audit,
         "timeline": timeline,
-        "sample": _read_text(workdir / "sample.txt"),
+        "sample": _read(workdir / "sample.txt"),
     }
 
 
@@ -75,38 +82,18 @@ def _figures(lines: list[dict[str, Any]], events: list[dict[str, Any]], config: 
     kinds = [event["event"] for event in events]
     times = [event["unix"] for event in events if "unix" in event]
     figures = {"steps": f"{lines[-1]['step'] if lines else 0:,} of {config.get('steps', 0):,}"}
-    for name, label in (("loss", "loss"), ("validation_loss", "validation loss")):
+    for name, form in (_LAST | _MEDIAN).items():
         values = [line[name] for line in lines if line.get(name) is not None]
-        if values:
-            figures[label] = f"{values[-1]:.4f}"
-    figures["starts"] = str(kinds.count("start"))
-    figures["skipped updates"] = str(kinds.count("skipped"))
-    figures["storage errors"] = str(kinds.count("storage_error"))
-    if lines:
-        figures["tokens"] = f"{lines[-1].get('tokens') or 0:,}"
-    for name, label, form in (
-        ("tokens_per_second", "tokens per second", ",.0f"),
-        ("step_seconds", "seconds per step", ".4g"),
-        ("mfu", "MFU", ".1%"),
-    ):
-        values = [line[name] for line in lines if line.get(name) is not None]
-        if values:
-            figures[f"{label} (median)"] = format(statistics.median(values), form)
-    if lines and lines[-1].get("goodput") is not None:
-        figures["goodput"] = f"{lines[-1]['goodput']:.1%}"
+        if values and name in _LAST:
+            figures[name.replace("_", " ")] = format(values[-1], form)
+        elif values:
+            figures[f"{name.replace('_', ' ')} (median)"] = format(statistics.median(values), form)
+    for label, event in (("starts", "start"), ("skipped updates", "skipped"), ("storage errors", "storage_error")):
+        figures[label] = str(kinds.count(event))
     if times:
         figures["wall time"] = f"{(max(times) - min(times)) / 60:.1f} min"
     figures["state"] = "complete" if kinds[-1:] == ["complete"] else "not complete"
     return figures
-
-
-def _series(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """Returns the points [step, value] of each metric, those that people look at first being first."""
-    names = dict.fromkeys(name for line in lines for name in line if name not in _NOT_CURVES)
-    ordered = [*(name for name in _FIRST if name in names), *(name for name in names if name not in _FIRST)]
-    return {
-        name: _thin([[line["step"], line[name]] for line in lines if line.get(name) is not None]) for name in ordered
-    }
 
 
 def _thin(points: list[list[float]]) -> list[list[float]]:
@@ -116,8 +103,7 @@ def _thin(points: list[list[float]]) -> list[list[float]]:
     stretch = -(-2 * len(points) // MOST_POINTS)
     kept = []
     for start in range(0, len(points), stretch):
-        part = points[start : start + stretch]
-        ranked = sorted(part, key=lambda point: point[1])
+        ranked = sorted(points[start : start + stretch], key=lambda point: point[1])
         kept += sorted([ranked[0], ranked[-1]])
     return kept
 
@@ -128,30 +114,18 @@ def _read_program(path: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
         text = gzip.decompress(path.read_bytes()).decode()
     except (OSError, EOFError, ValueError):
         return "there is no compiled program in this workdir", ""
-    starts = [event for event in events if event["event"] == "start"]
-    kind = str(starts[-1].get("devices", [0, ""])[1]) if starts else ""
+    kind = ["unknown devices", *(event["devices"][1] for event in events if "devices" in event)][-1]
     chip = chip_of_device(kind)
     if chip is None:
-        return f"the step was compiled for {kind or 'unknown devices'}, whose transfers are not asynchronous", ""
+        return f"the step was compiled for {kind}, whose transfers are not asynchronous", ""
     try:
         return str(check.audit(text)), str(check.timeline(text, chip.name))
     except ValueError as error:  # HloError is one
         return f"the compiled program cannot be audited: {error}", ""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(), parse_constant=str)  # the page shows "Infinity" as text
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import tyro
 from train.checkpoints.commands import exit_code, parse
 from train.config import Config, MeshConfig
 from train.config.saved import load_config
-from train.data.tokenizer import Tokenizer, is_file
+from train.data.tokenizer import Tokenizer, decode_bytes, is_file
 from train.lifecycle.errors import InputError
 
 
@@ -82,23 +82,19 @@ def _sample(command: Command, config: Config) -> None:
 
     import jax
 
+    from models.generation import Generator, Sampling
     from train.checkpoints.init_from import load_parameters
-    from train.step.generation import Generator
-    from train.step.mesh import check_model_fits_mesh, configure_jax, make_mesh
+    from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer
 
-    configure_jax(config.mesh)
-    mesh = make_mesh(config.mesh)
-    check_model_fits_mesh(config, mesh.shape)
+    mesh = open_model_mesh(config)
     with jax.set_mesh(mesh):
         trainer = Trainer(config, mesh)
         params, path, _ = load_parameters(command.workdir, config, trainer, step=command.step, evaluated=True)
         print(f"# {path}", file=sys.stderr)
-        generator = Generator(trainer, vocab_size=config.model.vocab_size, batch=command.batch, length=length)
-        parts = generator.run(
-            params, prompt, jax.random.key(command.seed), count=command.max_tokens, temperature=command.temperature,
-            top_p=command.top_p,
-        )  # fmt: skip
+        generator = Generator(trainer.model, batch=command.batch, length=length)
+        sampling = Sampling(jax.random.key(command.seed), np.float32(command.temperature), np.float32(command.top_p))
+        parts = generator.run(params, prompt, sampling, count=command.max_tokens)
         ends = {config.data.separator, *config.eval.stop_tokens}
         if command.batch == 1:
             for text in stream(decode, prompt.tolist(), (part[0].tolist() for part in parts), ends):
@@ -120,7 +116,7 @@ def stream(
     all bytes of a run if one of them fits no character. What was shown stays, and all that is different now follows it.
     """
     tokens, shown = list(prompt), ""
-    for part in _with_empty(parts):
+    for part in itertools.chain([[]], parts):  # the prompt is shown before the first token is drawn
         before = list(itertools.takewhile(lambda token: token not in ends, part))
         tokens += before
         if len(before) < len(part):
@@ -136,12 +132,6 @@ def stream(
 def _common(a: str, b: str) -> int:
     """Returns the number of characters with which both texts begin."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-def _with_empty(parts: Iterator[list[int]]) -> Iterator[list[int]]:
-    """Yields an empty part first, so that the prompt is shown before the first token is drawn."""
-    yield []
-    yield from parts
 
 
 def _check(command: Command) -> None:
@@ -169,10 +159,10 @@ def _prompt(command: Command) -> str:
 
 def _codec(command: Command, config: Config) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
     """Returns the functions that turn text into tokens and back."""
-    name, vocab_size = command.tokenizer or config.data.tokenizer, config.model.vocab_size
-    if is_file(name):
-        assert name is not None
-        tokenizer = Tokenizer.open(Path(name).expanduser(), vocab_size=vocab_size, field="the tokenizer")
+    name = command.tokenizer or config.data.tokenizer
+    if name is not None and is_file(name):
+        path = Path(name).expanduser()
+        tokenizer = Tokenizer.open(path, vocab_size=config.model.vocab_size, field="the tokenizer")
         return tokenizer.encode, tokenizer.decode
     paths = [config.data.path, *(path for _, path, _ in config.data.sources)]
     if name is not None or any(path is not None and Path(path).suffix in (".npy", ".bin") for path in paths):
@@ -180,7 +170,7 @@ def _codec(command: Command, config: Config) -> tuple[Callable[[str], list[int]]
             f"the run was trained on tokens of {name or 'an unnamed tokenizer'}, and nothing says how to turn text "
             "into them; give its file with --tokenizer tokenizer.json"
         )
-    return lambda text: list(text.encode()), lambda tokens: bytes(t for t in tokens if t < 256).decode(errors="replace")
+    return lambda text: list(text.encode()), decode_bytes
 
 
 if __name__ == "__main__":

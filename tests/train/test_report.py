@@ -58,7 +58,7 @@ def test_the_figures_of_a_run(workdir):
         "storage errors": "0",
         "tokens": "6,400",
         "tokens per second (median)": "1,050",
-        "seconds per step (median)": "0.064",
+        "step seconds (median)": "0.064",
         "goodput": "90.0%",
         "wall time": "2.0 min",
         "state": "complete",

@@ -80,7 +80,7 @@ class Saver:
         self._saved_at = time.monotonic()
 
     def poll(self, step: int, state: TrainState) -> None:
-        """Notices that the last checkpoint is complete, or that it failed, which saves this step instead."""
+        """Notices that the last checkpoint is complete, or that it could not be written and this one is saved."""
         try:
             self._note(self.checkpoints.poll())
         except StorageError as error:

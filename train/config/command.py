@@ -4,15 +4,13 @@ Nothing here imports JAX, so that a mistake on the command line is reported with
 """
 
 import dataclasses
-import importlib.util
-import inspect
 import json
-import sys
+import runpy
 import traceback
+import types
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -21,8 +19,7 @@ from train.config.check import check
 from train.lifecycle.errors import InputError
 
 DEFAULT_PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
-_PRESET_MODULE = "_preset"  # name under which a preset file is imported
-_TYRO_OPTIONS = (tyro.conf.FlagCreatePairsOff,)
+_PRESET_MODULE = "_preset"  # name under which a preset file is run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,30 +66,23 @@ def parse(arguments: Sequence[str]) -> Command:
     if options and not options[0].startswith("-"):
         preset = Path(options.pop(0))
     config = load_preset(preset)
-    _show_help_of_a_section(config, options)
+    default: Any = Command(config)
+    if len(options) == 2 and options[0] in ("--help", "-h"):
+        default, options = _section(config, options[1]), ["--help"]
     command = tyro.cli(
-        Command,
+        type(default),
         args=options,
-        default=Command(config),
+        default=default,
         prog="train/run.py [CONFIG]",
         description=(
             "Trains a decoder with tensor parallelism. CONFIG is a preset file and must come first. "
             f"The defaults shown below are those of {preset.name}. --help SECTION shows one section alone."
         ),
-        config=_TYRO_OPTIONS,
+        config=(tyro.conf.FlagCreatePairsOff,),
         use_underscores=True,
     )
-    if command.dry_run != (command.topology is not None):
-        raise InputError(
-            f"--dry-run and --topology go together: got only {'--dry-run' if command.dry_run else '--topology'}; "
-            "write --dry-run --topology v5e:2x4, for example"
-        )
-    if command.compare_meshes and not command.dry_run:
-        raise InputError("--compare_meshes belongs to a dry run: add --dry-run --topology v5e:4x4, for example")
-    if command.compiled_meshes < 0:
-        raise InputError(f"--compiled_meshes must be at least 0: got {command.compiled_meshes}")
-    if command.resume not in ("latest", "none") and not command.resume.isdigit():
-        raise InputError(f"--resume must be latest, none, or the step of a checkpoint: got {command.resume}")
+    assert isinstance(command, Command)
+    _check_modes(command)
     check(command.config)
     return command
 
@@ -111,59 +101,46 @@ def load_preset(path: Path) -> Config:
     if not path.is_file():
         raise InputError(f"CONFIG must be a preset file such as configs/tiny.py: there is no file {path}")
     try:
-        functions = [
-            function
-            for name, function in inspect.getmembers(_run_file(path), inspect.isfunction)
-            if function.__module__ == _PRESET_MODULE and not name.startswith("_")
-        ]
-        if len(functions) != 1:
-            names = ", ".join(function.__name__ for function in functions) or "none"
-            raise InputError(f"CONFIG must hold one public function, which returns a Config: {path} has {names}")
-        config = functions[0]()
-    except InputError:
-        raise
+        names = runpy.run_path(str(path), run_name=_PRESET_MODULE).items()
+        functions = [f for name, f in names if isinstance(f, types.FunctionType) and not name.startswith("_")]
+        functions = [function for function in functions if function.__module__ == _PRESET_MODULE]
+        config = functions[0]() if len(functions) == 1 else None
     except Exception as error:  # whatever the code of the preset raises
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines += [error.lineno] if isinstance(error, SyntaxError) else []
         where = f", line {lines[-1]}" if lines else ""
         raise InputError(
             f"CONFIG must be a Python file that runs: {path}{where}: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(config, Config):
+        has = ", ".join(function.__name__ for function in functions) or "none"
+        returned = f", which returned {type(config).__name__}" if len(functions) == 1 else ""
         raise InputError(
-            f"CONFIG must return a train.config.Config: {functions[0].__name__}() of {path} "
-            f"returned {type(config).__name__}"
+            f"CONFIG must hold one public function, which returns a train.config.Config: {path} has {has}{returned}"
         )
     return config
 
 
-def _show_help_of_a_section(config: Config, options: Sequence[str]) -> None:
-    """Prints the help of one section and ends the process, if the options are `--help SECTION`."""
-    if len(options) != 2 or options[0] not in ("--help", "-h"):
-        return
+def _section(config: Config, name: str) -> Any:
+    """Returns a dataclass that has one section of a configuration alone, to show its help."""
     sections = [field.name for field in dataclasses.fields(config) if dataclasses.is_dataclass(field.type)]
-    name = options[1]
     if name not in sections:
         raise InputError(f"--help takes one of the sections {', '.join(sections)}: got {name}")
     section = getattr(config, name)
-    alone = dataclasses.make_dataclass("Section", [(name, type(section), section)], frozen=True)
-    tyro.cli(
-        alone,
-        args=["--help"],
-        prog="train/run.py [CONFIG]",
-        description=type(section).__doc__,
-        config=(*_TYRO_OPTIONS, tyro.conf.FlagConversionOff),
-        use_underscores=True,
-    )
+    annotated = Annotated[type(section), tyro.conf.FlagConversionOff]
+    return dataclasses.make_dataclass("Section", [(name, annotated)], frozen=True)(section)
 
 
-def _run_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_PRESET_MODULE, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"CONFIG must be a Python file: got {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_PRESET_MODULE] = module  # `dataclasses` looks up the module of a class that a preset defines
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise InputError(f"CONFIG must be a Python file: {path}, line {error.lineno}: {error.msg}") from error
-    return module
+def _check_modes(command: Command) -> None:
+    """Checks the options that say what to do with the run."""
+    if command.dry_run != (command.topology is not None):
+        raise InputError(
+            f"--dry-run and --topology go together: got only {'--dry-run' if command.dry_run else '--topology'}; "
+            "write --dry-run --topology v5e:2x4, for example"
+        )
+    if command.compare_meshes and not command.dry_run:
+        raise InputError("--compare_meshes belongs to a dry run: add --dry-run --topology v5e:4x4, for example")
+    if command.compiled_meshes < 0:
+        raise InputError(f"--compiled_meshes must be at least 0: got {command.compiled_meshes}")
+    if command.resume not in ("latest", "none") and not command.resume.isdigit():
+        raise InputError(f"--resume must be latest, none, or the step of a checkpoint: got {command.resume}")

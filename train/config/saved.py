@@ -5,6 +5,8 @@ Nothing here imports JAX.
 
 import dataclasses
 import json
+import pprint
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,20 @@ from train.lifecycle.errors import InputError
 
 PRESET = "preset.py"
 """The file in which train/import_checkpoint.py writes the configuration, before there is a run."""
+_HERE = "@here@"  # stands for the folder of the preset file
+_TEMPLATE = '''"""The configuration of an imported checkpoint; train/run.py takes this file as its preset."""
+
+from math import inf
+from pathlib import Path
+
+from models.config import TransformerConfig
+from train.config import *
+
+_HERE = str(Path(__file__).resolve().parent)
+
+
+def imported():
+    return '''
 
 
 def load_config(workdir: Path) -> Config:
@@ -33,19 +49,18 @@ def load_config(workdir: Path) -> Config:
     raise InputError(f"WORKDIR must be the folder of a run or of an import: there is no {file} and no {PRESET}")
 
 
-def as_preset(config: Config, name: str) -> str:
-    """Returns the text of a preset file in the workdir: the fields that differ from their defaults.
+def as_preset(config: Config) -> str:
+    """Returns the text of a preset file for a workdir, where paths into the workdir are relative to the file."""
+    here = Path(config.workdir)
 
-    Paths in the workdir are written relative to the file, so that any working directory and any place of it will do.
-    """
-    classes = sorted({type(part).__name__ for part in _parts(config)} - {"TransformerConfig"})
-    return (
-        f'"""The configuration of an imported checkpoint; train/run.py takes this file as its preset."""\n\n'
-        f"from pathlib import Path\n\n"
-        f"from models.config import TransformerConfig\nfrom train.config import {', '.join(classes)}\n\n"
-        f"_HERE = Path(__file__).resolve().parent\n\n\n"
-        f"def {name}() -> Config:\n    return {_source(config, '    ', Path(config.workdir))}\n"
-    )
+    def relative(value: Any) -> Any:
+        inside = isinstance(value, str) and Path(value).is_relative_to(here)
+        return f"{_HERE}/{Path(value).relative_to(here)}" if inside else value
+
+    data = dataclasses.replace(config.data, tokenizer=relative(config.data.tokenizer))
+    moved = dataclasses.replace(config, workdir=_HERE, init_from=relative(config.init_from), data=data)
+    source = textwrap.indent(pprint.pformat(moved, width=110), " " * 11).lstrip()
+    return _TEMPLATE + source.replace(f"'{_HERE}", "_HERE + '") + "\n"
 
 
 def _read(kind: Any, given: dict[str, Any]) -> Any:
@@ -63,32 +78,3 @@ def _read(kind: Any, given: dict[str, Any]) -> Any:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
-
-
-def _parts(config: Any) -> list[Any]:
-    """Returns the configuration and its sections that differ from their defaults."""
-    sections = [value for _, value in _changed(config) if dataclasses.is_dataclass(value)]
-    return [config, *sections]
-
-
-def _changed(value: Any) -> list[tuple[str, Any]]:
-    """Returns the fields that have no default or another value."""
-    changed = []
-    for field in dataclasses.fields(value):
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if getattr(value, field.name) != default:
-            changed.append((field.name, getattr(value, field.name)))
-    return changed
-
-
-def _source(value: Any, indent: str, workdir: Path) -> str:
-    if isinstance(value, str) and Path(value).is_relative_to(workdir):
-        inside = str(Path(value).relative_to(workdir))
-        return "str(_HERE)" if inside == "." else f"str(_HERE / {inside!r})"
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    inner = indent + "    "
-    lines = [f"{inner}{name}={_source(given, inner, workdir)},\n" for name, given in _changed(value)]
-    return f"{type(value).__name__}(\n{''.join(lines)}{indent})" if lines else f"{type(value).__name__}()"

@@ -57,10 +57,10 @@ def split(corpora: dict[str, Corpus], config: Config) -> tuple[dict[str, Windows
     Raises:
       InputError: One of the two parts of a source is too short.
     """
-    parts = {name: _split(corpus, config) for name, corpus in corpora.items()}
-    return {name: training for name, (training, _) in parts.items()}, {
-        name: validation for name, (_, validation) in parts.items()
-    }
+    training, validation = {}, {}
+    for name, corpus in corpora.items():
+        training[name], validation[name] = _split(corpus, config)
+    return training, validation
 
 
 class TrainingBatches:
@@ -125,19 +125,14 @@ def share_of_batch(starts: set[int], shard_rows: int, *, batch_size: int) -> tup
     """Returns which sequences of a batch a process loads, as the first one and the stride.
 
     Processes that split only the model axis among them hold the same rows, so the stride can be smaller than the number
-    of processes.
-
-    Args:
-      starts: The first row of each shard that the devices of the process hold.
-      shard_rows: The number of rows in a shard.
-      batch_size: The number of rows in the batch.
+    of processes. `starts` has the first row of each shard that the devices of the process hold.
     """
     rows = len(starts) * shard_rows
     return min(starts) // rows, batch_size // rows
 
 
 class _BatchSharding:
-    """How a batch lies on the mesh: selects the rows of this process from a dataset and makes global arrays of them."""
+    """How a batch lies on the mesh: selects the rows of this process and makes global arrays of them."""
 
     def __init__(self, config: Config, mesh: jax.sharding.Mesh):
         self._sharding = jax.NamedSharding(mesh, token_spec(mesh))

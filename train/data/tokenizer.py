@@ -20,11 +20,13 @@ class Tokenizer:
       name: The hash of its file, which a run must not change.
       inner: The tokenizer of the package. It neither truncates nor pads, whatever the file says.
       prefix: The special tokens that begin every text, such as the one that begins a document.
+      path: Its file.
     """
 
     name: str
     inner: tokenizers.Tokenizer
-    prefix: tuple[int, ...] = ()
+    prefix: tuple[int, ...]
+    path: Path
 
     @classmethod
     def open(cls, path: Path, *, vocab_size: int, field: str = "data.tokenizer") -> Self:
@@ -52,7 +54,7 @@ class Tokenizer:
         sample = inner.encode("a")
         pairs = zip(sample.ids, sample.special_tokens_mask, strict=True)
         prefix = tuple(token for token, _ in itertools.takewhile(lambda pair: pair[1], pairs))
-        return cls(f"tokenizer {hashlib.blake2b(content, digest_size=8).hexdigest()}", inner, prefix)
+        return cls(f"tokenizer {hashlib.blake2b(content, digest_size=8).hexdigest()}", inner, prefix, path)
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a prompt: those that begin every text, and those of this one."""
@@ -66,3 +68,8 @@ class Tokenizer:
 def is_file(tokenizer: str | None) -> bool:
     """Says whether `data.tokenizer` is a file, and not the name of a tokenizer that was applied before."""
     return tokenizer is not None and tokenizer.endswith(".json")
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """Returns the text of tokens that are bytes; tokens from 256 on, which a larger vocabulary has, become "?"."""
+    return bytes(token if token < 256 else ord("?") for token in tokens).decode(errors="replace")

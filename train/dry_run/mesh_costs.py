@@ -42,25 +42,20 @@ LOGITS_MOVED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A mesh, and what a step on it is predicted to take.
-
-    Attributes:
-      mesh: The sizes of the axes data, fsdp, context and model.
-      remat: What the backward pass computes again, as `model.remat`.
-      memory: The bytes of a device, by use.
-      work: Seconds in which the core works.
-      waits: Seconds in which it waits for other devices, by the axis and the transfer.
-      mfu: Model FLOPs utilization, 0 to 1.
-      available: The bytes that programs can use on a device.
-    """
+    """A mesh, and what a step on it is predicted to take."""
 
     mesh: Mapping[str, int]
     remat: Remat
     memory: Mapping[str, int]
+    """The bytes of a device, by use."""
     work: float
+    """Seconds in which the core works."""
     waits: Mapping[str, float]
+    """Seconds in which the core waits for other devices, by the axis and the transfer."""
     mfu: float
+    """Model FLOPs utilization, 0 to 1."""
     available: int
+    """The bytes that programs can use on a device."""
 
     @property
     def needed(self) -> int:
@@ -93,10 +88,7 @@ class Prediction:
 def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     """Predicts a step of a run on a mesh, which must divide what `train.step.mesh.check_fits_mesh` checks.
 
-    Args:
-      config: The run. Its own mesh is not read, except for the layout of sequences.
-      chip: The chip of all devices.
-      mesh: The sizes of the axes data and model and, where they are more than 1, fsdp and context.
+    Of the run's own mesh only the layout of sequences is read.
     """
     model, parts = config.model, config.data.microbatches
     fsdp, context, ring = mesh.get(FSDP, 1), mesh.get(CONTEXT, 1), mesh["model"]

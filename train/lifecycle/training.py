@@ -33,8 +33,8 @@ from train.metrics.reporting import open_recorder, warn
 from train.metrics.show import render_sample, say, show_setup
 from train.step.compiled import compile_steps
 from train.step.evaluation import Evaluation
-from train.step.generation import generate
 from train.step.mesh import check_fits_mesh, configure_jax, make_mesh
+from train.step.run_sample import generate
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors, count_parameters
 
 

@@ -17,24 +17,14 @@ from typing import Any
 
 from train.lifecycle.files import LineFile, read_lines
 
-PACKAGES = (
-    "flaxasync",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "numpy",
-    "libtpu",
-)  # the packages that determine what a run computes
+PACKAGES = ("flaxasync", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")
+"""The packages that determine what a run computes."""
 
 
 class Events:
-    """Appends events to events.jsonl; in all processes but the first one of a run it writes nothing."""
+    """Appends events to events.jsonl; `path` is None in the processes of a run that write nothing."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None] = print):
-        """Opens the file; `path` is None in processes that write nothing."""
         self._file = None if path is None else LineFile(path, say)
 
     def add(self, event: str, **facts: Any) -> None:
@@ -53,19 +43,14 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(path)[0] if isinstance(line.get("event"), str)]
 
 
-def first_start(path: Path) -> float | None:
-    """Returns the time of the first start of a run in seconds since the epoch, or None for a new run."""
-    starts = [line["unix"] for line in read_events(path) if line["event"] == "start" and "unix" in line]
-    return float(starts[0]) if starts else None
-
-
 def provenance() -> dict[str, Any]:
     """Returns the command line, the versions of the code and of the packages, and the host."""
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
     return {
         "command": sys.argv,
         "code": code_version(),
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: installed[name] for name in PACKAGES if name in installed},
         "host": platform.node(),
         "process": os.getpid(),
     }
@@ -73,21 +58,13 @@ def provenance() -> dict[str, Any]:
 
 def code_version() -> str:
     """Returns the commit of the repository that this file is in, with "+changes" if files differ from it, or ""."""
-    folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        # Without the option `git status` writes the index of the repository, and leaves its lock there if it is killed.
-        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        return _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):  # there is no git, or the code is not in a repository
         return ""
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _git(*arguments: str) -> str:
+    # Without the option `git status` writes the index of the repository, and leaves its lock there if it is killed.
+    command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

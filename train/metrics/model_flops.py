@@ -11,12 +11,6 @@ from models.config import TransformerConfig
 FORMULA = "6 x matmul parameters + 12 x layers x heads x head features x sequence; recomputation is not counted"
 
 
-def causal_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
-    """Computes the same without the half of attention that the causal mask saves."""
-    attention = 12.0 * config.layers * config.head_features * config.heads * sequence_length
-    return model_flops_per_token(config, sequence_length) - attention / 2
-
-
 def model_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     """Computes the FLOPs of the forward and the backward pass for one token.
 
@@ -33,3 +27,9 @@ def model_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
     layer = 2 * config.width * q_width + 2 * config.width * kv_width + 3 * config.width * config.mlp_width
     parameters = config.layers * layer + config.vocab_size * config.width
     return 6.0 * parameters + 12.0 * config.layers * q_width * sequence_length
+
+
+def causal_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
+    """Computes the same without the half of attention that the causal mask saves."""
+    saved = 6.0 * config.layers * config.head_features * config.heads * sequence_length
+    return model_flops_per_token(config, sequence_length) - saved

@@ -13,12 +13,11 @@ class Profiler:
 
     def __init__(self, config: ProfileConfig, folder: Path):
         self._first, self._last = config.start, config.start + config.steps - 1
-        self._folder = folder
-        self._is_on = False
+        self._folder, self._is_on = folder, False
 
     def before(self, step: int, state: Any) -> None:
         """Starts the profile if the window begins with this step."""
-        if self._first and step == self._first:
+        if step == self._first:
             jax.block_until_ready(state)
             jax.profiler.start_trace(str(self._folder))
             self._is_on = True

@@ -1,76 +1,75 @@
-"""The progress report of a run: one live line in a terminal, plain lines anywhere else."""
+"""What a person sees of a run or of a long transfer: a live line in a terminal, plain lines anywhere else."""
 
 import contextlib
 import datetime
 import sys
-import time
-from collections.abc import Iterator
+from typing import Self
+
+import rich.progress
 
 from train.metrics.output import print_line
-from train.metrics.recorder import Line
-
-_WIDTH_FOR_BAR = 110  # columns of a terminal; a narrower one has room for the numbers only
+from train.metrics.recorder import Line, Sink
 
 
-class PlainProgress:
-    """A sink that prints one line per report and one line per validation."""
+class Progress(Sink):
+    """A sink that shows the newest line, and prints a line for each validation and each skipped update."""
 
     def __init__(self, *, start: int, steps: int):
-        self._estimate = _Estimate(start, steps)
+        columns = [
+            rich.progress.TextColumn(text) for text in ("step {task.completed}/{task.total}", "{task.description}")
+        ]
+        self._bar = rich.progress.Progress(*columns, disable=not sys.stdout.isatty())
+        self._task = self._bar.add_task("starting", total=steps, completed=start)
+        self._bar.start()
         self._steps = steps
 
     def write(self, lines: list[Line]) -> None:
-        for text in remarks(lines):
-            print_line(text)
+        for line in lines:
+            if line.get("skipped"):
+                self._print(f"step {line['step']}: the update was skipped, {describe(line)}")
+            if "validation_loss" in line:
+                self._print(describe_validation(line))
         if lines:
-            eta = self._estimate.eta(lines[-1])
-            print_line(f"step {lines[-1]['step']}/{self._steps}  {describe(lines[-1])}  eta {eta}")
-
-    def flush(self) -> None:
-        pass
+            step, seconds = lines[-1]["step"], lines[-1].get("step_seconds") or 0
+            eta = datetime.timedelta(seconds=round(seconds * (self._steps - step)))
+            text = f"{describe(lines[-1])}  eta {eta}"
+            self._bar.update(self._task, completed=step, description=text)
+            if self._bar.disable:
+                print_line(f"step {step}/{self._steps}  {text}")
 
     def close(self) -> None:
-        pass
-
-
-class LiveProgress:
-    """A sink that redraws one progress line in place and prints validations above it."""
-
-    def __init__(self, *, start: int, steps: int):
-        import rich.console
-        import rich.progress  # imported late, because only a terminal needs it
-
-        self._estimate = _Estimate(start, steps)
-        console = rich.console.Console()
-        columns: list[rich.progress.ProgressColumn] = [
-            rich.progress.TextColumn("step {task.completed}/{task.total}"),
-            rich.progress.TextColumn("{task.description}"),
-        ]
-        if console.width >= _WIDTH_FOR_BAR:
-            columns.insert(1, rich.progress.BarColumn(bar_width=20))
-        self._bar = rich.progress.Progress(*columns, console=console, refresh_per_second=4)
-        self._task = self._bar.add_task("starting", total=steps, completed=start)
-        self._bar.start()
-
-    def write(self, lines: list[Line]) -> None:
-        for text in remarks(lines):
-            with contextlib.suppress(OSError):  # the terminal was closed
-                self._bar.print(text, highlight=False)
-        if lines:
-            text = f"{describe(lines[-1])}  eta {self._estimate.eta(lines[-1])}"
-            self._bar.update(self._task, completed=lines[-1]["step"], description=text)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the terminal was closed
             self._bar.stop()
 
+    def _print(self, text: str) -> None:
+        if self._bar.disable:
+            print_line(text)
+        else:
+            with contextlib.suppress(OSError):
+                self._bar.print(text, highlight=False)
 
-def make_progress(*, start: int, steps: int) -> PlainProgress | LiveProgress:
-    """Returns a live line if standard output is a terminal, and plain lines otherwise."""
-    return (LiveProgress if sys.stdout.isatty() else PlainProgress)(start=start, steps=steps)
+
+class Percent:
+    """Shows how much of a long transfer is done. Use it as a context manager; `verb` is what is done, as "imported"."""
+
+    def __init__(self, verb: str):
+        self._verb, self._tenths = verb, 0
+        self._bar = rich.progress.Progress(disable=not sys.stdout.isatty())
+        self._task = self._bar.add_task(verb, total=None)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """Says that `done` of `total` are done, the last of which is `what`; it is a `models.hugging_face.Report`."""
+        self._bar.update(self._task, completed=done, total=total, description=f"{self._verb} {what}")
+        if self._bar.disable and done * 10 // total > self._tenths:
+            self._tenths = done * 10 // total
+            print_line(f"{self._verb} {self._tenths * 10}% ({what})")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
 
 def describe(line: Line) -> str:
@@ -79,38 +78,14 @@ def describe(line: Line) -> str:
     return f"loss {loss}  grad norm {norm}  {_number(line.get('tokens_per_second'), ',.0f')} tokens/s"
 
 
-def remarks(lines: list[Line]) -> Iterator[str]:
-    """Yields the lines to print about validations and skipped updates."""
-    for line in lines:
-        if line.get("skipped"):
-            yield f"step {line['step']}: the update was skipped, {describe(line)}"
-        if "validation_loss" in line:
-            yield describe_validation(line)
-
-
 def describe_validation(line: Line) -> str:
     """Formats a line as "step 200: validation loss 2.3456 nats per token, perplexity 10.44", one part for each set."""
-    sets = [name.removesuffix("_loss") for name in line if name.endswith("_loss")]
     parts = [
         f"{name} loss {_number(line[f'{name}_loss'], '.4f')} nats per token, "
         f"perplexity {_number(line.get(f'{name}_perplexity'), '.4g')}"
-        for name in sets
+        for name in (key.removesuffix("_loss") for key in line if key.endswith("_loss"))
     ]
     return f"step {line['step']}: {'; '.join(parts)}"
-
-
-class _Estimate:
-    """The time that the run still needs, estimated from the mean speed of this process."""
-
-    def __init__(self, start: int, steps: int):
-        self._start, self._steps, self._began = start, steps, time.monotonic()
-
-    def eta(self, line: Line) -> str:
-        step = line["step"]
-        if step is None or step <= self._start:
-            return "?"
-        seconds = (time.monotonic() - self._began) / (step - self._start) * (self._steps - step)
-        return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _number(value: float | int | None, form: str) -> str:

@@ -6,57 +6,49 @@ for the devices there and where a checkpoint is copied; the share of its time th
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any
 
 import jax
 
 from train.lifecycle.errors import DivergedError
 from train.metrics.pace import Pace
 
-Line = dict[str, float | int | None]
+Line = dict[str, Any]
 """The values of one step by name, as docs/train.md lists them; a number that is not finite is None."""
-_MUST_BE_FINITE = ("loss", "grad_norm")
 
 
-class Sink(Protocol):
-    """A destination of finished lines, such as a file, TensorBoard or a terminal."""
+class Sink:
+    """A destination of finished lines, such as a file, TensorBoard or a terminal. A sink overrides what it needs."""
 
-    def write(self, lines: list[Line]) -> None: ...
+    def write(self, lines: list[Line]) -> None:
+        """Takes the lines of a report."""
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Waits until all lines are on disk, because a checkpoint must not be newer than its lines."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Writes what is left."""
 
 
 class Recorder:
-    """Collects the metrics of dispatched steps and writes finished lines to the sinks."""
+    """Collects the metrics of dispatched steps and writes finished lines to the sinks.
+
+    `skip_limit` skipped updates in a row end the run, and `on_skip` is called with the line of each of them.
+    """
 
     def __init__(
         self,
         sinks: Iterable[Sink],
         pace: Pace,
         *,
-        skip_limit: int = 0,
-        on_skip: Callable[[Line], None] = lambda line: None,
+        skip_limit: int = 1,
+        on_skip: Callable[[Line], None] = lambda _: None,
     ):
-        """Makes a recorder.
-
-        Args:
-          sinks: The destinations of lines.
-          pace: What measures the speed.
-          skip_limit: Number of updates in a row whose skipping ends the run; 0 if no updates are skipped.
-          on_skip: Is called with the line of each step whose update was skipped.
-        """
+        self.pace = pace
         self._sinks = list(sinks)
-        self._pace = pace
         self._skip_limit, self._on_skip = skip_limit, on_skip
         self._skipped_in_row = 0
         self._pending: dict[int, dict[str, jax.Array]] = {}
-
-    @property
-    def pace(self) -> Pace:
-        """What measures the speed; the loop tells it where the host waits."""
-        return self._pace
 
     def add(self, step: int, **metrics: jax.Array) -> None:
         """Adds metrics of a step without waiting for them; more metrics of the same step may be added later.
@@ -74,17 +66,16 @@ class Recorder:
         steps = [step for step in self._pending if step <= until]
         if not steps:
             return
-        with self._pace.waiting():
+        with self.pace.waiting():
             fetched = jax.device_get([self._pending.pop(step) for step in steps])
-        pace = self._pace.report(len(steps))
+        pace = self.pace.report(len(steps))
         lines, diverged = list[Line](), None
         for step, metrics in zip(steps, fetched, strict=True):
             values = {name: float(value) for name, value in metrics.items()}
-            lines.append({**_line(step, values), **self._pace.tokens(step), **pace})
+            lines.append({**_line(step, values), **self.pace.tokens(step), **pace})
             if values.get("skipped"):
                 self._on_skip(lines[-1])
-            diverged = self._find_divergence(step, values)
-            if diverged:
+            if diverged := self._find_divergence(step, values):
                 break
         for sink in self._sinks:
             sink.write(lines)
@@ -92,7 +83,6 @@ class Recorder:
             raise diverged
 
     def flush(self) -> None:
-        """Waits until all written lines are on disk, because a checkpoint must not be newer than its lines."""
         for sink in self._sinks:
             sink.flush()
 
@@ -105,18 +95,11 @@ class Recorder:
         self._skipped_in_row = self._skipped_in_row + 1 if skipped else 0
         if skipped and self._skipped_in_row >= self._skip_limit:
             return DivergedError(step, f"{self._skipped_in_row} updates in a row were skipped, the last one")
-        required = [] if skipped else [name for name in _MUST_BE_FINITE if name in values]
-        for name in (*required, *(name for name in values if name.endswith("_loss"))):
-            if not math.isfinite(values[name]):
-                return DivergedError(step, f"{name} is {values[name]}")
+        for name, value in values.items():
+            is_required = name.endswith("_loss") or (name in ("loss", "grad_norm") and not skipped)
+            if is_required and not math.isfinite(value):
+                return DivergedError(step, f"{name} is {value}")
         return None
-
-
-def step_of(line: Line) -> int:
-    """Returns the step of a line."""
-    step = line["step"]
-    assert isinstance(step, int)
-    return step
 
 
 def _line(step: int, values: dict[str, float]) -> Line:

@@ -1,15 +1,19 @@
-"""Compiles the steps of a run before the first of them, and notes what the compiled training step is like."""
+"""Compiles the steps of a run before the first of them, and notes what the compiled training step is like.
+
+The devices stay busy only if the host dispatches a step in less time than the devices need to run it. A print or a
+callback in the model can prevent that without any error, so the compiled program is searched for them.
+"""
 
 import gzip
 import time
 
 import jax
 
+from flaxasync.check import check_async_compatible
 from train.config import Config
 from train.lifecycle.workdir import Workdir
 from train.metrics.events import Events
 from train.metrics.show import say
-from train.step.dispatch import describe_dispatch
 from train.step.trainer import Trainer, backend_limits_are_input_errors
 
 _KINDS_OF_MEMORY = ("argument", "output", "alias", "temp", "generated_code")
@@ -37,3 +41,16 @@ def compile_steps(
     if jax.process_index() == 0 and text:
         work.write_if_there_is_room(work.program, gzip.compress(text.encode(), mtime=0))
     return train_step, eval_step
+
+
+def describe_dispatch(train_step: jax.stages.Compiled) -> list[str]:
+    """Returns the lines to print about what in a compiled step makes the host wait or calls it."""
+    info = check_async_compatible(train_step)
+    if info.compatible and not info.has_host_callbacks:
+        return []
+    finding = {
+        True: "the training step calls the host",
+        False: "the host waits in every training step",
+        None: "it cannot be told whether the host waits in every training step",
+    }[info.compatible]
+    return [f"{finding}: {'; '.join(info.reasons)}", *(f"do: {remedy}" for remedy in info.remedies)]

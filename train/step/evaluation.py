@@ -20,12 +20,7 @@ class Evaluation:
     """The evaluation sets of a run. The metrics of a set are called after it, as in "validation_loss"."""
 
     def __init__(self, validation: dict[str, Windows], config: Config, mesh: jax.sharding.Mesh):
-        """Opens the sets that `eval.sets` names, beside the validation parts of the data.
-
-        Args:
-          validation: The validation windows of each data source, by its name.
-          config: The configuration of the run.
-          mesh: The mesh of the run.
+        """Opens the sets that `eval.sets` names, beside the validation windows of each data source, by its name.
 
         Raises:
           InputError: The data of a set is missing, or too short for one batch.

@@ -4,9 +4,7 @@ The decision is made on the devices, within the step, so that the host need not 
 alike. Both kinds of skipping are off by default.
 """
 
-import dataclasses
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +17,7 @@ STEPS_BEFORE = 20
 """Number of applied updates before a norm can count as a spike, because norms fall fast at the beginning."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["norm", "applied", "skipped"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class GuardState:
+class GuardState(NamedTuple):
     """What the guard remembers; a checkpoint stores it.
 
     Attributes:
@@ -46,13 +42,7 @@ def init_guard() -> GuardState:
 
 
 def judge(guard: GuardState, loss: jax.Array, norm: jax.Array, config: SkipConfig) -> tuple[jax.Array, GuardState]:
-    """Decides whether to skip an update.
-
-    Args:
-      guard: The state of the guard.
-      loss: Loss of the batch, a scalar.
-      norm: Norm of its gradient before clipping, a scalar.
-      config: Which updates are skipped.
+    """Decides whether to skip an update, by the loss of the batch and the norm of its gradient before clipping.
 
     Returns:
       Whether to skip the update, and the new state of the guard.

@@ -69,14 +69,7 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
 
 
 def mesh_over(devices: Sequence[Any], config: MeshConfig, kind: str) -> jax.sharding.Mesh:
-    """Makes the mesh over devices that are present, or that a dry run describes, with Explicit axes.
-
-    Both go through this one function, so that the program of a dry run is the program of the run.
-
-    Args:
-      devices: The devices, all of which the mesh takes.
-      config: The requested sizes.
-      kind: The kind of device that error messages name, such as "tpu".
+    """Makes the mesh of a run or of a dry run over devices, with Explicit axes; messages name their `kind`, like "tpu".
 
     Raises:
       InputError: The sizes do not multiply to the number of devices, or a ring would lie across slices.
@@ -92,15 +85,7 @@ def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, in
     """Returns the axis names of the mesh and their sizes, major axis first.
 
     The model axis is the minor one, whose devices are neighbours: its blocks travel at every matmul, those of the
-    other axes only once per layer or step.
-
-    Args:
-      config: The requested sizes, of which one may be -1.
-      devices: The number of devices.
-      kind: The kind of device that error messages name, such as "tpu".
-
-    Raises:
-      InputError: The sizes do not multiply to `devices`.
+    other axes only once per layer or step. See `infer_sizes`.
     """
     requested = {"data": config.data, FSDP: config.fsdp, CONTEXT: config.context, "model": config.model}
     sizes = infer_sizes(requested, devices, kind)
@@ -123,11 +108,7 @@ def sequence_order(mesh: jax.sharding.Mesh, config: MeshConfig, length: int) -> 
 
 
 def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
-    """Checks that the model, its sequences and the batch divide evenly over a mesh.
-
-    Args:
-      config: The run.
-      shape: Axis names of the mesh and their sizes.
+    """Checks that the model, its sequences and the batch divide evenly over a mesh of this shape.
 
     Raises:
       InputError: Something does not divide; the message names the sizes.
@@ -146,18 +127,17 @@ def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
         )
 
 
-def check_model_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
-    """Checks that a mesh can hold the model, whatever batches and sequences are: to decode with it, or to import it.
-
-    Args:
-      config: The run.
-      shape: Axis names of the mesh and their sizes.
+def open_model_mesh(config: Config) -> jax.sharding.Mesh:
+    """Opens the devices and makes the mesh of a command that only holds the model: to decode, to import or to export.
 
     Raises:
-      InputError: Something does not divide; the message names the sizes.
+      InputError: As `make_mesh`, or the mesh does not divide the model; batches and sequences do not matter.
     """
-    length = 2 * shape["model"] * shape.get(CONTEXT, 1)  # one that every such mesh divides
-    _check_fits_model(config, dataclasses.replace(config.model, fsdp_overlap="xla"), length, shape)
+    configure_jax(config.mesh)
+    mesh = make_mesh(config.mesh)
+    length = 2 * mesh.shape["model"] * mesh.shape.get(CONTEXT, 1)  # one that every such mesh divides
+    _check_fits_model(config, dataclasses.replace(config.model, fsdp_overlap="xla"), length, mesh.shape)
+    return mesh
 
 
 def _check_fits_model(config: Config, model: TransformerConfig, length: int, shape: Mapping[str, int]) -> None:
@@ -173,11 +153,6 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[
     >>> infer_sizes({"data": -1, "model": 4}, 8)
     {'data': 2, 'model': 4}
 
-    Args:
-      sizes: The requested sizes of the axes by their names, of which one may be -1.
-      devices: The number of devices.
-      kind: The kind of device that error messages name, such as "tpu".
-
     Raises:
       InputError: A size is not positive, more than one is -1, or the sizes do not multiply to `devices`.
     """
@@ -191,15 +166,10 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[
     inferred = {name: rest if size == -1 else size for name, size in sizes.items()}
     if math.prod(inferred.values()) != devices:
         named = [f"mesh.{name}={size}" for name, size in sizes.items() if size != 1 or name in ("data", "model")]
+        simulate = ", or simulate another number with --mesh.platform cpu --mesh.cpu_devices N" if "cpu" in kind else ""
         raise InputError(
-            f"{' x '.join(named)} must multiply to the number of devices: there are {devices} {kind} devices".replace(
-                "  ", " "
-            )
-            + (
-                "; change the mesh, or simulate another number with --mesh.platform cpu --mesh.cpu_devices N"
-                if "cpu" in kind
-                else "; change the mesh"
-            )
+            f"{' x '.join(named)} must multiply to the number of devices: there are {devices} "
+            f"{f'{kind} ' if kind else ''}devices; change the mesh{simulate}"
         )
     return inferred
 

@@ -10,8 +10,7 @@ import optax
 
 from train.config import OptimizerConfig
 
-_DECAYED = frozenset({"kernel"})
-_NOT_DECAYED = frozenset({"scale", "bias", "embedding"})
+_DECAYS = {"kernel": True, "scale": False, "bias": False, "embedding": False}
 
 
 def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
@@ -26,10 +25,6 @@ def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
 
     The schedule counts from 1, so that the first update has a learning rate above 0 and the last update of the run has
     that of the floor. A run that is shorter than its warm-up ends during the warm-up.
-
-    Args:
-      config: The name of the schedule, the peak, the floor, and the lengths of the warm-up and of the decay.
-      steps: The number of updates in the run.
 
     Returns:
       A function from the number of updates that are done to the learning rate of the next one.
@@ -74,15 +69,15 @@ def decay_mask(params: Any) -> Any:
     Raises:
       ValueError: The name of a parameter is none of these.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, _: _decays(path), params)
 
+    def decays(path: tuple[Any, ...], _: Any) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        if name not in _DECAYS:
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} must end in one of "
+                f"{sorted(_DECAYS)}, so that it is known whether its weights decay; rename it, or add its name to "
+                "train/step/optimizer.py"
+            )
+        return _DECAYS[name]
 
-def _decays(path: tuple[Any, ...]) -> bool:
-    name = jax.tree_util.keystr(path[-1:], simple=True)
-    if name not in _DECAYED | _NOT_DECAYED:
-        raise ValueError(
-            f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} must end in one of "
-            f"{sorted(_DECAYED | _NOT_DECAYED)}, so that it is known whether its weights decay; "
-            "rename it, or add its name to train/step/optimizer.py"
-        )
-    return name in _DECAYED
+    return jax.tree_util.tree_map_with_path(decays, params)

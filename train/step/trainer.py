@@ -86,7 +86,7 @@ class Trainer:
         if self._config.optimizer.ema_decay and ema is None:
             ema = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), state.params)
         if is_on(self._config.skip) and guard is None:
-            guard = jax.jit(lambda applied: dataclasses.replace(init_guard(), applied=applied))(state.step)
+            guard = jax.jit(lambda applied: init_guard()._replace(applied=applied))(state.step)
         return dataclasses.replace(state, ema=ema, guard=guard)
 
     def abstract_state(self) -> TrainState:
@@ -106,11 +106,11 @@ class Trainer:
         return (tokens,) * (2 if self._config.data.separator is None else 3)
 
     def compile_train_step(self) -> jax.stages.Compiled:
-        """Compiles `train_step` ahead of time, from abstract values."""
+        """Compiles `train_step` from abstract values."""
         return self.train_step.lower(self.abstract_state(), *self.abstract_batch()).compile()
 
     def compile_eval_step(self) -> jax.stages.Compiled:
-        """Compiles `eval_step` ahead of time, so that no report of the speed includes it."""
+        """Compiles `eval_step`, so that no report of the speed includes it."""
         total = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=jax.NamedSharding(self._mesh, jax.P()))
         params = self.evaluated(self.abstract_state())
         return self.eval_step.lower(params, total, *self.abstract_batch()).compile()
@@ -125,13 +125,12 @@ class Trainer:
         return nnx.merge(self._graphdef, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
 
     def _build(self, key: jax.Array) -> Transformer:
-        backend = None if self._config.backend == "auto" else self._config.backend
         return Transformer(
             self._config.model,
             fsdp_axis=FSDP if FSDP in self._mesh.shape else None,
             context_axis=CONTEXT if CONTEXT in self._mesh.shape else None,
             context_layout=self._config.mesh.context_layout,
-            backend=backend,
+            backend=None if self._config.backend == "auto" else self._config.backend,
             rngs=nnx.Rngs(params=key),
         )
 
@@ -215,14 +214,15 @@ def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError where the devices of the mesh cannot send to each other as `model.fsdp_overlap` needs it."""
     if config.model.fsdp_overlap != "prefetch_pallas":
         return
+    other = "--model.fsdp_overlap prefetch"
     try:
-        check_tpu("model.fsdp_overlap=prefetch_pallas", "--model.fsdp_overlap prefetch, which runs on every device")
+        check_tpu("model.fsdp_overlap=prefetch_pallas", f"{other}, which runs on every device")
     except NotImplementedError as error:
         raise InputError(str(error)) from error
     if any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh)):
         raise InputError(
             "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across slices, which none "
-            "connects; put mesh.data across them, or use --model.fsdp_overlap prefetch"
+            f"connects; put mesh.data across them, or use {other}"
         )
 
 

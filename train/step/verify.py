@@ -31,13 +31,10 @@ LIMIT = 120  # seconds for one case
 
 
 def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) -> None:
-    """Verifies what a run on TPUs would use, unless that is known or not wanted.
+    """Verifies what a run on TPUs would use, unless that is known or not wanted; `setup` starts child processes.
 
-    Args:
-      config: The run.
-      mode: "auto" verifies the ops and shapes of the configuration if they have no verdicts; "full" verifies every op,
-        at the shapes of `python -m flaxasync.verify`, each time; "off" nothing.
-      setup: How child processes are started.
+    The mode "auto" verifies the ops and shapes of the configuration if they have no verdicts, "full" verifies every op
+    each time, at the shapes of `python -m flaxasync.verify`, and "off" nothing.
 
     Raises:
       InputError: The devices could not be opened or opened again, or the named backend failed.
@@ -76,19 +73,11 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
 
 
 def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
-    """Returns the kernels that a run may take, each with the plain backend beside it, at the shapes of the run.
-
-    Args:
-      config: The run.
-      sizes: The numbers of devices on its mesh axes.
-    """
+    """Returns the kernels that a run may take on a mesh, each with the plain backend beside it, at the run's shapes."""
     ring, context = sizes["model"], sizes.get(CONTEXT, 1)
-    model, dtype = config.model, config.model.dtype
-    batch, rows = (
-        max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1),
-        config.data.sequence_length // context,
-    )
-    head = model.head_features
+    model, dtype, head = config.model, config.model.dtype, config.model.head_features
+    batch = max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1)
+    rows = config.data.sequence_length // context
     heads, kv_heads = (shares.local for shares in head_shares(model.heads, model.kv_heads, head, ring))
     projected = (heads + 2 * kv_heads) * head
     trips = {
@@ -109,8 +98,7 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
     if context > 1:
         travel = config.backend if config.backend in PAIRS else "pallas"
-        ring_shape = (context,)
-        cases += [Case("ring_attention", backend, ring_shape, (q, k), dtype) for backend in ("none", travel)]
+        cases += [Case("ring_attention", backend, (context,), (q, k), dtype) for backend in ("none", travel)]
     return [*cases, *(Case("attention", kernel, (1,), (q, k), dtype) for kernel in ("reference", "flash"))]
 
 

@@ -6,4 +6,5 @@ timeline           the data of a timeline: what runs when on each device
 lockstep           steps through the program and writes the slices of a timeline
 estimator          `timeline`, the public function
 trace, picture     a timeline as a file
+phases             which part of a training step an instruction belongs to
 """

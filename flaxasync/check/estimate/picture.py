@@ -1,130 +1,203 @@
-"""Timelines as a picture: one band for the core of each device, and below it one for each lane of transfers.
+"""Timelines as a picture: for each device a band for its core, and below it one for each of its lanes of transfers.
 
-matplotlib is imported only when a picture is drawn.
+Time is cut into thin slices. In each of them the height of a band is divided among what the lane does meanwhile. Where
+iterations of a loop are repeated, the band shows the shares of the iteration that they repeat. matplotlib and numpy are
+imported only when a picture is drawn.
 """
 
+import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flaxasync.check.estimate.timeline import Slice, Timeline
 
+# The colour of each kind of slice, and its words in the legend.
 COLOURS = {
-    "compute": "#3b7dd8",
-    "stall": "#d64545",
-    "collective": "#e8853d",
-    "memory": "#e3c13f",
-    "transfer": "#58a066",
-    "copy": "#a9c9b0",
-    "repeat": "#dfe5ee",
-}
-LABELS = {
-    "compute": "work",
-    "stall": "waits for other devices",
-    "collective": "held by a collective",
-    "memory": "waits for its memory",
-    "transfer": "transfer under way",
-    "copy": "local copy under way",
-    "repeat": "more iterations",
+    "compute": ("#3b7dd8", "work"),
+    "stall": ("#d64545", "waits for other devices"),
+    "collective": ("#e8853d", "held by a collective"),
+    "memory": ("#e3c13f", "waits for its memory"),
+    "transfer": ("#58a066", "transfer under way"),
+    "copy": ("#a9c9b0", "local copy under way"),
+    "repeat": ("#dfe5ee", "more iterations"),
 }
 MAX_DEVICES = 4  # drawn per timeline
-_MARGIN = 1.3  # inches above and below the bands
-_UNIT = 0.42  # inches of a unit of a band's height
+LONG_LOOP = 0.1  # a loop that takes at least this share of the time has a panel for one of its iterations
+_BINS = 1500  # thin slices of time in a band
+_LETTERS = 190  # letters that fit into the width of a band
+_WIDTH, _CORE, _LANE, _AROUND, _LEGEND, _BASIS = 13.0, 0.45, 0.2, 0.85, 0.35, 0.3  # inches
+
+
+@dataclasses.dataclass(frozen=True)
+class _Panel:
+    """A period of a timeline on the bands of some of its devices, by (device, lane)."""
+
+    title: str
+    timeline: Timeline
+    begin: float
+    end: float
+    bands: dict[tuple[int, str], list[Slice]]
+
+    @property
+    def heights(self) -> list[float]:
+        """The height of each band, in inches."""
+        return [_CORE if lane == "core" else _LANE for _, lane in self.bands]
+
+
+def draw_timeline(timeline: Timeline, path: Any, *, phase_of: Callable[[str], str] | None = None) -> None:
+    """Draws a timeline as a PNG: the whole of it, and one iteration of each of its two longest loops.
+
+    Args:
+      timeline: The timeline.
+      path: The file. Its folder is made if it does not exist.
+      phase_of: Returns what to write above the work of an instruction, "" for nothing; by default its own name.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    phase_of = phase_of or str
+    least = LONG_LOOP * timeline.seconds
+    loops = [loop for loop in timeline.loops if loop.depth == 0 and loop.trips > 1 and loop.end - loop.start > least]
+    longest = sorted(loops, key=lambda loop: loop.start - loop.end)[:2]
+    panels = [_panel(_title(timeline, timeline.name), timeline, 0.0, timeline.seconds)]
+    for loop in sorted(longest, key=lambda loop: loop.start):
+        begin, end = loop.iteration
+        title = f"one of {loop.trips} iterations, {(end - begin) * 1e3:.3g} ms: {phase_of(loop.name) or loop.name}"
+        panels.append(_panel(title, timeline, begin, end, devices=1))
+    _draw(panels, path, phase_of)
 
 
 def draw_timelines(timelines: Sequence[Timeline], path: Any, *, titles: Sequence[str] = ()) -> None:
-    """Draws timelines as a PNG, below one another, on one axis of time.
+    """Draws several timelines as a PNG, below one another, on one scale of time.
 
     Args:
       timelines: At least one.
-      path: The file.
+      path: As for `draw_timeline`.
       titles: A title for each timeline; the name of its program by default.
 
     Raises:
       ImportError: matplotlib is not installed.
     """
+    end = max(t.seconds for t in timelines)
+    named = [*titles, *(t.name for t in timelines[len(titles) :])]
+    panels = [_panel(_title(t, name), t, 0.0, end) for t, name in zip(timelines, named, strict=True)]
+    _draw(panels, path, str)
+
+
+def _title(t: Timeline, name: str) -> str:
+    return f"{name}:  {t.seconds * 1e3:.3g} ms,  work {t.compute * 1e3:.3g},  exposed {t.exposed * 1e3:.3g}"
+
+
+def _panel(title: str, timeline: Timeline, begin: float, end: float, *, devices: int = MAX_DEVICES) -> _Panel:
+    """Returns a panel, with the lanes of each device in the order core, links, memory."""
+    found: dict[tuple[int, str], list[Slice]] = {(d.device, "core"): [] for d in timeline.devices[:devices]}
+    for s in timeline.slices:
+        if s.start < end and s.end > begin and (s.device, "core") in found:
+            found.setdefault((s.device, s.lane), []).append(s)
+    order = sorted(found, key=lambda at: (at[0], at[1] != "core", at[1] == "memory", at[1]))
+    return _Panel(title, timeline, begin, end, {at: found[at] for at in order})
+
+
+def _draw(panels: Sequence[_Panel], path: Any, phase_of: Callable[[str], str]) -> None:
     try:
-        import matplotlib
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(
             "drawing a timeline needs matplotlib: install it, or use save_trace and open it in Perfetto"
         ) from error
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows: list[tuple[str, list[Slice], Timeline, bool]] = []  # label, slices, timeline, whether it begins a timeline
-    for t in timelines:
-        first = True
-        for device in t.devices[:MAX_DEVICES]:
-            mine = [s for s in t.slices if s.device == device.device]
-            for lane in _lanes(mine):
-                label = lane + (f", device {device.device}" if len(t.devices) > 1 else "")
-                rows.append((label, [s for s in mine if s.lane == lane], t, first))
-                first = False
-    heights = [1.0 if slices and slices[0].lane == "core" else 0.5 for _, slices, _, _ in rows]
-    gaps = [0.9 if first else 0.12 for _, _, _, first in rows]
-    inches = _MARGIN + _UNIT * (sum(heights) + sum(gaps))
-    with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 9}):
-        figure = Figure(figsize=(12, inches), dpi=140)
+    inches = _LEGEND + _BASIS + sum(_AROUND + sum(panel.heights) for panel in panels)
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 8}):
+        figure = Figure(figsize=(_WIDTH, inches), dpi=130)
         FigureCanvasAgg(figure)
-        axes = figure.add_axes((0.115, 0.72 / inches, 0.865, 1 - 1.5 / inches))
-        end = max(t.seconds for t in timelines) * 1e3
-        top, ticks, drawn = 0.0, [], set()
-        number = 0
-        for (label, slices, t, first), height, gap in zip(rows, heights, gaps, strict=True):
-            top += gap
-            if first:
-                title = titles[number] if number < len(titles) else t.name
-                number += 1
-                text = (
-                    f"{title}:  {t.seconds * 1e3:.2f} ms,  work {t.compute * 1e3:.2f},  exposed {t.exposed * 1e3:.2f}"
-                )
-                axes.text(0, top - 0.16, text, fontweight="bold", va="bottom", ha="left")
-                if t.seconds * 1e3 < end * 0.999:
-                    axes.plot([t.seconds * 1e3] * 2, [top, top + height], color="#333333", lw=1, ls=":")
-            _draw_band(axes, slices, top, height, end)
-            drawn |= {s.kind for s in slices}
-            ticks.append((top + height / 2, label))
-            top += height
-        axes.set_xlim(0, end * 1.005)
-        axes.set_ylim(top + 0.15, 0)
-        axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
-        axes.set_xlabel("ms")
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color="#e6e6e6", lw=0.7)
-        axes.set_axisbelow(True)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
-        patches = [matplotlib.patches.Patch(color=COLOURS[k], label=LABELS[k]) for k in COLOURS if k in drawn]
-        figure.legend(
-            handles=patches, loc="upper right", ncols=len(patches), frameon=False, bbox_to_anchor=(0.985, 1.0)
-        )
-        basis = f"estimate for {timelines[0].chip}: {timelines[0].basis}"
-        figure.text(0.012, 0.012, basis, color="#666666", fontsize=7)
+        drawn: set[str] = set()
+        top = inches - _LEGEND
+        for panel in panels:
+            bottom = top - _AROUND - sum(panel.heights)
+            grid = figure.add_gridspec(
+                len(panel.bands), 1, height_ratios=panel.heights, hspace=0.12, left=0.1, right=0.985,
+                top=(top - 0.45) / inches, bottom=(bottom + 0.4) / inches,
+            )  # fmt: skip
+            drawn.update(_draw_panel([figure.add_subplot(grid[n]) for n in range(len(panel.bands))], panel, phase_of))
+            top = bottom
+        patches = [Patch(color=colour, label=label) for kind, (colour, label) in COLOURS.items() if kind in drawn]
+        figure.legend(handles=patches, loc="upper right", ncols=len(patches), frameon=False)
+        figure.text(0.012, 0.1 / inches, panels[0].timeline.basis, color="#666666", fontsize=7)
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
 
-def _lanes(slices: list[Slice]) -> list[str]:
-    """Returns the lanes of a device: the core first, then the links, then the memory."""
-    lanes = list(dict.fromkeys(s.lane for s in slices))
-    return sorted(lanes, key=lambda lane: (lane != "core", lane == "memory", lane))
+def _draw_panel(axes_of_bands: Sequence[Any], panel: _Panel, phase_of: Callable[[str], str]) -> set[str]:
+    """Draws a panel on one pair of axes for each band. Returns the kinds of slices in it."""
+    drawn: set[str] = set()
+    width = (panel.end - panel.begin) * 1e3
+    edges = [n * width / _BINS for n in range(_BINS + 1)]
+    for axes, ((device, lane), slices) in zip(axes_of_bands, panel.bands.items(), strict=True):
+        shares = _shares(slices, panel)
+        drawn.update(shares)
+        colours = [COLOURS[kind][0] for kind in shares]
+        axes.stackplot(edges, *shares.values(), colors=colours, step="post", linewidth=0)
+        axes.set(xlim=(0, width), ylim=(0, 1), yticks=[])
+        axes.set_ylabel(
+            lane + (f", device {device}" if len(panel.timeline.devices) > 1 else ""),
+            rotation=0,
+            ha="right",
+            va="center",
+        )
+        axes.tick_params(axis="x", bottom=axes is axes_of_bands[-1], labelbottom=axes is axes_of_bands[-1])
+        axes.spines[:].set_visible(False)
+        if lane == "core":
+            _name_work(axes, slices, panel, phase_of)
+    axes_of_bands[0].set_title(panel.title, loc="left", fontweight="bold", fontsize=9, pad=13)
+    axes_of_bands[-1].set_xlabel("ms")
+    return drawn
 
 
-def _draw_band(axes: Any, slices: list[Slice], top: float, height: float, end: float) -> None:
-    """Draws the slices of one lane, and names those that are wide enough for a name."""
-    for kind, colour in COLOURS.items():
-        chosen = [s for s in slices if s.kind == kind]
-        if not chosen:
-            continue
-        bars = [(s.start * 1e3, s.seconds * 1e3) for s in chosen]
-        axes.broken_barh(bars, (top, height), facecolors=colour, edgecolors="white", linewidth=0.4)
-        for s in chosen:
-            width = s.seconds * 1e3 / end
-            if height >= 1 and width > 0.05:
-                text = s.name if len(s.name) < 110 * width else s.name[: max(0, int(110 * width) - 1)] + "…"
-                dark = kind in ("repeat", "memory", "copy")
-                axes.text(
-                    (s.start + s.end) / 2 * 1e3, top + height / 2, text, ha="center", va="center", fontsize=7,
-                    color="#333333" if dark else "white", clip_on=True,
-                )  # fmt: skip
+def _name_work(axes: Any, slices: Sequence[Slice], panel: _Panel, phase_of: Callable[[str], str]) -> None:
+    """Writes above the core what it works on, where that takes long enough for a name."""
+    runs: list[tuple[str, float, float]] = []  # the name, the begin and the end of consecutive slices of one name
+    for s in slices:
+        if s.kind in ("compute", "collective", "repeat"):
+            name = phase_of(s.name)
+            start = runs.pop()[1] if runs and runs[-1][0] == name else s.start
+            runs.append((name, start, s.end))
+    for name, start, end in runs:
+        letters = int((end - start) / (panel.end - panel.begin) * _LETTERS)
+        if letters > 3:
+            text = name if len(name) <= letters else name[: letters - 1] + "…"
+            axes.text((max(start, panel.begin) - panel.begin) * 1e3, 1.05, text, fontsize=6.5, va="bottom")
+
+
+def _shares(slices: Sequence[Slice], panel: _Panel) -> dict[str, Any]:
+    """Returns the share of each kind of slice in each thin slice of time, and once more in the last one."""
+    import numpy as np
+
+    shares: dict[str, Any] = {}
+    scale = _BINS / (panel.end - panel.begin)
+    for s in slices:
+        first, last = max(0.0, (s.start - panel.begin) * scale), min(float(_BINS), (s.end - panel.begin) * scale)
+        low, high = int(first), min(int(last), _BINS - 1)
+        for kind, weight in _kinds(s, panel.timeline).items():
+            bins = shares.setdefault(kind, np.zeros(_BINS + 1))
+            bins[low : high + 1] += weight
+            bins[low] -= (first - low) * weight
+            bins[high] -= (high + 1 - last) * weight
+    for bins in shares.values():
+        bins[_BINS] = bins[_BINS - 1]
+    return {kind: shares[kind] for kind in COLOURS if kind in shares}
+
+
+def _kinds(s: Slice, t: Timeline) -> dict[str, float]:
+    """Returns what a slice is, by kind: of repeated iterations, the shares of the iteration that they repeat."""
+    loops = [loop for loop in t.loops if s.kind == "repeat" and loop.start <= s.start and s.end <= loop.end]
+    if not loops:
+        return {s.kind: 1.0}
+    begin, end = loops[0].iteration  # of the innermost loop, because loops are listed in the order in which they ended
+    sums: dict[str, float] = {}
+    for one in t.slices:
+        if (one.device, one.lane) == (s.device, s.lane) and one.start < end and one.end > begin:
+            sums[one.kind] = sums.get(one.kind, 0.0) + min(one.end, end) - max(one.start, begin)
+    return {kind: seconds / (end - begin) for kind, seconds in sums.items()}

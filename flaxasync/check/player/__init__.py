@@ -10,7 +10,7 @@ Each file imports only files that are listed above it or beside it:
   transfers, memory_claims, semaphores                         transfers, the memory that they use, and semaphores
   collective_tables, ring_model                                XLA's collectives
   launch, diagnostics, devices, transfer_engine, simulation    all devices together
-  result, summary, picture                                     the result of a simulation
+  result, summary                                              the result of a simulation
   play                                                         the public functions `play` and `play_dump`
 """
 

@@ -7,8 +7,6 @@ import pytest
 from jax import lax
 
 from flaxasync.check import timeline
-from flaxasync.check.estimate.picture import COLOURS, LABELS
-from flaxasync.check.estimate.timeline import KINDS
 from tests.check import programs, proposal
 from tests.check.hlo_texts import LOOP
 
@@ -171,10 +169,6 @@ def test_bad_input():
         timeline(LOOP.replace(", is_scheduled=true", ""), "v5e")
     with pytest.raises(ValueError, match="copies must be"):
         timeline(LOOP, "v5e", copies="guess")
-
-
-def test_every_kind_has_a_colour():
-    assert set(KINDS) == set(COLOURS) == set(LABELS)
 
 
 def test_slices_of_a_core_do_not_overlap():

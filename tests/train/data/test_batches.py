@@ -111,12 +111,6 @@ def test_validation_is_the_end_of_the_tokens_and_the_same_each_time(config, mesh
     np.testing.assert_array_equal(windows[1].tokens, everything[-windows[1].tokens.size :])
 
 
-def test_validation_takes_all_batches_if_there_are_too_few(config, mesh, replace):
-    config = replace(config, eval={"batches": 50})
-    windows = Windows(np.arange(16 * 9 + 1, dtype=np.uint16), 16)
-    assert len(list(ValidationBatches(windows, config, mesh))) == 2
-
-
 def test_data_that_is_too_short_is_refused(config, replace):
     def corpus(size):
         return {"data": Corpus("here", np.zeros(size, np.uint8), is_text=True)}

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
+from train.config import DataConfig
 from train.data import corpus
-from train.data.corpus import open_corpus
+from train.data.corpus import open_source
 from train.lifecycle.errors import InputError
 
 
 def open_path(path, *, vocab_size=256, token_dtype="uint16"):
-    return open_corpus(None if path is None else str(path), dtype=np.dtype(token_dtype), vocab_size=vocab_size)
+    location = None if path is None else str(path)
+    return open_source(location, DataConfig(token_dtype=token_dtype), vocab_size=vocab_size)
 
 
 def test_the_standard_library_is_large_and_read_the_same_each_time():
@@ -64,24 +66,20 @@ def test_a_bad_file_is_refused(name, content, message, tmp_path):
         open_path(tmp_path / name)
 
 
-@pytest.mark.parametrize("array", [np.zeros((2, 3), np.uint16), np.zeros(6, np.int64), np.zeros(6, np.float32)])
-def test_a_npy_file_without_a_1d_array_of_tokens_is_refused(array, tmp_path):
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(InputError, match="must hold a one-dimensional uint16 or uint32 array"):
-        open_path(tmp_path / "a.npy")
-
-
-def test_pickled_objects_are_never_loaded(tmp_path):
-    np.save(tmp_path / "a.npy", np.array([{}], object), allow_pickle=True)
-    with pytest.raises(InputError, match="cannot be read"):
-        open_path(tmp_path / "a.npy")
-
-
-def test_an_empty_folder_and_an_empty_array_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((2, 3), np.uint16), "must hold a one-dimensional uint16 or uint32 array"),
+        (np.zeros(6, np.int64), "must hold a one-dimensional uint16 or uint32 array"),
+        (np.zeros(0, np.uint16), "has no tokens"),
+        (np.array([{}], object), "cannot be read"),  # pickled objects are never loaded
+    ],
+)
+def test_a_npy_file_without_a_1d_array_of_tokens_is_refused(array, message, tmp_path):
     with pytest.raises(InputError, match="has no file that is not empty"):
         open_path(tmp_path)
-    np.save(tmp_path / "a.npy", np.zeros(0, np.uint16))
-    with pytest.raises(InputError, match="has no tokens"):
+    np.save(tmp_path / "a.npy", array, allow_pickle=True)
+    with pytest.raises(InputError, match=message):
         open_path(tmp_path / "a.npy")
 
 

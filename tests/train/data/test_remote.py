@@ -8,8 +8,9 @@ import fsspec
 import numpy as np
 import pytest
 
+from train.config import DataConfig
 from train.config.command import DEFAULT_PRESET, parse
-from train.data.corpus import open_corpus
+from train.data.corpus import open_source
 from train.data.remote import fetch
 from train.lifecycle.errors import InputError, StorageError
 
@@ -35,8 +36,8 @@ def write(location: str, content: bytes) -> None:
     ("options", "message"),
     [
         (["--workdir", "gs://bucket/run"], "workdir must be a folder of this machine, .*--checkpoint.folder may be gs"),
-        (["--checkpoint.folder", "s3://bucket/run"], "checkpoint.folder must be .*, or gs://bucket/folder: got s3://"),
-        (["--checkpoint.folder", "gs://bucket"], "checkpoint.folder must be .*, or gs://bucket/folder: got gs://buck"),
+        (["--checkpoint.folder", "s3://bucket/run"], "checkpoint.folder must be .*, or gs://bucket/folder: got 's3://"),
+        (["--checkpoint.folder", "gs://bucket"], "checkpoint.folder must be .*, or gs://bucket/folder: got 'gs://buck"),
         (["--init_from", "gs://bucket/run"], "init_from=gs://bucket/run needs the package gcsfs"),
     ],
 )
@@ -95,7 +96,7 @@ def test_data_that_may_not_be_read_are_a_mistake_of_the_person(location, monkeyp
 
 def test_a_corpus_at_a_url_is_read_as_a_local_one(location):
     write(f"{location}/tokens.bin", np.arange(100, dtype=np.uint16).tobytes())
-    corpus = open_corpus(f"{location}/tokens.bin", dtype=np.dtype("uint16"), vocab_size=100)
+    corpus = open_source(f"{location}/tokens.bin", DataConfig(), vocab_size=100)
     assert (corpus.name, corpus.is_text, corpus.tokens.tolist()) == (f"{location}/tokens.bin", False, list(range(100)))
     with pytest.raises(InputError, match=f"there is no {location}/nothing"):
-        open_corpus(f"{location}/nothing", dtype=np.dtype("uint16"), vocab_size=100)
+        open_source(f"{location}/nothing", DataConfig(), vocab_size=100)

@@ -39,11 +39,9 @@ def test_meshes_that_fit_come_first_and_those_that_do_not_divide_are_left_out(co
     assert fits == sorted(fits, reverse=True)
 
 
-def test_a_refusal_names_a_mesh_and_prefers_one_that_the_batch_alone_rules_out(config, replace):
-    grid = r"no mesh of 7 devices divides .*; data x fsdp x context x model = "
-    with pytest.raises(InputError, match=grid + r"1 x 1 x 1 x 7 is refused because heads must be a multiple"):
-        rank(replace(config, model={"kv_heads": 3}), CHIPS["v5e"], 7)
-    with pytest.raises(InputError, match=grid + r"7 x 1 x 1 x 1 is refused because .*batch.* axis: got 8 on 7 devices"):
+def test_a_refusal_names_a_mesh(config):
+    match = r"no mesh of 7 devices divides .*; data x fsdp x context x model = 7 x 1 x 1 x 1 is refused because .*batch"
+    with pytest.raises(InputError, match=match):
         rank(config, CHIPS["v5e"], 7)
 
 
@@ -52,7 +50,7 @@ def test_each_mesh_takes_the_fastest_policy_that_fits_with_room_to_spare():
     config = llama_8b()
     policies = ("none", "cheap", "dots", "layer")
     for chip, remat in (("v5e", "layer"), ("v6e", "cheap")):
-        alone = {policy: rank(with_remat(config, policy), CHIPS[chip], 16) for policy in policies}
+        alone = {policy: rank(config, CHIPS[chip], 16, remats=(policy,)) for policy in policies}
         best = rank(config, CHIPS[chip], 16, remats=policies)[0]
         assert (best.remat, best.mesh) == (remat, {"data": 1, "fsdp": 4, "model": 4})
         assert best == alone[remat][0]
@@ -60,10 +58,6 @@ def test_each_mesh_takes_the_fastest_policy_that_fits_with_room_to_spare():
     little = dataclasses.replace(CHIPS["v6e"], hbm_bytes=best.needed / module.ROOM - 1)
     assert best.needed < little.hbm_bytes
     assert rank(config, little, 16, remats=("cheap", "layer"))[0].remat == "layer"  # it would fit barely
-
-
-def with_remat(config, remat):
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
 
 
 def meshes(predictions):
@@ -118,27 +112,24 @@ def raise_(error):
 
 NO_ROOM = check.HbmError("no room", 40 << 30, 16 << 30)
 CRASH = RuntimeError("the compiler crashed")
+UNSERVED = NotImplementedError("no such kernel")
 
 
 def test_refused_and_crashed_meshes_are_replaced_and_stand_below_those_that_compiled(compare, capsys):
-    rows, tried = compare([NO_ROOM, CRASH, 3.0, 2.0], 2)
-    assert len(set(tried)) == 4
+    rows, tried = compare([NO_ROOM, CRASH, UNSERVED, 3.0, 2.0], 2)
+    assert len(set(tried)) == 5
     out = capsys.readouterr().out
+    assert "not compiled: backend=auto cannot serve this run: no such kernel" in out
     assert "does not fit: it needs 40 GiB" in out
     assert "not compiled: the compiler crashed" in out
     assert "compiling  2 of 2" in out
     assert "40 GiB (too much)" in out
     by_mesh = [tuple(row["mesh"].values()) for row in rows]
     assert len(set(by_mesh)) == len(rows) == 10
-    assert (by_mesh[0], by_mesh[1], by_mesh[-2], by_mesh[-1]) == (tried[3], tried[2], tried[1], tried[0])
-    assert [row["source"] for row in rows] == ["compiled"] * 2 + ["predicted"] * 6 + [module.FAILED, "compiled"]
+    assert (by_mesh[0], by_mesh[1], by_mesh[-1]) == (tried[4], tried[3], tried[0])
+    assert set(by_mesh[-3:-1]) == set(tried[1:3])
+    assert [row["source"] for row in rows] == ["compiled"] * 2 + ["predicted"] * 5 + [module.FAILED] * 2 + ["compiled"]
     assert (rows[-1]["memory"], rows[-1]["fits"], rows[-1]["seconds"]) == (40 << 30, False, None)
-
-
-def test_the_number_of_tries_is_bounded(compare):
-    rows, tried = compare([NO_ROOM] * 4, 1)
-    assert len(tried) == 4
-    assert [row["source"] for row in rows] == ["predicted"] * 6 + ["compiled"] * 4
 
 
 def test_meshes_that_are_predicted_not_to_fit_replace_none(config, monkeypatch, replace):
@@ -162,20 +153,6 @@ def test_a_compiler_that_crashes_on_every_mesh_ends_the_comparison_with_code_2(p
     assert "no step could be compiled for v5e:2x2, on 4 meshes" in capsys.readouterr().err
     rows = json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text())
     assert [row["source"] for row in rows] == ["predicted"] * 6 + [module.FAILED] * 4
-
-
-def test_a_mesh_that_a_backend_cannot_serve_is_replaced(compare, capsys):
-    rows, tried = compare([NotImplementedError("no such kernel"), 3.0], 1)
-    assert "not compiled: backend=auto cannot serve this run: no such kernel" in capsys.readouterr().out
-    assert tuple(rows[0]["mesh"].values()) == tried[1]
-    assert [row["source"] for row in rows] == ["compiled"] + ["predicted"] * 8 + [module.FAILED]
-
-
-def test_a_mesh_that_cannot_be_laid_out_is_replaced(compare, monkeypatch, capsys):
-    monkeypatch.setattr(module, "mesh_over", lambda *arguments: raise_(InputError("no ring")))
-    rows, _ = compare([CRASH, 3.0], 1)
-    assert "not compiled: no ring" in capsys.readouterr().out
-    assert rows[-1]["source"] == module.FAILED
 
 
 def test_several_slices_are_refused(preset, capsys):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.metrics.lines import MetricsFile, missing_steps, read_metrics, repair
+from train.metrics.lines import MetricsFile, read_metrics, repair
 
 
 def fill(path, steps):
@@ -40,7 +40,7 @@ def test_an_invalid_line_is_moved_aside_and_takes_no_other_with_it(broken, where
     path.write_bytes(b"".join([*lines[:where], broken, *lines[where:]]))
     repair(path, start=100, say=said.append)
     assert steps_in(path) == [1, 2, 4, 5]
-    assert json.loads((tmp_path / "metrics.invalid.jsonl").read_bytes() or b"0") if broken.startswith(b'{"l') else True
+    assert (tmp_path / "metrics.invalid.jsonl").exists()
     assert f"{path} had 1 invalid lines, which were moved to {tmp_path / 'metrics.invalid.jsonl'}" in said[0]
 
 
@@ -51,24 +51,17 @@ def test_an_incomplete_last_line_is_dropped_silently_because_its_step_is_repeate
         file.write('{"step": 3, "loss')
     repair(path, start=2, say=said.append)
     assert (steps_in(path), said) == ([1, 2], [])
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_steps_without_a_line_are_named(tmp_path):
+def test_steps_without_a_line_are_counted(tmp_path):
     path, said = tmp_path / "metrics.jsonl", []
+    fill(path, [1, 2, 5])
     repair(path, start=7, say=said.append)
-    assert said == [f"{path} has no line for steps 1 to 7, which were done before; they may still be in tensorboard/"]
-    assert missing_steps([1, 2, 5, 7], 9) == "steps 3 to 4, 6, 8 to 9"
-    assert missing_steps([1, 2, 3], 3) == ""
+    assert said == [f"{path} lacks 4 of the 7 steps that were done before; they may still be in tensorboard/"]
 
 
 def test_the_last_line_of_a_step_counts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 2, "loss": 1}\n{"step": 1, "loss": 1}\n{"step": 2, "loss": 3}\n')
     assert read_metrics(path) == [{"step": 1, "loss": 1}, {"step": 2, "loss": 3}]
-
-
-def test_dropping_lines_leaves_no_temporary_file(tmp_path):
-    fill(tmp_path / "metrics.jsonl", [1, 2, 3])
-    repair(tmp_path / "metrics.jsonl", start=2, say=print)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]

@@ -13,26 +13,25 @@ from train.lifecycle.errors import DivergedError
 from train.metrics import pace as pace_module
 from train.metrics.lines import MetricsFile
 from train.metrics.pace import Pace
-from train.metrics.recorder import Recorder
+from train.metrics.recorder import Recorder, Sink
 from train.metrics.tensorboard import TensorBoard
 
 
-class Sink:
+class Lines(Sink):
+    """Keeps what it is given."""
+
     def __init__(self):
-        self.lines, self.flushed, self.closed = [], 0, False
+        self.lines, self.closed = [], False
 
     def write(self, lines):
         self.lines += lines
-
-    def flush(self):
-        self.flushed += 1
 
     def close(self):
         self.closed = True
 
 
 def test_a_line_has_all_metrics_of_its_step():
-    sink = Sink()
+    sink = Lines()
     recorder = Recorder([sink], Pace(tokens_per_step=64))
     recorder.add(3, loss=jnp.float32(2.5), grad_norm=jnp.float32(0.1), learning_rate=jnp.float32(1e-3))
     recorder.add(3, validation_loss=jnp.float32(2.75))
@@ -75,7 +74,7 @@ def test_every_report_has_the_speed_and_the_wait_of_its_own_interval(monkeypatch
             clock.now += 3
             return np.float32(1)
 
-    clock, sink = Clock(), Sink()
+    clock, sink = Clock(), Lines()
     monkeypatch.setattr(pace_module, "time", clock)
     recorder = Recorder([sink], Pace(tokens_per_step=60))
     clock.now += 1
@@ -99,7 +98,7 @@ def test_a_report_does_not_wait_for_later_steps():
         def __array__(self):
             raise AssertionError("waited for a later step")
 
-    sink = Sink()
+    sink = Lines()
     recorder = Recorder([sink], Pace(tokens_per_step=1))
     recorder.add(1, loss=jnp.float32(1))
     recorder.add(2, loss=Unfinished())
@@ -111,7 +110,7 @@ def test_a_report_does_not_wait_for_later_steps():
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_stops_with_its_step_and_stays_valid_json(name, value, tmp_path):
-    file, sink = MetricsFile(tmp_path / "metrics.jsonl", start=0), Sink()
+    file, sink = MetricsFile(tmp_path / "metrics.jsonl", start=0), Lines()
     recorder = Recorder([file, sink], Pace(tokens_per_step=1))
     for step in range(1, 6):
         metrics = {"loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
@@ -137,12 +136,16 @@ def events_in(folder):
 
 
 def test_event_files_have_the_metrics_and_discard_later_steps_of_an_earlier_process(tmp_path):
-    board = TensorBoard(tmp_path, start=4)
+    said = []
+    board = TensorBoard(tmp_path / "board", start=4, say=said.append)
+    (tmp_path / "board").touch()  # in the place of the folder, so that nothing can be written yet
     board.write([{"step": 5, "loss": 1.5, "grad_norm": None}])
-    board.flush()
+    board.write([{"step": 6, "loss": 1.25}])
+    assert said == [f"{tmp_path}/board cannot be written: File exists; its events wait in memory"]
+    (tmp_path / "board").unlink()
     board.close()
-    events = list(events_in(tmp_path))
+    events = list(events_in(tmp_path / "board"))
     # TensorBoard drops what other files of the folder have from the step of this event on.
     assert [event.step for event in events if event.session_log.status == SessionLog.START] == [5]
     written = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
-    assert written == [(5, "loss", 1.5)]
+    assert written == [(5, "loss", 1.5), (6, "loss", 1.25)]

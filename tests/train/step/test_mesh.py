@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import flaxasync as fa
 from train.config import MeshConfig
-from train.dry_run.command import _topology_mesh
+from train.dry_run.command import topology_devices
 from train.lifecycle.errors import InputError
-from train.step.mesh import check_fits_mesh, check_model_fits_mesh, infer_sizes, make_mesh, token_spec
+from train.step.mesh import check_fits_mesh, infer_sizes, make_mesh, mesh_over, open_model_mesh
 from train.step.trainer import Trainer
 
 
@@ -65,12 +65,6 @@ def test_the_mesh_has_explicit_axes_over_all_devices():
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
 
 
-def test_the_fsdp_axis_splits_the_batch_beside_the_data_axis():
-    mesh = make_mesh(MeshConfig(data=2, fsdp=-1, model=2))
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
-    assert token_spec(mesh) == jax.P(("data", "fsdp"), None)
-
-
 def test_another_platform_than_the_one_asked_for_is_refused():
     with pytest.raises(InputError, match=r"mesh.platform=gpu was requested, but JAX runs on cpu"):
         make_mesh(MeshConfig(platform="gpu"))
@@ -84,23 +78,11 @@ def test_a_batch_that_the_data_axis_does_not_divide_is_refused(config, replace):
         check_fits_mesh(replace(config, data={"batch_size": 6}), {"data": 2, "fsdp": 2, "model": 2})
 
 
-def test_a_width_that_the_fsdp_axis_does_not_divide_is_refused(config):
-    with pytest.raises(InputError, match=r"width must be divisible by the 'fsdp' axis: got width=16 on 3 devices; use"):
-        check_fits_mesh(config, {"data": 1, "fsdp": 3, "model": 1})
-
-
 def test_a_model_may_fit_a_mesh_that_batches_and_sequences_do_not(config, replace):
     odd = replace(config, data={"batch_size": 5, "sequence_length": 7}, model={"fsdp_overlap": "prefetch"})
-    check_model_fits_mesh(odd, {"data": 2, "context": 2, "model": 2})
-    with pytest.raises(InputError, match=r"mlp_width must be divisible by the 'model' axis: got mlp_width=\d+ on 7"):
-        check_model_fits_mesh(config, {"data": 1, "model": 7})
-
-
-def test_a_scan_that_prefetches_needs_an_fsdp_axis(config, replace):
-    changed = replace(config, model={"fsdp_overlap": "prefetch"})
-    with pytest.raises(InputError, match=r"fsdp_overlap='prefetch' needs an 'fsdp' axis .* got 1; use fsdp_overlap='x"):
-        check_fits_mesh(changed, {"data": 2, "fsdp": 1, "model": 2})
-    check_fits_mesh(changed, {"data": 2, "fsdp": 2, "model": 2})
+    assert open_model_mesh(odd).size == 8
+    with pytest.raises(InputError, match=r"mlp_width must be divisible by the 'model' axis: got mlp_width=36 on 8"):
+        open_model_mesh(replace(odd, mesh={"data": 1, "model": 8}, model={"mlp_width": 36}))
 
 
 def test_direct_copies_need_whole_tiles_and_tpus(config, replace):
@@ -118,11 +100,6 @@ def test_direct_copies_need_whole_tiles_and_tpus(config, replace):
             trainer.train_step.eval_shape(*arguments)
 
 
-def test_a_model_that_the_model_axis_does_not_divide_is_refused(config):
-    with pytest.raises(InputError, match=r"mlp_width must be divisible by the 'model' axis: got mlp_width=\d+ on 7 "):
-        check_fits_mesh(config, {"data": 2, "model": 7})
-
-
 def test_a_run_and_its_dry_run_have_the_same_mesh(config, replace, monkeypatch):
     """`jax.make_mesh` would order these devices in another way, which shows that neither takes its order from there."""
     config = replace(config, mesh={"data": 2, "model": 4, "platform": "auto"})
@@ -130,7 +107,7 @@ def test_a_run_and_its_dry_run_have_the_same_mesh(config, replace, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setattr(fa.check, "topology_devices", lambda topology: devices)
     mesh = make_mesh(config.mesh)
-    assert mesh is _topology_mesh(config, "v5e:2x4")
+    assert mesh is mesh_over(topology_devices("v5e:2x4"), config.mesh, "v5e:2x4")
     assert mesh != jax.make_mesh((2, 4), ("data", "model"), devices=devices)
 
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.train.step.steps import STEPS, batches, place, train
 from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import identify_run
 from train.lifecycle.errors import InputError
-from train.step.mesh import check_fits_mesh, make_mesh, token_spec
+from train.step.mesh import check_fits_mesh, make_mesh
 from train.step.microbatches import loss_and_gradient, split_batch, sum_of_losses
 
-STEPS = 20
 FULLY_SHARDED = {"data": 2, "fsdp": 2, "model": 2}
 
 
@@ -82,26 +82,6 @@ def test_a_batch_that_does_not_divide_is_refused(config, replace, mesh, batch, m
     check_fits_mesh(replace(changed, data={"batch_size": 16}), make_mesh(changed.mesh).shape)
 
 
-def batches(config, mesh, start, steps):
-    sharding = jax.NamedSharding(mesh, token_spec(mesh))
-    for step in range(start, start + steps):
-        tokens = np.random.default_rng(step).integers(0, 64, (config.data.batch_size, 1))
-        tokens = (tokens >> np.arange(config.data.sequence_length + 1) % 6).astype(np.int32)
-        parts = [tokens[:, :-1], tokens[:, 1:]]
-        if config.data.separator is not None:
-            ends = parts[0] == config.data.separator
-            parts.append((np.cumsum(ends, axis=1) - ends).astype(np.int32))
-        yield tuple(jax.device_put(part, sharding) for part in parts)
-
-
-def train(trainer, config, mesh, state, start, steps):
-    losses = []
-    for batch in batches(config, mesh, start, steps):
-        state, metrics = trainer.train_step(state, *batch)
-        losses.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-    return state, losses
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("separator", [None, 2], ids=["", "documents"])
 @pytest.mark.parametrize(
@@ -118,8 +98,7 @@ def test_twenty_steps_have_the_losses_of_the_whole_batch(config, replace, traine
             trainer = trainer_of(changed, mesh)
             if began is None:
                 began = jax.tree.map(np.array, trainer.init())
-            expected = trainer.abstract_state()
-            state = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), began, expected)
+            expected, state = trainer.abstract_state(), place(began, trainer)
             nothing = jax.device_put(np.zeros(2, np.float32), jax.NamedSharding(mesh, jax.P()))
             totals.append(trainer.eval_step(state.params, nothing, *next(batches(changed, mesh, 0, 1))))
             state, history = train(trainer, changed, mesh, state, 0, STEPS)

@@ -22,14 +22,6 @@ def test_kernels_decay_and_nothing_else_does(config, mesh):
         assert value == name.endswith(".kernel"), name
 
 
-def test_weight_decay_follows_the_name_and_not_the_rank():
-    stacked = {
-        "norm": {"scale": jnp.ones((4, 16))},
-        "mlp": {"kernel": jnp.ones((4, 16, 32)), "bias": jnp.ones((4, 32))},
-    }
-    assert decay_mask(stacked) == {"norm": {"scale": False}, "mlp": {"kernel": True, "bias": False}}
-
-
 def test_a_parameter_with_an_unknown_name_is_refused():
     with pytest.raises(
         ValueError, match=r"parameter head.gate must end in one of \['bias', 'embedding', 'kernel', 'sc"

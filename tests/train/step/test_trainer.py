@@ -1,14 +1,12 @@
 """Tests of train/step/trainer.py: the train state, the training step and the validation step."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from train.step.mesh import token_spec
-from train.step.trainer import Trainer, count_parameters
+from train.step.trainer import count_parameters
 
 
 @pytest.fixture
@@ -40,16 +38,9 @@ def test_moments_are_sharded_as_their_parameters(trainer):
     assert moments == specs * 2
 
 
-def test_the_seed_determines_the_parameters(config, trainer, mesh):
-    def flat(trainer):
-        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(trainer.init().params)])
-
-    np.testing.assert_array_equal(flat(trainer), flat(Trainer(config, mesh)))
-    assert not np.array_equal(flat(trainer), flat(Trainer(dataclasses.replace(config, seed=1), mesh)))
-
-
 def test_repeated_steps_on_one_batch_lower_its_loss(trainer, batch):
     state, losses = trainer.init(), []
+    given = jax.tree.leaves(state.params)
     step = trainer.compile_train_step()
     for _ in range(20):
         state, metrics = step(state, *batch)
@@ -58,6 +49,7 @@ def test_repeated_steps_on_one_batch_lower_its_loss(trainer, batch):
         )
         losses.append(float(metrics["loss"]))
     assert int(state.step) == 20
+    assert all(leaf.is_deleted() for leaf in given), "the state was not donated"
     assert abs(losses[0] - np.log(128)) < 1.0, "a new model should be about as good as a uniform guess"
     assert losses[-1] < losses[0] - 0.5
 
@@ -68,12 +60,6 @@ def test_the_gradient_norm_is_measured_before_clipping(trainer, batch):
     expected = np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(grads)))
     _, metrics = trainer.train_step(trainer.init(), *batch)
     np.testing.assert_allclose(float(metrics["grad_norm"]), expected, rtol=1e-5)
-
-
-def test_a_step_donates_its_state(trainer, batch):
-    state = trainer.init()
-    trainer.train_step(state, *batch)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
 def test_steps_are_repeatable_bit_by_bit(trainer, batch):

@@ -52,7 +52,7 @@ def test_deleted_metrics(stopped, expected):
     (stopped.work / "metrics.jsonl").unlink()
     newest = max(stopped.steps_saved())
     err = stopped.completes()
-    assert f"has no line for steps 1 to {newest}, which were done before; they may still be in tensorboard/" in err
+    assert f"lacks {newest} of the {newest} steps that were done before; they may still be in tensorboard/" in err
     assert [line["loss"] for line in stopped.lines()] == expected[newest:]
 
 

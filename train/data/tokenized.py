@@ -24,7 +24,7 @@ import numpy as np
 
 from train.data.tokenizer import Tokenizer
 from train.lifecycle.errors import InputError
-from train.metrics.percent import Percent
+from train.metrics.progress import Percent
 
 VERSION = 2
 """Version of the tokens that a text becomes; those of 1 lacked the tokens that begin a document."""
@@ -32,15 +32,16 @@ PIECE_BYTES, BATCH_PIECES = 1 << 20, 16
 
 
 class Piece(NamedTuple):
-    """A piece of a document: its text, which ends of the document it has, and the bytes of the file it used up."""
+    """A piece of a document: its file, its text, which ends of the document it has, and the bytes it used up."""
 
+    file: Path
     text: str
     begins: bool
     ends: bool
     used: int
 
 
-def tokenize_files(files: list[Path], tokenizer: Tokenizer, folder: Path, *, separator: int | None) -> Path:
+def tokenize_files(files: list[Path], tokenizer: Tokenizer, *, separator: int | None) -> Path:
     """Returns the file of tokens of some text files, uint32, which is made unless it is there.
 
     If several processes need it at once, one makes it and the others wait.
@@ -50,6 +51,7 @@ def tokenize_files(files: list[Path], tokenizer: Tokenizer, folder: Path, *, sep
     """
     described = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([VERSION, tokenizer.name, separator, described])
+    folder = tokenizer.path.parent / "tokens"
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.bin"
     if path.is_file():
         return path
@@ -71,9 +73,9 @@ def tokenize_files(files: list[Path], tokenizer: Tokenizer, folder: Path, *, sep
 
 def _write(out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separator: int | None, *, total: int) -> None:
     """Writes the tokens of some files, which have `total` bytes."""
-    done = 0
+    pieces, done = (piece for file in files for piece in _pieces(file)), 0
     with Percent("tokenized") as percent:
-        for name, batch in _batches(files):
+        for batch in itertools.batched(pieces, BATCH_PIECES):  # they are encoded side by side
             encoded = tokenizer.inner.encode_batch([piece.text for piece in batch], add_special_tokens=False)
             for piece, encoding in zip(batch, encoded, strict=True):
                 tokens = [*tokenizer.prefix, *encoding.ids] if piece.begins else encoding.ids
@@ -81,14 +83,7 @@ def _write(out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separato
                     tokens = [*tokens, separator]
                 out.write(np.asarray(tokens, np.uint32).tobytes())
                 done += piece.used
-            percent.report(name, done, total)
-
-
-def _batches(files: Iterable[Path]) -> Iterator[tuple[str, list[Piece]]]:
-    """Yields pieces that are encoded side by side, which may be of several files, and the name of the last file."""
-    pieces = ((file.name, piece) for file in files for piece in _pieces(file))
-    for batch in itertools.batched(pieces, BATCH_PIECES):
-        yield batch[-1][0], [piece for _, piece in batch]
+            percent.report(batch[-1].file.name, done, total)
 
 
 def _pieces(file: Path) -> Iterator[Piece]:
@@ -96,13 +91,13 @@ def _pieces(file: Path) -> Iterator[Piece]:
         with open(file, "rb") as lines:
             if file.suffix == ".jsonl":
                 for number, line in enumerate(lines, start=1):
-                    yield Piece(_text_of_line(line, file, number), True, True, len(line))
+                    yield Piece(file, _text_of_line(line, file, number), True, True, len(line))
                 return
             begins, piece = True, lines.readlines(PIECE_BYTES)
             while piece:
                 following = lines.readlines(PIECE_BYTES)
                 content = b"".join(piece)
-                yield Piece(content.decode(), begins, not following, len(content))
+                yield Piece(file, content.decode(), begins, not following, len(content))
                 begins, piece = False, following
     except OSError as error:
         raise InputError(f"data must be readable: {file}: {error.strerror}") from error

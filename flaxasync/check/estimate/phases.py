@@ -5,8 +5,10 @@ jit(_train_step)/transpose(jvp())/while/body/.../shard_map/all_gather_matmul_dx/
 """
 
 import collections
+from typing import Any
 
-from flaxasync import check
+from flaxasync.check.estimate.timeline import Timeline
+from flaxasync.check.hlo.from_compiled import module_of
 
 # The components of a path that come from control flow and not from a named scope.
 _STRUCTURE = frozenset({"while", "body", "cond", "eval_jaxpr", "checkpoint", "rematted_computation", "closed_call"})
@@ -15,11 +17,12 @@ _STRUCTURE = frozenset({"while", "body", "cond", "eval_jaxpr", "checkpoint", "re
 class Phases:
     """Names the phases of a step, and the ops of its layers, in one compiled program."""
 
-    def __init__(self, program: check.CompiledProgram):
-        self._module = check.parse(program.as_text())
-        instructions = [i for computation in self._module.computations.values() for i in computation.instructions]
+    def __init__(self, program: Any):
+        """Reads a compiled program, or its text."""
+        module = module_of(program)
+        instructions = [i for computation in module.computations.values() for i in computation.instructions]
         self._by_name = {i.name: i for i in instructions}
-        self._matmuls = {i.name for i in instructions if i.kernel_flops or self._module.contains_matmul(i)}
+        self._matmuls = {i.name for i in instructions if i.kernel_flops or module.contains_matmul(i)}
 
     def path(self, instruction: str) -> str:
         """Returns the name of the JAX operation that an instruction came from; "" if the program does not say."""
@@ -38,7 +41,7 @@ class Phases:
         """Returns the name of the op that an instruction is part of, like "all_gather_matmul_dx"; "" for no op."""
         return part_of(self.path(instruction))
 
-    def waits(self, timeline: check.Timeline) -> list[tuple[str, float]]:
+    def waits(self, timeline: Timeline) -> list[tuple[str, float]]:
         """Returns where the slowest device waits, as (op and phase, seconds), the longest wait first."""
         sums: dict[str, float] = collections.defaultdict(float)
         for cause, seconds in timeline.slowest.causes.items():

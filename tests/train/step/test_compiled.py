@@ -1,4 +1,4 @@
-"""Tests of train/step/dispatch.py: what in a training step holds the host is reported before the first one."""
+"""Tests of train/step/compiled.py: what in a training step holds the host is reported before the first one."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from models.transformer import Transformer
 from train.run import main
-from train.step.dispatch import describe_dispatch
+from train.step.compiled import describe_dispatch
 from train.step.trainer import Trainer
 
 
