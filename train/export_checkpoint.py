@@ -5,12 +5,12 @@ are restored onto one CPU device unless `--mesh` says otherwise. They are those 
 the running mean if the run keeps one (`--optimizer.ema_decay`), unless `--parameters trained` is given.
 """
 
-import contextlib
 import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -70,65 +70,39 @@ def _export(command: Command) -> None:
         raise InputError(str(error)) from error
     mesh = open_model_mesh(config)
     with jax.set_mesh(mesh):
-        evaluated = command.parameters == "evaluated"
-        params, path, part = load_parameters(
-            command.workdir, config, Trainer(config, mesh), step=command.step, evaluated=evaluated
-        )
-        with _filled(command.folder):
-            _write(command, config, params)
+        trainer, evaluated = Trainer(config, mesh), command.parameters == "evaluated"
+        params, path, part = load_parameters(command.workdir, config, trainer, step=command.step, evaluated=evaluated)
+        try:
+            command.folder.parent.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.TemporaryDirectory(dir=command.folder.parent, prefix=".export-")
+        except OSError as error:
+            raise InputError(f"FOLDER must be one that can be made: {command.folder}: {error.strerror}") from error
+        with temporary as place:
+            _write(command, config, params, filled := Path(place, "export"))
+            filled.rename(command.folder)  # so that FOLDER is never half filled
     which = "the running mean of the parameters" if part == "ema" else "the parameters"
     print_line(f"exported   {which} of {path} as {command.folder}")
 
 
-@contextlib.contextmanager
-def _filled(folder: Path) -> Iterator[None]:
-    """Makes a folder, and empties it again if it could not be filled.
+def _write(command: Command, config: Config, params: Any, folder: Path) -> None:
+    """Makes a folder and writes the files of an export into it."""
+    import jax.numpy as jnp
 
-    Raises:
-      InputError: It cannot be made.
-    """
-    existed = folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"FOLDER must be a folder that can be made: {folder}: {error.strerror}") from error
-    try:
-        yield
-    except BaseException:
-        for file in folder.iterdir():
-            file.unlink()
-        if not existed:
-            folder.rmdir()
-        raise
-
-
-def _write(command: Command, config: Config, params: Any) -> None:
-    """Writes the files of an export into its folder, which exists."""
     from models.hugging_face import export_parameters
     from train.metrics.progress import Percent
 
     kept = command.workdir / "hugging_face"
-    before = _read_json(kept / "config.json")
+    before = json.loads((kept / "config.json").read_text()) if kept.is_dir() else {}
     length = max(before.get("max_position_embeddings", 0), config.data.sequence_length)
+    dtype = command.dtype and jnp.dtype(command.dtype)
+    folder.mkdir()
     with Percent("exported") as percent:
-        written = export_parameters(
-            command.folder, config.model, params, length=length, dtype=_dtype(command.dtype), report=percent.report
-        )
-    for file in kept.glob("*") if kept.is_dir() else ():
-        shutil.copy2(file, command.folder / file.name)
+        written = export_parameters(folder, config.model, params, length=length, dtype=dtype, report=percent.report)
+    for file in kept.glob("*"):
+        shutil.copy2(file, folder / file.name)
     # Keys of the imported file that say nothing of the architecture, such as the ids of special tokens, are kept.
     kept_keys = {key: value for key, value in before.items() if key not in ("torch_dtype", "rope_scaling")}
-    (command.folder / "config.json").write_text(json.dumps(kept_keys | written, indent=2) + "\n")
-
-
-def _dtype(name: str | None) -> Any:
-    import jax.numpy as jnp
-
-    return None if name is None else jnp.dtype(name)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    (folder / "config.json").write_text(json.dumps(kept_keys | written, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from train.config.command import Command, as_json, parse
 from train.lifecycle.errors import COMPLETE, INTERRUPTED, RunError
-from train.lifecycle.explained_errors import explained_errors
+from train.lifecycle.explained_errors import explained_errors, explained_lost_processes
 from train.lifecycle.signals import StopRequest
 
 _MEMORY_ADVICE = (
@@ -69,13 +69,12 @@ def _train(command: Command) -> int:
 def _train_with_others(command: Command) -> int:
     """Trains as one of several processes; an error ends this process without waiting for the others, as JAX would."""
     try:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # native code waits for the others, and Python would not see Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not see Ctrl-C while JAX waits for the others
         from train.step.mesh import configure_jax
 
         configure_jax(command.config.mesh)
-        return _train(command)
+        with explained_lost_processes():
+            return _train(command)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code

@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_made_is_refused(folder, tmp_path, capsys):
     assert run_import(folder, workdir) == 0
     file.touch()
     assert export_checkpoint.main([str(workdir), str(file / "out"), *MESH]) == 2
-    assert f"FOLDER must be a folder that can be made: {file / 'out'}: Not a directory" in capsys.readouterr().err
+    assert f"FOLDER must be one that can be made: {file / 'out'}: File exists" in capsys.readouterr().err
 
 
 def test_reading_a_checkpoint_says_nothing(folder, tmp_path, caplog):
