@@ -69,9 +69,7 @@ def _train(command: Command) -> int:
 def _train_with_others(command: Command) -> int:
     """Trains as one of several processes; an error ends this process without waiting for the others, as JAX would."""
     try:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # native code waits for the others, and Python would not see Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not see Ctrl-C while JAX waits for the others
         from train.step.mesh import configure_jax
 
         configure_jax(command.config.mesh)

@@ -1,5 +1,6 @@
 """The parameters of another run as the parameters of step 0, for fine-tuning; nothing else of that run is taken."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -55,9 +56,9 @@ def _find(path: epath.Path) -> tuple[epath.Path, int | None]:
     if path.name.isdigit() and (path / "state").is_dir():
         return path.parent, int(path.name)
     folders = [path / "checkpoints", path / "imported", path]
-    if (path / "config.json").is_file():  # the run may keep its checkpoints in another folder
-        elsewhere = json.loads((path / "config.json").read_text()).get("checkpoint", {}).get("folder")
-        folders = [epath.Path(elsewhere)] if elsewhere else folders
+    with contextlib.suppress(OSError, ValueError, KeyError):  # the run may keep its checkpoints in another folder
+        if elsewhere := json.loads((path / "config.json").read_text())["checkpoint"]["folder"]:
+            folders.insert(0, epath.Path(elsewhere))
     for folder in folders:
         if folder.is_dir() and any((child / "state").is_dir() for child in folder.iterdir() if child.name.isdigit()):
             return folder, None

@@ -32,13 +32,8 @@ class Saver:
     """Saves a run: on time, and in spite of a disk that is full for a while.
 
     Attributes:
-      config: The configuration of the run.
-      checkpoints: Where checkpoints are saved.
-      batches: The training data, whose position is saved.
       recorder: What must be on disk before a checkpoint is.
-      events: What gets one event for each checkpoint and each failure.
       identity: What checkpoints record of the run.
-      watchdog: What must not end the process while it waits for the disk.
       before_save: Called before every save; it may raise to prevent it.
       warn: Prints what is wrong.
     """

@@ -81,7 +81,7 @@ class Loop:
 
 
 def _show_first_step(metrics: dict[str, jax.Array]) -> None:
-    """Prints how long the first step took from the start of the process, when it is done; the loop does not wait."""
+    """Prints when the first step was done; the loop does not wait for it."""
 
     def wait_and_say() -> None:
         with contextlib.suppress(Exception):  # the loop reports the failure of a step

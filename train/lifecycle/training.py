@@ -86,7 +86,10 @@ class Run:
             )
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
-            if start >= config.steps and self._has_sample():
+            has_sample = (
+                work.sample.exists() or not config.eval.sample_tokens
+            )  # other processes may not see the workdir
+            if start >= config.steps and multihost_utils.broadcast_one_to_all(has_sample):
                 where = str(self.checkpoints.path(start))
                 record, accepts = self.checkpoints.record(start), config.data.accept_change
                 check_identity(record, self.identity, where=where, accept_change=accepts)
@@ -116,11 +119,6 @@ class Run:
             assert state is not None
             self._finish(trainer, state, events)
         return COMPLETE
-
-    def _has_sample(self) -> bool:
-        """Returns whether the first process sees the sample, which only a complete run has, or the run makes none."""
-        is_there = self.work.sample.exists() or not self.config.eval.sample_tokens
-        return bool(multihost_utils.broadcast_one_to_all(is_there))
 
     def _first_state(self, trainer: Trainer, start: int) -> tuple[TrainState | None, int, list[str]]:
         """Restores the checkpoint of step `start`, or takes the parameters of another run.
@@ -174,16 +172,9 @@ class Run:
             profiler = Profiler(config.profile, work.profile)
             stack.callback(profiler.close)
             saver = Saver(
-                config,
-                self.checkpoints,
-                self.batches,
-                recorder,
-                events,
-                self.identity,
-                watchdog,
-                work.require_lock,
-                warn,
-            )
+                config, self.checkpoints, self.batches, recorder, events, self.identity, watchdog,
+                before_save=work.require_lock, warn=warn,
+            )  # fmt: skip
             loop = Loop(
                 config, trainer, train_step, eval_step, self.batches, self.evaluation, saver, recorder, stop, watchdog,
                 profiler, events,
@@ -216,14 +207,11 @@ class Run:
         """Returns the error with what a person can do about it."""
         self.checkpoints.wait()
         good = self.checkpoints.choose(None)
-        where = (
-            f"the last good checkpoint is {self.checkpoints.path(good)}, of step {good}"
-            if good
-            else "there is no good checkpoint, because none was due before that step"
-        )
-        return DivergedError(
-            error.step,
-            error.cause,
+        where = "there is no good checkpoint, because none was due before that step"
+        if good:
+            where = f"the last good checkpoint is {self.checkpoints.path(good)}, of step {good}"
+        advice = (
             f", so the run was stopped and nothing was saved from there on; {where}. Starting again repeats it: try a "
-            "lower optimizer.learning_rate, or --skip.nonfinite True if single batches are bad.",
+            "lower optimizer.learning_rate, or --skip.nonfinite True if single batches are bad."
         )
+        return DivergedError(error.step, error.cause, advice)

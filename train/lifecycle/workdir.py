@@ -54,17 +54,14 @@ class Workdir:
         Raises:
           StorageError: The folder or its lock file was removed, so another run may be writing there.
         """
-        if self.lock_file is None:
-            return
-        try:
-            is_same = os.path.samestat(os.stat(self.lock_file.name), os.fstat(self.lock_file.fileno()))
-        except OSError:
-            is_same = False
-        if not is_same:
-            raise StorageError(
-                f"the workdir {self.root} or its file .lock was removed or replaced while the run was going on, so "
-                "another run may be there; nothing more is written"
-            )
+        lock = self.lock_file
+        with contextlib.suppress(OSError):
+            if lock is None or os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno())):
+                return
+        raise StorageError(
+            f"the workdir {self.root} or its file .lock was removed or replaced while the run was going on, so another "
+            "run may be there; nothing more is written"
+        )
 
     def changes(self, config: Config) -> list[str]:
         """Says how a configuration differs from that of the last start; checkpoints decide whether it may."""

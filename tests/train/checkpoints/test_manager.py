@@ -57,22 +57,16 @@ def assert_equal(state, other):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, other))
 
 
-def test_a_restored_state_is_equal_bit_by_bit(identity, trainer, folder):
-    with Checkpoints(folder, keep=3) as checkpoints:
-        assert checkpoints.steps() == [5, 10]
-        state, record, _ = checkpoints.restore(10, trainer.abstract_state(), identity)
-    assert record.data == POSITION
-    assert_equal(state, dataclasses.replace(trainer.init(), step=np.int32(10)))
-
-
-@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (4, 2)])
-def test_a_state_is_restored_onto_another_mesh(shape, config, identity, trainer, trainer_of, folder):
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
+def test_a_state_is_restored_bit_by_bit_onto_any_mesh(shape, config, identity, trainer, trainer_of, folder):
     expected = jax.tree.map(np.asarray, trainer.init().params)
     other = make_mesh(MeshConfig(data=shape[0], model=shape[1]))
     with jax.set_mesh(other), Checkpoints(folder, keep=3) as checkpoints:
         abstract = trainer_of(config, other).abstract_state()
-        state, *_ = checkpoints.restore(10, abstract, identity)
+        state, record, _ = checkpoints.restore(10, abstract, identity)
+    assert record.data == POSITION
     assert_equal(state.params, expected)
+    assert int(state.step) == 10
     for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
         assert leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
 
@@ -216,14 +210,6 @@ def test_damage_to_any_file_is_reported_or_harmless(damage, identity, trainer, f
     for message in messages:
         assert f"the checkpoint of step 10, {copy / '10'}, is damaged (" in message
         assert "run again with --resume 5 to continue from there" in message
-
-
-@ignore_abandoned_reads
-@pytest.mark.usefixtures("reads_abandoned")
-def test_a_missing_item_is_reported_as_damage(identity, trainer, folder):
-    shutil.rmtree(folder / "10" / "state")
-    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match=r"step 10, .* is damaged"):
-        checkpoints.restore(10, trainer.abstract_state(), identity)
 
 
 @ignore_abandoned_reads

@@ -126,7 +126,7 @@ def test_bad_input_of_one_process_is_printed_by_it_and_ends_the_other(options, m
     both = launch(*FOREVER, options_of_second=options)
     codes, printed = end(both)
     assert codes[1] == 2, printed
-    assert codes[0] in LOST, printed
+    assert codes[0] in {2, *LOST}, printed  # 2 if the processes noticed it together
     assert re.fullmatch(f"error: .*{message}.*\n", printed[1][1])
 
 

@@ -177,22 +177,6 @@ def test_a_stop_saves_the_current_step(config, make_loop, steps):
     assert steps() == [4]
 
 
-def test_a_run_continues_with_the_same_losses(config, make_loop, tmp_path):
-    whole, second = Sink(), Sink()
-    loop = make_loop(dataclasses.replace(config, steps=10), whole)
-    loop.run(loop.trainer.init(), start=0)
-    with Checkpoints(tmp_path / "checkpoints", keep=9) as checkpoints:
-        checkpoints.set_aside(5, tmp_path / "aside")
-        identity = identify_run(config, {})
-        state, record, _ = checkpoints.restore(5, loop.trainer.abstract_state(), identity)
-    again = make_loop(dataclasses.replace(config, steps=10), second)
-    again.batches.set_state(record.data)
-    again.run(state, start=5)
-    assert [(line["step"], line["loss"]) for line in second.lines] == [
-        (line["step"], line["loss"]) for line in whole.lines[5:]
-    ]
-
-
 def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace, steps):
     loop = make_loop(replace(config, checkpoint={"every": 1}), sink := Sink())
     done = []

@@ -46,45 +46,37 @@ def state_of(workdir: Path) -> dict:
         return manager.restore(STEPS, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
 
 
-def after(seconds: float) -> Callable[[], bool]:
-    end = time.monotonic() + seconds
-    return lambda: time.monotonic() >= end
-
-
-def when_done(workdir: Path, step: int, extra: float) -> Callable[[], bool]:
-    """Returns a function that is true from `extra` seconds after metrics.jsonl has the line of `step`."""
-    path, reached = workdir / "metrics.jsonl", []
+def later(begins: Callable[[], bool], seconds: float) -> Callable[[], bool]:
+    """Returns a function that is true from `seconds` after the first call at which `begins()` is true."""
+    began: list[float] = []
 
     def moment() -> bool:
-        if not reached and path.exists() and path.read_bytes().count(b"\n") >= step:
-            reached.append(time.monotonic())
-        return bool(reached) and time.monotonic() >= reached[0] + extra
-
-    return moment
-
-
-def when_saved(workdir: Path, extra: float) -> Callable[[], bool]:
-    """Returns a function that is true from `extra` seconds after a new checkpoint is finished."""
-    before, finished = newest(workdir), []
-
-    def moment() -> bool:
-        if not finished and newest(workdir) > before:
-            finished.append(time.monotonic())
-        return bool(finished) and time.monotonic() >= finished[0] + extra
-
-    return moment
-
-
-def while_saving(workdir: Path, extra: float) -> Callable[[], bool]:
-    """Returns a function that is true from `extra` seconds after the process begins to write a new checkpoint."""
-    before, began = checkpoints(workdir), []
-
-    def moment() -> bool:
-        if not began and any("tmp" in name for name in checkpoints(workdir) - before):
+        if not began and begins():
             began.append(time.monotonic())
-        return bool(began) and time.monotonic() >= began[0] + extra
+        return bool(began) and time.monotonic() >= began[0] + seconds
 
     return moment
+
+
+def started() -> bool:
+    return True
+
+
+def when_done(workdir: Path, steps: int) -> Callable[[], bool]:
+    """Returns whether this start has done so many steps more than the file has lines now."""
+    wanted = len(lines_of(workdir)) + steps
+    path = workdir / "metrics.jsonl"
+    return lambda: path.exists() and path.read_bytes().count(b"\n") >= wanted
+
+
+def when_saved(workdir: Path) -> Callable[[], bool]:
+    before = newest(workdir)
+    return lambda: newest(workdir) > before
+
+
+def while_saving(workdir: Path) -> Callable[[], bool]:
+    before = checkpoints(workdir)
+    return lambda: any("tmp" in name for name in checkpoints(workdir) - before)
 
 
 def kill_at(process: Run, moment: Callable[[], bool]) -> None:
@@ -109,22 +101,22 @@ def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(start, preset, c
     assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
 
     dice = random.Random(SEED)
-    moments = [
-        lambda: after(dice.uniform(0.0, 1.0)),
-        lambda: after(dice.uniform(1.0, 3.0)),
-        lambda: when_done(killed, 1, dice.uniform(0.0, 0.05)),
-        lambda: while_saving(killed, dice.uniform(0.0, 0.01)),
-        lambda: when_saved(killed, dice.uniform(0.0, 0.02)),
-        lambda: after(dice.uniform(0.0, 3.0)),
-        lambda: while_saving(killed, dice.uniform(0.0, 0.03)),
-        lambda: when_saved(killed, dice.uniform(0.0, 0.1)),
-        lambda: while_saving(killed, dice.uniform(0.0, 0.1)),
-        lambda: when_done(killed, len(lines_of(killed)) + dice.randint(1, 7), 0.0),
+    moments = [  # what is awaited, and the longest time after it (seconds)
+        (lambda: started, 1.0),
+        (lambda: started, 3.0),
+        (lambda: when_done(killed, 1), 0.05),
+        (lambda: while_saving(killed), 0.01),
+        (lambda: when_saved(killed), 0.02),
+        (lambda: started, 3.0),
+        (lambda: while_saving(killed), 0.03),
+        (lambda: when_saved(killed), 0.1),
+        (lambda: while_saving(killed), 0.1),
+        (lambda: when_done(killed, dice.randint(1, 7)), 0.0),
     ]
     resumed_from = []
-    for moment in moments:
+    for await_what, seconds in moments:
         resumed_from.append(newest(killed))
-        kill_at(start(*command[1:], killed, **little), moment())
+        kill_at(start(*command[1:], killed, **little), later(await_what(), dice.uniform(0.0, seconds)))
     process = start(*command[1:], killed, **little)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, ""), out + err
