@@ -44,10 +44,6 @@ def lines_of(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses_of(workdir: Path) -> list[float]:
-    return [line["loss"] for line in lines_of(workdir)]
-
-
 def test_a_run_completes_and_continues_with_more_steps(run, finished):
     out = (finished / "printed.txt").read_text()
     (finished / "printed.txt").unlink()
