@@ -12,4 +12,5 @@ every case runs in a child process with a time limit, and is compared with the s
   supervisor   starts such processes, and ends them when a case takes too long
   verdict      what came of a case, and the report
   predict      what the simulator says about the same program
+  rehearsal    values and times without a TPU, and verdicts that no run trusts
 """

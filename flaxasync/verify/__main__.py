@@ -21,7 +21,7 @@ from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
 from flaxasync.verify.rehearsal import check_aside, read_back, stored_aside
-from flaxasync.verify.supervisor import COMMAND, MachineError, Setup, describe, run_cases
+from flaxasync.verify.supervisor import COMMAND, Setup, describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
 FORMAT = 1  # of the JSON file
@@ -35,7 +35,9 @@ def main(arguments: list[str] | None = None, *, command: tuple[str, ...] = COMMA
     parser.add_argument("--json", metavar="FILE", help="write everything that was found to a file")
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="where JAX must run (default: it chooses)")
     parser.add_argument("--cpu-devices", type=int, default=4, help="devices that a CPU is divided into (default: 4)")
-    parser.add_argument("--limit", type=float, help="seconds after which a case hangs (default: 300, quick 90)")
+    parser.add_argument(
+        "--limit", type=float, help="seconds after which a case hangs (default: 300; quick, on devices: 90)"
+    )
     parser.add_argument("--distributed", action="store_true", help="on a pod: the same command runs on every host")
     parser.add_argument(
         "--rehearse",
@@ -77,7 +79,7 @@ def _run(chosen: argparse.Namespace, command: tuple[str, ...]) -> int:
         machine, rates = describe(setup)
         platform, devices = machine["platform"], machine["devices"]
         cases = list_cases(platform, devices, quick=chosen.quick, only=only, rehearse=bool(chosen.rehearse))
-    except (MachineError, ValueError, ImportError) as error:
+    except (RuntimeError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(describe_in_words(machine, rates))

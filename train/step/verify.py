@@ -13,8 +13,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import jax.numpy as jnp
+
 from flaxasync.hardware import CHIPS
-from flaxasync.nn.shares import head_shares
+from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import trust
 from flaxasync.verify.__main__ import record_verdicts, verify
 from flaxasync.verify.cases import PAIRS, Case, list_cases
@@ -24,6 +26,7 @@ from train.config import Config
 from train.lifecycle.errors import InputError
 from train.metrics.show import say
 from train.step.mesh import CONTEXT, FSDP, batch_shards, infer_sizes
+from train.step.products import local_heads, products_of_a_layer
 
 type Verify = Literal["auto", "off", "full"]
 KERNELS = ("pallas", "fused")  # what `fa.plan` may choose for the collective matmuls of a training step
@@ -56,6 +59,8 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     devices = machine["devices"]
     sizes = infer_sizes(sizes, devices, "tpu")
     cases = list_cases("tpu", devices, quick=False) if mode == "full" else cases_of(config, sizes)
+    if mode == "auto" and _have_verdicts(cases, enough):  # of the sizes that were inferred
+        return
     say(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
     results = verify(cases, machine, setup, quick=True)
     stored = record_verdicts(results, machine)
@@ -78,28 +83,25 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     model, dtype, head = config.model, config.model.dtype, config.model.head_features
     batch = max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1)
     rows = config.data.sequence_length // context
-    heads, kv_heads = (shares.local for shares in head_shares(model.heads, model.kv_heads, head, ring))
-    projected = (heads + 2 * kv_heads) * head
-    trips = {
-        ("all_gather_matmul", (batch, rows // ring, model.width), (model.width, projected)),
-        ("all_gather_matmul", (batch, rows // ring, model.width), (model.width, 2 * model.mlp_width // ring)),
-        ("matmul_reduce_scatter", (batch, rows, heads * head), (heads * head, model.width)),
-        ("matmul_reduce_scatter", (batch, rows, model.mlp_width // ring), (model.mlp_width // ring, model.width)),
-    }
+    heads, kv_heads = local_heads(model, ring)
+    products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring))
     kernels = KERNELS if config.backend == "auto" else (config.backend,)
     backends = [name for name in kernels if name not in trust.PLAIN]
     cases = []
     if ring > 1 and backends:
-        for op, *shapes in sorted(trips):
-            cases += [Case(op, backend, (ring,), tuple(shapes), dtype) for backend in ("none", *backends)]
+        for op, x, w in sorted(products):
+            cases += [Case(op, backend, (ring,), (x, w), dtype) for backend in ("none", *backends)]
     if ring > 1 and context == 1 and config.backend == "auto" and model.exchange_heads is None:
-        block = (ring * projected, rows // ring)  # of one sequence; attention takes it only if it is verified
+        # What one sequence exchanges; attention takes it only if it is verified.
+        block = (ring * (heads + 2 * kv_heads) * head, rows // ring)
         cases += [Case("all_to_all", name, (ring,), (block,), dtype, gradient=False) for name in ("xla", "pallas")]
     q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
     if context > 1:
         travel = config.backend if config.backend in PAIRS else "pallas"
         cases += [Case("ring_attention", backend, (context,), (q, k), dtype) for backend in ("none", travel)]
-    return [*cases, *(Case("attention", kernel, (1,), (q, k), dtype) for kernel in ("reference", "flash"))]
+    if flash_lacks(jnp.dtype(dtype), head, rows, rows) is None:  # a refusal is no verdict, and would be asked again
+        cases += [Case("attention", kernel, (1,), (q, k), dtype) for kernel in ("reference", "flash")]
+    return cases
 
 
 def may_have_tpus(config: Config) -> bool:
@@ -117,6 +119,8 @@ def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
     Where a backend was named, a failure is not enough: it is verified again, and ends the run again.
     """
     kernels = [case for case in cases if case.backend not in trust.PLAIN]
+    if not kernels:
+        return True
     for chip in CHIPS:
         machine = trust.Machine.here(chip)
         if machine.file.exists():

@@ -74,9 +74,9 @@ def test_the_cases_have_the_heads_that_a_device_computes(config, replace):
     """Two devices share a key-value head, and six query heads are padded to eight."""
     shapes = {
         (case.op, case.shapes)
-        for case in cases_of(replace(config, model={"heads": 6, "kv_heads": 2}), {"data": 2, "model": 4})
+        for case in cases_of(replace(config, model={"width": 768, "heads": 6, "kv_heads": 2}), {"data": 2, "model": 4})
     }
-    width, head = config.model.width, config.model.width // 6
+    width, head = 768, 128
     assert ("all_gather_matmul", ((4, 256, width), (width, 4 * head))) in shapes  # 2 + 2 * 1 heads a device
     assert ("attention", ((4, 1024, 2, head), (4, 1024, 1, head))) in shapes
 
@@ -90,6 +90,14 @@ def test_a_run_verifies_once_and_full_each_time(config, ran, capsys):
     assert {case.op for case in ran.runs[1]} >= {"mesh_matmul", "ring_attention", "ppermute"}
 
 
+def test_a_kernel_that_cannot_serve_the_shapes_is_not_verified(config, ran, replace):
+    """A refusal is no verdict, so that it would be asked for before each run."""
+    config = replace(config, mesh={"data": 8, "model": 1}, model={"heads": 64, "kv_heads": 64})  # head size 16
+    assert cases_of(config, {"data": 8, "model": 1}) == []
+    verify_first(config, "auto")
+    assert ran.runs == []
+
+
 def test_a_context_axis_verifies_the_ring_of_attention(config, replace):
     cases = cases_of(config, {"data": 1, "context": 2, "model": 4})
     rings = [case for case in cases if case.op == "ring_attention"]
@@ -99,8 +107,9 @@ def test_a_context_axis_verifies_the_ring_of_attention(config, replace):
 
 
 def test_a_size_that_is_inferred_is_inferred_from_the_chips(config, ran, replace):
-    verify_first(replace(config, mesh={"data": -1}), "auto")
-    assert ran.runs == [cases_of(config, {"data": 2, "model": 4})]
+    for _ in range(2):
+        verify_first(replace(config, mesh={"data": -1}), "auto")
+    assert ran.runs == [cases_of(config, {"data": 2, "model": 4})], "once"
 
 
 def test_another_shape_is_verified_again(config, ran, replace):
@@ -177,13 +186,14 @@ def rehearse(config, capsys):
     with stored_aside():
         verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
         out = capsys.readouterr().out
-        verify_first(config, "auto", setup=Setup(command=("no such program",)))
+        verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
     assert capsys.readouterr().out == "", "a second run verifies nothing"
     return out.splitlines()
 
 
 def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts(config, replace, capsys):
-    config = replace(config, mesh={"data": 8, "model": 1}, data={"sequence_length": 256, "batch_size": 8})
+    config = replace(config, mesh={"data": 8, "model": 1}, data={"sequence_length": 128, "batch_size": 8})
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, width=256, heads=2, kv_heads=1))
     first, *lines, last = rehearse(config, capsys)
     assert first == "verify     2 cases on TPU v5 lite, once; --verify off skips this"
     assert [line.split()[:3] for line in lines] == [["PASS", "attention", "reference"], ["PASS", "attention", "flash"]]
@@ -194,9 +204,13 @@ def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_check_before_a_run_of_each_preset(name, replace, capsys):
-    """The weights are those of the preset, and so are its mesh and its options; the sequences are short."""
-    config = replace(preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 256, "batch_size": 8})
+    """Mesh, options and head size are those of the preset; sequences are short, and wide models have fewer heads."""
+    config = replace(preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 512, "batch_size": 8})
+    model, share = config.model, {"llama_8b": 4, "llama_70b": 8}.get(name, 1)
+    sizes = {field: getattr(model, field) // share for field in ("width", "heads", "kv_heads", "mlp_width")}
+    config = replace(config, model=sizes)
     first, *lines, last = rehearse(config, capsys)
-    assert first == "verify     16 cases on TPU v5 lite, once; --verify off skips this"
-    assert len(lines) == 16
+    cases = cases_of(config, {"data": 1, FSDP: 1, CONTEXT: config.mesh.context, "model": config.mesh.model})
+    assert first == f"verify     {len(cases)} cases on TPU v5 lite, once; --verify off skips this"
+    assert len(lines) == len(cases)
     assert last.startswith("verify     the verdicts are in ")
