@@ -15,6 +15,7 @@ import dataclasses
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,12 +29,12 @@ from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config.check import check
 from train.config.saved import PRESET, as_preset
 from train.lifecycle.errors import InputError
-from train.lifecycle.files import write_atomically
 from train.metrics.output import print_line
 
 IMPORTED = "imported"
 """The folder of the checkpoint that an import makes."""
 _KEPT_FOLDER, _TOKENIZER = "hugging_face", "tokenizer.json"
+_UNFINISHED = ".import-"  # begins the name of the folder in which an import is prepared
 _UNKNOWN_TOKENIZER = "the imported checkpoint"
 _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
 
@@ -96,10 +97,8 @@ def _import(command: Command) -> None:
 
 
 def _require_unused(workdir: Path) -> None:
-    taken = [name for name in (PRESET, "config.json", "checkpoints", IMPORTED) if (workdir / name).exists()]
-    if taken == [IMPORTED]:
-        raise InputError(f"--workdir has what is left of an import that was killed; delete {workdir / IMPORTED}")
-    if taken:
+    names = (PRESET, "config.json", "checkpoints", IMPORTED, _KEPT_FOLDER, _TOKENIZER)
+    if taken := [name for name in names if (workdir / name).exists()]:
         raise InputError(f"--workdir must have no import or run: {workdir} has {', '.join(taken)}")
 
 
@@ -151,31 +150,29 @@ def _write(command: Command, config: Config, family: Family) -> None:
         except ValueError as error:
             raise InputError(str(error)) from error
         state = TrainState(params, None, jnp.int32(0), jax.random.key_data(jax.random.key(0)))
-        # What was there before, such as a download in hugging_face/, is not removed after an error.
-        made = [work.root / name for name in (PRESET, IMPORTED, _KEPT_FOLDER, _TOKENIZER)]
-        made = [path for path in made if not path.exists()]
-        try:
-            with Checkpoints(work.root / IMPORTED, keep=1) as checkpoints:
+        for left in work.root.glob(f"{_UNFINISHED}*"):  # by an import that was killed
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(dir=work.root, prefix=_UNFINISHED) as temporary:
+            place = Path(temporary)
+            with Checkpoints(place / IMPORTED, keep=1) as checkpoints:
                 identity = RunIdentity({}, {}, architecture(config))
                 checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
                 checkpoints.wait()
-            _copy_what_is_kept(command)
-            write_atomically(work.root / PRESET, as_preset(config))
-        except BaseException:
-            for path in made:
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            raise
+            _copy_what_is_kept(command.folder, place)
+            (place / PRESET).write_text(as_preset(config))
+            for path in sorted(place.iterdir(), key=lambda path: path.name == PRESET):  # the preset comes last
+                path.rename(work.root / path.name)
 
 
-def _copy_what_is_kept(command: Command) -> None:
+def _copy_what_is_kept(folder: Path, place: Path) -> None:
     """Copies the configuration and the files of the tokenizer, for export, and the tokenizer, for the run."""
-    kept = command.workdir / _KEPT_FOLDER
-    kept.mkdir(exist_ok=True)
+    kept = place / _KEPT_FOLDER
+    kept.mkdir()
     for pattern in _KEPT:
-        for file in command.folder.glob(pattern):
+        for file in folder.glob(pattern):
             shutil.copy2(file, kept / file.name)
-    if (command.folder / _TOKENIZER).is_file():
-        shutil.copy2(command.folder / _TOKENIZER, command.workdir / _TOKENIZER)
+    if (folder / _TOKENIZER).is_file():
+        shutil.copy2(folder / _TOKENIZER, place / _TOKENIZER)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ from flaxasync.check.estimate.collective_time import collective_seconds
 from flaxasync.hardware import Chip
 from models.config import Remat, TransformerConfig
 from train.config import Config
-from train.dry_run.mesh_memory import itemsize, parameters_of_a_layer, parameters_outside, predicted_memory
-from train.metrics.model_flops import model_flops_per_token
+from train.dry_run.mesh_memory import itemsize, parameters_outside, predicted_memory
+from train.metrics.model_flops import model_flops_per_token, parameters_of_a_layer
 from train.step.mesh import CONTEXT, FSDP, batch_shards
+from train.step.products import local_heads, products_of_a_layer
 
 ROWS_MOVED = 8
 """How many times a device moves its rows of the residual stream through HBM in a layer, forward: norms, rotary
@@ -126,23 +127,17 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
 def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ring: int) -> tuple[float, float, float]:
     """Returns the seconds of work of one layer, forward and backward, and its waits over the model and context axes."""
     model = config.model
-    heads, kv_heads, head = -(-model.heads // ring), -(-model.kv_heads // ring), model.head_features
+    heads, kv_heads = local_heads(model, ring)
     width, hidden, rows = model.width, model.mlp_width // ring, length // ring
-    matmuls: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (
-        ("all_gather_matmul", (batch, rows, width), (width, (heads + 2 * kv_heads) * head)),
-        ("matmul_reduce_scatter", (batch, length, heads * head), (heads * head, width)),
-        ("all_gather_matmul", (batch, rows, width), (width, 2 * hidden)),
-        ("matmul_reduce_scatter", (batch, length, hidden), (hidden, width)),
-    )
     repeated = {"dots": ("attention",), "layer": ("matmuls", "attention")}.get(model.remat, ())
     bytes_each = {"itemsize": itemsize(model.dtype)}
     work = wait = 0.0
-    for op, x, w in matmuls:
+    for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):
         limit = {"gathered_bytes": model.gathered_mib * 2**20} if op == "all_gather_matmul" else {}
         for backward in (True, False)[: 1 + ("matmuls" in repeated)]:
             busy, waiting = _cost(chip, ring, op, (x, w), config.backend, backward=backward, **bytes_each, **limit)
             work, wait = work + busy, wait + waiting
-    q, k = (batch, length, heads, head), (batch, length, kv_heads, head)
+    q, k = ((batch, length, number, model.head_features) for number in (heads, kv_heads))
     options = bytes_each | ({"layout": config.mesh.context_layout} if context > 1 else {})
     context_wait = 0.0
     for backward in (True, False)[: 1 + ("attention" in repeated)]:

@@ -6,7 +6,9 @@ import flaxasync as fa
 from flaxasync.hardware import Chip
 from models.config import TransformerConfig
 from train.config import Config
+from train.metrics.model_flops import parameters_of_a_layer
 from train.step.mesh import CONTEXT, FSDP, batch_shards
+from train.step.products import products_of_a_layer
 
 BYTES_OF_A_LOGIT = 8
 """What a logit of a micro-batch occupies: in bfloat16 forward, with its gradient, and once in float32. Assumed."""
@@ -19,12 +21,6 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 def itemsize(dtype: str) -> int:
     """Returns the bytes of an element of a type of `models.config`."""
     return _BYTES[dtype]
-
-
-def parameters_of_a_layer(model: TransformerConfig) -> int:
-    """Returns the number of elements in the kernels of a layer."""
-    q_width, kv_width = model.head_features * model.heads, model.head_features * model.kv_heads
-    return model.width * (2 * q_width + 2 * kv_width + 3 * model.mlp_width)
 
 
 def parameters_outside(model: TransformerConfig) -> int:
@@ -113,10 +109,9 @@ def gathered_bytes(config: Config, mesh: Mapping[str, int], chip: Chip | None) -
         return 0
     if chip is None:
         return 2 * each
-    heads, kv_heads = -(-model.heads // ring), -(-model.kv_heads // ring)
     kept = 0
-    for columns in ((heads + 2 * kv_heads) * model.head_features, 2 * model.mlp_width // ring):
-        shapes = (batch, length // ring, model.width), (model.width, columns)
-        plan = fa.plan("all_gather_matmul", *shapes, chip=chip, ring=ring, itemsize=computed, gathered_bytes=limit)
-        kept += plan.costs.get(config.backend, plan.costs[plan.backend]).kept
+    for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):
+        if op == "all_gather_matmul":
+            plan = fa.plan(op, x, w, chip=chip, ring=ring, itemsize=computed, gathered_bytes=limit)
+            kept += plan.costs.get(config.backend, plan.costs[plan.backend]).kept
     return kept

@@ -11,11 +11,17 @@ from models.config import TransformerConfig
 FORMULA = "6 x matmul parameters + 12 x layers x heads x head features x sequence; recomputation is not counted"
 
 
+def parameters_of_a_layer(config: TransformerConfig) -> int:
+    """Returns the number of elements in the kernels of a layer."""
+    q_width, kv_width = config.head_features * config.heads, config.head_features * config.kv_heads
+    return config.width * (2 * q_width + 2 * kv_width + 3 * config.mlp_width)
+
+
 def model_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     """Computes the FLOPs of the forward and the backward pass for one token.
 
     ```
-    matmul parameters  P = layers * (2 * width * q_width + 2 * width * kv_width + 3 * width * mlp_width) + vocab * width
+    matmul parameters  P = layers * parameters of a layer + vocab * width
     forward            2 * P + 4 * layers * q_width * sequence
     backward           twice the forward pass
     ```
@@ -23,10 +29,8 @@ def model_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
     Every token is counted as attending to the whole sequence: the work that the causal mask saves is not subtracted.
     The lookup in the embedding is not a matmul; the output projection is one, whether it is tied or not.
     """
-    q_width, kv_width = config.head_features * config.heads, config.head_features * config.kv_heads
-    layer = 2 * config.width * q_width + 2 * config.width * kv_width + 3 * config.width * config.mlp_width
-    parameters = config.layers * layer + config.vocab_size * config.width
-    return 6.0 * parameters + 12.0 * config.layers * q_width * sequence_length
+    parameters = config.layers * parameters_of_a_layer(config) + config.vocab_size * config.width
+    return 6.0 * parameters + 12.0 * config.layers * config.head_features * config.heads * sequence_length
 
 
 def causal_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:

@@ -18,7 +18,7 @@ class Progress(Sink):
         columns = [
             rich.progress.TextColumn(text) for text in ("step {task.completed}/{task.total}", "{task.description}")
         ]
-        self._bar = rich.progress.Progress(*columns, disable=not sys.stdout.isatty())
+        self._bar = rich.progress.Progress(*columns, refresh_per_second=4, disable=not sys.stdout.isatty())
         self._task = self._bar.add_task("starting", total=steps, completed=start)
         self._bar.start()
         self._steps = steps

@@ -1,10 +1,10 @@
 """TensorBoard event files with the metrics of a run. They are a view: metrics.jsonl is what a run continues from."""
 
-import contextlib
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from train.metrics.recorder import Line, Sink
 
@@ -19,7 +19,7 @@ class TensorBoard(Sink):
     def __init__(self, folder: Path, *, start: int, say: Callable[[str], None] = print):
         self._folder, self._say = folder, say
         self._next, self._pending = start + 1, list[Line]()
-        self._file: Any = None
+        self._file: IO[bytes] | None = None
         self._is_failing = False
 
     def write(self, lines: list[Line]) -> None:
@@ -38,28 +38,38 @@ class TensorBoard(Sink):
 
     def _close_file(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
+            self._file.close()
             self._file = None
 
     def _write(self) -> None:
-        # These imports take a tenth of a second. The SummaryWriter of tensorboardX is not used, because it writes in a
-        # thread, which a full disk ends with a traceback.
-        from tensorboardX.event_file_writer import EventsWriter
+        # These imports take a tenth of a second. The writers of tensorboardX are not used: one of them writes in a
+        # thread, which a full disk ends with a traceback, and the other one waits for the disk.
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
 
-        now = time.time()
+        now, content = time.time(), b""
         if self._file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = EventsWriter(str(self._folder / "events"), f".{time.monotonic_ns()}")
+            name = f"events.out.tfevents.{now:.0f}.{time.monotonic_ns()}"  # TensorBoard reads them in this order
+            self._file = open(self._folder / name, "wb", buffering=0)  # noqa: SIM115 (`close` closes it)
             restart = SessionLog(status=SessionLog.START)
-            self._file.write_event(Event(wall_time=now, step=self._next, session_log=restart))
+            content += _record(Event(wall_time=now, file_version="brain.Event:2"))
+            content += _record(Event(wall_time=now, step=self._next, session_log=restart))
         for line in self._pending:
             values = {name: value for name, value in line.items() if name != "step" and value is not None}
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-            self._file.write_event(Event(wall_time=now, step=line["step"], summary=summary))
-        self._file.flush()
+            content += _record(Event(wall_time=now, step=line["step"], summary=summary))
+        while content:
+            content = content[self._file.write(content) :]
         if self._pending:
             self._next = int(self._pending[-1]["step"] or 0) + 1
         self._pending, self._is_failing = [], False
+
+
+def _record(event: Any) -> bytes:
+    """Encodes an event: its length, a checksum of that, the event, and a checksum of it."""
+    from tensorboardX.record_writer import masked_crc32c
+
+    data = event.SerializeToString()
+    length = struct.pack("Q", len(data))
+    return length + struct.pack("I", masked_crc32c(length)) + data + struct.pack("I", masked_crc32c(data))

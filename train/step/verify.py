@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from flaxasync.hardware import CHIPS
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
-from flaxasync.nn.shares import head_shares
 from flaxasync.ops import trust
 from flaxasync.verify.__main__ import record_verdicts, verify
 from flaxasync.verify.cases import PAIRS, Case, list_cases
@@ -27,6 +26,7 @@ from train.config import Config
 from train.lifecycle.errors import InputError
 from train.metrics.show import say
 from train.step.mesh import CONTEXT, FSDP, batch_shards, infer_sizes
+from train.step.products import local_heads, products_of_a_layer
 
 type Verify = Literal["auto", "off", "full"]
 KERNELS = ("pallas", "fused")  # what `fa.plan` may choose for the collective matmuls of a training step
@@ -83,22 +83,17 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     model, dtype, head = config.model, config.model.dtype, config.model.head_features
     batch = max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1)
     rows = config.data.sequence_length // context
-    heads, kv_heads = (shares.local for shares in head_shares(model.heads, model.kv_heads, head, ring))
-    projected = (heads + 2 * kv_heads) * head
-    trips = {
-        ("all_gather_matmul", (batch, rows // ring, model.width), (model.width, projected)),
-        ("all_gather_matmul", (batch, rows // ring, model.width), (model.width, 2 * model.mlp_width // ring)),
-        ("matmul_reduce_scatter", (batch, rows, heads * head), (heads * head, model.width)),
-        ("matmul_reduce_scatter", (batch, rows, model.mlp_width // ring), (model.mlp_width // ring, model.width)),
-    }
+    heads, kv_heads = local_heads(model, ring)
+    products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring))
     kernels = KERNELS if config.backend == "auto" else (config.backend,)
     backends = [name for name in kernels if name not in trust.PLAIN]
     cases = []
     if ring > 1 and backends:
-        for op, *shapes in sorted(trips):
-            cases += [Case(op, backend, (ring,), tuple(shapes), dtype) for backend in ("none", *backends)]
+        for op, x, w in sorted(products):
+            cases += [Case(op, backend, (ring,), (x, w), dtype) for backend in ("none", *backends)]
     if ring > 1 and context == 1 and config.backend == "auto" and model.exchange_heads is None:
-        block = (ring * projected, rows // ring)  # of one sequence; attention takes it only if it is verified
+        # What one sequence exchanges; attention takes it only if it is verified.
+        block = (ring * (heads + 2 * kv_heads) * head, rows // ring)
         cases += [Case("all_to_all", name, (ring,), (block,), dtype, gradient=False) for name in ("xla", "pallas")]
     q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
     if context > 1:

@@ -1,7 +1,6 @@
 """Tests of the context axis: losses, text and checkpoints are the same as on a mesh that does not split sequences."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from train.config import MeshConfig
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
-from train.run import main
 from train.step.mesh import make_mesh, sequence_order
 from train.step.run_sample import generate
 
@@ -43,24 +41,3 @@ def test_the_generated_text_is_the_same(config, replace, trainer_of):
             trainer = trainer_of(now, jax.sharding.get_mesh())
             texts.append(generate(trainer, trainer.init(), np.arange(17), now))
     assert texts[0] == texts[1]
-
-
-@pytest.mark.slow  # test_run.py continues a run with other data and model axes
-def test_a_run_continues_with_sequences_split_and_back(preset, tmp_path):
-    def run(workdir, steps, *options):
-        command = [
-            str(preset("auto")),
-            "--workdir",
-            str(tmp_path / workdir),
-            "--steps",
-            str(steps),
-            "--mesh.model",
-            "2",
-        ]
-        assert main([*command, "--eval.sample_tokens", "0", "--eval.every", "0", *options]) == 0
-        return [json.loads(line)["loss"] for line in (tmp_path / workdir / "metrics.jsonl").read_text().splitlines()]
-
-    straight = run("one", 9, "--mesh.data", "4")
-    run("two", 3, "--mesh.data", "4")
-    run("two", 6, "--mesh.data", "1", "--mesh.context", "4")
-    np.testing.assert_allclose(run("two", 9, "--mesh.data", "4"), straight, atol=1e-4)
