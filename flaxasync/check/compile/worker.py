@@ -16,12 +16,8 @@ from typing import Any
 def compile_request(request: dict) -> dict:
     """Compiles one lowered module.
 
-    Args:
-      request: A dict of "topology" (its name), "module" (MLIR bytecode), "options" (serialized CompileOptions) and
-        "device_ids" (in the order of the mesh).
-
-    Returns:
-      A dict of "text" (HLO), "memory" (bytes by kind) and "cost" (XLA's analysis).
+    The request has its "module" (MLIR bytecode), "options" (serialized CompileOptions), "topology" (the name), and
+    "device_ids" in the order of the mesh. The answer has "text" (HLO), "memory" (bytes by kind) and "cost".
     """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client

@@ -35,15 +35,11 @@ def integer_elements(instructions: Mapping[str, Instruction], name: str) -> list
 
 
 def words(shape: Shape, elements: Sequence[int]) -> list[int] | None:
-    """Returns an array as the words of memory that hold it, tile by tile.
+    """Returns an array as the words of memory that hold it, tile by tile. Fewer elements than it has are repeated.
 
-    Args:
-      shape: Its shape, with its layout: s32[1,4,4]{2,1,0:T(4,128)} has one tile, of 512 words. Of narrower elements, as
-        in s8[8,128]{1,0:T(8,128)(4,1)} or s8[10]{0:T(512)(128)(4,1)}, those of four rows of 128, or of two, make words.
-      elements: Its elements; if they are fewer, they are repeated.
-
-    Returns:
-      Unsigned 32-bit integers, 0 beside the array; None if its elements are no integers, or lie in another way.
+    s32[1,4,4]{2,1,0:T(4,128)} has one tile, of 512 words. Of narrower elements, as in s8[8,128]{1,0:T(8,128)(4,1)} or
+    s8[10]{0:T(512)(128)(4,1)}, those of four rows of 128, or of two, make words. Words are unsigned 32-bit integers, 0
+    beside the array. The result is None if the elements are no integers, or lie in another way.
     """
     layout, bits = shape.layout, element_bits(shape.element_type)
     found = _TILES.fullmatch(layout.tiling) if layout else None

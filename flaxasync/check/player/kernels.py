@@ -60,10 +60,7 @@ def kernel_times(
 ) -> tuple[dict[str, KernelTime], tuple[str, ...]]:
     """Simulates the kernels of a program, and its start/done pairs between devices.
 
-    Args:
-      program: A program of `compile_for`.
-      module: Its text, parsed.
-      say: Is called with a line about each kernel that is not in the cache.
+    `module` is the text of the program, and `say` is called with a line about each kernel that is not in the cache.
 
     Returns:
       The times by the names of the instructions, those of pairs by the names of their starts; and a line for each
