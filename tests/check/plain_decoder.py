@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,12 +30,10 @@ RESIDUAL = P("fsdp", None, "tensor")  # of the residual stream [B, L, D]
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The sizes of the decoder, and the choices that a test changes.
+    """The sizes of the decoder.
 
-    Attributes:
-      save_attention: Whether the backward pass takes the output of attention from memory and does not compute it again.
-      float32_sums: Whether the products of the projections back to the model width are asked for in float32, and are
-        rounded to bfloat16 after the sum over the devices.
+    If `float32_sums` is true, the products of the projections back to the model width are asked for in float32, and are
+    rounded to bfloat16 after the sum over the devices.
     """
 
     layers: int = 4
@@ -48,7 +45,6 @@ class Decoder:
     vocabulary: int = 32000
     batch: int = 16
     length: int = 2048
-    save_attention: bool = False
     float32_sums: bool = False
 
     def parameter_shapes(self) -> dict[str, tuple[tuple[int, ...], P]]:
@@ -98,12 +94,10 @@ def loss(decoder: Decoder, parameters: Parameters, tokens_BL: jax.Array) -> jax.
     x_BLD = lax.with_sharding_constraint(x_BLD, RESIDUAL)
     names = ("attention_scale", "query", "key", "value", "out", "mlp_scale", "gate", "up", "down")
 
-    saved = ("attention",) if decoder.save_attention else ()
-
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*saved))
+    @jax.checkpoint
     def layer(x_BLD: jax.Array, weights: Parameters) -> tuple[jax.Array, None]:
         attended_BLD = attention(decoder, weights, normalise(x_BLD, weights["attention_scale"]))
-        x_BLD = x_BLD + checkpoint_name(lax.with_sharding_constraint(attended_BLD, RESIDUAL), "attention")
+        x_BLD = x_BLD + lax.with_sharding_constraint(attended_BLD, RESIDUAL)
         x_BLD = lax.with_sharding_constraint(x_BLD, RESIDUAL)
         x_BLD = x_BLD + mlp(decoder, weights, normalise(x_BLD, weights["mlp_scale"]))
         return lax.with_sharding_constraint(x_BLD, RESIDUAL), None

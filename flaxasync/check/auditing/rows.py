@@ -14,6 +14,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
+from flaxasync.check.auditing.findings import CODES
 from flaxasync.check.auditing.overlap import collectives_that_hold_the_chip
 from flaxasync.check.auditing.report import size_text
 from flaxasync.check.estimate.costs import Costs
@@ -49,7 +50,10 @@ class Row:
 
     def text(self, number: int, word: str = "") -> str:
         """Returns "2 more all-gathers of 64 MiB over model in the backward loop"; `word` is "more" here."""
-        what = f"{self.what}{'s' * (number > 1)} of {size_text(self.bytes)}" if self.bytes else self.what
+        what = f"{self.what}: {CODES[self.what].meaning}" if self.what in CODES else self.what
+        if self.bytes:
+            plural = "" if number == 1 else "s"
+            what = f"{what}{plural} of {size_text(self.bytes)}".replace("copys", "copies")
         over = f"over {self.axes}" if self.axes else ""
         where = f"in the {self.place}{' pass' * (self.place in ('forward', 'backward'))}" if self.place else ""
         return " ".join(filter(None, (str(number), word, what, over, where)))

@@ -70,7 +70,7 @@ def wide_transfers(
             return
         rest = element_bits(narrow) / element_bits(wide)
         made = [made for o in i.operands if (made := computation.by_name.get(o)) is not None]
-        written = sum(m.shape.bytes for m in made if m.opcode != "parameter")
+        written = sum(m.shape.bytes for m in made if costs.explained(computation, m)[1] == "bytes")
         gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
         gain += (1 - rest) * costs.memory_seconds(written + arrived)
         largest = max(leaf.bytes for shape in (i.shape, *(m.shape for m in made)) for _, leaf in shape.leaves())

@@ -61,13 +61,6 @@ class CapturedProgram:
         parameters = parse(self.text).entry.parameters
         return tuple(parameters[n].shape for n in sorted(parameters))
 
-    @property
-    def result_shape(self) -> Shape:
-        """The shape of the result on one device; a tuple if there are several."""
-        root = parse(self.text).entry.root
-        assert root is not None  # `parse` gives every computation a root
-        return root.shape
-
 
 def write_program(folder: pathlib.Path, program: CapturedProgram) -> CapturedProgram:
     """Writes a program to a folder, and returns it with its file.

@@ -25,24 +25,20 @@ EVENT = "/jax/core/compile/backend_compile_duration"
 _NAME = re.compile(r"HloModule ([\w.\-]+)")
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _lock = threading.Lock()
-_recorders: list["Recorder"] = []  # those that record now; every one of them gets every program
+_recorders: list["_Recorder"] = []  # those that record now; every one of them gets every program
 _newest: dict[Any, Any] = {}  # the newest executable that was seen, by backend; it is kept, so that its place is known
 
 
-class Recorder:
-    """Collects programs, and writes them to a folder if there is one."""
+class _Recorder:
+    """A list of programs, which are also written to a folder if there is one."""
 
     def __init__(self, folder: str | os.PathLike | None):
         self.programs: list[CapturedProgram] = []
-        self._folder = None if folder is None else pathlib.Path(folder).absolute()
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-
-    def add(self, program: CapturedProgram) -> None:
-        self.programs.append(program if self._folder is None else write_program(self._folder, program))
+        self.folder = None if folder is None else pathlib.Path(folder).absolute()
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
-        """Begins to record."""
         import jax  # here, because reading a folder of programs needs no JAX
 
         with _lock:
@@ -52,7 +48,6 @@ class Recorder:
             _recorders.append(self)
 
     def stop(self) -> None:
-        """Ends the recording."""
         import jax
 
         with _lock:
@@ -83,7 +78,7 @@ def capture(folder: str | os.PathLike | None = None) -> Iterator[list[CapturedPr
     Raises:
       OSError: The folder cannot be written to. Raised where the program is compiled.
     """
-    recorder = Recorder(folder)
+    recorder = _Recorder(folder)
     recorder.start()
     try:
         yield recorder.programs
@@ -94,7 +89,7 @@ def capture(folder: str | os.PathLike | None = None) -> Iterator[list[CapturedPr
 def capture_from_environment() -> None:
     """Records until the process ends, if FLAXASYNC_CAPTURE names a folder. `import flaxasync` calls this."""
     if folder := os.environ.get(VARIABLE):
-        Recorder(folder).start()
+        _Recorder(folder).start()
 
 
 def _compiled(event: str, duration_secs: float, **facts: str | int) -> None:
@@ -138,7 +133,7 @@ def _compiled_for(program: CompiledProgram, seconds: float) -> None:
 
 def _add(program: CapturedProgram) -> None:
     for recorder in _recorders:
-        recorder.add(program)
+        recorder.programs.append(program if recorder.folder is None else write_program(recorder.folder, program))
 
 
 def _program(executable: Any, seconds: float) -> CapturedProgram:

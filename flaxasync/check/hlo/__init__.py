@@ -9,5 +9,8 @@ Nothing in this folder knows about times, and nothing in it imports JAX.
   value_flow                where a value goes
   participants              which devices take part in a collective
   async_operations          starts, dones and what runs between them, in every spelling
-  async_sugar               the two spellings of a generic asynchronous operation
+  host_callbacks            calls from a program into Python
+  origins                   the line and the place in a training step that an instruction comes from
+  axis_names                the mesh axes over which a collective communicates
+  from_compiled, files      the module of a compiled program, and of a file
 """

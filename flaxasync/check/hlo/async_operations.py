@@ -38,14 +38,12 @@ class Window:
       computation: The computation of the done.
       spans: What runs while the operation is under way.
       crosses: How the future crosses loops on its way to the done, as in `Use`.
-      copies: The copies that the future passes through, each as (computation, instruction).
     """
 
     done: Instruction
     computation: str
     spans: tuple[Span, ...]
     crosses: tuple[str, ...]
-    copies: tuple[tuple[str, Instruction], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +204,7 @@ def _opcode_ends(
             spans = before + use.spans
             role = step_of_opcode(use.instruction.opcode)
             if role == "done":
-                windows.append(Window(use.instruction, use.computation, spans, use.crosses, ()))
+                windows.append(Window(use.instruction, use.computation, spans, use.crosses))
             elif role == "update" and use.operand == 0:
                 updates.append(use.instruction)
                 # An operation that is bound late begins only at the update that brings its operands.
@@ -232,7 +230,7 @@ def _buffer_ends(
                 ends[use.computation, i.name] = use
             elif use.aliased and (spelling == "kernel" or i.opcode == "fusion"):
                 updates[i.name] = i
-    windows = [Window(u.instruction, u.computation, u.spans, u.crosses, u.copies) for u in ends.values()]
+    windows = [Window(u.instruction, u.computation, u.spans, u.crosses) for u in ends.values()]
     return list(updates.values()), windows
 
 

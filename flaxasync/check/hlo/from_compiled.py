@@ -1,6 +1,5 @@
 """Returns the module, the chip and the mesh axes of what a caller passes: a compiled program, or its text."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.hlo.module import HloModule
@@ -39,8 +38,8 @@ def chip_of(compiled: Any) -> str | None:
     """Returns the name of the chip that a program was compiled for; None if the object does not say."""
     if isinstance(compiled, HloModule | str):
         return None  # a text does not name its chip, and reading one must not import JAX
-    if isinstance(found := getattr(compiled, "chip", None), str):
-        return found
+    if hasattr(compiled, "chip"):
+        return compiled.chip
     for sharding in _shardings(compiled):
         for device in getattr(sharding, "device_set", ()):
             found = chip_of_device(device.device_kind)
@@ -52,8 +51,8 @@ def axes_of(compiled: Any) -> dict[str, int]:
     """Returns the sizes of the mesh axes of a compiled program, by name; {} if the object does not say."""
     if isinstance(compiled, HloModule | str):
         return {}
-    if isinstance(found := getattr(compiled, "axes", None), Mapping):
-        return dict(found)
+    if hasattr(compiled, "axes"):
+        return dict(compiled.axes)
     meshes = [mesh for s in _shardings(compiled) if (mesh := getattr(s, "mesh", None)) is not None]
     return dict(meshes[0].shape) if meshes else {}
 

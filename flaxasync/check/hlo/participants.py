@@ -123,27 +123,21 @@ def _mesh_groups(match: re.Match) -> list[list[int]] | None:
         ids = (_iota(iota[1], iota[2]) or []) if iota else _numbers(match[2])
         if sorted(ids) != list(range(count)):
             return None
-    factors: list[int] = []  # the sizes of the axes, each axis split at the borders of its chosen sub-axes
-    number: dict[tuple[str, int], int] = {}  # the index in `factors` of the factor of an axis that begins at a border
-    for name, size in sizes.items():
-        sub_axes = [(before, before * inside) for axis, before, inside in chosen if axis == name]
-        borders = sorted({1, size}.union(*sub_axes))
-        if borders[-1] != size or any(end % start for start, end in itertools.pairwise(borders)):
-            return None
-        if any(start < border < end for start, end in sub_axes for border in borders):
-            return None  # sub-axes overlap
-        for start, end in itertools.pairwise(borders):
-            number[name, start] = len(factors)
-            factors.append(end // start)
-    last = [number[axis, before] for axis, before, inside in chosen if inside > 1]
-    if len(set(last)) != len(last):
-        return None
-    order = [i for i in range(len(factors)) if i not in last] + last
-    return _cut([ids[i] for i in _transposed(factors, order)], math.prod(factors[i] for i in last))
+    groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}  # by what a group has in common: by chosen digits
+    for device, at in zip(ids, itertools.product(*map(range, sizes.values())), strict=True):
+        coordinates = dict(zip(sizes, at, strict=True))
+        digits = tuple(coordinates[axis] // stride % inside for axis, stride, inside in chosen)
+        for (axis, stride, _), digit in zip(chosen, digits, strict=True):
+            coordinates[axis] -= digit * stride
+        groups.setdefault(tuple(coordinates.values()), {})[digits] = device
+    whole = math.prod(inside for _, _, inside in chosen)
+    if any(len(group) != whole for group in groups.values()):
+        return None  # sub-axes overlap
+    return [[group[digits] for digits in sorted(group)] for group in groups.values()]
 
 
 def _chosen_axes(text: str, sizes: dict[str, int]) -> list[tuple[str, int, int]] | None:
-    """Returns (axis, size before the sub-axis, size) for each axis or sub-axis in `{'y':(1)2}`; None if unreadable."""
+    """Returns (axis, stride along the axis, size) for each axis or sub-axis in `{'y':(1)2}`; None if unreadable."""
     chosen = []
     for one in text.split(",") if text.strip() else []:
         match = _CHOSEN.fullmatch(one)
@@ -153,9 +147,9 @@ def _chosen_axes(text: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]
         if not match or name not in sizes:
             return None
         before, inside = (int(match[2]), int(match[3])) if match[2] else (1, sizes[name])
-        if not before or inside < (2 if match[2] else 1):
+        if not before or inside < (2 if match[2] else 1) or sizes[name] % (before * inside):
             return None
-        chosen.append((name, before, inside))
+        chosen.append((name, sizes[name] // (before * inside), inside))
     return chosen
 
 

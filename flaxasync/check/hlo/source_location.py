@@ -24,12 +24,7 @@ def op_name(metadata: str) -> str:
 
 
 def source_line(metadata: str, frames: Mapping[str, str]) -> str:
-    """Returns "file:line" of the Python that made the instruction; "" if the text does not say.
-
-    Args:
-      metadata: The instruction's metadata attribute.
-      frames: What `read_stack_frames` found in the module's tables.
-    """
+    """Returns the "file:line" of an instruction by its metadata and `read_stack_frames`; "" if it has none."""
     if match := _SOURCE_FILE.search(metadata):
         return f"{match[1]}:{match[2]}"
     match = _STACK_FRAME.search(metadata)
@@ -39,11 +34,8 @@ def source_line(metadata: str, frames: Mapping[str, str]) -> str:
 def read_stack_frames(tables: str) -> dict[str, str]:
     """Maps the number of each stack frame to the "file:line" of its innermost caller outside of installed packages.
 
-    A frame whose callers are all in installed packages is mapped to its own line.
-
-    Args:
-      tables: The text of the tables FileNames, FunctionNames, FileLocations and StackFrames. Each has a line with its
-        name, and then one line "number entry" per entry.
+    A frame whose callers are all in installed packages is mapped to its own line. Each table has a line with its name,
+    and then one line "number entry" per entry.
     """
     sections: dict[str, dict[str, str]] = {}
     entries: dict[str, str] = {}

@@ -97,20 +97,11 @@ def trace(
     *,
     stop: Callable[[Instruction], bool] = lambda _: False,
 ) -> list[Use]:
-    """Follows the array at `path` of an instruction's result to its uses.
+    """Follows the array at the index path of an instruction's result to its uses, and returns the nearest first.
 
-    Args:
-      module: The program.
-      computation: The computation of the instruction.
-      instruction: The instruction that makes the value.
-      path: The index path of the array in the instruction's result.
-      stop: Says whether the path ends at an instruction even if the instruction aliases the value. The done of an
-        asynchronous operation is the usual case.
-
-    Returns:
-      The uses, the nearest first. An instruction that only passes the value on is not a use. A copy is not a use
-      either: it is passed through and listed in `copies`. An instruction that aliases the value to its result is a use
-      and is also passed through.
+    An instruction that only passes the value on is not a use. A copy is not a use either: it is passed through and
+    listed in `copies`. An instruction that aliases the value to its result is a use and is also passed through, unless
+    `stop` says that the path ends there, as it does at the done of an asynchronous operation.
     """
     uses: list[Use] = []
     seen: set[tuple[str, str, tuple[int, ...]]] = set()

@@ -62,11 +62,7 @@ class DeviceProfile:
     runs: tuple[Event, ...]
 
     def run_seconds(self, program: str) -> list[float]:
-        """Returns the device time of each run of a program, less the wait for others at its beginning.
-
-        Args:
-          program: The beginning of the name of the program, "jit_step" for example.
-        """
+        """Returns the device time of each run of the program whose name begins so, less its wait for others."""
         barriers = [e.interval for e in self.events if e.name.startswith(BARRIER)]
         runs = [run.interval for run in self.runs if run.name.startswith(program)]
         return [end - start - seconds(clip(barriers, (start, end))) for start, end in runs]

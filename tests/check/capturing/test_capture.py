@@ -51,7 +51,6 @@ def test_every_module_of_a_training_script(compilations, tmp_path):
     assert step.memory["argument_size_in_bytes"] > 0
     assert 0 < step.seconds < 60
     assert (step.platform, step.chip, step.devices) == ("cpu", None, 1)
-    assert str(step.result_shape).startswith("(")
     assert any(shape.dimensions == (8, 8, 8, 1) for shape in step.argument_shapes)
     assert read_folder(tmp_path) == programs
     view = str(overview(programs))

@@ -82,6 +82,6 @@ def test_memory_of_the_host():
     assert "1 transfer goes to or from the memory of the host" in " ".join(report.notes)
 
 
-@pytest.mark.parametrize("text", ["%a = f32[8] parameter(0)", "ENTRY %e { ROOT %a = f32[8] parameter(0) }"])
-def test_a_text_without_cycles(text):
+def test_a_text_without_cycles():
+    text = "HloModule m\n\nENTRY %e {\n  ROOT %a = f32[8] parameter(0)\n}"
     assert any("no cycle estimates" in note for note in audit(parse(text)).notes)

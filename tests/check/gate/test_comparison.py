@@ -97,7 +97,7 @@ def test_a_hazard_is_named():
 """
     (change,) = changes_of(changed((REDUCED, kernel + REDUCED)))
     assert (change.kind, change.sources) == ("extra hazard", ("/home/me/model.py:44",))
-    assert change.text == "1 more in-flight-copied"
+    assert "1 more in-flight-copied: the compiler copies a buffer" in change.text
 
 
 def test_tolerances():
