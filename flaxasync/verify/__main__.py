@@ -22,7 +22,7 @@ from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
 from flaxasync.verify.child import Serve, serve
 from flaxasync.verify.rehearsal import check_aside, read_back, stored_aside
-from flaxasync.verify.supervisor import MachineError, Setup, describe, run_cases
+from flaxasync.verify.supervisor import Setup, describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
 FORMAT = 1  # of the JSON file
@@ -36,7 +36,9 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
     parser.add_argument("--json", metavar="FILE", help="write everything that was found to a file")
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="where JAX must run (default: it chooses)")
     parser.add_argument("--cpu-devices", type=int, default=4, help="devices that a CPU is divided into (default: 4)")
-    parser.add_argument("--limit", type=float, help="seconds after which a case hangs (default: 300, quick 90)")
+    parser.add_argument(
+        "--limit", type=float, help="seconds after which a case hangs (default: 300; quick, on devices: 90)"
+    )
     parser.add_argument("--distributed", action="store_true", help="on a pod: the same command runs on every host")
     parser.add_argument(
         "--rehearse",
@@ -78,7 +80,7 @@ def _run(chosen: argparse.Namespace, serve: Serve) -> int:
         machine = describe(setup)
         platform, devices = machine["platform"], machine["devices"]
         cases = list_cases(platform, devices, quick=chosen.quick, only=only, rehearse=bool(chosen.rehearse))
-    except (MachineError, ValueError, ImportError) as error:
+    except (RuntimeError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(describe_in_words(machine))

@@ -51,7 +51,7 @@ type Serve = Callable[[Connection, Request], None]
 def serve(messages: Connection, request: Request) -> None:
     """Serves one request, in a process of its own."""
     begin(messages, request)
-    jax.config.update("jax_num_cpu_devices", request.cpu_devices)
+    jax.config.update("jax_num_cpu_devices", 4 if request.rehearse else request.cpu_devices)  # as `stand_in` needs
     if platform := "cpu" if request.rehearse else request.platform:
         jax.config.update("jax_platforms", platform)
     from flaxasync.verify.measure import run_case

@@ -62,6 +62,8 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     devices = machine["devices"]
     sizes = infer_sizes(sizes, devices, "tpu")
     cases = list_cases("tpu", devices, quick=False) if mode == "full" else cases_of(config, sizes)
+    if mode == "auto" and _have_verdicts(cases, enough):  # of the sizes that were inferred
+        return
     say(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
     results = verify(cases, machine, setup, quick=True)
     stored = record_verdicts(results, machine)
