@@ -281,10 +281,16 @@ def _read(machine: Machine) -> dict[str, dict]:
         why = f"they are not in format {FORMAT} of this version"
     elif content.get("machine") != dataclasses.asdict(machine):
         why = f"they are of another machine or version, not of {machine}"
+    elif not all(_is_table(content.get(kind)) for kind in _NOTHING):
+        why = "the file is damaged"
     else:
         return content
     say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {why}")
     return _NOTHING
+
+
+def _is_table(part: Any) -> bool:
+    return isinstance(part, dict) and all(isinstance(row, dict) for row in part.values())
 
 
 @functools.cache
