@@ -198,14 +198,10 @@ def record(
 ) -> pathlib.Path | None:
     """Adds verdicts and times to those that are stored, replacing earlier ones of the same cases and calls.
 
-    Args:
-      machine: Where they were found.
-      verdicts: For each name of `key` the verdict of each case, under a text that identifies the case.
-      times: For each name of `call_key` the seconds of each backend.
+    Verdicts are those of each case, under a text that identifies it, for each name of `key`.
 
     Returns:
-      The file; None where it cannot be written, or where `VARIABLE` names a file that is not of this machine. Both are
-      said.
+      The file; None where it cannot be written, or `VARIABLE` names a file of another machine. Both are said.
     """
     file = machine.file
     try:

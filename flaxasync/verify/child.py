@@ -99,11 +99,7 @@ def begin(messages: Connection, request: Request) -> None:
 
 
 def describe_machine(topology: str | None = None) -> dict[str, Any]:
-    """Returns what the results depend on: the devices, their links, and the versions of the software.
-
-    Args:
-      topology: The topology of a rehearsal, whose described devices take the place of those of this machine.
-    """
+    """Returns what results depend on: the devices, in a rehearsal those of `topology`, their links, and versions."""
     devices = fa.check.topology_devices(topology) if topology else jax.devices()
     device = devices[0]
     chip = chip_of_device(device.device_kind)
