@@ -24,7 +24,7 @@ BOXES = {  # name: (x, y, width, title, what it does)
     "shards": (2.6, 7.25, 3.6, "nn/shards.py  column", "on local shards: casts, bias"),
     "api": (2.6, 6.1, 3.6, "ops/matmul/api.py  all_gather_matmul", "checks the call, once"),
     "choose": (7.1, 6.1, 3.6, "ops/execution.py  decide", "a backend: the named one, or what plan.py predicts"),
-    "vjp": (2.6, 5.05, 3.6, "ops/matmul/vjp.py  all_gather_matmul", "forward and gradient, over an Executor"),
+    "vjp": (2.6, 5.05, 3.6, "ops/matmul/vjp.py  gather_and_multiply", "forward and gradient, over an Executor"),
     "ringex": (2.6, 4.0, 3.6, "ops/matmul/ring.py  RingExecutor.gather", "multiplies a block, writes its rows of y"),
     "fusedex": (7.1, 4.0, 3.6, "ops/matmul/fused.py  FusedExecutor.gather", "pads to whole hardware tiles"),
     "collective": (2.6, 2.95, 3.6, "ring.py  ring_gather", "whose block this device holds after each hop"),

@@ -198,14 +198,10 @@ def record(
 ) -> pathlib.Path | None:
     """Adds verdicts and times to those that are stored, replacing earlier ones of the same cases and calls.
 
-    Args:
-      machine: Where they were found.
-      verdicts: For each name of `key` the verdict of each case, under a text that identifies the case.
-      times: For each name of `call_key` the seconds of each backend.
+    Verdicts are those of each case, under a text that identifies it, for each name of `key`.
 
     Returns:
-      The file; None where it cannot be written, or where `VARIABLE` names a file that is not of this machine. Both are
-      said.
+      The file; None where it cannot be written, or `VARIABLE` names a file of another machine. Both are said.
     """
     file = machine.file
     try:
@@ -281,10 +277,16 @@ def _read(machine: Machine) -> dict[str, dict]:
         why = f"they are not in format {FORMAT} of this version"
     elif content.get("machine") != dataclasses.asdict(machine):
         why = f"they are of another machine or version, not of {machine}"
+    elif not all(_is_table(content.get(kind)) for kind in _NOTHING):
+        why = "the file is damaged"
     else:
         return content
     say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {why}")
     return _NOTHING
+
+
+def _is_table(part: Any) -> bool:
+    return isinstance(part, dict) and all(isinstance(row, dict) for row in part.values())
 
 
 @functools.cache

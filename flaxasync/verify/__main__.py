@@ -25,7 +25,7 @@ from flaxasync.verify.rehearsal import check_aside, read_back, stored_aside
 from flaxasync.verify.supervisor import Setup, describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
-FORMAT = 1  # of the JSON file
+FORMAT = 2  # of the JSON file
 
 
 def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:

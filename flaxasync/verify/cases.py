@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
-from flaxasync.ops import execution
+from flaxasync.ops import execution, trust
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.costs.few_rows import steps
 from flaxasync.verify.platform import DEFECTS
@@ -115,7 +115,7 @@ def list_cases(
             beside = backend == PLAIN.get(op, "none") and any(name.startswith(f"{op}/") for name in only)
             if only and not chosen and not beside:
                 continue
-            simulate = platform != "tpu" and _is_kernel(op, backend)
+            simulate = platform != "tpu" and backend not in trust.PLAIN
             if op == "platform":
                 operand = DEFECTS[backend].shape
                 cases.append(Case(op, backend, (1,), (operand,), "float32", gradient=False, simulate=simulate))
@@ -152,7 +152,7 @@ def stand_in(case: Case) -> Case:
     It is the same op, backend and directions with small shapes on up to four CPU devices, where kernels are simulated.
     The program of a known defect of the platform is small already.
     """
-    simulate = _is_kernel(case.op, case.backend)
+    simulate = case.backend not in trust.PLAIN
     if case.op == "platform":
         return dataclasses.replace(case, simulate=simulate)
     ring = min(case.devices, 4)
@@ -177,10 +177,6 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     if platform != "cpu" or not quick:
         return "needs TPUs; on CPU devices --quick runs it in a simulator"
     return "needs several devices" if case.devices == 1 and case.op != "platform" else None
-
-
-def _is_kernel(op: str, backend: str) -> bool:
-    return backend not in ("none", "xla", "reference")
 
 
 def _is_ring(op: str, backend: str) -> bool:

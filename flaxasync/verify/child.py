@@ -51,8 +51,7 @@ type Serve = Callable[[Connection, Request], None]
 def serve(messages: Connection, request: Request) -> None:
     """Serves one request, in a process of its own."""
     begin(messages, request)
-    cpu_devices = 4 if request.rehearse else request.cpu_devices  # as `stand_in` needs
-    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    jax.config.update("jax_num_cpu_devices", 4 if request.rehearse else request.cpu_devices)  # as `stand_in` needs
     if platform := "cpu" if request.rehearse else request.platform:
         jax.config.update("jax_platforms", platform)
     from flaxasync.verify.measure import run_case
@@ -100,11 +99,7 @@ def begin(messages: Connection, request: Request) -> None:
 
 
 def describe_machine(topology: str | None = None) -> dict[str, Any]:
-    """Returns what the results depend on: the devices, their links, and the versions of the software.
-
-    Args:
-      topology: The topology of a rehearsal, whose described devices take the place of those of this machine.
-    """
+    """Returns what results depend on: the devices, in a rehearsal those of `topology`, their links, and versions."""
     devices = fa.check.topology_devices(topology) if topology else jax.devices()
     device = devices[0]
     chip = chip_of_device(device.device_kind)

@@ -65,7 +65,7 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
     """Runs a case on several random inputs, compares each result with the reference, and times it.
 
     Raises:
-      UnsupportedError: The op cannot serve the case here. The message says why.
+      UnsupportedError: The op cannot serve the case here.
     """
     if jax.process_count() > 1 and (case.simulate or case.devices != jax.device_count()):
         raise UnsupportedError("several hosts verify what runs on all of their devices, and simulate nothing")
@@ -80,13 +80,9 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
 
 
 def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> dict[str, float]:
-    """Returns the largest deviation of each result of a case from its reference.
+    """Returns the largest deviation of each result of a case from its reference, on `repeats` random inputs.
 
-    Args:
-      case: The case.
-      program: Its program, as `programs.make_program` makes it.
-      repeats: On how many random inputs it runs.
-      runs: How often it runs on the first input without a wait.
+    The program runs `runs` times on the first input, without a wait.
     """
     mesh = programs.make_mesh(case)
     reference = programs.make_program(case, reference=True)
@@ -126,13 +122,7 @@ def compare_results(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -
 
 
 def time_program(run: Callable[[], Any], name: str, runs: int = RUNS) -> Timing:
-    """Measures a program that has run before: by the device's clock, on CPUs by the host's.
-
-    Args:
-      run: Starts the program.
-      name: The beginning of the name of the program in a profile.
-      runs: How often it is run.
-    """
+    """Measures the program that `run` starts by the device's clock, on CPUs by the host's; a profile shows its name."""
     jax.block_until_ready(run())
     if jax.default_backend() == "cpu":
         spent = []

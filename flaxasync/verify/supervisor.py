@@ -93,12 +93,7 @@ def run_cases(
     """Runs cases, and returns the outcome of each: what its child sent, or why there is nothing.
 
     "hung", "crashed" and "not_run" are outcomes of this process. A case is "not_run" if the devices could not be opened
-    again after an earlier one.
-
-    Args:
-      cases: The cases, in order.
-      setup: How children are started.
-      report: Is called with each case as soon as its outcome is known.
+    again after an earlier one. `report` is called with each case that ran as soon as its outcome is known.
     """
     outcomes: list[dict[str, Any]] = []
 

@@ -1,5 +1,6 @@
 """What a call without a backend takes: a kernel that was verified here, or else plain XLA, said once."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -111,11 +112,13 @@ def test_without_a_version_of_libtpu_nothing_is_trusted(v5e, monkeypatch):
         ("{", "Expecting property name"),
         ("[]", "they are not in format 3 of this version"),
         ('{"format": 1}', "they are not in format 3 of this version"),
+        (None, "the file is damaged"),
     ],
 )
 def test_a_damaged_file_is_not_trusted_and_said_once(v5e, text, message, caplog):
     v5e.file.parent.mkdir(parents=True)
-    v5e.file.write_text(text)
+    whole = {"format": 3, "machine": vars(v5e), "verdicts": {f"{OP}/fused/3+": "PASS"}, "times": {}}
+    v5e.file.write_text(json.dumps(whole) if text is None else text)
     assert [taken(), taken()] == ["none", "none"]
     assert caplog.text.count(message) == 1
     assert str(v5e.file) in caplog.text
@@ -236,6 +239,19 @@ def test_verify_stores_its_verdicts_where_calls_find_them(v5e):
     assert taken() == "none"
     assert record_verdicts([Result(case, Verdict.PASS)], machine) == v5e.file
     assert taken() == "fused"
+
+
+def test_verify_stores_times_of_calls_with_gradients_by_the_clock_of_the_device(v5e):
+    machine = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite"}
+    fused = Case(OP, "fused", (8,), tuple(SHAPES))
+    timed = [Result(fused, Verdict.PASS, seconds=9.0, clock="device")]
+    timed.append(dataclasses.replace(timed[0], case=dataclasses.replace(fused, backend="none"), seconds=1.0))
+    others = ({"gradient": False}, {"directions": 1})
+    timed += [dataclasses.replace(timed[0], case=dataclasses.replace(fused, **other), seconds=0.5) for other in others]
+    timed.append(dataclasses.replace(timed[0], seconds=0.5, clock="simulated"))
+    record_verdicts(timed, machine)
+    assert trust.known("v5e").times == {trust.call_key(OP, 8, SHAPES, 2): {"fused": 9.0, "none": 1.0}}
+    assert taken() == "none"
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,7 @@ class Block:
 def times_as_fast(block: Block, chip: Chip, ring: int, itemsize: int, gathered_bytes: int = 0) -> float:
     """Predicts the time with travelling rows divided by that with travelling heads, gradients included.
 
-    Args:
-      block: The sizes.
-      chip: The chip.
-      ring: The number of devices.
-      itemsize: The bytes of an element.
-      gathered_bytes: The bytes that either form may keep of what it gathers: rows, or the weights of the inputs.
+    Either form may keep `gathered_bytes` of what it gathers: rows, or the weights of the inputs.
     """
     b, r, k = block.batch, block.rows, block.features
     options: Any = {"chip": chip, "ring": ring, "itemsize": itemsize}

@@ -73,14 +73,7 @@ def product(
 ) -> float:
     """Returns the seconds of the product of `blocks` blocks at once.
 
-    Args:
-      chip: The chip, for its rates.
-      trip: The trip that the product belongs to.
-      blocks: How many blocks are multiplied at once.
-      itemsize: The bytes of an element.
-      backend: The backend, for its share of the peak.
-      weights: How many times w is read.
-      result: The bytes that move for the result; by default it is written once.
+    It reads w `weights` times, and moves `result` bytes for its result, which by default is written once.
     """
     if backend != "fused" and _moves_again(chip, trip, blocks, itemsize):
         one = dataclasses.replace(trip, widths=())
