@@ -181,13 +181,14 @@ def test_options_of_cross_entropy(mesh_of, dtype):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 if dtype == "float32" else 1e-12)
 
 
-def test_targets_and_vocabularies_that_do_not_fit(mesh_of):
-    with jax.set_mesh(mesh_of(1, 4)):
-        logits = jax.device_put(np.zeros((2, 6, 8), np.float32), LOGITS)
-        with pytest.raises(ValueError, match="needs targets of an integer dtype: got float32"):
-            fa.nn.softmax_cross_entropy(logits, jax.device_put(np.zeros((2, 6), np.float32), TOKENS))
-        with pytest.raises(ValueError, match=r"needs vocab_size to be 1 \.\. 8, or None: got 9"):
-            fa.nn.softmax_cross_entropy(logits, jax.device_put(np.zeros((2, 6), np.int32), TOKENS), vocab_size=9)
+@pytest.mark.parametrize(("shape", "dtype", "options", "error"), [
+    ((2, 6), np.float32, {}, "needs targets of an integer dtype: got float32"),
+    ((2, 6), np.int32, {"vocab_size": 9}, r"needs vocab_size to be 1 \.\. 8, or None: got 9"),
+    ((2, 3), np.int32, {}, "needs one target a row"),
+])  # fmt: skip
+def test_targets_that_are_refused(mesh_of, shape, dtype, options, error):
+    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match=error):
+        fa.nn.softmax_cross_entropy(ones((2, 6, 8), LOGITS), np.zeros(shape, dtype), **options)
 
 
 def test_cross_entropy_of_huge_logits_is_finite(mesh_of):
@@ -215,50 +216,31 @@ def test_no_device_ever_holds_whole_logits(mesh_of, backend):
     assert not [shape for shape in shapes if "64" in shape.split(",")]
 
 
-class TestErrors:
-    def test_ids_that_are_no_integers(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
-            with pytest.raises(ValueError, match="looks up integers: got ids of float32"):
-                layer(np.ones((2, 4), np.float32))
+@pytest.mark.parametrize(("ids", "spec", "mesh", "error"), [
+    (np.ones((2, 4), np.float32), P(), (1, 4), "looks up integers: got ids of float32"),
+    (np.zeros((2, 4), np.int32), P(None, "model"), (1, 4), "needs all ids on every device of 'model'"),
+    (np.zeros((2, 6), np.int32), P(), (1, 4), "got 6 rows on 4 devices; pad them to 8"),
+    (np.zeros(12, np.int32), P("data"), (2, 4), "over 'data', 'model': got 12 rows on 8 devices; pad them to 16"),
+])  # fmt: skip
+def test_ids_that_are_refused(mesh_of, ids, spec, mesh, error):
+    with jax.set_mesh(mesh_of(*mesh)):
+        layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match=error):
+            layer(jax.device_put(ids, spec))
 
-    def test_ids_that_are_sharded_over_the_axis(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
-            with pytest.raises(ValueError, match="needs all ids on every device of 'model'"):
-                layer(jax.device_put(np.zeros((2, 4), np.int32), P(None, "model")))
 
-    def test_rows_that_cannot_be_shared_out(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
-            with pytest.raises(ValueError, match="got 6 rows on 4 devices; pad them to 8"):
-                layer(np.zeros((2, 6), np.int32))
+def test_ids_and_logits_inside_a_shard_map(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)):
+        graph, state = nnx.split(drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))))
+        specs = P("model"), P(None, "model")
+        look_up = jax.shard_map(lambda state, ids: nnx.merge(graph, state)(ids), in_specs=specs, out_specs=ROWS)
+        with pytest.raises(ValueError, match="got ids that vary over it"):
+            jax.eval_shape(look_up, state, jax.device_put(np.zeros((2, 16), np.int32), P(None, "model")))
+        loss = jax.shard_map(fa.nn.softmax_cross_entropy, in_specs=(P(), P()), out_specs=P())
+        with pytest.raises(ValueError, match="got logits that are the same on all of its devices"):
+            jax.eval_shape(loss, np.ones((2, 4, 8), np.float32), np.zeros((2, 4), np.int32))
 
-    def test_rows_that_another_axis_shards_too(self, mesh_of):
-        with jax.set_mesh(mesh_of(2, 4)):
-            layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
-            with pytest.raises(ValueError, match="over 'data', 'model': got 12 rows on 8 devices; pad them to 16"):
-                layer(jax.device_put(np.zeros(12, np.int32), P("data")))
 
-    def test_ids_that_vary_inside_a_shard_map(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            graph, state = nnx.split(drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))))
-            fn = jax.shard_map(
-                lambda state, ids: nnx.merge(graph, state)(ids), in_specs=(P("model"), P(None, "model")), out_specs=ROWS
-            )
-            with pytest.raises(ValueError, match="got ids that vary over it"):
-                jax.eval_shape(fn, state, jax.device_put(np.zeros((2, 16), np.int32), P(None, "model")))
-
-    def test_logits_that_are_whole_inside_a_shard_map(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            fn = jax.shard_map(fa.nn.softmax_cross_entropy, in_specs=(P(), P()), out_specs=P())
-            with pytest.raises(ValueError, match="got logits that are the same on all of its devices"):
-                jax.eval_shape(fn, np.ones((2, 4, 8), np.float32), np.zeros((2, 4), np.int32))
-
-    def test_targets_of_another_shape(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="needs one target a row"):
-            fa.nn.softmax_cross_entropy(ones((2, 4, 8), LOGITS), np.zeros((2, 3), np.int32))
-
-    def test_without_a_mesh(self):
-        with pytest.raises(ValueError, match="VocabParallelEmbed needs a mesh"):
-            fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))
+def test_without_a_mesh():
+    with pytest.raises(ValueError, match="VocabParallelEmbed needs a mesh"):
+        fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))
