@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import drawn, ones, round_parameters
+from tests.nn.conftest import drawn, load, ones, round_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -32,34 +32,29 @@ def lookup_gradients(layer, ids, dy):
     return nnx.grad(loss, has_aux=True)(layer, ids, dy)
 
 
-def check_lookup(mesh, make, plain, load_from, *, rows, batch=2, dtype="float32", y_spec=ROWS):
+@pytest.mark.parametrize(("mesh", "axis_type", "rows", "dtype", "options", "y_spec"), [
+    *(((1, size), AxisType.Explicit, 3 * size, "float32", {"backend": backend}, ROWS)
+      for size, backend in [(1, "none"), (2, "xla"), (3, "none"), (5, "xla"), (8, "xla")]),
+    *(((2, 4), axis_type, 8, dtype, {}, ROWS)
+      for axis_type in (AxisType.Explicit, AxisType.Auto) for dtype in ("float32", "bfloat16")),
+    ((2, 4), AxisType.Explicit, 7, "float32", {"layout": "replicated"}, SAME),
+    ((1, 4), AxisType.Explicit, 8, "float32", {"backend": "fused"}, ROWS),  # a look-up lacks it, and chooses another
+])  # fmt: skip
+def test_lookup(mesh_of, mesh, axis_type, rows, dtype, options, y_spec):
     """Compares y and the table's gradient. Every id appears more than once, so that additions show."""
+    make, plain = embed_pair(mesh[1], **options)
     held = jnp.dtype(dtype)
     round_parameters(plain, held)
-    ids = np.random.default_rng(rows).integers(0, plain.num_embeddings, (batch, rows)).astype(np.int32)
-    dy = np.random.default_rng(1).standard_normal((batch, rows, 8)).astype(held)
+    ids = np.random.default_rng(rows).integers(0, plain.num_embeddings, (2, rows)).astype(np.int32)
+    dy = np.random.default_rng(1).standard_normal((2, rows, 8)).astype(held)
     want, want_y = lookup_gradients(plain, ids, dy.astype(np.float32))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(*mesh, axis_type)):
         layer = nnx.eval_shape(lambda: make(held))
-        load_from(layer, plain)
+        load(layer, plain)
         got, y = lookup_gradients(layer, jax.device_put(ids, TOKENS), jax.device_put(dy, y_spec))
     np.testing.assert_array_equal(np.asarray(y, np.float32), want_y)  # one addend a row: exact in any dtype
-    np.testing.assert_allclose(
-        got["embedding"][...], want["embedding"][...], atol=1e-5 if dtype == "float32" else 2e-2 * 4
-    )
-
-
-@pytest.mark.parametrize(("size", "backend"), [(1, "none"), (2, "xla"), (3, "none"), (5, "xla"), (8, "xla")])
-def test_lookup_on_every_ring(mesh_of, load_from, size, backend):
-    make, plain = embed_pair(size, backend=backend)
-    check_lookup(mesh_of(1, size), make, plain, load_from, rows=3 * size, batch=3)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lookup_on_a_sub_axis(mesh_of, load_from, axis_type, dtype):
-    make, plain = embed_pair(4)
-    check_lookup(mesh_of(2, 4, axis_type), make, plain, load_from, rows=8, dtype=dtype)
+    atol = 1e-5 if dtype == "float32" else 2e-2 * 4
+    np.testing.assert_allclose(got["embedding"][...], want["embedding"][...], atol=atol)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -83,17 +78,6 @@ def test_many_gradients_of_one_id_are_not_lost_in_bfloat16(mesh_of):
         ids = jax.device_put(np.zeros((1, 512), np.int32), TOKENS)
         grads = nnx.jit(nnx.grad(lambda layer, ids: jnp.sum(layer(ids).astype(jnp.float32))))(layer, ids)
     np.testing.assert_array_equal(np.asarray(grads["embedding"][...])[0], 512.0)
-
-
-def test_lookup_with_the_same_rows_on_all_devices(mesh_of, load_from):
-    make, plain = embed_pair(4, layout="replicated")
-    check_lookup(mesh_of(2, 4), make, plain, load_from, rows=7, y_spec=SAME)
-
-
-def test_a_lookup_chooses_if_it_lacks_the_layers_backend(mesh_of, load_from):
-    """There is no kernel for the look-up: it does not refuse the backend that `attend` uses."""
-    make, plain = embed_pair(4, backend="fused")
-    check_lookup(mesh_of(1, 4), make, plain, load_from, rows=8)
 
 
 def test_an_id_outside_the_vocabulary_gives_zeros(mesh_of):
