@@ -80,24 +80,6 @@ class DeviceGrid:
         return np.moveaxis(to_next, axis, -1).reshape(-1, order.shape[axis])
 
 
-def order_devices(devices: Sequence[Any], shape: Sizes) -> np.ndarray | None:
-    """Returns the devices of one slice as an array of a mesh's shape, or None if they do not fill a grid.
-
-    Args:
-      devices: TPU devices, real ones or those of a topology.
-      shape: The number of devices on each mesh axis.
-    """
-    grid = DeviceGrid.of(devices)
-    if grid is None:
-        return None
-    at = {grid.position(device): device for device in devices}
-    ordered = np.empty(shape, dtype=object)
-    order = ring_order(grid, shape)
-    for index in np.ndindex(*shape):
-        ordered[index] = at[tuple(int(c) for c in order[index])]
-    return ordered
-
-
 def order_slices(devices: Sequence[Any], shape: Sizes, names: Sequence[str]) -> np.ndarray | None:
     """Returns the devices of one or several slices as an array of a mesh's shape; None if a slice does not fill a grid.
 
@@ -114,8 +96,16 @@ def order_slices(devices: Sequence[Any], shape: Sizes, names: Sequence[str]) -> 
     slices = slices_of(devices)
     axis = _axis_across_slices(shape, names, len(slices))
     in_slice = tuple(n // len(slices) if i == axis else n for i, n in enumerate(shape))
-    ordered = [placed for one in slices if (placed := order_devices(one, in_slice)) is not None]
-    return np.concatenate(ordered, axis) if len(ordered) == len(slices) else None
+    ordered = []
+    for one in slices:
+        grid = DeviceGrid.of(one)
+        if grid is None:
+            return None
+        at, order = {grid.position(device): device for device in one}, ring_order(grid, in_slice)
+        ordered.append(np.empty(in_slice, dtype=object))
+        for index in np.ndindex(*in_slice):
+            ordered[-1][index] = at[tuple(map(int, order[index]))]
+    return np.concatenate(ordered, axis)
 
 
 def slices_of(devices: Sequence[Any]) -> list[list[Any]]:

@@ -34,11 +34,9 @@ class Transport(Protocol):
 
     def open(self, block: Block, axis_name: str, *, shift: int) -> "Channel":
         """Returns a channel on which `block` makes its hops, each to the device `shift` positions onward."""
-        ...
 
     def check_unroll(self, unroll: int) -> None:
         """Raises ValueError where a loop body of `unroll` turns is not safe."""
-        ...
 
 
 class Channel(Protocol):
@@ -46,23 +44,18 @@ class Channel(Protocol):
 
     def start(self) -> State:
         """Begins sending the block, and returns the state."""
-        ...
 
     def read(self, state: State, turn: int) -> Block:
         """Returns the block that this device holds, which is being sent."""
-        ...
 
     def tie(self, state: State, values: Any) -> tuple[State, Any]:
         """Keeps the computation of `values` between the start and the done."""
-        ...
 
     def hop(self, state: State, update: Update, turn: int) -> State:
         """Waits for the next block, updates it, begins sending it, and returns the state."""
-        ...
 
     def finish(self, state: State, update: Update, turn: int) -> Block:
         """Waits for the last block, updates it, and returns it."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,21 +54,15 @@ def bind_columns(
     """Returns the function of the products of `column` without biases. Its caller calls it, as that of `bind`."""
     x = x.astype(settings.dtype)
     kernels = tuple(cast(kernel, x, settings.dtype) for kernel, _ in linears)
-    if not multiplies_locally(settings) and rows_sharded:
-        return functools.partial(
-            all_gather_matmul, x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision,
-            gathered_bytes=settings.gathered_bytes,
-        )  # fmt: skip
-    return functools.partial(_columns_of_whole_rows, x, kernels, settings, rows_sharded)
-
-
-def _columns_of_whole_rows(
-    x: Array, kernels: tuple[Array, ...], settings: LinearSettings, rows_sharded: bool
-) -> Sequence[Array]:
     if multiplies_locally(settings):
         rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True) if rows_sharded else x
-        return [_multiply(rows, kernel, settings) for kernel in kernels]
-    return [dot(x, kernel, settings.precision).astype(settings.dtype) for kernel in kernels]
+        return lambda: [_multiply(rows, kernel, settings) for kernel in kernels]
+    if not rows_sharded:
+        return lambda: [dot(x, kernel, settings.precision).astype(settings.dtype) for kernel in kernels]
+    return functools.partial(
+        all_gather_matmul, x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision,
+        gathered_bytes=settings.gathered_bytes,
+    )  # fmt: skip
 
 
 def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -> Array:

@@ -18,7 +18,7 @@ written by device d alone, and this device's own block by a local copy.
 
 All starts of a kind on an axis share one barrier. A device may therefore count the signal of a fast device for the next
 start in place of the signal of a slow device for this one. That is harmless. The first device that leaves a start has
-counted R - 1 signals, which all belong to this start, because nobody has signalled the next one yet. So every device
+counted R - 1 signals, which all belong to this start, because no device has signalled the next one yet. So every device
 has entered a start before any device signals the next one.
 """
 

@@ -183,15 +183,8 @@ def start_kernel(
 ) -> tuple[list[Semaphore], list[jax.Array], list[jax.Array]]:
     """Calls the start of a pair: `body(*scalars, *arrays, *made, *semaphores)` returns before its transfers end.
 
-    Args:
-      name: The name of the kernel.
-      body: Starts transfers among the refs that it is given, and to other devices.
-      arrays: The arrays of the transfer, in HBM. Each is aliased to a result.
-      made: The types of the arrays that the kernel creates, as `pltpu.HBM(shape, dtype)`.
-      scalars: int32 scalars, of which the body gets refs of shape [1] in SMEM.
-      semaphores: The number of DMA semaphores that the kernel creates.
-      collective_id: The id of the body's barrier; None if it has none, or one with a tag.
-      remote: Whether the body sends the arrays to other devices.
+    The scalars are int32, and the body gets refs of shape [1] in SMEM. Each of the arrays, in HBM, is aliased to a
+    result. The kernel creates arrays of the types `made`, such as `pltpu.HBM(shape, dtype)`, and so many semaphores.
 
     Returns:
       The semaphores, the arrays, and what was created.
@@ -235,16 +228,8 @@ def done_kernel(
 ) -> list[jax.Array]:
     """Calls the done of a pair: `body(*arrays, *semaphores)` waits for what `start_kernel` started.
 
-    Args:
-      name: The name of the kernel.
-      body: Waits on every semaphore.
-      arrays: The arrays that `start_kernel` returned, the aliased ones first, then those that it created.
-      semaphores: The semaphores that `start_kernel` returned.
-      returned: The positions of the arrays that are aliased through and returned. The others are only kept alive.
-      spaces: The memory space of each array; HBM by default.
-
-    Returns:
-      The arrays at `returned`.
+    The arrays are those that `start_kernel` returned, the aliased ones first, each in its memory space (HBM by
+    default). Those at the positions `returned` are aliased through and returned. The others are only kept alive.
     """
     spaces = spaces or (pltpu.HBM,) * len(arrays)
     operands = len(arrays) + len(semaphores)

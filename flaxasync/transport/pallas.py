@@ -95,14 +95,9 @@ def permute(axis_name: str, shift: int, collective_id: int | None = None) -> Pai
         send(x_ref, y_ref, send_sem, recv_sem, axis_name, shift)
 
     return Pair(
-        "ppermute",
-        start_body,
-        wait_sent_and_received,
-        semaphores=2,
-        collective_id=collective_id,
-        remote=True,
+        "ppermute", start_body, wait_sent_and_received, semaphores=2, collective_id=collective_id, remote=True,
         elementwise=True,
-    )
+    )  # fmt: skip
 
 
 def enter(axis_name: str, shift: int, collective_id: int | None = None) -> None:

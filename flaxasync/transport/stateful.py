@@ -56,20 +56,11 @@ def ppermute_start_stateful(
     mesh.check_tpu("ppermute_start_stateful", "ppermute_start with backend='xla', which runs on every device")
     _check_refs("ppermute_start_stateful", x_ref, y_ref)
     pair.check_movable("ppermute_stateful", jax.typeof(x_ref[...]))
-    shift %= size
-
-    def body(x: Ref, y: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-        pallas.enter(axis_name, shift, collective_id)
-        pallas.send(x, y, send_sem, recv_sem, axis_name, shift)
-
+    start_body = pallas.permute(axis_name, shift % size, collective_id).start_body
     sems, (x_ref[...], y_ref[...]), _ = pair.start_kernel(
-        "ppermute_stateful_start",
-        body,
-        (x_ref[...], y_ref[...]),
-        semaphores=2,
-        collective_id=collective_id,
+        "ppermute_stateful_start", start_body, (x_ref[...], y_ref[...]), semaphores=2, collective_id=collective_id,
         remote=True,
-    )
+    )  # fmt: skip
     return sems[0], sems[1]
 
 
@@ -86,14 +77,11 @@ def ppermute_done_stateful(send_sem: Semaphore, recv_sem: Semaphore, x_ref: Ref,
       ValueError: The two are the same Ref, are views, or differ in shape or dtype.
     """
     _check_refs("ppermute_done_stateful", x_ref, y_ref)
+    contents, semaphores = (x_ref[...], y_ref[...]), (send_sem, recv_sem)
     x_ref[...], y_ref[...] = pair.done_kernel(
-        "ppermute_stateful_done",
-        pallas.wait_sent_and_received,
-        (x_ref[...], y_ref[...]),
-        (send_sem, recv_sem),
-        returned=(0, 1),
+        "ppermute_stateful_done", pallas.wait_sent_and_received, contents, semaphores, returned=(0, 1)
     )
-    _keep()
+    _keep_p.bind()
 
 
 def tie_refs(*refs: Ref, values: Any = None) -> Any:
@@ -220,7 +208,3 @@ def _effects_of_a_call() -> Any:
     """Returns the effects of a foreign call with side effects, which JAX keeps in loops, branches and gradients."""
     call = jax.ffi.ffi_call("flaxasync_keep", (), has_side_effect=True)
     return jax.make_jaxpr(lambda: call())().effects
-
-
-def _keep() -> None:
-    _keep_p.bind()

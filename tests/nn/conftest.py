@@ -19,11 +19,6 @@ def make_mesh(data, model, axis_type=AxisType.Explicit):
     return jax.make_mesh((data, model), ("data", "model"), (axis_type,) * 2, devices=jax.devices()[: data * model])
 
 
-def parameters(module):
-    """Returns {path: array}."""
-    return {path: variable[...] for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-
-
 def drawn(make, seed=0):
     """Returns the module that `make` makes, with parameters drawn by numpy, so that no initializer is compiled."""
     module, rng = nnx.eval_shape(make), np.random.default_rng(seed)
@@ -150,13 +145,3 @@ def parity():
 @pytest.fixture
 def mesh_of():
     return make_mesh
-
-
-@pytest.fixture
-def load_from():
-    return load
-
-
-@pytest.fixture
-def parameters_of():
-    return parameters

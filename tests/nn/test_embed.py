@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import drawn, ones, round_parameters
+from tests.nn.conftest import drawn, load, ones, round_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -32,34 +32,29 @@ def lookup_gradients(layer, ids, dy):
     return nnx.grad(loss, has_aux=True)(layer, ids, dy)
 
 
-def check_lookup(mesh, make, plain, load_from, *, rows, batch=2, dtype="float32", y_spec=ROWS):
+@pytest.mark.parametrize(("mesh", "axis_type", "rows", "dtype", "options", "y_spec"), [
+    *(((1, size), AxisType.Explicit, 3 * size, "float32", {"backend": backend}, ROWS)
+      for size, backend in [(1, "none"), (2, "xla"), (3, "none"), (5, "xla"), (8, "xla")]),
+    *(((2, 4), axis_type, 8, dtype, {}, ROWS)
+      for axis_type in (AxisType.Explicit, AxisType.Auto) for dtype in ("float32", "bfloat16")),
+    ((2, 4), AxisType.Explicit, 7, "float32", {"layout": "replicated"}, SAME),
+    ((1, 4), AxisType.Explicit, 8, "float32", {"backend": "fused"}, ROWS),  # a look-up lacks it, and chooses another
+])  # fmt: skip
+def test_lookup(mesh_of, mesh, axis_type, rows, dtype, options, y_spec):
     """Compares y and the table's gradient. Every id appears more than once, so that additions show."""
+    make, plain = embed_pair(mesh[1], **options)
     held = jnp.dtype(dtype)
     round_parameters(plain, held)
-    ids = np.random.default_rng(rows).integers(0, plain.num_embeddings, (batch, rows)).astype(np.int32)
-    dy = np.random.default_rng(1).standard_normal((batch, rows, 8)).astype(held)
+    ids = np.random.default_rng(rows).integers(0, plain.num_embeddings, (2, rows)).astype(np.int32)
+    dy = np.random.default_rng(1).standard_normal((2, rows, 8)).astype(held)
     want, want_y = lookup_gradients(plain, ids, dy.astype(np.float32))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(*mesh, axis_type)):
         layer = nnx.eval_shape(lambda: make(held))
-        load_from(layer, plain)
+        load(layer, plain)
         got, y = lookup_gradients(layer, jax.device_put(ids, TOKENS), jax.device_put(dy, y_spec))
     np.testing.assert_array_equal(np.asarray(y, np.float32), want_y)  # one addend a row: exact in any dtype
-    np.testing.assert_allclose(
-        got["embedding"][...], want["embedding"][...], atol=1e-5 if dtype == "float32" else 2e-2 * 4
-    )
-
-
-@pytest.mark.parametrize(("size", "backend"), [(1, "none"), (2, "xla"), (3, "none"), (5, "xla"), (8, "xla")])
-def test_lookup_on_every_ring(mesh_of, load_from, size, backend):
-    make, plain = embed_pair(size, backend=backend)
-    check_lookup(mesh_of(1, size), make, plain, load_from, rows=3 * size, batch=3)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lookup_on_a_sub_axis(mesh_of, load_from, axis_type, dtype):
-    make, plain = embed_pair(4)
-    check_lookup(mesh_of(2, 4, axis_type), make, plain, load_from, rows=8, dtype=dtype)
+    atol = 1e-5 if dtype == "float32" else 2e-2 * 4
+    np.testing.assert_allclose(got["embedding"][...], want["embedding"][...], atol=atol)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -83,17 +78,6 @@ def test_many_gradients_of_one_id_are_not_lost_in_bfloat16(mesh_of):
         ids = jax.device_put(np.zeros((1, 512), np.int32), TOKENS)
         grads = nnx.jit(nnx.grad(lambda layer, ids: jnp.sum(layer(ids).astype(jnp.float32))))(layer, ids)
     np.testing.assert_array_equal(np.asarray(grads["embedding"][...])[0], 512.0)
-
-
-def test_lookup_with_the_same_rows_on_all_devices(mesh_of, load_from):
-    make, plain = embed_pair(4, layout="replicated")
-    check_lookup(mesh_of(2, 4), make, plain, load_from, rows=7, y_spec=SAME)
-
-
-def test_a_lookup_chooses_if_it_lacks_the_layers_backend(mesh_of, load_from):
-    """There is no kernel for the look-up: it does not refuse the backend that `attend` uses."""
-    make, plain = embed_pair(4, backend="fused")
-    check_lookup(mesh_of(1, 4), make, plain, load_from, rows=8)
 
 
 def test_an_id_outside_the_vocabulary_gives_zeros(mesh_of):
@@ -181,13 +165,14 @@ def test_options_of_cross_entropy(mesh_of, dtype):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 if dtype == "float32" else 1e-12)
 
 
-def test_targets_and_vocabularies_that_do_not_fit(mesh_of):
-    with jax.set_mesh(mesh_of(1, 4)):
-        logits = jax.device_put(np.zeros((2, 6, 8), np.float32), LOGITS)
-        with pytest.raises(ValueError, match="needs targets of an integer dtype: got float32"):
-            fa.nn.softmax_cross_entropy(logits, jax.device_put(np.zeros((2, 6), np.float32), TOKENS))
-        with pytest.raises(ValueError, match=r"needs vocab_size to be 1 \.\. 8, or None: got 9"):
-            fa.nn.softmax_cross_entropy(logits, jax.device_put(np.zeros((2, 6), np.int32), TOKENS), vocab_size=9)
+@pytest.mark.parametrize(("shape", "dtype", "options", "error"), [
+    ((2, 6), np.float32, {}, "needs targets of an integer dtype: got float32"),
+    ((2, 6), np.int32, {"vocab_size": 9}, r"needs vocab_size to be 1 \.\. 8, or None: got 9"),
+    ((2, 3), np.int32, {}, "needs one target a row"),
+])  # fmt: skip
+def test_targets_that_are_refused(mesh_of, shape, dtype, options, error):
+    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match=error):
+        fa.nn.softmax_cross_entropy(ones((2, 6, 8), LOGITS), np.zeros(shape, dtype), **options)
 
 
 def test_cross_entropy_of_huge_logits_is_finite(mesh_of):
@@ -215,50 +200,31 @@ def test_no_device_ever_holds_whole_logits(mesh_of, backend):
     assert not [shape for shape in shapes if "64" in shape.split(",")]
 
 
-class TestErrors:
-    def test_ids_that_are_no_integers(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
-            with pytest.raises(ValueError, match="looks up integers: got ids of float32"):
-                layer(np.ones((2, 4), np.float32))
+@pytest.mark.parametrize(("ids", "spec", "mesh", "error"), [
+    (np.ones((2, 4), np.float32), P(), (1, 4), "looks up integers: got ids of float32"),
+    (np.zeros((2, 4), np.int32), P(None, "model"), (1, 4), "needs all ids on every device of 'model'"),
+    (np.zeros((2, 6), np.int32), P(), (1, 4), "got 6 rows on 4 devices; pad them to 8"),
+    (np.zeros(12, np.int32), P("data"), (2, 4), "over 'data', 'model': got 12 rows on 8 devices; pad them to 16"),
+])  # fmt: skip
+def test_ids_that_are_refused(mesh_of, ids, spec, mesh, error):
+    with jax.set_mesh(mesh_of(*mesh)):
+        layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match=error):
+            layer(jax.device_put(ids, spec))
 
-    def test_ids_that_are_sharded_over_the_axis(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
-            with pytest.raises(ValueError, match="needs all ids on every device of 'model'"):
-                layer(jax.device_put(np.zeros((2, 4), np.int32), P(None, "model")))
 
-    def test_rows_that_cannot_be_shared_out(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
-            with pytest.raises(ValueError, match="got 6 rows on 4 devices; pad them to 8"):
-                layer(np.zeros((2, 6), np.int32))
+def test_ids_and_logits_inside_a_shard_map(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)):
+        graph, state = nnx.split(drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))))
+        specs = P("model"), P(None, "model")
+        look_up = jax.shard_map(lambda state, ids: nnx.merge(graph, state)(ids), in_specs=specs, out_specs=ROWS)
+        with pytest.raises(ValueError, match="got ids that vary over it"):
+            jax.eval_shape(look_up, state, jax.device_put(np.zeros((2, 16), np.int32), P(None, "model")))
+        loss = jax.shard_map(fa.nn.softmax_cross_entropy, in_specs=(P(), P()), out_specs=P())
+        with pytest.raises(ValueError, match="got logits that are the same on all of its devices"):
+            jax.eval_shape(loss, np.ones((2, 4, 8), np.float32), np.zeros((2, 4), np.int32))
 
-    def test_rows_that_another_axis_shards_too(self, mesh_of):
-        with jax.set_mesh(mesh_of(2, 4)):
-            layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)))
-            with pytest.raises(ValueError, match="over 'data', 'model': got 12 rows on 8 devices; pad them to 16"):
-                layer(jax.device_put(np.zeros(12, np.int32), P("data")))
 
-    def test_ids_that_vary_inside_a_shard_map(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            graph, state = nnx.split(drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))))
-            fn = jax.shard_map(
-                lambda state, ids: nnx.merge(graph, state)(ids), in_specs=(P("model"), P(None, "model")), out_specs=ROWS
-            )
-            with pytest.raises(ValueError, match="got ids that vary over it"):
-                jax.eval_shape(fn, state, jax.device_put(np.zeros((2, 16), np.int32), P(None, "model")))
-
-    def test_logits_that_are_whole_inside_a_shard_map(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)):
-            fn = jax.shard_map(fa.nn.softmax_cross_entropy, in_specs=(P(), P()), out_specs=P())
-            with pytest.raises(ValueError, match="got logits that are the same on all of its devices"):
-                jax.eval_shape(fn, np.ones((2, 4, 8), np.float32), np.zeros((2, 4), np.int32))
-
-    def test_targets_of_another_shape(self, mesh_of):
-        with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="needs one target a row"):
-            fa.nn.softmax_cross_entropy(ones((2, 4, 8), LOGITS), np.zeros((2, 3), np.int32))
-
-    def test_without_a_mesh(self):
-        with pytest.raises(ValueError, match="VocabParallelEmbed needs a mesh"):
-            fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))
+def test_without_a_mesh():
+    with pytest.raises(ValueError, match="VocabParallelEmbed needs a mesh"):
+        fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))

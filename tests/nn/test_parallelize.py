@@ -163,26 +163,6 @@ def test_parameters_keep_their_dtypes_and_metadata(mesh_of):
     assert (metadata["decay"], metadata["out_sharding"]) == (0.1, (None, "model"))
 
 
-def test_an_abstract_model_is_loaded_afterwards(mesh_of):
-    """Layers in nnx.List and nnx.Dict are replaced, too."""
-
-    class Model(nnx.Module):
-        def __init__(self):
-            self.layers = nnx.List([nnx.Linear(4, 8, rngs=nnx.Rngs(0))])
-            self.names = nnx.Dict({"attention": nnx.MultiHeadAttention(4, 4, decode=False, rngs=nnx.Rngs(0))})
-
-    plain = drawn(Model)
-    with jax.set_mesh(mesh_of(2, 4)):
-        model = nnx.eval_shape(Model)
-        fa.nn.parallelize(model, {"layers.*": "column", "names.attention": "attention"}, verbose=False)
-        assert isinstance(model.layers[0].kernel.get_value(), jax.ShapeDtypeStruct)
-        fa.nn.load(model, plain)
-    assert type(model.layers[0]) is fa.nn.ColumnParallelLinear
-    assert type(model.names["attention"]) is fa.nn.ParallelAttention
-    np.testing.assert_array_equal(model.layers[0].kernel[...], plain.layers[0].kernel[...])
-    assert model.layers[0].kernel[...].sharding.spec == P(None, "model")
-
-
 def test_nothing_is_replaced_where_one_layer_cannot_be_loaded(mesh_of):
     class Model(nnx.Module):
         def __init__(self):

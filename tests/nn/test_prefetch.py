@@ -92,7 +92,7 @@ def gradients(layers, x, *ids, run):
     return nnx.value_and_grad(lambda layers, x: (run(layers, x, *ids) ** 2).sum(), argnums=(0, 1))(layers, x)
 
 
-def assert_alike(found, expected, atol=1e-3):
+def assert_alike(found, expected, atol):
     """Asserts that losses and gradients, of (model, x), are alike, and parameters' gradients sharded alike."""
     (loss, (got, dx)), (want_loss, (want, want_dx)) = found, expected
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
@@ -103,23 +103,25 @@ def assert_alike(found, expected, atol=1e-3):
         assert one[...].sharding.spec == other[...].sharding.spec, path
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layers", "policy"),
-    [
-        ((2, 2, 1, 2), 3, "costly"),
-        pytest.param((1, 4, 1, 2), 2, "matmuls", marks=pytest.mark.slow),
-        pytest.param((1, 2, 1, 4), 2, "all", marks=pytest.mark.slow),
-        pytest.param((1, 8, 1, 1), 2, None, marks=pytest.mark.slow),
-    ],
-)
-def test_a_projection_within_the_scan_and_policies_change_no_gradient(sizes, layers, policy):
+@pytest.mark.parametrize(("sizes", "layers", "policy", "then"), [
+    ((2, 2, 1, 2), 3, "costly", True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ((1, 4, 1, 2), 2, "matmuls", True), ((1, 2, 1, 4), 2, "all", True), ((1, 8, 1, 1), 2, None, True),
+        ((2, 2, 1, 2), 3, None, False), ((1, 4, 1, 2), 1, None, False), ((1, 1, 1, 4), 2, None, False),
+    ]),
+])  # fmt: skip
+def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, layers, policy, then):
     with jax.set_mesh(mesh_of(*sizes)):
-        module = Model(layers)
+        module, runs = (
+            Model(layers),
+            (functools.partial(projected_within, policy=POLICIES.get(policy)), projected_after),
+        )
+        if not then:
+            module, runs = module.layers, (prefetch, scan)
         x = jax.device_put(np.random.default_rng(0).standard_normal((8, 8, 16)).astype(np.float32),
                            P(("data", "fsdp"), "model", None))  # fmt: skip
         ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P(("data", "fsdp"), "model"))
-        run = functools.partial(projected_within, policy=POLICIES.get(policy))
-        assert_alike(gradients(module, x, ids, run=run), gradients(module, x, ids, run=projected_after))
+        assert_alike(*(gradients(module, x, ids, run=run) for run in runs), atol=1e-3 if then else 1e-4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -139,19 +141,6 @@ def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
         ids = jax.device_put(np.ones((4, 3), np.int32), P("fsdp", None))
         gradients(stack(2), x, ids, run=functools.partial(prefetch, policy=POLICIES[policy]))
     assert kept == [[]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "layers"), [((2, 2, 1, 2), 3), ((1, 4, 1, 2), 1), ((1, 8, 1, 1), 2), ((1, 1, 1, 4), 2)]
-)
-def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, layers):
-    with jax.set_mesh(mesh_of(*sizes)):
-        module = stack(layers)
-        x = jax.device_put(np.random.default_rng(0).standard_normal((8, 8, 16)).astype(np.float32),
-                           P(("data", "fsdp"), "model", None))  # fmt: skip
-        ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P(("data", "fsdp"), "model"))
-        assert_alike(gradients(module, x, ids, run=prefetch), gradients(module, x, ids, run=scan), atol=1e-4)
 
 
 @pytest.mark.parametrize(

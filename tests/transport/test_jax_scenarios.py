@@ -63,12 +63,6 @@ def copy_into_vmem(x):
     return copy_done(*copy_start(x[:16], memory_space=pltpu.VMEM))
 
 
-def copies_into_vmem(x):
-    x, first = copy_start(x[:16], memory_space=pltpu.VMEM)
-    x, second = copy_start(x, memory_space=pltpu.VMEM)
-    return copy_done(x, first), copy_done(x, second)
-
-
 def copy_in_a_loop(x):
     return lax.fori_loop(0, 8, lambda _, x: copy_done(*copy_start(x)), x, unroll=2)
 
@@ -100,32 +94,10 @@ def staggered_full_copy_in_a_loop(x):
     return y.at[3].set(slice_done(x, future)).reshape(-1, x.shape[-1])
 
 
-def remote_copy(x):
-    return done(*start(x))
-
-
 def remote_copies(x):
     x, right = start(x)
     x, left = start(x, shift=-1)
     return done(x, right), done(x, left)
-
-
-def permute_loop(x):
-    return lax.fori_loop(0, 3, lambda _, x: done(*start(x)), x, unroll=2)
-
-
-def staggered_permute_loop(x):
-    return done(*lax.fori_loop(0, 2, lambda _, c: start(done(*c)), start(x), unroll=2))
-
-
-def bidirectional_permute_loop(x):
-    half = x.shape[0] // 2
-
-    def turn(_, halves):
-        (up, right), (down, left) = start(halves[0]), start(halves[1], shift=-1)
-        return done(up, right), done(down, left)
-
-    return jnp.concatenate(lax.fori_loop(0, 3, turn, (x[:half], x[half:]), unroll=2))
 
 
 def _begin(x_ref, y_ref, sem):
@@ -184,20 +156,11 @@ SCENARIOS = {
         two_dynamic_slices, lambda b: (each(lambda device: device)(b), each(lambda device: 3 - device)(b)), 2
     ),
     "copy_into_vmem": Scenario(copy_into_vmem, lambda b: b[:, :16], 1),
-    "copies_into_vmem": Scenario(copies_into_vmem, lambda b: (b[:, :16], b[:, :16]), 2),
     "copy_in_a_loop": Scenario(copy_in_a_loop, same, 2),
     "staggered_copy_in_a_loop": Scenario(staggered_copy_in_a_loop, same, 4),
     "full_copy_in_a_loop": Scenario(full_copy_in_a_loop, same, 1),
     "staggered_full_copy_in_a_loop": Scenario(staggered_full_copy_in_a_loop, same, 4),
-    "remote_copy": Scenario(remote_copy, rolled(1), 1),
     "remote_copies": Scenario(remote_copies, lambda b: (rolled(1)(b), rolled(-1)(b)), 2),
-    "permute_loop": Scenario(permute_loop, rolled(3), 3),
-    "staggered_permute_loop": Scenario(staggered_permute_loop, rolled(3), 3),
-    "bidirectional_permute_loop": Scenario(
-        bidirectional_permute_loop,
-        lambda b: np.concatenate([rolled(3)(b[:, :8]), rolled(-3)(b[:, 8:])], axis=1),
-        6,
-    ),
     "stateful_copies": Scenario(stateful_copies, lambda b: (b, b), 2),
     "pair_of_ones_own": Scenario(pair_of_ones_own, each(lambda device: 3), 1),
 }

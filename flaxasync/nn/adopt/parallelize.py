@@ -12,8 +12,9 @@ from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.adopt.loading import load
 from flaxasync.nn.adopt.replacement import (
     RULES,
+    Options,
     Rule,
-    is_parallel,
+    adapted_form,
     keep_metadata,
     lacking,
     parallel_form,
@@ -101,39 +102,28 @@ def parallelize(
         if rule not in RULES:
             raise ValueError(f"parallelize got {pattern!r}: {rule!r}: a rule is one of {', '.join(RULES)}")
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
-    chosen = _match(modules, rules)
+    asked = _match(modules, rules)
+    chosen = _with_bases(modules, asked)
+    options = {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend}
     new: dict[str, nnx.Module] = {}
-    for path, rule in chosen.items():
-        old = modules[path]
-        if type(old) not in (kinds := replaced_types(rule)):
-            names = " and ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}")
-        reason = lacking(old)
-        if reason:
-            raise ValueError(
-                f"parallelize cannot replace {path}, a {type(old).__name__}: {reason}; leave it out of the rules"
-            )
-        try:
-            new[path] = parallel_form(old, rule, {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend})
-        except (ValueError, NotImplementedError) as error:
-            raise ValueError(f"parallelize cannot replace {path} by the rule {rule!r}: {error}") from error
-    bases = _share_bases(modules, chosen, new)
-    places = _places([model, *modules.values()], {id(modules[path]): path for path in new | bases})
-    _check_adapted(modules, chosen, new, places)
+    for path in sorted(chosen, key=lambda path: isinstance(modules[path], nnx.LoRA)):  # bases before their adapters
+        new[path] = _new_layer(path, chosen[path], options, modules, new)
+    places = _places([model, *modules.values()], {id(modules[path]): path for path in new})
+    _check_adapted(modules, chosen, places)
     _check_parameters_not_shared({"": model} | modules, new)
     for path, layer in new.items():
-        old = modules[path]
-        if not _is_abstract(old):
-            load(layer, old)
-        keep_metadata(layer, old)
+        if not _is_abstract(modules[path]):
+            load(layer, modules[path])
+        keep_metadata(layer, modules[path])
     done = []
-    for path, layer in (new | bases).items():
+    for path in (path for path in modules if path in new):
+        old, layer = modules[path], new[path]
         for parent, name in places[path]:
             setattr(parent, name, layer)
-        if path in bases and all(isinstance(parent, nnx.LoRA) for parent, _ in places[path]):
+        if path not in asked and all(isinstance(parent, nnx.LoRA) for parent, _ in places[path]):
             continue  # it is a part of the layers that adapt it
         shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
-        done.append(Replaced(path, chosen[path], type(modules[path]).__name__, type(layer).__name__, shapes))
+        done.append(Replaced(path, chosen[path], type(old).__name__, type(layer).__name__, shapes))
     _place_rest(model)
     if verbose:
         print("\n".join(map(str, done)))
@@ -158,42 +148,53 @@ def _match(modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule]) -> dict
     return {path: chosen[path][1] for path in modules if path in chosen}
 
 
-def _share_bases(
-    modules: Mapping[str, nnx.Module], chosen: dict[str, Rule], new: dict[str, nnx.Module]
-) -> dict[str, nnx.Module]:
-    """Makes the new layers that adapt one plain layer share one parallel layer, and adds the rule of it to `chosen`.
-
-    Returns the parallel layers of the plain ones that have no rule of their own, by the paths of the latter.
-    """
-    paths = {id(module): path for path, module in modules.items()}
-    bases: dict[str, nnx.Module] = {}
-    for path in new:
-        old, layer = modules[path], new[path]
-        if not isinstance(old, nnx.LoRA) or not isinstance(layer, nnx.LoRA) or is_parallel(old.base_module):
+def _with_bases(modules: Mapping[str, nnx.Module], asked: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Returns the rules, with those of the plain layers that are adapted, of which each becomes one parallel layer."""
+    paths, chosen = {id(module): path for path, module in modules.items()}, dict(asked)
+    for path, rule in asked.items():
+        layer = modules[path]
+        if not isinstance(layer, nnx.LoRA) or type(layer.base_module) is not nnx.Linear:
             continue
-        base = paths[id(old.base_module)]
-        if chosen.setdefault(base, chosen[path]) != chosen[path]:
+        base = paths[id(layer.base_module)]
+        if chosen.setdefault(base, rule) != rule:
             raise ValueError(
-                f"parallelize cannot replace {path} by the rule {chosen[path]!r}: it adapts {base}, for which another "
-                f"rule, or another layer that adapts it, says {chosen[base]!r}; give both the same rule"
+                f"parallelize cannot replace {path} by the rule {rule!r}: it adapts {base}, for which another rule, or "
+                f"another layer that adapts it, says {chosen[base]!r}; give both the same rule"
             )
-        if base not in new and layer.base_module is not None:
-            bases.setdefault(base, layer.base_module)
-        layer.base_module = (new | bases)[base]
-    return bases
+    return chosen
+
+
+def _new_layer(
+    path: str, rule: Rule, options: Options, modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]
+) -> nnx.Module:
+    """Returns the parallel layer for the layer at a path. The layers that it may adapt are in `new` already."""
+    old = modules[path]
+    if type(old) not in (kinds := replaced_types(rule)):
+        names = " and ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}")
+    if reason := lacking(old):
+        raise ValueError(
+            f"parallelize cannot replace {path}, a {type(old).__name__}: {reason}; leave it out of the rules"
+        )
+    try:
+        if not isinstance(old, nnx.LoRA):
+            return parallel_form(old, rule, options)
+        bases = (layer for base, layer in new.items() if modules[base] is old.base_module)
+        return adapted_form(old, next(bases, old.base_module), rule, options)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"parallelize cannot replace {path} by the rule {rule!r}: {error}") from error
 
 
 def _check_adapted(
     modules: Mapping[str, nnx.Module],
     chosen: Mapping[str, Rule],
-    new: Mapping[str, nnx.Module],
     places: Mapping[str, list[tuple[nnx.Module, str]]],
 ) -> None:
     """Raises ValueError for an `nnx.LoRA` that would stay around a layer that is replaced."""
     paths = {id(module): path for path, module in modules.items()}
     for path, found in places.items():
         for parent, _ in found:
-            if not isinstance(parent, nnx.LoRA) or paths.get(id(parent)) in new:
+            if not isinstance(parent, nnx.LoRA) or paths.get(id(parent)) in chosen:
                 continue
             remedy = "the model itself is it, so put it into a module, such as an nnx.Dict, and"
             if holder := paths.get(id(parent)):
@@ -221,7 +222,7 @@ def _check_parameters_not_shared(modules: Mapping[str, nnx.Module], new: Mapping
 
 
 def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, list[tuple[nnx.Module, str]]]:
-    """Returns the attributes that hold each layer, as modules and names. `paths` are those of the layers by id()."""
+    """Returns the attributes that hold each layer, as modules and names. `paths` has the path of each by id()."""
     places: dict[str, list[tuple[nnx.Module, str]]] = {path: [] for path in paths.values()}
     nested = set()
     for parent in {id(parent): parent for parent in parents}.values():

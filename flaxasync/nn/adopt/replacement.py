@@ -69,46 +69,63 @@ def lacking(old: nnx.Module) -> str:
 def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
     """Returns the parallel layer for a plain one: its parameters are abstract, and have the dtypes of the plain ones.
 
-    The layer for an `nnx.LoRA` around a layer that is parallel already holds that layer, as it is.
-
     Raises:
       ValueError: The axis does not divide a size, the plain layer has other parameters, or some of other types, than
-        the parallel one, parameters are stacked along other dimensions than the first ones, or the rule does not fit
-        the layer that is adapted.
+        the parallel one, or parameters are stacked along other dimensions than the first ones.
       NotImplementedError: The layer has an option that the parallel one lacks.
     """
-    layer: Any = nnx.eval_shape(
-        lambda: _adapted(old, rule, options) if isinstance(old, nnx.LoRA) else RULES[rule][1](old, options)
+    layer: Any = nnx.eval_shape(lambda: RULES[rule][1](old, options))
+    _take_over(layer, old)
+    if isinstance(layer, ParallelAttention):
+        layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
+    return layer
+
+
+def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.Module:
+    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one.
+
+    Raises:
+      ValueError: As `parallel_form`, or the rule does not fit the parallel layer that was adapted.
+    """
+    if base is old.base_module:
+        _check_rule(base, rule, options["axis_name"])
+
+    def factors() -> ParallelLoRA:
+        layer = ParallelLoRA(base, old.lora_a.shape[-1], rngs=nnx.Rngs(0))
+        layer.base_module = nnx.data(None)  # its parameters may be abstract already, and are none of this program
+        return layer
+
+    layer: Any = nnx.eval_shape(factors)
+    layer.base_module = base
+    _take_over(layer, old, without="base_module")
+    return layer
+
+
+def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -> None:
+    """Gives the abstract parameters of a layer the leading dimensions and the dtypes of those of a plain one."""
+    before, after = (
+        {path: variable for path, variable in variables_of(one).items() if path[0] != without} for one in (old, layer)
     )
-    before, after, stack = variables_of(old), variables_of(layer), _stack(old)
+    stack = _stack(old)
     for found, needed, which in (
         (before, after, "lacks, and a layer of its options has,"),
         (after, before, "has, and a parallel layer lacks,"),
     ):
         if names := sorted(".".join(map(str, path)) for path in needed.keys() - found.keys()):
             raise ValueError(f"it {which} the parameters {', '.join(names)}")
-    kept = is_parallel(old.base_module) if isinstance(old, nnx.LoRA) else False
     for path, variable in after.items():
-        if kept and path[0] == "base_module":
-            continue
-        name, plain = ".".join(map(str, path)), before[path]
+        name, plain, value = ".".join(map(str, path)), before[path], variable.get_value()
         if type(plain) is not type(variable):
             raise ValueError(
                 f"its {name} is of type {type(plain).__name__}, and that of a parallel layer is of type "
                 f"{type(variable).__name__}"
             )
-        value = variable.get_value()
         if plain.shape[: len(stack)] != stack or plain.size != math.prod((*stack, *value.shape)):
             raise ValueError(
                 f"its {name} is {list(plain.shape)}, and not {list(value.shape)} after dimensions of layers: make a "
                 "stack of layers with out_axes=0 of nnx.vmap"
             )
         _set_stacked(variable, stack, plain.dtype)
-    if kept:
-        layer.base_module = old.base_module
-    if isinstance(layer, ParallelAttention):
-        layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
-    return layer
 
 
 def keep_metadata(layer: nnx.Module, old: nnx.Module) -> None:
@@ -142,20 +159,6 @@ def _set_stacked(variable: nnx.Variable, stack: tuple[int, ...], dtype: Any) -> 
     variable.set_value(jax.ShapeDtypeStruct((*stack, *value.shape), dtype, sharding=sharding))
     if out_sharding := variable.get_metadata().get("out_sharding"):
         variable.set_metadata(out_sharding=(*whole, *out_sharding))
-
-
-def is_parallel(layer: Any) -> bool:
-    """Says whether a layer is a parallel Dense layer already, which an `nnx.LoRA` may be around."""
-    return isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-
-
-def _adapted(old: nnx.LoRA, rule: Rule, options: Options) -> nnx.Module:
-    base: Any = old.base_module
-    if is_parallel(base):
-        _check_rule(base, rule, options["axis_name"])
-    else:
-        base = RULES[rule][1](base, options)
-    return ParallelLoRA(base, old.lora_a.shape[-1], rngs=nnx.Rngs(0))
 
 
 def _check_rule(base: Any, rule: Rule, axis_name: str) -> None:
