@@ -135,9 +135,9 @@ class ParallelAttention(AttentionLayer):
           is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
             without `causal`.
           sow_weights: Must be False: no device has the weights of all heads.
-          out_sharding: Must be None, as `qkv_sharding` and `input_positions`: the layer knows all three.
-          qkv_sharding: See `out_sharding`.
-          input_positions: See `out_sharding`.
+          out_sharding: Must be None: the output is sharded as inputs_q is.
+          qkv_sharding: Must be None: the heads are split over `axis_name`.
+          input_positions: Must be None: a row has the position that it has in the sequence.
 
         Raises:
           ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its

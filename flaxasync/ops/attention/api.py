@@ -1,8 +1,6 @@
 """The public attention ops: their checks, and the choice of backend and kernel.
 
-`ring_attention` is for use inside `jax.shard_map`, on local shards of a sequence that is split over a mesh axis;
-`attention` is for whole sequences. Both are made of products of two blocks (`blocks`), by the same kernels.
-`flaxasync.nn` has the modules.
+Both ops are made of products of two blocks (`blocks`), by the same kernels. `flaxasync.nn` has the modules.
 """
 
 import math
@@ -111,8 +109,7 @@ def ring_attention(
     sequence = Sequence(layout, Mask(causal, window), q.shape[1], size)
     chunk = sequence.rows // sequence.chunks
     if directions is None:  # the flash kernel takes half-blocks of whole registers only
-        halves = size > 2 and mesh.platform() == "tpu" and chunk % (2 * LANES) == 0
-        directions = 2 if halves else 1
+        directions = 2 if size > 2 and mesh.platform() == "tpu" and chunk % (2 * LANES) == 0 else 1
     backend = backends.choose(
         op, backend, shapes=(q.shape, k.shape), ring=size, itemsize=q.dtype.itemsize, causal=causal, window=window,
         layout=layout,
@@ -152,11 +149,11 @@ def attention(
       q: Queries.
       k: Keys.
       v: Values.
-      causal: As in `ring_attention`, like all that follow.
-      scale: The factor of the scores; by default 1 / sqrt(d).
-      segment_ids: Rows attend only to rows of the same id.
-      window: A row attends only to rows fewer than `window` positions away, itself included.
-      kernel: What multiplies two blocks. "reference" has a second derivative, "flash" has none.
+      causal: As in `ring_attention`, like `scale`, `segment_ids`, `window` and `precision`.
+      scale: The factor of the scores.
+      segment_ids: The segment of each row.
+      window: The distance, in positions, at which rows no longer attend to each other.
+      kernel: As in `ring_attention`. "reference" has a second derivative, "flash" has none.
       precision: The precision of the matmuls.
 
     Returns:
@@ -220,6 +217,11 @@ def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{op} needs {name} of [batch, rows, heads, head size]: got {list(x.shape)}")
+        if any(entry is not None for entry in jax.typeof(x).sharding.spec):
+            raise ValueError(
+                f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand "
+                f"still sharded {jax.typeof(x).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
+            )
     if k.shape != v.shape:
         raise ValueError(f"{op} sends k and v as one block of one shape: got {list(k.shape)} and {list(v.shape)}")
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
@@ -245,9 +247,3 @@ def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | 
             raise ValueError(f"{op} needs segment ids of an integer dtype: got {segment_ids.dtype}")
     if window is not None and window < 1:
         raise ValueError(f"{op} needs window to be 1 or more rows, or None: got {window}")
-    for x in (q, k, v):
-        if any(entry is not None for entry in jax.typeof(x).sharding.spec):
-            raise ValueError(
-                f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand "
-                f"still sharded {jax.typeof(x).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
-            )
