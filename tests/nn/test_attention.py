@@ -279,7 +279,7 @@ def test_keys_and_values_travel_as_the_layers_backend_says(options, backend):
         layer = nnx.eval_shape(
             lambda: fa.nn.ParallelSelfAttention(FEATURES, HEADS, context_axis="context", **options, rngs=nnx.Rngs(0))
         )
-    assert layer.attention.context.backend == backend
+    assert layer.attention.context_backend == backend
 
 
 def test_eval_mode_drops_nothing(mesh_of):

@@ -19,7 +19,7 @@ from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
 from flaxasync.ops import backends, trust
 from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
-from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_sequence_layout
+from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_segments, check_sequence_layout
 from flaxasync.ops.attention.shards import Call
 
 KERNELS = ("reference", "flash")
@@ -240,10 +240,6 @@ def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | 
             f"{op} needs q, k and v of one dtype, float64, float32, bfloat16 or float16: got "
             f"{', '.join(sorted(map(str, dtypes)))}; cast them before the call"
         )
-    if segment_ids is not None:
-        if segment_ids.shape != q.shape[:2]:
-            raise ValueError(f"{op} needs one segment id a row, {list(q.shape[:2])}: got {list(segment_ids.shape)}")
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise ValueError(f"{op} needs segment ids of an integer dtype: got {segment_ids.dtype}")
+    check_segments(op, segment_ids, q.shape)
     if window is not None and window < 1:
         raise ValueError(f"{op} needs window to be 1 or more rows, or None: got {window}")
