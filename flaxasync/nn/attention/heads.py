@@ -137,13 +137,7 @@ class HeadAttention:
         return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
 
     def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        inputs: Inputs[Array],
-        norms: Norms,
-        tables: RotaryTables | None = None,
+        self, q: Array, k: Array, v: Array, inputs: Inputs[Array], norms: Norms, tables: RotaryTables | None = None
     ) -> Array:
         """Returns the attention [b, s, h, d] of this device's heads, from projections [b, s, h * d] and [b, t, n * d].
 
@@ -151,8 +145,8 @@ class HeadAttention:
         """
         axis, at = self.context_axis, None
         if axis is not None:
-            at = positions(self.context_layout, query.shape[1], axis)
-        q, k, v = self.split(query, key, value, norms, at, tables)
+            at = positions(self.context_layout, q.shape[1], axis)
+        q, k, v = self.split(q, k, v, norms, at, tables)
         given = [array for array in (inputs.mask, inputs.bias, inputs.dropout_key) if array is not None]
         if given or self.needs_all_scores or q.shape[1] != k.shape[1]:
             return self._attend_dense(q, k, v, inputs)
@@ -165,22 +159,16 @@ class HeadAttention:
         return ring_attention(q, k, v, axis, layout=self.context_layout, backend=self.context_backend, **options)
 
     def split(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        norms: Norms,
-        positions: Array | None,
-        tables: RotaryTables | None = None,
+        self, q: Array, k: Array, v: Array, norms: Norms, positions: Array | None, tables: RotaryTables | None = None
     ) -> tuple[Array, Array, Array]:
         """Returns the heads [b, s, h, d] of projections [b, s, h * d], normalized, and rotated by their positions.
 
         The positions are 0 .. s - 1 by default.
         """
-        q, k, v = (x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (query, key, value))
+        tables = self.rotary_tables(q, q.shape[1], positions) if tables is None else tables
+        k_tables = tables if k.shape[1] == q.shape[1] else self.rotary_tables(k, k.shape[1], positions)
+        q, k, v = (x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (q, k, v))
         q, k = self._normalize(q, norms.query), self._normalize(k, norms.key)
-        tables = self.rotary_tables(query, query.shape[1], positions) if tables is None else tables
-        k_tables = tables if key.shape[1] == query.shape[1] else self.rotary_tables(key, key.shape[1], positions)
         if tables is not None and k_tables is not None:
             q, k = rotate(q, tables), rotate(k, k_tables)
         return q, k, v

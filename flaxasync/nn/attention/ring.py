@@ -30,7 +30,7 @@ class RingSelfAttention(AttentionLayer):
     Args:
       features: The features of input and output.
       heads: The query heads; a multiple of `kv_heads`.
-      kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
+      kv_heads: The key-value heads; by default heads.
       head_dim: The features of a head; by default features / heads.
       causal: Whether a row attends only to itself and to earlier rows.
       layout: The order of the rows: "contiguous" or "zigzag"; see `flaxasync.ring_attention`. The input is in the order
