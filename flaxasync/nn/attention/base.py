@@ -51,6 +51,7 @@ class AttentionLayer(nnx.Module):
         self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
         attention = self.attention
+        self.heads, self.kv_heads, self.head_dim = attention.heads, attention.kv_heads, attention.head_dim
         if attention.normalize_qk:
             rms = attention.normalize_qk == "rms"
             norm: Any = nnx.RMSNorm if rms else functools.partial(nnx.LayerNorm, use_bias=False)

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -130,21 +128,6 @@ def test_every_form(form):
 def test_float64():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # under x64, integers are of both sizes
         parity(1, axis_name=None, rows=8, heads=4, dtype="float64")
-
-
-@settings(max_examples=2)
-@given(
-    size=st.integers(1, 5),
-    half=st.integers(1, 5),
-    groups=st.integers(1, 3),
-    causal=st.booleans(),
-    layout=st.sampled_from(["contiguous", "zigzag"]),
-    window=st.one_of(st.none(), st.integers(1, 20)),
-    segments=st.booleans(),
-    directions=st.sampled_from([1, 2]),
-)
-def test_any_form(size, half, groups, **form):
-    parity(size, rows=2 * half, heads=2 * groups, **form)
 
 
 @dataclasses.dataclass(frozen=True)
