@@ -21,6 +21,7 @@ from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
 from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_segments, check_sequence_layout
 from flaxasync.ops.attention.shards import Call
+from flaxasync.ring import Ring
 
 KERNELS = ("reference", "flash")
 
@@ -97,27 +98,15 @@ def ring_attention(
     size = mapped_axis_size(op, axis_name)
     _check_operands(op, q, k, v, segment_ids, window)
     check_sequence_layout(op, layout)
-    if directions not in (None, 1, 2):
-        raise ValueError(f"{op} needs directions to be 1, 2 or None: got {directions!r}")
-    if unroll < 1:
-        raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
     if layout == "zigzag" and q.shape[1] % 2:
         raise ValueError(
             f"{op} with layout='zigzag' holds two equal chunks of the sequence on every device: got "
             f"{q.shape[1]} rows a device, needed an even number; pad the sequence to a multiple of {2 * size} rows"
         )
     sequence = Sequence(layout, Mask(causal, window), q.shape[1], size)
+    ring = _choose_ring(op, axis_name, sequence, q, k, backend=backend, directions=directions, unroll=unroll)
     chunk = sequence.rows // sequence.chunks
-    if directions is None:  # the flash kernel takes half-blocks of whole registers only
-        directions = 2 if size > 2 and mesh.platform() == "tpu" and chunk % (2 * LANES) == 0 else 1
-    backend = backends.choose(
-        op, backend, shapes=(q.shape, k.shape), ring=size, itemsize=q.dtype.itemsize, causal=causal, window=window,
-        layout=layout,
-    )  # fmt: skip
-    ring = None
-    if sequence.hops:
-        ring = backends.make_ring(backend, axis_name, size, directions=directions, unroll=unroll)
-    block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // directions if ring else chunk)
+    block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // ring.directions if ring else chunk)
     call = Call(ring, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
     return _apply(call, q, k, v, segment_ids, {axis_name})
 
@@ -185,6 +174,27 @@ def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, 
         return q
     kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
     return vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
+
+
+def _choose_ring(
+    op: str, axis_name: str, sequence: Sequence, q: Array, k: Array, *,
+    backend: str | None, directions: Literal[1, 2] | None, unroll: int,
+) -> Ring | None:  # fmt: skip
+    """Returns how blocks travel; None where no row needs a row of another device."""
+    if directions not in (None, 1, 2):
+        raise ValueError(f"{op} needs directions to be 1, 2 or None: got {directions!r}")
+    if unroll < 1:
+        raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
+    size, chunk = sequence.size, sequence.rows // sequence.chunks
+    if directions is None:  # the flash kernel takes half-blocks of whole registers only
+        directions = 2 if size > 2 and mesh.platform() == "tpu" and chunk % (2 * LANES) == 0 else 1
+    backend = backends.choose(
+        op, backend, shapes=(q.shape, k.shape), ring=size, itemsize=q.dtype.itemsize, causal=sequence.mask.causal,
+        window=sequence.mask.window, layout=sequence.layout,
+    )  # fmt: skip
+    if not sequence.hops:
+        return None
+    return backends.make_ring(backend, axis_name, size, directions=directions, unroll=unroll)
 
 
 def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: int, k_rows: int) -> BlockKernel:
