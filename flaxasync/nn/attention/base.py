@@ -44,7 +44,7 @@ class AttentionLayer(nnx.Module):
     out: RowParallelLinear | nnx.Linear
 
     def _add_norms(self, rngs: nnx.Rngs) -> None:
-        """Makes the norms of queries and keys, if the layer has them, and room for a cache."""
+        """Sets the norms of queries and keys, if there are any, the numbers of heads, and room for a cache."""
         self.query_ln: Any = nnx.data(None)
         self.key_ln: Any = nnx.data(None)
         self.cached_key: nnx.Cache[Array] | None = nnx.data(None)
