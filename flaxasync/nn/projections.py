@@ -70,11 +70,25 @@ class ColumnParallelProjections(nnx.Module):
         stored = tuple(map(parameter_specs, linears))
         return placement.run(
             _project,
-            (settings, stored, placement.rows_sharded),
+            _Call(settings, stored, placement.rows_sharded),
             (x, tuple(map(parameters, linears))),
             (placement.in_spec, stored),
             (placement.spec(features=True),) * len(linears),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static in a call of `ColumnParallelProjections`."""
+
+    settings: LinearSettings  # with the dtype of the computation
+    stored: tuple[shards.Stored, ...]
+    rows_sharded: bool
+
+
+def _project(call: _Call, x: Array, linears: tuple[shards.Linear, ...]) -> tuple[Array, ...]:
+    linears = tuple(shards.gather(p, spec, x, call.settings) for p, spec in zip(linears, call.stored, strict=True))
+    return shards.column(x, linears, call.settings, rows_sharded=call.rows_sharded)
 
 
 def parallel_dot_general(
@@ -139,11 +153,3 @@ def parallel_dot_general(
 
     dot_general.has_collectives = True  # type: ignore[attr-defined]  # parallel layers refuse it as their own product
     return dot_general
-
-
-def _project(
-    static: tuple[LinearSettings, tuple[shards.Stored, ...], bool], x: Array, linears: tuple[shards.Linear, ...]
-) -> tuple[Array, ...]:
-    settings, stored, rows_sharded = static
-    linears = tuple(shards.gather(p, spec, x, settings) for p, spec in zip(linears, stored, strict=True))
-    return shards.column(x, linears, settings, rows_sharded=rows_sharded)

@@ -1,4 +1,4 @@
-"""Parallel self-attention against four nnx.Linear layers and a softmax that is written out."""
+"""Attention layers against four nnx.Linear and a softmax that is written out, on several meshes and in both layouts."""
 
 import jax
 import jax.numpy as jnp
@@ -9,24 +9,29 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import drawn, ones, permutes
+from tests.nn.conftest import assert_close, assert_parameters_close, drawn, gradients, load, ones, permutes
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROWS, SAME = P("data", "model", None), P("data", None, None)
+FEATURES, HEADS, KV_HEADS, LENGTH = 16, 4, 2, 24
+TENSOR, ALONE = P("data", ("context", "model"), None), P("data", "context", None)
+slow = pytest.mark.slow
 
 
 def rotate(x, theta):
     """Rotates positions by complex multiplication, which is another way to the same numbers."""
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
-    turned = jax.lax.complex(x[..., :half], x[..., half:]) * np.exp(1j * angle).astype(np.complex64)
+    real = np.float64 if x.dtype == np.float64 else np.float32
+    turned = jax.lax.complex(x[..., :half].astype(real), x[..., half:].astype(real))
+    turned *= np.exp(1j * angle).astype(turned.dtype)
     return jnp.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
 
 
 class PlainAttention(nnx.Module):
-    def __init__(self, features, heads, kv_heads, head_dim, *, causal, rope_theta, use_bias, window=None, rngs):
-        options = {"use_bias": use_bias, "rngs": rngs}
+    def __init__(self, features, heads, kv_heads, head_dim, *, causal, rope_theta, use_bias, window, rngs, **options):
+        options |= {"use_bias": use_bias, "rngs": rngs}
         self.query = nnx.Linear(features, heads * head_dim, **options)
         self.key = nnx.Linear(features, kv_heads * head_dim, **options)
         self.value = nnx.Linear(features, kv_heads * head_dim, **options)
@@ -34,18 +39,19 @@ class PlainAttention(nnx.Module):
         self.head_dim, self.groups = head_dim, heads // kv_heads
         self.causal, self.rope_theta, self.window = causal, rope_theta, window
 
-    def __call__(self, x):
+    def __call__(self, x, ids=None):
         q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.query, self.key, self.value))
         if self.rope_theta is not None:
             q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
         k, v = (jnp.repeat(t, self.groups, axis=2) for t in (k, v))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(self.head_dim, dtype=np.float32)
+        distance = np.arange(x.shape[1])[:, None] - np.arange(x.shape[1])
+        allowed = np.abs(distance) < (self.window or x.shape[1])
         if self.causal:
-            scores = jnp.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-        if self.window is not None:
-            rows = np.arange(x.shape[1])
-            scores = jnp.where(np.abs(rows[:, None] - rows) < self.window, scores, -jnp.inf)
-        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+            allowed = allowed & (distance >= 0)
+        if ids is not None:
+            allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :])
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(self.head_dim, dtype=x.dtype)
+        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf)), v)
         return self.out(out.reshape(*x.shape[:2], -1))
 
 
@@ -62,47 +68,89 @@ def pair(heads, kv_heads, *, head_dim=4, causal=True, rope_theta=100.0, use_bias
 
 
 @pytest.mark.parametrize(
-    ("size", "groups"),
-    [(1, 2), (2, 1), (3, 2), *(pytest.param(*ring, marks=pytest.mark.slow) for ring in [(5, 1), (8, 2)])],
+    ("heads", "kv_heads", "form", "input_form"),
+    [
+        (2, 1, {}, {"size": 1}),
+        (6, 3, {}, {"size": 3}),
+        pytest.param(16, 8, {}, {"size": 8}, marks=slow),
+        (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4, "data": 2}),
+        (8, 4, {"use_bias": True, "backend": "xla"}, {"size": 4, "data": 2, "axis_type": AxisType.Auto}),
+        (4, 4, {"causal": False, "window": 3}, {"size": 4}),
+        pytest.param(4, 4, {"rope_theta": None}, {"size": 4}, marks=slow),
+        (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
+        (4, 4, {}, {"size": 4, "x_spec": SAME, "y_spec": SAME}),
+    ],
 )
-def test_parity_on_every_ring(parity, size, groups):
-    make, plain = pair(size * groups, size)
-    parity(make, plain, (3, 3 * size, 8), size=size)
+def test_parity(parity, heads, kv_heads, form, input_form):
+    rows = 7 if "x_spec" in input_form else 3 * input_form["size"]
+    parity(*pair(heads, kv_heads, **form), (4, rows, 8), **input_form)
 
 
-@pytest.mark.parametrize(("axis_type", "backend"), [(AxisType.Explicit, "none"), (AxisType.Auto, "xla")])
-def test_parity_on_a_sub_axis(parity, axis_type, backend):
-    make, plain = pair(8, 4, use_bias=True, backend=backend)
-    parity(make, plain, (2, 8, 8), size=4, data=2, axis_type=axis_type)
+def make_mesh(data, context, model, axis_type=AxisType.Explicit):
+    devices = jax.devices()[: data * context * model]
+    return jax.make_mesh((data, context, model), ("data", "context", "model"), (axis_type,) * 3, devices=devices)
+
+
+def check_split(make, mesh, x_spec, *, layout, window=None, segments=False, use_bias=False):
+    """Compares y, dx and every parameter's gradient for a random dy, where rows are laid out in an order."""
+    form = {"causal": True, "rope_theta": 10_000.0, "use_bias": use_bias, "window": window}
+    plain = drawn(lambda: PlainAttention(FEATURES, HEADS, KV_HEADS, FEATURES // HEADS, **form, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    x, dy = (rng.standard_normal((2, LENGTH, FEATURES)).astype(np.float32) for _ in range(2))
+    ids = np.sort(rng.integers(0, 3, (2, LENGTH)), axis=1).astype(np.int32) if segments else None
+    want_params, want_dx, want_y = gradients(plain, x, dy, ids)
+    order = fa.sequence_order(layout, LENGTH, mesh.shape["context"])
+    with jax.set_mesh(mesh):
+        layer = nnx.eval_shape(lambda: make(
+            FEATURES, HEADS, kv_heads=KV_HEADS, window=window, use_bias=use_bias, rngs=nnx.Rngs(0)
+        ))  # fmt: skip
+        load(layer, plain)
+        ids = None if ids is None else jax.device_put(ids[:, order], P("data", "context"))
+        params, dx, y = gradients(layer, *(jax.device_put(v[:, order], x_spec) for v in (x, dy)), ids)
+    assert_close(y, np.asarray(want_y)[:, order], "float32", "y")
+    assert_close(dx, np.asarray(want_dx)[:, order], "float32", "dx")
+    assert_parameters_close(params, want_params, "float32")
+
+
+def ring(**told):
+    return lambda *sizes, **options: fa.nn.RingSelfAttention(*sizes, **options, **told)
 
 
 @pytest.mark.parametrize(
-    "form", [{"causal": False, "window": 3}, pytest.param({"rope_theta": None}, marks=pytest.mark.slow)]
+    ("told", "sizes", "axis_type", "form"),
+    [
+        ({"layout": "zigzag", "in_spec": ALONE}, (2, 2, 1), AxisType.Auto, {"layout": "zigzag", "use_bias": True}),
+        ({}, (1, 3, 1), AxisType.Explicit, {"layout": "contiguous", "window": 7, "segments": True}),
+    ],
 )
-def test_parity_of_other_forms(parity, form):
-    make, plain = pair(4, 4, **form)
-    parity(make, plain, (2, 8, 8), size=4)
+def test_ring_alone(told, sizes, axis_type, form):
+    check_split(ring(**told), make_mesh(*sizes, axis_type), ALONE, **form)
 
 
-def test_parity_in_bfloat16(parity):
-    make, plain = pair(4, 4)
-    parity(make, plain, (2, 8, 8), size=4, dtype="bfloat16")
+def test_a_wrong_layout_gives_other_numbers():
+    """Negative test: the rows are in another order than the layer was told."""
+    with pytest.raises(AssertionError, match="relative error"):
+        check_split(ring(layout="contiguous"), make_mesh(2, 2, 1), ALONE, layout="zigzag")
 
 
-def test_an_input_that_is_the_same_on_all_devices(parity):
-    make, plain = pair(4, 4)
-    parity(make, plain, (2, 7, 8), size=4, x_spec=SAME, y_spec=SAME)
+@pytest.mark.parametrize(
+    ("sizes", "axis_type", "form"),
+    [
+        ((2, 2, 2), AxisType.Auto, {"layout": "zigzag"}),
+        pytest.param((1, 3, 2), AxisType.Explicit, {"layout": "zigzag", "segments": True, "window": 9}, marks=slow),
+        pytest.param((1, 4, 2), AxisType.Explicit, {"layout": "contiguous", "use_bias": True}, marks=slow),
+        pytest.param((2, 1, 2), AxisType.Explicit, {"layout": "zigzag"}, marks=slow),
+    ],
+)
+def test_context_and_tensor_axis(sizes, axis_type, form):
+    def make(*sizes, **options):
+        return fa.nn.ParallelSelfAttention(*sizes, context_axis="context", context_layout=form["layout"], **options)
+
+    check_split(make, make_mesh(*sizes, axis_type), TENSOR, **form)
 
 
-def test_segments_are_sequences_of_their_own(mesh_of):
-    rng = np.random.default_rng(0)
-    x, ids = rng.standard_normal((1, 8, 8)).astype(np.float32), np.repeat([[3, 5]], 4, axis=1)
-    with jax.set_mesh(mesh_of(1, 4)):
-        layer = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rope_theta=None, rngs=nnx.Rngs(0)))
-        apply = jax.jit(lambda graph, state, x, ids: nnx.merge(graph, state)(x, ids), static_argnums=0)
-        both = apply(*nnx.split(layer), jax.device_put(x, ROWS), jax.device_put(ids.astype(np.int32), P("data", None)))
-        each = [apply(*nnx.split(layer), jax.device_put(half, ROWS), None) for half in np.split(x, 2, axis=1)]
-    np.testing.assert_allclose(both, np.concatenate(each, axis=1), rtol=1e-5, atol=1e-6)
+def test_a_whole_sequence_with_a_window_and_segments():
+    check_split(fa.nn.ParallelSelfAttention, make_mesh(2, 1, 2), ROWS, layout="contiguous", window=5, segments=True)
 
 
 @pytest.mark.optimized
@@ -153,14 +201,19 @@ def test_precision_reaches_every_product(form):
     assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == products
 
 
-def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():
-    rng = np.random.default_rng(0)
-    turn = jax.jit(fa.nn.rotary_embedding)
-    same = (np.broadcast_to(rng.standard_normal(8).astype(np.float32), (1, 16, 1, 8)) for _ in range(2))
-    q, k = (np.asarray(turn(x)) for x in same)
-    np.testing.assert_allclose(np.linalg.norm(q, axis=-1), np.linalg.norm(q[0, 0, 0]), rtol=1e-5)
-    scores = np.einsum("bqhd,bkhd->qk", q, k)
-    np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-4)
+def test_float64_is_computed_in_float64(mesh_of):
+    """Rotary positions too: an error in float32 would be 1e-7."""
+    form = {"causal": True, "rope_theta": 100.0, "use_bias": False, "window": None, "param_dtype": jnp.float64}
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        plain = drawn(lambda: PlainAttention(16, 4, 4, 4, **form, rngs=nnx.Rngs(0)))
+        x = np.random.default_rng(0).standard_normal((2, 8, 16))
+        want = plain(x)
+        with jax.set_mesh(mesh_of(1, 4)):
+            layer = nnx.eval_shape(lambda: fa.nn.ParallelSelfAttention(16, 4, **form, rngs=nnx.Rngs(0)))
+            load(layer, plain)
+            y = layer(jax.device_put(x, ROWS))
+    assert y.dtype == want.dtype == np.float64
+    np.testing.assert_allclose(y, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +225,6 @@ def test_rotary_embedding_keeps_norms_and_depends_on_distance_alone():
         ({"heads": 12, "kv_heads": 8}, "heads must be a multiple of kv_heads: got heads=12, kv_heads=8"),
         ({"heads": 12, "kv_heads": 12}, "features must be divisible by heads: got features=16, heads=12"),
         ({"heads": 16}, "head_dim must be even: got 1"),
-        ({"heads": 0}, "needs heads to be 1 or more: got heads=0"),
         ({"heads": -4}, "needs heads to be 1 or more: got heads=-4"),
         ({"heads": 4, "kv_heads": 0}, "needs kv_heads to be 1 or more: got kv_heads=0"),
         ({"heads": 4, "head_dim": 0}, "needs head_dim to be 1 or more: got head_dim=0"),
@@ -199,33 +251,41 @@ def test_inputs_that_do_not_fit(mesh_of):
             layer(ones((2, 8, 8), ROWS), np.ones((2, 8), np.float32))
 
 
-def test_float64_is_computed_in_float64(mesh_of):
-    """Rotary positions too: an error in float32 would be 1e-7."""
-    with jax.enable_x64(True):
+def test_rows_that_are_not_split_as_they_have_to_be():
+    with jax.set_mesh(make_mesh(2, 4, 1)):
+        layer = drawn(lambda: fa.nn.RingSelfAttention(FEATURES, HEADS, rngs=nnx.Rngs(0), layout="zigzag"))
+        with pytest.raises(ValueError, match="needs its input's rows sharded over 'context' alone"):
+            layer(ones((2, 24, FEATURES), P("data", None, None)))
+        with pytest.raises(ValueError, match="got 20 rows, needed a multiple of 8; pad the sequence to 24"):
+            layer(ones((2, 20, FEATURES), ALONE))
+        both = drawn(lambda: fa.nn.ParallelSelfAttention(FEATURES, HEADS, context_axis="context", rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match=r"with context_axis='context' needs its input's rows sharded over"):
+            both(ones((2, 24, FEATURES), ROWS))
+        with pytest.raises(ValueError, match="works on the mesh axis 'seq', and the mesh has 'data', 'context'"):
+            fa.nn.RingSelfAttention(FEATURES, HEADS, axis_name="seq", rngs=nnx.Rngs(0))
 
-        def make():
-            return fa.nn.ParallelSelfAttention(16, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
 
-        x = np.random.default_rng(0).standard_normal((2, 8, 16))
-        ys = []
-        for size in (1, 4):
-            with jax.set_mesh(mesh_of(1, size)):
-                ys.append(np.asarray(drawn(make)(jax.device_put(x, ROWS))))
-        with jax.set_mesh(mesh_of(1, 1)):
-            layer = drawn(make)
-            q, k, v = (
-                (x @ np.asarray(linear.kernel[...])).reshape(2, 8, 4, 4)
-                for linear in (layer.query, layer.key, layer.value)
-            )
-            turned = np.arange(8)[:, None] * 10_000.0 ** -np.array([0, 0.5])
-            cos, sin = np.cos(turned)[:, None], np.sin(turned)[:, None]
-            q, k = (
-                np.concatenate([z[..., :2] * cos - z[..., 2:] * sin, z[..., 2:] * cos + z[..., :2] * sin], -1)
-                for z in (q, k)
-            )
-            scores = np.where(np.tri(8, dtype=bool), np.einsum("bqhd,bkhd->bhqk", q, k) / 2, -np.inf)
-            weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-            want = np.einsum("bhqk,bkhd->bqhd", weights, v).reshape(2, 8, 16) @ np.asarray(layer.out.kernel[...])
-    for y in ys:
-        assert y.dtype == np.float64
-        np.testing.assert_allclose(y, want, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({"backend": "none"}, "none"),
+        ({"backend": "fused"}, None),  # which ring attention lacks: it chooses
+        ({"backend": "none", "context_backend": "xla"}, "xla"),
+        ({}, None),
+    ],
+)
+def test_keys_and_values_travel_as_the_layers_backend_says(options, backend):
+    with jax.set_mesh(make_mesh(1, 2, 2)):
+        layer = nnx.eval_shape(
+            lambda: fa.nn.ParallelSelfAttention(FEATURES, HEADS, context_axis="context", **options, rngs=nnx.Rngs(0))
+        )
+    assert layer.attention.context_backend == backend
+
+
+def test_eval_mode_drops_nothing(mesh_of):
+    with jax.set_mesh(mesh_of(1, 4)):
+        layer = fa.nn.ParallelSelfAttention(8, 4, dropout_rate=0.5, rngs=nnx.Rngs(0, dropout=1))
+        x = ones((1, 8, 8), ROWS)
+        assert not np.array_equal(layer(x), layer(x))
+        layer.eval()
+        np.testing.assert_array_equal(layer(x), layer(x))

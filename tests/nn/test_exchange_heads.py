@@ -24,33 +24,20 @@ SAME = P("data", None, None)
 
 
 @pytest.mark.parametrize(
-    ("size", "data", "axis_type", "options"),
+    ("heads", "kv_heads", "options", "form"),
     [
-        (4, 1, AxisType.Explicit, {"use_bias": True, "backend": "none"}),
-        (3, 1, AxisType.Explicit, {"backend": "xla", "gathered_bytes": 2**20}),
-        (4, 2, AxisType.Auto, {"backend": "none", "causal": False, "window": 3}),
-        pytest.param(2, 1, AxisType.Explicit, {"rope_theta": None}, marks=pytest.mark.slow),
-        pytest.param(8, 1, AxisType.Explicit, {"backend": "xla"}, marks=pytest.mark.slow),
+        (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4}),
+        (6, 3, {"backend": "xla", "gathered_bytes": 2**20}, {"size": 3}),
+        (8, 4, {"backend": "none", "causal": False, "window": 3}, {"size": 4, "data": 2, "axis_type": AxisType.Auto}),
+        (6, 2, {"backend": "none"}, {"size": 4}),  # heads that the axis does not divide
+        (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
+        (4, 4, {"gathered_bytes": 2**20}, {"size": 4, "dtype": "bfloat16"}),
+        pytest.param(16, 8, {"rope_theta": None, "backend": "xla"}, {"size": 8}, marks=pytest.mark.slow),
     ],
 )
-def test_parity(parity, size, data, axis_type, options):
-    make, plain = pair(2 * size, size, exchange_heads=True, **options)
-    parity(make, plain, (3 * data, 3 * size, 8), size=size, data=data, axis_type=axis_type)
-
-
-def test_parity_of_heads_that_the_axis_does_not_divide(parity):
-    make, plain = pair(6, 2, exchange_heads=True, backend="none")
-    parity(make, plain, (1, 8, 8), size=4)
-
-
-@pytest.mark.parametrize("kept", [0, 2**20])
-def test_parity_in_bfloat16(parity, kept):
-    make, plain = pair(4, 4, exchange_heads=True, gathered_bytes=kept)
-    parity(make, plain, (2, 8, 8), size=4, dtype="bfloat16")
-
-
-def values(layer, *arguments):
-    return jax.tree.map(np.asarray, gradients(layer, *arguments))
+def test_parity(parity, heads, kv_heads, options, form):
+    make, plain = pair(heads, kv_heads, exchange_heads=True, **options)
+    parity(make, plain, (2, 3 * form["size"] if heads != 6 else 12, 8), **form)
 
 
 def layers(exchange, *, features=8, **options):
@@ -79,7 +66,7 @@ def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel(mesh_of):
         x, dy = (jax.device_put(rng.standard_normal((2, 8, 8)).astype(np.float32), ROWS) for _ in range(2))
         ids = jax.device_put(np.repeat([[3, 5], [1, 7]], 4, axis=1).astype(np.int32), P("data", None))
         rows, heads = layers(True, backend="none")
-        assert_alike(values(heads, x, dy, ids), values(rows, x, dy, ids))
+        assert_alike(gradients(heads, x, dy, ids), gradients(rows, x, dy, ids))
 
 
 def test_direct_copies_in_the_simulator(mesh_of):
@@ -89,9 +76,9 @@ def test_direct_copies_in_the_simulator(mesh_of):
     with jax.set_mesh(mesh_of(1, 4)):
         x, dy = (jax.device_put(rng.standard_normal((3, 512, 8)).astype(np.float32), ROWS) for _ in range(2))
         rows, heads = layers(True, gathered_bytes=2**20)
-        want = values(rows, x, dy)
+        want = jax.block_until_ready(gradients(rows, x, dy))
         with session(mode="eager", delayed={1: 0.02}) as report:
-            got = values(heads, x, dy)
+            got = jax.block_until_ready(gradients(heads, x, dy))
     assert report.problems() == set()
     assert direct.all_to_all.cache_info().currsize == 1, "nothing travelled by direct copies"
     assert_alike(got, want)
@@ -133,9 +120,9 @@ def test_a_result_that_is_used_before_it_has_arrived_is_caught(mesh_of, monkeypa
 
 def forgetful(exchange):
     def start(self, x):
-        ((begun,), scope) = (lambda transfers: (transfers.begun, transfers.scope))(exchange(self, x))
-        assert begun.future is not None
-        return Transfers([Transfer(begun.future.buffer)], scope)
+        transfers = exchange(self, x)
+        (begun,) = transfers.begun
+        return Transfers([Transfer(begun.future.buffer)], transfers.scope)
 
     return start
 
@@ -204,13 +191,9 @@ def form(topology, batch, exchange=None):
     return "direct" if "all_to_all_start" in text else "xla" if re.search(r"\ball_to_all\[", text) else None
 
 
-@pytest.mark.parametrize(("topology", "batch", "expected"), [("v6e:2x4", 4, "direct"), ("v5e:2x4", 1, None)])
-def test_a_layer_chooses_what_is_predicted_to_be_faster(topology, batch, expected):
-    assert form(topology, batch) == expected
-
-
-def test_direct_copies_are_taken_only_where_they_are_trusted(caplog):
+def test_a_layer_chooses_what_is_predicted_to_be_faster_where_it_is_trusted():
+    assert form("v6e:2x4", 4) == "direct"
+    assert form("v5e:2x4", 1) is None
     with trust.trusting("verified"):
         assert form("v6e:2x4", 4) is None
-    with trust.trusting("verified"):
         assert form("v6e:2x4", 4, exchange=True) == "direct"  # naming it always works

@@ -25,6 +25,7 @@ from flaxasync.nn.linear import (
 from flaxasync.nn.options import LinearSettings
 from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.shares import Shares
+from flaxasync.ops.attention.layouts import check_segments
 
 
 class AttentionLayer(nnx.Module):
@@ -43,25 +44,19 @@ class AttentionLayer(nnx.Module):
     out: RowParallelLinear | nnx.Linear
 
     def _add_norms(self, rngs: nnx.Rngs) -> None:
-        """Makes the norms of queries and keys, if the layer has them, and room for a cache."""
+        """Sets the norms of queries and keys, if there are any, the numbers of heads, and room for a cache."""
         self.query_ln: Any = nnx.data(None)
         self.key_ln: Any = nnx.data(None)
         self.cached_key: nnx.Cache[Array] | None = nnx.data(None)
         self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
-        options = self.attention.options
-        if options.normalize_qk:
-            rms = options.normalize_qk == "rms"
+        attention = self.attention
+        self.heads, self.kv_heads, self.head_dim = attention.heads, attention.kv_heads, attention.head_dim
+        if attention.normalize_qk:
+            rms = attention.normalize_qk == "rms"
             norm: Any = nnx.RMSNorm if rms else functools.partial(nnx.LayerNorm, use_bias=False)
-            self.query_ln, self.key_ln = (
-                norm(
-                    self.attention.head_dim,
-                    epsilon=options.qk_epsilon,
-                    param_dtype=self.settings.param_dtype,
-                    rngs=rngs,
-                )
-                for _ in range(2)
-            )
+            form = {"epsilon": attention.qk_epsilon, "param_dtype": self.settings.param_dtype, "rngs": rngs}
+            self.query_ln, self.key_ln = norm(attention.head_dim, **form), norm(attention.head_dim, **form)
 
 
 def place_input(layer: AttentionLayer, x: Array, segment_ids: Array | None, in_spec: P | None) -> Placement:
@@ -70,10 +65,7 @@ def place_input(layer: AttentionLayer, x: Array, segment_ids: Array | None, in_s
     check_no_adapter(name, layer.query, layer.key, layer.value, layer.out)
     placement = place(name, x, layer.settings.axis_name, in_spec, sharded="rows")
     check_input(name, x, layer.query.in_features, placement)
-    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"{name} needs segment ids of an integer dtype: got {segment_ids.dtype}; cast them")
-    if segment_ids is not None and segment_ids.shape != x.shape[:2]:
-        raise ValueError(f"{name} needs one segment id a row, {list(x.shape[:2])}: got {list(segment_ids.shape)}")
+    check_segments(name, segment_ids, x.shape)
     if x.ndim != 3:
         raise ValueError(f"{name} needs an input [batch, rows, features]: got {list(x.shape)}")
     return placement

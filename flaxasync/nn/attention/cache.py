@@ -12,7 +12,6 @@ x                         [b, s, features]                          the new rows
 With fewer key-value heads than devices, several devices hold the same head, so that no head ever travels.
 """
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -42,9 +41,9 @@ def init_cache(layer: AttentionLayer, input_shape: tuple[int, ...], dtype: DType
     """Gives a layer an empty cache for inputs [b, length, features]. A stack of layers has its size before b."""
     assert layer.kv_shares is not None
     *stack, batch, length, _ = input_shape
-    axis_name, context, mesh = layer.settings.axis_name, layer.attention.context, jax.sharding.get_abstract_mesh()
+    axis_name, mesh = layer.settings.axis_name, jax.sharding.get_abstract_mesh()
     shape = (*stack, batch, length, layer.kv_shares.devices * layer.kv_shares.local, layer.attention.head_dim)
-    others = [name for name in mesh.axis_names if name != axis_name and (not context or name != context.axis_name)]
+    others = [name for name in mesh.axis_names if name not in (axis_name, layer.attention.context_axis)]
     if batch % math.prod(mesh.shape[name] for name in others):
         others = []  # they do not divide the batch, which every device then has whole
     spec = P(*(None,) * len(stack), tuple(others) or None, None, axis_name, None)
@@ -71,7 +70,7 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
     placement = place_input(layer, x, None, layer.settings.in_spec)
     if keys is None or values is None or index is None:
         raise ValueError(f"{name} decodes with a cache of keys and values, and has none: call init_cache first")
-    if layer.attention.options.attention_fn is not None or placement.manual:
+    if layer.attention.attention_fn is not None or placement.manual:
         raise NotImplementedError(f"{name} lacks a cache with an attention_fn, and inside shard_map: leave decode out")
     batch, length = keys[...].shape[:2]
     if x.shape[0] != batch or x.shape[1] > length:
@@ -85,8 +84,7 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
             "make a larger one with init_cache"
         )
     mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
-    attention = dataclasses.replace(layer.attention, context=None)
-    call, weights, norms = make_call(layer, x, attention, placement, placement)
+    call, weights, norms = make_call(layer, x, layer.attention, placement, placement)
     cached, heads = Cached(keys[...], values[...], index[...]), P(placement.spec()[0], None, placement.axis_name, None)
     arguments = x, weights, norms, cached, mask
     norm_specs = jax.tree.map(lambda _: P(None), norms)
@@ -107,11 +105,11 @@ def _attend_new_rows(
     q, k, v = attention.split(query, key, value, norms, rows)
     keys = lax.dynamic_update_slice_in_dim(cached.keys, k.astype(cached.keys.dtype), index, 1)
     values = lax.dynamic_update_slice_in_dim(cached.values, v.astype(cached.values.dtype), index, 1)
-    positions = Mask(True, attention.options.window)  # no row of the cache is later than the newest one
+    positions = Mask(True, attention.window)  # no row of the cache is later than the newest one
     allowed = positions.allows(rows[:, None], jnp.arange(keys.shape[1], dtype=index.dtype))[None, None]
     allowed = allowed if mask is None else allowed & mask
     y = cached_attention(
-        q, keys, values, allowed, scale=attention.scale, softcap=attention.options.logit_softcap,
+        q, keys, values, allowed, scale=attention.scale, softcap=attention.logit_softcap,
         precision=attention.precision,
     )  # fmt: skip
     return project_output(call, y, weights.out), keys, values

@@ -29,7 +29,7 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
     Raises:
       NotImplementedError: Heads must travel, and cannot.
     """
-    settings, wanted = call.settings, call.attention.options.exchange_heads
+    settings, wanted = call.settings, call.attention.exchange_heads
     size = lax.axis_size(settings.axis_name)
     if wanted is False or size == 1 or x.size == 0:
         return None
@@ -37,7 +37,7 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
     lacks = {
         ", ".join(given): bool(given),
         "an input that every device has whole": not call.rows_sharded,
-        "split sequences": call.attention.context is not None,
+        "split sequences": call.attention.context_axis is not None,
         "dot_general, and a wider preferred_element_type": shards.multiplies_locally(settings),
     }
     if lacking := [what for what, is_so in lacks.items() if is_so]:

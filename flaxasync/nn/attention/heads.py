@@ -5,20 +5,19 @@ It runs inside shard_map, on local shards; the modules are in `layer`, `self_att
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync.kernels.attention_block import Mask
-from flaxasync.mesh import cast_to_varying
-from flaxasync.nn.attention.context import Context
-from flaxasync.nn.attention.options import AttentionSettings
-from flaxasync.nn.attention.rotary import RotaryTables, rotary_tables, rotate
+from flaxasync.mesh import cast_to_varying, mesh_axis_size
+from flaxasync.nn.attention.rotary import RopeScaling, RotaryTables, rotary_tables, rotate
 from flaxasync.ops.attention.api import attention, ring_attention
 from flaxasync.ops.attention.dense import dense_attention, positional_mask
-from flaxasync.ops.attention.layouts import positions
+from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_layout, positions
 from flaxasync.ops.dtypes import accumulator_dtype
 
 
@@ -40,18 +39,29 @@ class Norms(NamedTuple):
     key: Array | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadAttention:
-    """What the heads of a layer have in common. Hashable."""
+    """What the heads of a layer have in common: its arguments and the values of `AttentionOptions`. Hashable."""
 
-    heads: int  # the query heads of all devices
-    kv_heads: int  # the key-value heads of all devices
+    heads: int
+    kv_heads: int
     head_dim: int
-    causal: bool  # whether a row attends only to itself and to earlier rows
-    rope_theta: float | None  # the base of the rotary position embedding; None for none
-    context: Context | None  # how the sequence is split; None where a device has all rows
-    options: AttentionSettings
+    causal: bool
+    rope_theta: float | None
     precision: lax.PrecisionLike
+    window: int | None = None
+    context_axis: str | None = None
+    context_layout: AttentionLayout = "contiguous"
+    context_backend: str | None = None
+    exchange_heads: bool | None = None
+    softmax_scale: float | None = None
+    logit_softcap: float | None = None
+    normalize_qk: bool | Literal["rms"] = False
+    qk_epsilon: float = 1e-6
+    rope_scaling: RopeScaling | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    attention_fn: Callable[..., Array] | None = None
 
     @classmethod
     def of(
@@ -59,107 +69,106 @@ class HeadAttention:
         layer: str,
         features: int,
         heads: int,
-        options: AttentionSettings,
         *,
-        causal: bool,
-        rope_theta: float | None,
-        context: Context | None,
-        precision: lax.PrecisionLike,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        **options: Any,
     ) -> "HeadAttention":
-        """Returns the attention of a layer's heads.
+        """Returns the attention of a layer's heads. Messages of errors begin with `layer`.
 
         Raises:
-          ValueError: Heads do not divide, or cannot be rotated, the window contains no row, or an option does not go
-            with attention_fn. The message begins with `layer`.
+          ValueError: Heads do not divide, or cannot be rotated, the window contains no row, the mesh lacks the context
+            axis, or an option does not go with another.
           NotImplementedError: An option needs all scores of a row, and sequences are split.
         """
-        kv_heads = heads if options.kv_heads is None else options.kv_heads
-        for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", options.head_dim)):
+        kv_heads = heads if kv_heads is None else kv_heads
+        for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             if count is not None and count < 1:
                 raise ValueError(f"{layer} needs {name} to be 1 or more: got {name}={count}")
         if heads % kv_heads:
             raise ValueError(f"{layer}: heads must be a multiple of kv_heads: got heads={heads}, kv_heads={kv_heads}")
-        if options.head_dim is None and features % heads:
+        if head_dim is None and features % heads:
             raise ValueError(
                 f"{layer}: features must be divisible by heads: got features={features}, heads={heads}; or give "
                 "head_dim"
             )
-        head_dim = features // heads if options.head_dim is None else options.head_dim
-        if rope_theta is not None and head_dim % 2:
+        head_dim = features // heads if head_dim is None else head_dim
+        made = cls(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **options)
+        if made.rope_theta is not None and head_dim % 2:
             raise ValueError(
                 f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
                 "use an even head_dim, or rope_theta=None"
             )
-        if options.window is not None and options.window < 1:
-            raise ValueError(f"{layer} needs window to be 1 or more rows, or None: got {options.window}")
-        if context is not None and (lacking := options.needs_all_scores):
+        if made.window is not None and made.window < 1:
+            raise ValueError(f"{layer} needs window to be 1 or more rows, or None: got {made.window}")
+        if not 0 <= made.dropout_rate < 1:
+            raise ValueError(f"{layer} needs dropout_rate to be 0 or more and less than 1: got {made.dropout_rate}")
+        lacking = made.needs_all_scores
+        if made.attention_fn is not None and lacking != ["attention_fn"]:
+            raise ValueError(f"{layer} with an attention_fn takes no {lacking[0]}: apply it inside attention_fn")
+        if made.context_axis is not None:
+            mesh_axis_size(layer, made.context_axis)
+            check_sequence_layout(layer, made.context_layout)
+        if made.context_axis is not None and lacking:
             raise NotImplementedError(
                 f"{layer} over a split sequence lacks {lacking[0]}: keys and values travel, and no device has all "
                 "scores of a row; use a layer whose sequences are whole (context_axis=None)"
             )
-        if not 0 <= options.dropout_rate < 1:
-            raise ValueError(f"{layer} needs dropout_rate to be 0 or more and less than 1: got {options.dropout_rate}")
-        if options.attention_fn is not None and options.needs_all_scores != ["attention_fn"]:
-            excluded = options.needs_all_scores[0]
-            raise ValueError(f"{layer} with an attention_fn takes no {excluded}: apply it inside attention_fn")
-        return cls(heads, kv_heads, head_dim, causal, rope_theta, context, options, precision)
+        return made
+
+    @property
+    def needs_all_scores(self) -> list[str]:
+        """The names of the options for which a device needs all scores of a row."""
+        used = {
+            "logit_softcap": self.logit_softcap is not None,
+            "dropout_rate": self.dropout_rate > 0,
+            "attention_fn": self.attention_fn is not None,
+        }
+        return [name for name, is_used in used.items() if is_used]
 
     @property
     def mask(self) -> Mask:
         """Which rows attend to which, by position."""
-        return Mask(self.causal, self.options.window)
+        return Mask(self.causal, self.window)
 
     @property
     def scale(self) -> float:
         """The factor of the scores."""
-        given = self.options.softmax_scale
-        return 1 / math.sqrt(self.head_dim) if given is None else given
+        return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
 
     def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        inputs: Inputs[Array],
-        norms: Norms,
-        tables: RotaryTables | None = None,
+        self, q: Array, k: Array, v: Array, inputs: Inputs[Array], norms: Norms, tables: RotaryTables | None = None
     ) -> Array:
         """Returns the attention [b, s, h, d] of this device's heads, from projections [b, s, h * d] and [b, t, n * d].
 
         `tables` is what `rotary_tables` returns for these rows, where it was computed before.
         """
-        context, at = self.context, None
-        if context is not None:
-            at = positions(context.layout, query.shape[1], context.axis_name)
-        q, k, v = self.split(query, key, value, norms, at, tables)
+        axis, at = self.context_axis, None
+        if axis is not None:
+            at = positions(self.context_layout, q.shape[1], axis)
+        q, k, v = self.split(q, k, v, norms, at, tables)
         given = [array for array in (inputs.mask, inputs.bias, inputs.dropout_key) if array is not None]
-        if given or self.options.needs_all_scores or q.shape[1] != k.shape[1]:
+        if given or self.needs_all_scores or q.shape[1] != k.shape[1]:
             return self._attend_dense(q, k, v, inputs)
         options: dict[str, Any] = {
-            "causal": self.causal, "window": self.options.window, "segment_ids": inputs.segment_ids,
-            "scale": self.options.softmax_scale, "precision": self.precision,
+            "causal": self.causal, "window": self.window, "segment_ids": inputs.segment_ids,
+            "scale": self.softmax_scale, "precision": self.precision,
         }  # fmt: skip
-        if context is None:
+        if axis is None:
             return attention(q, k, v, **options)
-        return ring_attention(q, k, v, context.axis_name, layout=context.layout, backend=context.backend, **options)
+        return ring_attention(q, k, v, axis, layout=self.context_layout, backend=self.context_backend, **options)
 
     def split(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        norms: Norms,
-        positions: Array | None,
-        tables: RotaryTables | None = None,
+        self, q: Array, k: Array, v: Array, norms: Norms, positions: Array | None, tables: RotaryTables | None = None
     ) -> tuple[Array, Array, Array]:
         """Returns the heads [b, s, h, d] of projections [b, s, h * d], normalized, and rotated by their positions.
 
         The positions are 0 .. s - 1 by default.
         """
-        q, k, v = (x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (query, key, value))
+        tables = self.rotary_tables(q, q.shape[1], positions) if tables is None else tables
+        k_tables = tables if k.shape[1] == q.shape[1] else self.rotary_tables(k, k.shape[1], positions)
+        q, k, v = (x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (q, k, v))
         q, k = self._normalize(q, norms.query), self._normalize(k, norms.key)
-        tables = self.rotary_tables(query, query.shape[1], positions) if tables is None else tables
-        k_tables = tables if key.shape[1] == query.shape[1] else self.rotary_tables(key, key.shape[1], positions)
         if tables is not None and k_tables is not None:
             q, k = rotate(q, tables), rotate(k, k_tables)
         return q, k, v
@@ -170,7 +179,7 @@ class HeadAttention:
             return None
         tables = rotary_tables(
             rows, self.head_dim, accumulator_dtype(x), theta=self.rope_theta, positions=positions,
-            scaling=self.options.rope_scaling,
+            scaling=self.rope_scaling,
         )  # fmt: skip
         return lax.optimization_barrier(tables)
 
@@ -179,22 +188,21 @@ class HeadAttention:
         if scale is None:
             return x
         x32 = x.astype(accumulator_dtype(x))
-        if self.options.normalize_qk != "rms":
+        if self.normalize_qk != "rms":
             x32 -= jnp.mean(x32, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         scale = cast_to_varying(scale, jax.typeof(x).mat.varying).astype(x32.dtype)
-        return (x32 * (lax.rsqrt(variance + self.options.qk_epsilon) * scale)).astype(x.dtype)
+        return (x32 * (lax.rsqrt(variance + self.qk_epsilon) * scale)).astype(x.dtype)
 
     def _attend_dense(self, q: Array, k: Array, v: Array, inputs: Inputs[Array]) -> Array:
-        options = self.options
         mask = positional_mask(self.mask, q.shape[1], k.shape[1], inputs.segment_ids)
         if inputs.mask is not None:
             mask = inputs.mask if mask is None else inputs.mask & mask
-        if options.attention_fn is not None:
+        if self.attention_fn is not None:
             q = q * jnp.asarray(self.scale * math.sqrt(self.head_dim), q.dtype)  # the function divides by the root
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-            return options.attention_fn(q, k, v, bias=inputs.bias, mask=mask)
+            return self.attention_fn(q, k, v, bias=inputs.bias, mask=mask)
         return dense_attention(
-            q, k, v, scale=self.scale, softcap=options.logit_softcap, mask=mask, bias=inputs.bias,
-            dropout_key=inputs.dropout_key, dropout_rate=options.dropout_rate, precision=self.precision,
+            q, k, v, scale=self.scale, softcap=self.logit_softcap, mask=mask, bias=inputs.bias,
+            dropout_key=inputs.dropout_key, dropout_rate=self.dropout_rate, precision=self.precision,
         )  # fmt: skip

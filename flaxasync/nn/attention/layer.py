@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.attention.base import AttentionLayer, place_input, run, scores_array
 from flaxasync.nn.attention.cache import attend_cached, init_cache
-from flaxasync.nn.attention.context import Context
+from flaxasync.nn.attention.context import check_context, context_in_spec
 from flaxasync.nn.attention.heads import HeadAttention, Inputs
-from flaxasync.nn.attention.options import AttentionOptions, AttentionSettings, ParallelAttentionOptions
+from flaxasync.nn.attention.options import AttentionOptions, ParallelAttentionOptions
 from flaxasync.nn.checks import check_input
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import LinearSettings, settings_of
@@ -79,19 +79,14 @@ class ParallelAttention(AttentionLayer):
         heads = num_heads if heads is None else heads
         assert heads is not None
         given = {name: linear.pop(name) for name in AttentionOptions.__annotations__ if name in linear}
-        chosen = AttentionSettings(**given)
         self.settings = settings_of(LinearSettings, layer, linear)
-        context = None
-        if chosen.context_axis is not None:
-            backend = chosen.context_backend or execution.if_available("ring_attention", self.settings.backend)
-            context = Context(chosen.context_axis, chosen.context_layout, backend)
-            context.check(layer)
+        if given.get("context_backend") is None:
+            given["context_backend"] = execution.if_available("ring_attention", self.settings.backend)
         self.attention = attention = HeadAttention.of(
-            layer, features, heads, chosen, causal=causal, rope_theta=rope_theta, context=context,
-            precision=self.settings.precision,
-        )  # fmt: skip
-        self.deterministic = chosen.deterministic  # `nnx.Module.eval` and `train` set it
-        self.rngs = rngs.dropout.fork() if chosen.dropout_rate else nnx.data(None)
+            layer, features, heads, causal=causal, rope_theta=rope_theta, precision=self.settings.precision, **given
+        )
+        self.deterministic = attention.deterministic  # `nnx.Module.eval` and `train` set it
+        self.rngs = rngs.dropout.fork() if attention.dropout_rate else nnx.data(None)
         devices = mesh_axis_size(layer, self.settings.axis_name)
         self.query_shares, self.kv_shares = head_shares(heads, attention.kv_heads, attention.head_dim, devices)
         kv_features = features if kv_features is None else kv_features
@@ -135,9 +130,9 @@ class ParallelAttention(AttentionLayer):
           is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
             without `causal`.
           sow_weights: Must be False: no device has the weights of all heads.
-          out_sharding: Must be None, as `qkv_sharding` and `input_positions`: the layer knows all three.
-          qkv_sharding: See `out_sharding`.
-          input_positions: See `out_sharding`.
+          out_sharding: Must be None: the output is sharded as inputs_q is.
+          qkv_sharding: Must be None: the heads are split over `axis_name`.
+          input_positions: Must be None: a row has the position that it has in the sequence.
 
         Raises:
           ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its
@@ -177,12 +172,12 @@ class ParallelAttention(AttentionLayer):
 
     def _attend(self, x: Array, inputs: Inputs[Array], *, is_causal: bool = False) -> Array:
         layer, attention, in_spec = type(self).__name__, self.attention, self.settings.in_spec
-        context = attention.context
-        if context is not None and in_spec is None:
-            in_spec = context.in_spec(x, self.settings.axis_name)
+        context_axis = attention.context_axis
+        if context_axis is not None and in_spec is None:
+            in_spec = context_in_spec(x, self.settings.axis_name, context_axis)
         placement = place_input(self, x, inputs.segment_ids, in_spec)
-        if context is not None:
-            context.check_rows(layer, x, placement)
+        if context_axis is not None:
+            check_context(layer, x, placement, context_axis, attention.context_layout)
             if inputs.inputs_k is not None:
                 raise NotImplementedError(
                     f"{layer} over a split sequence lacks inputs_k: keys would need positions of their own; leave "
@@ -237,7 +232,7 @@ class ParallelAttention(AttentionLayer):
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
         """Returns the raw data of a key, or None where nothing is dropped."""
         deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic or not self.attention.options.dropout_rate:
+        if deterministic or not self.attention.dropout_rate:
             return None
         stream = rngs or self.rngs
         assert stream is not None

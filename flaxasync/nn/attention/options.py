@@ -1,6 +1,5 @@
-"""The keywords of attention layers and their defaults; those of their Dense layers are in `flaxasync.nn.options`."""
+"""The keywords of attention layers; those of their Dense layers are in `flaxasync.nn.options`."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Literal, TypedDict
 
@@ -12,7 +11,7 @@ from flaxasync.ops.attention.layouts import AttentionLayout
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Keywords of attention layers beside those of Dense layers.
+    """Keywords of attention layers beside those of Dense layers. `HeadAttention` has their defaults.
 
     Where logit_softcap, dropout_rate or attention_fn is used, or a call has a mask or a bias, a device computes all
     scores of its heads at once. Otherwise it holds only tiles of them.
@@ -59,37 +58,6 @@ class AttentionOptions(TypedDict, total=False):
     dropout_rate: float
     deterministic: bool | None
     attention_fn: Callable[..., Array] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSettings:
-    """The values of `AttentionOptions` in a layer."""
-
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    window: int | None = None
-    context_axis: str | None = None
-    context_layout: AttentionLayout = "contiguous"
-    context_backend: str | None = None
-    exchange_heads: bool | None = None
-    softmax_scale: float | None = None
-    logit_softcap: float | None = None
-    normalize_qk: bool | Literal["rms"] = False
-    qk_epsilon: float = 1e-6
-    rope_scaling: RopeScaling | None = None
-    dropout_rate: float = 0.0
-    deterministic: bool | None = None
-    attention_fn: Callable[..., Array] | None = None
-
-    @property
-    def needs_all_scores(self) -> list[str]:
-        """The names of the options for which a device needs all scores of a row."""
-        used = {
-            "logit_softcap": self.logit_softcap is not None,
-            "dropout_rate": self.dropout_rate > 0,
-            "attention_fn": self.attention_fn is not None,
-        }
-        return [name for name, is_used in used.items() if is_used]
 
 
 class ParallelAttentionOptions(LinearOptions, AttentionOptions, total=False):

@@ -7,9 +7,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from flaxasync.nn.attention.base import AttentionLayer, place_input, run
-from flaxasync.nn.attention.context import Context
 from flaxasync.nn.attention.heads import HeadAttention, Inputs
-from flaxasync.nn.attention.options import AttentionSettings
 from flaxasync.nn.fully_sharded import stored_spec
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
@@ -32,7 +30,7 @@ class RingSelfAttention(AttentionLayer):
     Args:
       features: The features of input and output.
       heads: The query heads; a multiple of `kv_heads`.
-      kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
+      kv_heads: The key-value heads; by default heads.
       head_dim: The features of a head; by default features / heads.
       causal: Whether a row attends only to itself and to earlier rows.
       layout: The order of the rows: "contiguous" or "zigzag"; see `flaxasync.ring_attention`. The input is in the order
@@ -66,11 +64,10 @@ class RingSelfAttention(AttentionLayer):
         options.setdefault("axis_name", "context")
         options.setdefault("use_bias", False)
         self.settings = settings = settings_of(LinearSettings, "RingSelfAttention", options)
-        context = Context(settings.axis_name, layout, settings.backend)
-        context.check("RingSelfAttention")
         self.attention = attention = HeadAttention.of(
-            "RingSelfAttention", features, heads, AttentionSettings(kv_heads, head_dim, window), causal=causal,
-            rope_theta=rope_theta, context=context, precision=settings.precision,
+            "RingSelfAttention", features, heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal, window=window,
+            rope_theta=rope_theta, precision=settings.precision, context_axis=settings.axis_name, context_layout=layout,
+            context_backend=settings.backend,
         )  # fmt: skip
         q_width, kv_width = heads * attention.head_dim, attention.kv_heads * attention.head_dim
         self.query = self._linear(features, q_width, rngs)
@@ -90,8 +87,6 @@ class RingSelfAttention(AttentionLayer):
           ValueError: No mesh is set, it lacks the axis, x has other features or dimensions, is not sharded by rows over
             the axis, or has rows that cannot be shared out equally.
         """
-        context = self.attention.context
-        assert context is not None
         placement = place_input(self, x, segment_ids, self.settings.in_spec)
         if (not placement.rows_sharded and placement.size > 1) or placement.rows:
             raise ValueError(
@@ -99,7 +94,7 @@ class RingSelfAttention(AttentionLayer):
                 f"{placement.in_spec}; reshard it with jax.reshard, or use ParallelSelfAttention for rows on two axes"
             )
         rows = x.shape[1] * (placement.size if placement.manual else 1)
-        check_sequence_rows("RingSelfAttention", context.layout, rows, placement.size)
+        check_sequence_rows("RingSelfAttention", self.attention.context_layout, rows, placement.size)
         return run(self, x, Inputs(segment_ids=segment_ids), self.attention, placement, placement)
 
     def _linear(self, in_features: int, out_features: int, rngs: nnx.Rngs) -> nnx.Linear:

@@ -74,13 +74,7 @@ def rotary_embedding(
 
 
 def rotary_tables(
-    rows: int,
-    dim: int,
-    dtype: DTypeLike,
-    *,
-    theta: float,
-    positions: Int[Array, "*s"] | None = None,
-    scaling: RopeScaling | None = None,
+    rows: int, dim: int, dtype: DTypeLike, *, theta: float, positions: Array | None, scaling: RopeScaling | None
 ) -> RotaryTables:
     """Returns the cosines and sines with which `rotate` rotates rows of heads of `dim` features."""
     frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))

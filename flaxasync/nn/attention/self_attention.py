@@ -28,21 +28,9 @@ class ParallelSelfAttention(ParallelAttention):
     sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
     `flaxasync.ring_attention`. Without it, rows are positions 0 .. s - 1.
 
-    Args:
-      features: The features of input and output.
-      heads: The query heads; a multiple of `kv_heads`. See `ParallelAttention` for an axis that does not divide them.
-      num_heads: The same, under the name in `nnx.MultiHeadAttention`.
-      causal: Whether a row attends only to itself and to earlier rows.
-      rope_theta: The base of the rotary position embedding; None for none.
-      rngs: The random streams; the layer draws from `params`, and from `dropout` where it drops.
-      **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. `use_bias` is False by default.
-        If you give `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
-
-    Raises:
-      TypeError: A keyword is unknown.
-      ValueError: No mesh is set, it lacks an axis, or the heads do not divide by each other.
-      NotImplementedError: An option needs all scores of a row, and sequences are split. In a call: with
-        `exchange_heads=True` what that form lacks.
+    Arguments and errors are those of `ParallelAttention`, whose `kv_features` and `out_features` this layer lacks. By
+    default it is causal, has rotary positions of base 10,000, and no biases (`use_bias=False`). A call raises
+    NotImplementedError for what the form with `exchange_heads=True` lacks.
     """
 
     def __init__(

@@ -1,8 +1,6 @@
 """The public attention ops: their checks, and the choice of backend and kernel.
 
-`ring_attention` is for use inside `jax.shard_map`, on local shards of a sequence that is split over a mesh axis;
-`attention` is for whole sequences. Both are made of products of two blocks (`blocks`), by the same kernels.
-`flaxasync.nn` has the modules.
+Both ops are made of products of two blocks (`blocks`), by the same kernels. `flaxasync.nn` has the modules.
 """
 
 import math
@@ -21,9 +19,8 @@ from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
 from flaxasync.ops import trust
 from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
-from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_sequence_layout
+from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_segments, check_sequence_layout
 from flaxasync.ops.attention.shards import Call
-from flaxasync.ops.execution import decide
 
 KERNELS = ("reference", "flash")
 
@@ -106,22 +103,9 @@ def ring_attention(
             f"{q.shape[1]} rows a device, needed an even number; pad the sequence to a multiple of {2 * size} rows"
         )
     sequence = Sequence(layout, Mask(causal, window), q.shape[1], size)
+    ring = _choose_ring(op, axis_name, sequence, q, k, backend=backend, directions=directions, unroll=unroll)
     chunk = sequence.rows // sequence.chunks
-    execution = decide(
-        op,
-        backend,
-        shapes=(q.shape, k.shape),
-        ring=size,
-        directions=directions,
-        unroll=unroll,
-        halves=chunk % (2 * LANES) == 0,
-        itemsize=q.dtype.itemsize,
-        causal=causal,
-        window=window,
-        layout=layout,
-    )  # fmt: skip  (the flash kernel takes half-blocks of whole registers only)
-    ring = execution.ring(axis_name) if sequence.hops else None
-    block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // execution.directions if ring else chunk)
+    block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // ring.directions if ring else chunk)
     call = Call(ring, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
     return _apply(call, q, k, v, segment_ids, {axis_name})
 
@@ -153,11 +137,11 @@ def attention(
       q: Queries.
       k: Keys.
       v: Values.
-      causal: As in `ring_attention`, like all that follow.
-      scale: The factor of the scores; by default 1 / sqrt(d).
-      segment_ids: Rows attend only to rows of the same id.
-      window: A row attends only to rows fewer than `window` positions away, itself included.
-      kernel: What multiplies two blocks. "reference" has a second derivative, "flash" has none.
+      causal: As in `ring_attention`, like `scale`, `segment_ids`, `window` and `precision`.
+      scale: The factor of the scores.
+      segment_ids: The segment of each row.
+      window: The distance, in positions, at which rows no longer attend to each other.
+      kernel: As in `ring_attention`. "reference" has a second derivative, "flash" has none.
       precision: The precision of the matmuls.
 
     Returns:
@@ -191,6 +175,27 @@ def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, 
     return vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
 
 
+def _choose_ring(
+    op: str, axis_name: str, sequence: Sequence, q: Array, k: Array, *,
+    backend: str | None, directions: Literal[1, 2] | None, unroll: int,
+) -> Ring | None:  # fmt: skip
+    """Returns how blocks travel; None where no row needs a row of another device."""
+    execution = decide(
+        op,
+        backend,
+        shapes=(q.shape, k.shape),
+        ring=sequence.size,
+        directions=directions,
+        unroll=unroll,
+        halves=sequence.rows // sequence.chunks % (2 * LANES) == 0,  # the flash kernel takes whole registers only
+        itemsize=q.dtype.itemsize,
+        causal=sequence.mask.causal,
+        window=sequence.mask.window,
+        layout=sequence.layout,
+    )
+    return execution.ring(axis_name) if sequence.hops else None
+
+
 def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: int, k_rows: int) -> BlockKernel:
     """Returns the block kernel of a name, for products of `q_rows` by `k_rows` rows; None chooses."""
     if kernel is not None and not isinstance(kernel, str):
@@ -221,6 +226,11 @@ def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{op} needs {name} of [batch, rows, heads, head size]: got {list(x.shape)}")
+        if any(entry is not None for entry in jax.typeof(x).sharding.spec):
+            raise ValueError(
+                f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand "
+                f"still sharded {jax.typeof(x).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
+            )
     if k.shape != v.shape:
         raise ValueError(f"{op} sends k and v as one block of one shape: got {list(k.shape)} and {list(v.shape)}")
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
@@ -239,16 +249,6 @@ def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | 
             f"{op} needs q, k and v of one dtype, float64, float32, bfloat16 or float16: got "
             f"{', '.join(sorted(map(str, dtypes)))}; cast them before the call"
         )
-    if segment_ids is not None:
-        if segment_ids.shape != q.shape[:2]:
-            raise ValueError(f"{op} needs one segment id a row, {list(q.shape[:2])}: got {list(segment_ids.shape)}")
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise ValueError(f"{op} needs segment ids of an integer dtype: got {segment_ids.dtype}")
+    check_segments(op, segment_ids, q.shape)
     if window is not None and window < 1:
         raise ValueError(f"{op} needs window to be 1 or more rows, or None: got {window}")
-    for x in (q, k, v):
-        if any(entry is not None for entry in jax.typeof(x).sharding.spec):
-            raise ValueError(
-                f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand "
-                f"still sharded {jax.typeof(x).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
-            )

@@ -26,19 +26,9 @@ def dense_attention(
 ) -> Array:
     """Returns softmax(softcap(scale * q @ k.T) + bias, where the mask allows) @ v.
 
-    A row whose mask allows nothing attends to all rows equally, as in `nnx.dot_product_attention`.
-
-    Args:
-      q: Queries, [b, s, h, d].
-      k: Keys, [b, t, n, d]; h/n heads share each of n.
-      v: Values, [b, t, n, d].
-      scale: The factor of the scores.
-      softcap: Scores are softcap * tanh(score / softcap); None for as they are.
-      mask: Booleans, broadcast to [b, h, s, t]: True where a row attends to another.
-      bias: Added to the scores before the mask, broadcast to [b, h, s, t].
-      dropout_key: A key of `jax.random`; without it nothing is dropped.
-      dropout_rate: The share of the weights that is dropped; the others are divided by what is kept.
-      precision: The precision of the matmuls.
+    Queries are [b, s, h, d]. Keys and values are [b, t, n, d]; h/n heads share each of n. Mask and bias broadcast to
+    [b, h, s, t]. A row whose mask allows nothing attends to all rows equally, as in `nnx.dot_product_attention`. With a
+    key, the `dropout_rate` share of the weights is dropped, and the others are divided by what is kept.
     """
     dtype, groups = accumulator_dtype(q), q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) if groups > 1 else x for x in (k, v))

@@ -78,16 +78,13 @@ class ExchangedAttention:
         compute: Callable[[int, Array], tuple[Array, T]],
         while_last_leaves: Callable[[list[Transfers], Arrays], Any],
     ) -> tuple[Arrays, list[T]]:
-        """Sends each sequence to where it is computed with, and the results back.
+        """Sends each sequence [R*n, r] to where it is computed with, and the results [R*m, r] back.
 
         Args:
-          first: The first sequence, [R*n, r].
+          first: The first sequence.
           while_first_arrives: Is called with the transfers that are then under way, and returns the other sequences.
           compute: A function (number of the sequence, [R, n, r]) -> [R, m, r], and what is returned beside it.
           while_last_leaves: Is called with what is then under way, and with the results of all sequences but the last.
-
-        Returns:
-          The results, [R*m, r], and what was returned beside them.
         """
         arriving, more = [self.exchange(first)], list[T]()
         leaving: list[Transfers] = []
@@ -108,7 +105,7 @@ class ExchangedAttention:
 def exchanged_attention(
     block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
 ) -> Arrays:
-    """Applies a block to the rows of this device.
+    """Returns y [r, k] of this device's rows of each sequence.
 
     Args:
       block: What is static.
@@ -117,9 +114,6 @@ def exchanged_attention(
       out: This device's rows of the output projection, [m, k].
       constants: What `attend` is given beside each sequence and has no gradient.
       shared: What it is given beside all of them, such as the scales of norms.
-
-    Returns:
-      y of each sequence, [r, k].
     """
     return _forward(block, xs, w, out, constants, shared)[0]
 

@@ -73,14 +73,9 @@ class Sequence:
     def products(
         self, device: Index, owner: Index, *, own: bool, offset: int = 0, count: int | None = None
     ) -> list[Product]:
-        """Returns the products that a device computes with the rows of `owner`.
+        """Returns the products of a device's queries with `count` rows, from `offset` on, of each chunk of `owner`.
 
-        Args:
-          device: The device whose queries are used.
-          owner: The device whose keys and values are used.
-          own: Whether the two are the same device; if False, they are two different ones.
-          offset: The first row of each of the owner's chunks that is used.
-          count: How many rows of each of the owner's chunks are used; all of them by default.
+        `own` says whether the two are the same device. By default, all rows of the owner's chunks are used.
         """
         q_rows = self.rows // self.chunks
         k_rows = q_rows if count is None else count
@@ -148,6 +143,16 @@ def check_sequence_layout(caller: str, layout: str) -> None:
     """Raises ValueError for an unknown layout of a sequence."""
     if layout not in LAYOUTS:
         raise ValueError(f"{caller} got layout={layout!r}: it must be one of {', '.join(map(repr, LAYOUTS))}")
+
+
+def check_segments(caller: str, segment_ids: Array | None, shape: tuple[int, ...]) -> None:
+    """Raises ValueError for segment ids that are not one integer for each row of inputs of this shape."""
+    if segment_ids is None:
+        return
+    if segment_ids.shape != shape[:2]:
+        raise ValueError(f"{caller} needs one segment id a row, {list(shape[:2])}: got {list(segment_ids.shape)}")
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"{caller} needs segment ids of an integer dtype: got {segment_ids.dtype}; cast them")
 
 
 def check_sequence_rows(caller: str, layout: str, rows: int, devices: int) -> None:

@@ -109,16 +109,15 @@ class Shards:
     def own_products(self) -> list[Products]:
         """Returns the products with each half-block of this device."""
         products = self.call.sequence.products
-        return [products(self.index, self.index, own=True, offset=h.first, count=h.rows) for h in self.halves]
+        return [products(self.index, self.index, own=True, offset=half.first, count=half.rows) for half in self.halves]
 
     def products(self, hop: Index) -> list[Products]:
         """Returns the products with each half-block that this device holds after `hop` hops, one or more."""
-        products, size = self.call.sequence.products, self.call.sequence.size
-        owners = [gathered_owner(self.index, hop, size=size, shift=half.shift) for half in self.halves]
-        return [
-            products(self.index, owner, own=False, offset=half.first, count=half.rows)
-            for owner, half in zip(owners, self.halves, strict=True)
-        ]
+        found, sequence = [], self.call.sequence
+        for half in self.halves:
+            owner = gathered_owner(self.index, hop, size=sequence.size, shift=half.shift)
+            found.append(sequence.products(self.index, owner, own=False, offset=half.first, count=half.rows))
+        return found
 
     def attend(self, blocks: Blocks, products: Iterable[Products], carry: Carry) -> Carry:
         """Adds products with blocks to the running softmax."""
