@@ -36,7 +36,6 @@ PIPELINED = ("pure", "jax.debug.print", "while_loop", "optax.lbfgs in a while_lo
 CALLS = 8
 TRAINING_STEPS = 30
 NO_PLATFORM = 3  # the exit status of a process that does not find its platform
-NOT_MEASURED = "not measured"
 EXPECTED = {True: "no", False: "yes", None: "cannot tell"}  # does it hold the host, by DispatchInfo.compatible
 
 
@@ -187,28 +186,29 @@ def measured_apart(platform: str, rounds: int, flags: str = "") -> dict[str, Any
 
 
 def tables(rounds: int) -> str:
-    """Measures everything and returns the tables."""
+    """Measures everything and returns the tables; a platform that JAX does not find has no column and no row."""
     gpu, cpu = measured_apart("cuda", rounds), measured_apart("cpu", rounds)
     captured = measured_apart("cuda", rounds, flaxasync.check.command_buffer_flags()) if gpu else None
     assert cpu is not None
+    on_gpu = {place: run for place, run in {"GPU": gpu, "GPU, +WHILE": captured}.items() if run}
     rows = []
     for name, row in cpu["ratios"].items():
-        on_gpu = [percent(run["ratios"][name]["aot"]) if run else NOT_MEASURED for run in (gpu, captured)]
         times = [f"{row['seconds'] * 1e3:.0f}", percent(row["jit"]), percent(row["aot"])]
-        rows.append([name, EXPECTED[row["compatible"]], *times, *on_gpu])
+        gpu_shares = [percent(run["ratios"][name]["aot"]) for run in on_gpu.values()]
+        rows.append([name, EXPECTED[row["compatible"]], *times, *gpu_shares])
     header = ["function", "expected to hold the host (CPU)", "CPU, ms a call", "CPU, jit", "CPU, compiled"]
-    ratios = print_table([*header, "GPU", "GPU, +WHILE"], rows)
+    ratios = print_table([*header, *on_gpu], rows)
     experiments = print_table(["experiment, on the CPU", "dispatch, ms", "total, ms", "ratio"], cpu["paths"])
-    runs = {"CPU": cpu, "GPU": gpu, "GPU, +WHILE": captured}
+    runs = {"CPU": cpu, **on_gpu}
     pipelined = print_table(
         ["function", "platform", *(f"{n} in flight" for n in IN_FLIGHT)],
         [
-            [name, place, *([f"{ratio:.2f}" for ratio in run["pipelining"][name]] if run else [NOT_MEASURED] * 4)]
+            [name, place, *(f"{ratio:.2f}" for ratio in run["pipelining"][name])]
             for name in PIPELINED
             for place, run in runs.items()
         ],
     )
-    versions = "; ".join(f"{place}: {run['versions'] if run else NOT_MEASURED}" for place, run in runs.items())
+    versions = "; ".join(f"{place}: {run['versions']}" for place, run in runs.items())
     return "\n\n".join([f"{versions}.", ratios, experiments, cpu["training"], pipelined])
 
 
