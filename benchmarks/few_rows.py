@@ -53,7 +53,7 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 CACHE = 1024
 BATCHES = (1, 4, 16, 64)
-ROWS = (1, 4, 16, 64, 256)
+ROWS = (1, 16, 64)
 BACKENDS = ("none", "exchange", "xla", "fused")
 LINK_LATENCIES = (0.0, 0.25e-6, 0.5e-6)  # seconds
 type Times = dict[str, list[float]]

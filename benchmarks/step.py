@@ -10,7 +10,7 @@ of all parameters. x and y are sharded over the sequence. benchmarks/whole_step.
 
 "flaxasync" is the layer of models/transformer.py, whose ops choose their backends; with "gathered x kept" its products
 may keep the rows that they gather for the weight gradient, up to 128 MiB each. "automatic" is the same layer of
-nnx.Linear, whose collective operations XLA chooses; "windowed" is the same with XLA's flags for collective matmuls.
+nnx.Linear, whose collective operations XLA chooses. benchmarks/whole_step.py has it with XLA's flags, too.
 All of them use the attention kernel of `flaxasync.attention`.
 
 A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. It
@@ -57,13 +57,8 @@ PRESETS: dict[str, tuple[Callable[[], Config], int, int]] = {  # and the sequenc
     "llama_70b": (llama_70b, 4, 4096),
 }
 SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
-WINDOWED = {
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
-    "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
-    "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
-}
 KEPT = "flaxasync, gathered x kept"
-VARIANTS: dict[str, dict[str, str]] = {"flaxasync": {}, KEPT: {}, "automatic": {}, "windowed": WINDOWED}
+VARIANTS: dict[str, dict[str, str]] = {"flaxasync": {}, KEPT: {}, "automatic": {}}
 OURS = ("flaxasync", KEPT)
 TIMEOUT = 7200  # seconds of a compilation; on a machine with nothing else to do it takes two minutes
 PLAYER = pathlib.Path(fa.check.__file__).parent / "player"

@@ -35,7 +35,6 @@ from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, Int
 
 from benchmarks.plain_transformer import Layout, PlainTransformer
-from benchmarks.step import WINDOWED
 from benchmarks.table import print_table, write_between_markers
 from configs.llama_8b import llama_8b
 from flaxasync import check
@@ -50,6 +49,11 @@ from train.step.trainer import Trainer, TrainState
 AUTOMATIC, OURS = "automatic", "flaxasync"
 BATCH = 16
 SEQUENCE = {"v5e": 4096, "v6e": 4096, "v5p": 8192}
+WINDOWED = {  # XLA's own collective matmuls
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
+    "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
+    "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
+}
 ASYNCHRONOUS = {  # libtpu refuses this fusion on v6e: it supports it on v5e alone
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion": "true",
