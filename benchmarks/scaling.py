@@ -95,7 +95,7 @@ def fingerprint(config: Config) -> str:
 
 
 def _mesh(prediction: Prediction) -> str:
-    return " x ".join(str(prediction.mesh.get(axis, 1)) for axis in ("data", "fsdp", "context", "model"))
+    return "x".join(str(prediction.mesh.get(axis, 1)) for axis in ("data", "fsdp", "context", "model"))
 
 
 def main() -> None:

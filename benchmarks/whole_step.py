@@ -236,7 +236,7 @@ def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     """Makes the row of a case."""
     overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
     overlap += ", rows travel" if case.heads is False else ""
-    mesh = " x ".join(map(str, case.mesh))
+    mesh = "x".join(map(str, case.mesh))
     named = (case.topology, case.program, mesh, case.remat, overlap, case.flags or "-")
     if "error" in found:
         return (*named, "-", "-", "-", "-", textwrap.shorten(f"not compiled: {found['error']}", 60, placeholder=" ..."))
