@@ -1,4 +1,4 @@
-"""Does a call hold the host? Dispatch / total of jitted and compiled functions, and what several calls in flight gain.
+"""Does a call hold the host? Dispatch / total of jitted and compiled functions.
 
     python benchmarks/dispatch.py [--rounds N] [--write docs/dispatch.md]
 
@@ -14,8 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,12 +29,8 @@ from train.step.mesh import make_mesh
 from train.step.trainer import Trainer
 
 SIZES = {"cpu": 1024, "cuda": 8192}  # about 100 ms on two cores; about 100 ms of float32 on a data-centre GPU
-IN_FLIGHT = (1, 2, 4, 8)
-PIPELINED = ("pure", "jax.debug.print", "while_loop", "optax.lbfgs in a while_loop")
-CALLS = 8
 TRAINING_STEPS = 30
 NO_PLATFORM = 3  # the exit status of a process that does not find its platform
-NOT_MEASURED = "not measured"
 EXPECTED = {True: "no", False: "yes", None: "cannot tell"}  # does it hold the host, by DispatchInfo.compatible
 
 
@@ -101,38 +95,6 @@ def on_devices(rounds: int) -> list[list[str]]:
     return rows
 
 
-def pipelining(x: jax.Array, rounds: int) -> dict[str, list[float]]:
-    """Returns the throughput with n calls in flight, relative to one.
-
-    Between two calls, the host has work of its own that takes half as long as a call.
-    """
-    results = {}
-    for name in PIPELINED:
-        fn = jax.jit(FUNCTIONS[name]).lower(x).compile()
-        seconds: dict[int, list[float]] = {n: [] for n in IN_FLIGHT}
-        for _ in range(rounds):
-            own_work = flaxasync.check.measure_dispatch(fn, x, repeats=3).total / 2
-            for n in IN_FLIGHT:
-                seconds[n].append(time_calls(fn, x, n, own_work))
-        results[name] = [
-            statistics.median(a / b for a, b in zip(seconds[1], seconds[n], strict=True)) for n in IN_FLIGHT
-        ]
-    return results
-
-
-def time_calls(fn: Callable, x: jax.Array, in_flight: int, own_work: float) -> float:
-    """Returns the seconds of CALLS calls, of which at most `in_flight` are unfinished at a time."""
-    unfinished: deque[jax.Array] = deque()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        if len(unfinished) == in_flight:
-            jax.block_until_ready(unfinished.popleft())
-        time.sleep(own_work)  # like a host that waits for a disk, and needs no core for it
-        unfinished.append(fn(x))
-    jax.block_until_ready(list(unfinished))
-    return time.perf_counter() - start
-
-
 def training_step() -> str:
     """Returns a sentence that says how long the calls of the training step of configs/tiny.py hold the host."""
     config = tiny()
@@ -166,8 +128,8 @@ def measure(platform: str, rounds: int) -> dict[str, Any]:
         sys.exit(NO_PLATFORM)
     x = jax.block_until_ready(jnp.ones((SIZES[platform],) * 2))
     where = f"{os.cpu_count()} CPU cores" if platform == "cpu" else device.device_kind
-    result = {"versions": f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {where}"}
-    result |= {"ratios": dispatch_ratios(x, rounds), "pipelining": pipelining(x, rounds)}
+    result: dict[str, Any] = {"versions": f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {where}"}
+    result["ratios"] = dispatch_ratios(x, rounds)
     if platform == "cpu":
         result |= {"paths": paths(x, rounds), "training": training_step()}
     return result
@@ -187,29 +149,21 @@ def measured_apart(platform: str, rounds: int, flags: str = "") -> dict[str, Any
 
 
 def tables(rounds: int) -> str:
-    """Measures everything and returns the tables."""
+    """Measures everything and returns the tables; a platform that JAX does not find has no column and no row."""
     gpu, cpu = measured_apart("cuda", rounds), measured_apart("cpu", rounds)
     captured = measured_apart("cuda", rounds, flaxasync.check.command_buffer_flags()) if gpu else None
     assert cpu is not None
+    on_gpu = {place: run for place, run in {"GPU": gpu, "GPU, +WHILE": captured}.items() if run}
     rows = []
     for name, row in cpu["ratios"].items():
-        on_gpu = [percent(run["ratios"][name]["aot"]) if run else NOT_MEASURED for run in (gpu, captured)]
         times = [f"{row['seconds'] * 1e3:.0f}", percent(row["jit"]), percent(row["aot"])]
-        rows.append([name, EXPECTED[row["compatible"]], *times, *on_gpu])
+        gpu_shares = [percent(run["ratios"][name]["aot"]) for run in on_gpu.values()]
+        rows.append([name, EXPECTED[row["compatible"]], *times, *gpu_shares])
     header = ["function", "expected to hold the host (CPU)", "CPU, ms a call", "CPU, jit", "CPU, compiled"]
-    ratios = print_table([*header, "GPU", "GPU, +WHILE"], rows)
+    ratios = print_table([*header, *on_gpu], rows)
     experiments = print_table(["experiment, on the CPU", "dispatch, ms", "total, ms", "ratio"], cpu["paths"])
-    runs = {"CPU": cpu, "GPU": gpu, "GPU, +WHILE": captured}
-    pipelined = print_table(
-        ["function", "platform", *(f"{n} in flight" for n in IN_FLIGHT)],
-        [
-            [name, place, *([f"{ratio:.2f}" for ratio in run["pipelining"][name]] if run else [NOT_MEASURED] * 4)]
-            for name in PIPELINED
-            for place, run in runs.items()
-        ],
-    )
-    versions = "; ".join(f"{place}: {run['versions'] if run else NOT_MEASURED}" for place, run in runs.items())
-    return "\n\n".join([f"{versions}.", ratios, experiments, cpu["training"], pipelined])
+    versions = "; ".join(f"{place}: {run['versions']}" for place, run in {"CPU": cpu, **on_gpu}.items())
+    return "\n\n".join([f"{versions}.", ratios, experiments, cpu["training"]])
 
 
 def main() -> None:

@@ -52,8 +52,8 @@ CONFIG = TransformerConfig(
     param_dtype="bfloat16",
 )  # fmt: skip
 CACHE = 1024
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-ROWS = (1, 4, 16, 64, 256)
+BATCHES = (1, 4, 16, 64)
+ROWS = (1, 16, 64)
 BACKENDS = ("none", "exchange", "xla", "fused")
 LINK_LATENCIES = (0.0, 0.25e-6, 0.5e-6)  # seconds
 type Times = dict[str, list[float]]

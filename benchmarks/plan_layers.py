@@ -174,7 +174,7 @@ def main() -> None:
         own = [behind(played[case][form], form, named) for form in CHOSEN]
         lags += own
         cells = [f"{named[form] * 1e3:.3f}" if form in named else "-" for form in FORMS + EXCHANGED]
-        size = f"{case.batch} x {case.rows} x {case.width}"
+        size = f"{case.batch}x{case.rows}x{case.width}"
         choices = [f"{played[case][form] * 1e3:.3f} ({lag:.1%})" for form, lag in zip(CHOSEN, own, strict=True)]
         rows.append((case.layer, case.topology, size, *cells, *choices))
     header = ("layer", "mesh", "batch x rows x width", *map(str, FORMS + EXCHANGED), "chosen", "chosen with 128 MiB")

@@ -5,19 +5,18 @@
     python benchmarks/step.py --presets llama_8b --topologies v6e:2x4 --variants flaxasync --phases
 
 The layers are those of PRESETS, with as many sequences of tokens as it says, in bfloat16, tensor-parallel over eight
-devices and without rematerialization. That of tiny, which has four key-value heads, is tensor-parallel over four, and
-its sequences are sharded over two. The program takes the parameters, x and dy, and returns y, dx and the gradients of
-all parameters. x and y are sharded over the sequence. benchmarks/whole_step.py has the whole step of llama_8b.
+devices and without rematerialization. The program takes the parameters, x and dy, and returns y, dx and the gradients
+of all parameters. x and y are sharded over the sequence. benchmarks/whole_step.py has the whole step of llama_8b.
 
 "flaxasync" is the layer of models/transformer.py, whose ops choose their backends; with "gathered x kept" its products
 may keep the rows that they gather for the weight gradient, up to 128 MiB each. "automatic" is the same layer of
-nnx.Linear, whose collective operations XLA chooses; "windowed" is the same with XLA's flags for collective matmuls.
+nnx.Linear, whose collective operations XLA chooses. benchmarks/whole_step.py has it with XLA's flags, too.
 All of them use the attention kernel of `flaxasync.attention`.
 
 A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. It
 cannot execute XLA's asynchronous all-gathers. Programs that have them are compiled with
 xla_tpu_enable_async_collective_fusion=false, and marked with a *. "Estimate" is how far `fa.check.timeline` with
-kernels="play" is from it. "At the peak" is the time of all matmuls at the peak of the data sheet, the causal half of
+kernels="play" is from it. "Of peak" compares with all matmuls at the peak of the data sheet, the causal half of
 attention alone, and its gradient as twice its forward pass. A play takes minutes: with --cache, programs that were
 played before, by their text, are not played again.
 """
@@ -44,7 +43,6 @@ from benchmarks.plain_transformer import Layout, PlainLayer
 from benchmarks.table import print_table, write_between_markers
 from configs.llama_8b import llama_8b
 from configs.llama_70b import llama_70b
-from configs.tiny import tiny
 from flaxasync import check, hardware
 from flaxasync.check import compile_for, topology_devices, topology_size
 from flaxasync.check.player import play_dump
@@ -55,18 +53,12 @@ from train.config import Config
 
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 PRESETS: dict[str, tuple[Callable[[], Config], int, int]] = {  # and the sequences, and the tokens of each of them
-    "tiny": (tiny, 16, 128),
     "llama_8b": (llama_8b, 4, 4096),
     "llama_70b": (llama_70b, 4, 4096),
 }
 SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
-WINDOWED = {
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "0",
-    "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
-    "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
-}
 KEPT = "flaxasync, gathered x kept"
-VARIANTS: dict[str, dict[str, str]] = {"flaxasync": {}, KEPT: {}, "automatic": {}, "windowed": WINDOWED}
+VARIANTS: dict[str, dict[str, str]] = {"flaxasync": {}, KEPT: {}, "automatic": {}}
 OURS = ("flaxasync", KEPT)
 TIMEOUT = 7200  # seconds of a compilation; on a machine with nothing else to do it takes two minutes
 PLAYER = pathlib.Path(fa.check.__file__).parent / "player"
@@ -272,8 +264,6 @@ def main() -> None:
             print(*rows[-1], flush=True)
             for phase, *seconds in found.phases if chosen.phases else ():
                 print(f"  {phase:44s}", *(f"{value * 1e3:8.4f}" for value in seconds))
-        best = milliseconds(peak)
-        rows.append((preset, topology, "at the peak", best, "-", "100.0%", best, "0", "-"))
     header = (
         "layer",
         "topology",

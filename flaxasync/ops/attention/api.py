@@ -21,6 +21,8 @@ from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
 from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_segments, check_sequence_layout
 from flaxasync.ops.attention.shards import Call
+from flaxasync.ops.execution import decide
+from flaxasync.ring import Ring
 
 KERNELS = ("reference", "flash")
 
