@@ -40,7 +40,7 @@ class Checkpoints:
     def __init__(self, folder: epath.PathLike, *, keep: int = 1, permanent_every: int = 0, read_only: bool = False):
         """Opens the folder; `read_only` leaves it as it is, perhaps while another run saves there."""
         orbax_noise.silence()
-        self.folder = absolute(folder)
+        self.folder = _absolute(folder)
         self._permanent_every = permanent_every
         self._saving: int | None = None  # the step that is being written
         if not read_only:
@@ -240,7 +240,7 @@ class Checkpoints:
         return InputError(f"{what}. Nothing was deleted. {advice}")
 
 
-def absolute(folder: epath.PathLike) -> epath.Path:
+def _absolute(folder: epath.PathLike) -> epath.Path:
     """Returns a path as orbax needs it: absolute, unless it is a URL."""
     path = epath.Path(folder)
     return path if "://" in str(path) else path.expanduser().resolve()
