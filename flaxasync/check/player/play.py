@@ -54,7 +54,7 @@ def play(
                 f"keep_dumps must be an empty folder: {folder} is not; dumps of two programs cannot be told apart"
             )
         compiled = compile_for(topology, fn, *args, keep_dumps=folder, compiler_options=compiler_options)
-        write_note(folder, Note(topology, importlib.metadata.version("libtpu"), compiled.coords))
+        write_note(folder, Note(topology, _libtpu_version(), compiled.coords))
         return play_dump(folder, measured=measured, accept=accept)
 
 
@@ -128,3 +128,10 @@ def _result(state: State, measured: float | None, notes: list[str]) -> Result:
         slices=tuple(state.slices),
         measured=measured,
     )
+
+
+def _libtpu_version() -> str:
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:  # a nightly build has another name
+        return ""
