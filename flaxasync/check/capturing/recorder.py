@@ -23,7 +23,7 @@ VARIABLE = "FLAXASYNC_CAPTURE"
 EVENT = "/jax/core/compile/backend_compile_duration"
 
 _NAME = re.compile(r"HloModule ([\w.\-]+)")
-_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+_DEVICES = re.compile(r"\b(num_partitions|replica_count)=(\d+)")
 _lock = threading.Lock()
 _recorders: list["_Recorder"] = []  # those that record now; every one of them gets every program
 _newest: dict[Any, Any] = {}  # the newest executable that was seen, by backend; it is kept, so that its place is known
@@ -142,14 +142,14 @@ def _program(executable: Any, seconds: float) -> CapturedProgram:
 
     module = executable.hlo_modules()[0]  # an executable has one of them on every platform today
     text = module.to_string()
-    device = executable.local_devices()[0]
+    device = (executable.local_devices() or executable.client.devices())[0]
     chip = chip_of_device(device.device_kind)
     stats = executable.get_compiled_memory_stats()
     return CapturedProgram(
         name=module.name,
         platform=device.platform,
         chip=None if chip is None else chip.name,
-        devices=math.prod(int(count) for count in _DEVICES.findall(text.partition("\n")[0])),
+        devices=math.prod(map(int, dict(_DEVICES.findall(text.partition("\n")[0])).values())),
         seconds=seconds,
         memory={name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")},
         axes=dict(jax.sharding.get_abstract_mesh().shape),

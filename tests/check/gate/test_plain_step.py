@@ -31,7 +31,7 @@ def test_recompiling_renaming_and_reordering_change_nothing():
     [
         ("overlap", "lost overlap", "3 all-gathers of 2 MiB over data in the forward loop"),
         ("gather", "extra transfer", "1 more all-gather of 8 MiB over model in the forward loop"),
-        ("copy", "extra copy in a loop", "copy of 2 MiB in the forward loop"),
+        ("copy", "extra copy in a loop", "copies of 2 MiB in the forward loop"),
         ("dtype", "wider dtype", "over data in the backward loop is f32 on the wire, bf16 in the baseline"),
         ("callback", "extra host callback", "1 more jax.debug.print in the forward loop"),
     ],
