@@ -191,19 +191,12 @@ def softmax_cross_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class _Call[S: LayerSettings]:
-    """What is static in a call.
-
-    Attributes:
-      settings: The settings of the layer, with the dtype and the backend of the computation.
-      stored: How the parameter is stored.
-      shares: The entries that each device has.
-      layout: How the rows of the activations lie: those of the output of a look-up, or of the input of `attend`.
-    """
+    """What is static in a call. The settings have the dtype and the backend of the computation."""
 
     settings: S
     stored: P
     shares: Shares
-    layout: Layout
+    layout: Layout  # how the rows of the activations lie: the output of a look-up, or the input of `attend`
 
     def take_entries(self, table: Array, like: Array, dtype: DTypeLike | None) -> Array:
         """Returns the entries that this device computes with, in `dtype` if they had to be gathered."""

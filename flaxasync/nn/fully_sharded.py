@@ -37,15 +37,10 @@ from flaxasync.ops.saved import PARAMETER
 
 
 class StoredLayer(nnx.Module):
-    """A layer that keeps how its parameters are stored, because `nnx.update` may replace their metadata.
+    """A layer that keeps how its parameters are stored, because `nnx.update` may replace their metadata."""
 
-    Attributes:
-      names: The names of the parameters.
-      stored: How each of them is stored, as the global parameter of one layer; None for one that is not there.
-    """
-
-    names: ClassVar[tuple[str, ...]]
-    stored: tuple[P | None, ...]
+    names: ClassVar[tuple[str, ...]]  # of the parameters
+    stored: tuple[P | None, ...]  # how each of them is stored; None for one that is not there
 
     @property
     def specs(self) -> dict[str, P]:
@@ -53,11 +48,7 @@ class StoredLayer(nnx.Module):
         return {name: spec for name, spec in zip(self.names, self.stored, strict=True) if spec is not None}
 
     def parameters(self) -> tuple[Any, ...]:
-        """Returns the parameters, global or, inside shard_map, local; None for one that is not there.
-
-        Raises:
-          ValueError: A parameter is not sharded as it is stored.
-        """
+        """Returns the parameters, None for one that is not there, once it is checked that they are sharded so."""
         found = {name: getattr(self, name)[...] for name in self.specs}
         for name, parameter in found.items():
             check_sharded(type(self).__name__, name, parameter, self.specs[name])
@@ -104,20 +95,14 @@ def stored_spec(
 ) -> P:
     """Returns how a parameter is stored.
 
-    Args:
-      layer: The name of the layer, for errors.
-      name: The name of the parameter, for errors.
-      shape: The global shape.
-      needed: How the layer needs the parameter.
-      axis_name: The layer's axis.
-      fsdp_axis: The axis that shards the parameter as well: along the first dimension that is whole and that it
-        divides, or else along one that is sharded. A bias that it does not divide is not sharded over it.
-      annotation: The `out_sharding` that the user gave, or None. Its axes other than `axis_name` are taken, and
-        `fsdp_axis` is not. If it has `axis_name` along the other dimension of a kernel, its dimensions are swapped.
+    The layer needs it sharded as `needed` says, and `fsdp_axis` shards it as well: along the first dimension that is
+    whole and that the axis divides, or else along one that is sharded. A bias that the axis does not divide is not
+    sharded over it. An annotation is the `out_sharding` that the user gave. Its axes other than `axis_name` are then
+    taken, and `fsdp_axis` is not. If it has `axis_name` along the other dimension of a kernel, its entries are swapped.
 
     Raises:
-      ValueError: The mesh lacks an axis, an axis is named twice, no dimension of several is divisible, or the
-        annotation does not fit.
+      ValueError: The mesh lacks an axis, an axis is named twice, no dimension is divisible, or the annotation does not
+        fit.
     """
     entries = [axes_of(entry) for entry in needed] + [()] * (len(shape) - len(needed))
     if annotation is not None:

@@ -24,33 +24,18 @@ type Entry = tuple[str, ...]  # the mesh axes that shard one dimension
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How the input [..., rows, features] of a layer is sharded.
+    """How the input [..., rows, features] of a layer is sharded."""
 
-    Attributes:
-      axis_name: The layer's mesh axis.
-      size: The number of devices on that axis.
-      batch: The mesh axes that shard each dimension before the rows.
-      rows: The mesh axes that shard the rows, except `axis_name`.
-      rows_sharded: Whether `axis_name` shards the rows; it is then the minor-most of their axes.
-      features_sharded: Whether `axis_name` shards the features.
-      manual: Whether an enclosing shard_map maps `axis_name`.
-    """
-
-    axis_name: str
-    size: int
-    batch: tuple[Entry, ...]
-    rows: Entry
-    rows_sharded: bool
-    features_sharded: bool
-    manual: bool
+    axis_name: str  # the layer's mesh axis
+    size: int  # the number of devices on that axis
+    batch: tuple[Entry, ...]  # the mesh axes that shard each dimension before the rows
+    rows: Entry  # the mesh axes that shard the rows, except `axis_name`
+    rows_sharded: bool  # whether `axis_name` shards the rows; it is then the minor-most of their axes
+    features_sharded: bool  # whether `axis_name` shards the features
+    manual: bool  # whether an enclosing shard_map maps `axis_name`
 
     def spec(self, layout: Layout | None = None, *, features: bool = False) -> PartitionSpec:
-        """Returns the spec of an array [*batch, rows, features].
-
-        Args:
-          layout: "sequence" if `axis_name` shards the rows, else "replicated" or None.
-          features: Whether `axis_name` shards the features.
-        """
+        """Returns the spec of an array [*batch, rows, features]; `axis_name` shards the rows of "sequence"."""
         rows = (*self.rows, self.axis_name) if layout == "sequence" else self.rows
         return spec_of((*self.batch, rows, (self.axis_name,) if features else ()))
 
@@ -99,14 +84,9 @@ class Placement:
 def place(
     layer: str, x: jax.Array, axis_name: str, in_spec: PartitionSpec | None, *, sharded: Literal["rows", "features"]
 ) -> Placement:
-    """Reads how `x` [..., rows, features] is sharded.
+    """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded`, and no other one.
 
-    Args:
-      layer: The name of the layer, for errors.
-      x: The input.
-      axis_name: The layer's mesh axis.
-      in_spec: How x is sharded under Auto axes; None for the usual sharding, in which `axis_name` splits `sharded`.
-      sharded: The dimension that the axis may split.
+    Under Auto axes `in_spec` says how x is sharded; None stands for the usual sharding.
 
     Raises:
       ValueError: There is no mesh, no such axis, too few dimensions, or a spec that the layer cannot take.
@@ -165,7 +145,7 @@ def _entries(
     batch_dims: int,
     split: int | None,
 ) -> list[Entry]:
-    """Returns the mesh axes of every dimension of x: by its type, by `in_spec`, or by the usual sharding.
+    """Returns the mesh axes of every dimension of x: by the type, by `in_spec`, or by the usual sharding.
 
     In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other axes, and dimension
     `split` over `axis_name`, each if the axes divide it.

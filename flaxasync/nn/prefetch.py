@@ -115,11 +115,7 @@ class _Parameters:
 
     @classmethod
     def of(cls, module: Any, fsdp_axis: str, *, stacked: bool = False) -> "_Parameters":
-        """Takes a module apart; with `stacked`, parameters have a leading dimension of layers.
-
-        Raises:
-          ValueError: It has other state, or a parameter is sharded in a way that the scan lacks.
-        """
+        """Takes a module apart; with `stacked`, parameters have a leading dimension of layers."""
         graph, params, *rest = nnx.split(module, nnx.Param, ...)
         other = rest[0]
         if jax.tree.leaves(other):
@@ -150,9 +146,7 @@ class _Parameters:
 def _dimension(fsdp_axis: str, stacked: bool, path: tuple, spec: P) -> int | None:
     """Returns the dimension of a parameter, or of one layer of a stack of parameters, that the axis shards, or None.
 
-    Raises:
-      ValueError: The same dimension has another axis after it: what is gathered over it alone would be out of order. Or
-        the layers themselves are sharded.
+    What is gathered over an axis that has another one after it in its dimension would be out of order.
     """
     if stacked and len(spec) and axes_of(spec[0]):
         raise ValueError(

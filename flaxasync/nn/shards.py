@@ -122,9 +122,6 @@ def _multiply(x: Array, kernel: Array, settings: LinearSettings) -> Array:
     """Returns x @ kernel by the function that the layer was given, called as `nnx.Linear` calls it.
 
     Both operands are cast to vary alike, so that a VJP rule of that function may multiply them with its cotangent.
-
-    Raises:
-      ValueError: The function returns another shape.
     """
     varying = jax.typeof(x).mat.varying | jax.typeof(kernel).mat.varying
     x, kernel = cast_to_varying(x, varying), cast_to_varying(kernel, varying)
@@ -144,9 +141,6 @@ def multiplies_locally(settings: LinearSettings) -> bool:
     """Says whether one product of all rows is needed: by the caller's function, or in a dtype that the ops lack.
 
     The ops return the dtype of their operands, which is that of the computation.
-
-    Raises:
-      NotImplementedError: The dtype is wider than that of the computation, and a backend was named.
     """
     preferred = settings.preferred_element_type
     wider = preferred is not None and jnp.dtype(preferred).itemsize > jnp.dtype(settings.dtype).itemsize

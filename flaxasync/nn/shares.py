@@ -23,19 +23,14 @@ from flaxasync.mesh import cast_to_varying
 class Shares:
     """The entries of one dimension that each device computes with.
 
-    Attributes:
-      size: The entries of the dimension, each of `block` features.
-      devices: The devices of the axis.
-      local: The entries on a device, padding included.
-      block: The features of an entry: head_dim for heads, 1 for a vocabulary.
-      order: The entries of all devices, one device after the other, and -1 for padding. None stands for all entries in
-        order, with padding at the end.
+    `order` has the entries of all devices, one device after the other, and -1 for padding. None stands for all entries
+    in order, with padding at the end.
     """
 
-    size: int
-    devices: int
-    local: int
-    block: int = 1
+    size: int  # the entries of the dimension, each of `block` features
+    devices: int  # the devices of the axis
+    local: int  # the entries on a device, padding included
+    block: int = 1  # the features of an entry: head_dim for heads, 1 for a vocabulary
     order: tuple[int, ...] | None = None
 
     @classmethod

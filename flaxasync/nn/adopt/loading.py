@@ -109,11 +109,7 @@ def _put(value: Any, target: Any, spec: P) -> jax.Array:
 
 
 def _flatten(params: Any, prefix: Path = ()) -> dict[Path, Any]:
-    """Returns the arrays by their paths, but for the states of random streams.
-
-    Raises:
-      ValueError: A list or a tuple is in the place of an array.
-    """
+    """Returns the arrays by their paths, but for the states of random streams."""
     if isinstance(params, nnx.Module):  # arrays of a module that are no variables stay as they are
         variables = nnx.to_flat_state(nnx.state(params))
         params = {path: variable for path, variable in variables if isinstance(variable, nnx.Variable)}

@@ -67,13 +67,7 @@ def lacking(old: nnx.Module) -> str:
 
 
 def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
-    """Returns the parallel layer for a plain one: its parameters are abstract, and have the dtypes of the plain ones.
-
-    Raises:
-      ValueError: The axis does not divide a size, the plain layer has other parameters, or some of other types, than
-        the parallel one, or parameters are stacked along other dimensions than the first ones.
-      NotImplementedError: The layer has an option that the parallel one lacks.
-    """
+    """Returns the parallel layer for a plain one: its parameters are abstract, in the dtypes of the plain ones."""
     layer: Any = nnx.eval_shape(lambda: RULES[rule][1](old, options))
     _take_over(layer, old)
     if isinstance(layer, ParallelAttention):
@@ -82,11 +76,7 @@ def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
 
 
 def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.Module:
-    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one.
-
-    Raises:
-      ValueError: As `parallel_form`, or the rule does not fit the parallel layer that was adapted.
-    """
+    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one."""
     if base is old.base_module:
         _check_rule(base, rule, options["axis_name"])
 
