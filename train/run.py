@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from train.config.command import Command, as_json, parse
 from train.lifecycle.errors import COMPLETE, INTERRUPTED, RunError
-from train.lifecycle.explained_errors import explained_errors
+from train.lifecycle.explained_errors import explained_errors, explained_lost_processes
 from train.lifecycle.signals import StopRequest
 
 _MEMORY_ADVICE = (
@@ -73,7 +73,8 @@ def _train_with_others(command: Command) -> int:
         from train.step.mesh import configure_jax
 
         configure_jax(command.config.mesh)
-        return _train(command)
+        with explained_lost_processes():
+            return _train(command)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -29,10 +28,6 @@ from train.step.trainer import TrainState
 MIN_BYTES_TO_SHARE = 2**20
 # How errors of tensorstore begin, and what orbax says where files that it has just written are no longer there.
 _STATUS = re.compile("[A-Z]+_[A-Z]+:|UNAVAILABLE:|INTERNAL:|ABORTED:|UNKNOWN:|Save failed:")
-
-
-class WriteError(StorageError):
-    """One attempt to write a checkpoint failed."""
 
 
 class Checkpoints:
@@ -71,9 +66,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None and jax.process_count() > 1:  # the other processes may be gone, and closing waits for them
             return
         try:
@@ -110,7 +103,7 @@ class Checkpoints:
         """Copies the state to the host, for which it waits for the devices, then writes it in the background.
 
         Raises:
-          WriteError: The previous checkpoint, or the beginning of this one, could not be written.
+          StorageError: The previous checkpoint, or the beginning of this one, could not be written.
         """
         self.wait()
         parts = _as_dict(state)
@@ -128,7 +121,7 @@ class Checkpoints:
         """Returns the step of the checkpoint that was being written once it is complete, otherwise None; never waits.
 
         Raises:
-          WriteError: It could not be written.
+          StorageError: It could not be written.
         """
         return None if self._manager.is_saving_in_progress() else self.wait()
 
@@ -136,7 +129,7 @@ class Checkpoints:
         """Waits until what was saved is complete, and returns its step as `poll` does.
 
         Raises:
-          WriteError: It could not be written.
+          StorageError: It could not be written.
         """
         if self._saving is None:
             return None
@@ -211,14 +204,14 @@ class Checkpoints:
                 with contextlib.suppress(OSError):
                     half_written.rmtree()
 
-    def _failure(self, error: Exception) -> WriteError:
-        """Makes a WriteError of what orbax raised, and removes what it left; anything but an I/O error is raised."""
+    def _failure(self, error: Exception) -> StorageError:
+        """Makes a StorageError of what orbax raised, and removes what it left; anything but an I/O error is raised."""
         if not _is_io_error(error):
             raise error
         failed, self._saving = self._saving, None
         self._remove_half_written()
         self._manager.reload()
-        return WriteError(f"the checkpoint of step {failed} could not be written: {_one_line(error)}")
+        return StorageError(f"the checkpoint of step {failed} could not be written: {_one_line(error)}")
 
     def _read_arrays(self, step: int, targets: dict[str, Any], record: Record) -> dict[str, Any]:
         restore_args = ocp.checkpoint_utils.construct_restore_args(targets)

@@ -33,12 +33,24 @@ def explained_errors(*, memory: str, storage: str) -> Iterator[None]:
         what = error.filename or "a file of the workdir"
         raise StorageError(f"{what} could not be written or read: {error.strerror}. {storage}") from error
     except RuntimeError as error:  # jax.errors.JaxRuntimeError is one
-        cause = str(error).partition("\n")[0]
-        if _NO_MEMORY.search(str(error)):
-            raise OutOfMemoryError(f"a device has too little memory ({cause}). {memory}") from error
-        if _LOST_PROCESS.search(str(error)):
-            raise RestartError(
-                f"another process of the run is gone ({cause}), so this one ends; starting all of them again continues "
-                "from the newest checkpoint"
-            ) from error
-        raise
+        if not _NO_MEMORY.search(str(error)):
+            raise
+        raise OutOfMemoryError(f"a device has too little memory ({_first_line(error)}). {memory}") from error
+
+
+@contextlib.contextmanager
+def explained_lost_processes() -> Iterator[None]:
+    """Turns the error of a collective whose partner is gone into a RestartError, in a run of several processes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _LOST_PROCESS.search(str(error)):
+            raise
+        raise RestartError(
+            f"another process of the run is gone ({_first_line(error)}), so this one ends; starting all of them again "
+            "continues from the newest checkpoint"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

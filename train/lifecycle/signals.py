@@ -7,7 +7,7 @@ receives SIGTERM, informs every process, and agrees on the step, so all other si
 
 import os
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from train.lifecycle.errors import COMPLETE, INTERRUPTED, RESTART
@@ -31,16 +31,14 @@ class StopRequest:
         """Takes whether several processes train together."""
         self.signal: signal.Signals | None = None
         self._shared = shared
-        self._watched = [number for number in EXIT_CODES if not (shared and number == signal.SIGTERM)]
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in self._watched}
+        watched = [number for number in EXIT_CODES if not (self._shared and number == signal.SIGTERM)]
+        self._before = {number: signal.signal(number, self._note) for number in watched}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

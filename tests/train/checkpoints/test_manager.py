@@ -13,10 +13,10 @@ import pytest
 
 from train.checkpoints import manager as checkpoint
 from train.checkpoints.fingerprint import fingerprint
-from train.checkpoints.manager import Checkpoints, WriteError
+from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import identify_run
 from train.config import MeshConfig
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, StorageError
 from train.step.mesh import make_mesh
 
 # When one of orbax's concurrent reads fails, the others warn when they are garbage-collected, and pytest would turn
@@ -120,13 +120,13 @@ def test_a_write_that_fails_while_orbax_still_writes_is_a_write_error(folder, mo
         monkeypatch.setattr(os, "rmdir", refuse)
         failure = checkpoints._failure(OSError(errno.EFBIG, "File too large"))
         monkeypatch.undo()
-    assert isinstance(failure, WriteError)
+    assert isinstance(failure, StorageError)
 
 
 def test_what_orbax_says_of_files_that_disappeared_is_a_write_error_and_other_errors_are_not(folder):
     with Checkpoints(folder, keep=3) as checkpoints:
         failure = checkpoints._failure(ValueError("Save failed: 11/11 params are missing .zarray in checkpoint"))
-        assert isinstance(failure, WriteError)
+        assert isinstance(failure, StorageError)
         with pytest.raises(ValueError, match="a defect"):
             checkpoints._failure(ValueError("a defect"))
 
