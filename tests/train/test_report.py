@@ -18,14 +18,8 @@ def workdir(tmp_path):
     folder = tmp_path / "first_run"
     folder.mkdir()
     lines = [
-        {
-            "step": step,
-            "loss": 5 - step / 100,
-            "grad_norm": 1.0,
-            "tokens": step * 64,
-            "tokens_per_second": 1000.0 + step,
-        }
-        | {"step_seconds": 0.064, "goodput": 0.9, "skipped": int(step == 60)}
+        {"step": step, "loss": 5 - step / 100, "grad_norm": 1.0, "tokens": step * 64, "skipped": int(step == 60)}
+        | {"tokens_per_second": 1000.0 + step, "step_seconds": 0.064, "goodput": 0.9}
         | ({"validation_loss": 4.5 - step / 100, "validation_perplexity": 90.0} if step % 50 == 0 else {})
         for step in range(1, 101)
     ]

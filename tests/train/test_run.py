@@ -55,16 +55,9 @@ def test_a_run_completes_and_continues_with_more_steps(run, finished):
     assert "step 12: validation loss " in out
     names = {path.name for path in finished.iterdir()}
     assert names == {
-        "config.json",
-        "metrics.jsonl",
-        "tensorboard",
-        "loss.png",
-        "sample.txt",
-        "checkpoints",
-        ".lock",
-        "events.jsonl",
+        "config.json", "metrics.jsonl", "events.jsonl", "tensorboard", "loss.png", "sample.txt", "checkpoints", ".lock",
         "program.txt.gz",
-    }
+    }  # fmt: skip
     assert [line["step"] for line in lines_of(finished)] == list(range(1, 13))
     assert json.loads((finished / "config.json").read_text())["steps"] == 12
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["12", "7"]
@@ -93,23 +86,13 @@ def test_a_run_without_its_sample_makes_it_at_the_next_start(run, finished):
 def test_checkpoints_are_kept_in_another_folder(run, tmp_path):
     work, elsewhere = tmp_path / "run", tmp_path / "elsewhere" / "checkpoints"
     few = ("--eval.every", 0, "--eval.sample_tokens", 0, "--checkpoint.folder", elsewhere)
+    third = ("--workdir", tmp_path / "other", "--checkpoint.folder", tmp_path / "third")
+    other = ("--steps", 1, *third, "--init_from", work)
     for options, said in (
         (("--steps", 8), ""),
         (("--steps", 9), f"resumed    {elsewhere / '8'}"),
         (("--steps", 9, "--resume", 7), f"moved [8, 9] to {tmp_path / 'elsewhere' / 'set_aside'}"),
-        (
-            (
-                "--steps",
-                1,
-                "--workdir",
-                tmp_path / "other",
-                "--init_from",
-                work,
-                "--checkpoint.folder",
-                tmp_path / "third",
-            ),
-            f"parameters from {elsewhere / '9'}",
-        ),
+        (other, f"parameters from {elsewhere / '9'}"),
     ):
         code, out, err = run("--workdir", work, *few, *options)
         assert (code, err) == (0, "")

@@ -10,7 +10,6 @@ away.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,11 +28,7 @@ from train.step.microbatches import loss_and_gradient, sum_of_losses
 from train.step.optimizer import make_optimizer, make_schedule
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["params", "opt_state", "step", "key", "ema", "guard"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """All arrays of a run; a checkpoint stores them.
