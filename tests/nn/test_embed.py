@@ -32,6 +32,22 @@ def lookup_gradients(layer, ids, dy):
     return nnx.grad(loss, has_aux=True)(layer, ids, dy)
 
 
+def check_lookup(mesh, make, plain, rows, *, dtype="float32", y_spec=ROWS):
+    """Compares y and the table's gradient. Every id appears more than once, so that additions show."""
+    held = jnp.dtype(dtype)
+    round_parameters(plain, held)
+    ids = np.random.default_rng(rows).integers(0, plain.num_embeddings, (2, rows)).astype(np.int32)
+    dy = np.random.default_rng(1).standard_normal((2, rows, 8)).astype(held)
+    want, want_y = lookup_gradients(plain, ids, dy.astype(np.float32))
+    with jax.set_mesh(mesh):
+        layer = nnx.eval_shape(lambda: make(held))
+        load(layer, plain)
+        got, y = lookup_gradients(layer, jax.device_put(ids, TOKENS), jax.device_put(dy, y_spec))
+    np.testing.assert_array_equal(np.asarray(y, np.float32), want_y)  # one addend a row: exact in any dtype
+    atol = 1e-5 if dtype == "float32" else 2e-2 * 4
+    np.testing.assert_allclose(got["embedding"][...], want["embedding"][...], atol=atol)
+
+
 @pytest.mark.parametrize(("mesh", "axis_type", "rows", "dtype", "options", "y_spec"), [
     *(((1, size), AxisType.Explicit, 3 * size, "float32", {"backend": backend}, ROWS)
       for size, backend in [(1, "none"), (2, "xla"), (3, "none"), (5, "xla"), (8, "xla")]),
@@ -41,20 +57,8 @@ def lookup_gradients(layer, ids, dy):
     ((1, 4), AxisType.Explicit, 8, "float32", {"backend": "fused"}, ROWS),  # a look-up lacks it, and chooses another
 ])  # fmt: skip
 def test_lookup(mesh_of, mesh, axis_type, rows, dtype, options, y_spec):
-    """Compares y and the table's gradient. Every id appears more than once, so that additions show."""
     make, plain = embed_pair(mesh[1], **options)
-    held = jnp.dtype(dtype)
-    round_parameters(plain, held)
-    ids = np.random.default_rng(rows).integers(0, plain.num_embeddings, (2, rows)).astype(np.int32)
-    dy = np.random.default_rng(1).standard_normal((2, rows, 8)).astype(held)
-    want, want_y = lookup_gradients(plain, ids, dy.astype(np.float32))
-    with jax.set_mesh(mesh_of(*mesh, axis_type)):
-        layer = nnx.eval_shape(lambda: make(held))
-        load(layer, plain)
-        got, y = lookup_gradients(layer, jax.device_put(ids, TOKENS), jax.device_put(dy, y_spec))
-    np.testing.assert_array_equal(np.asarray(y, np.float32), want_y)  # one addend a row: exact in any dtype
-    atol = 1e-5 if dtype == "float32" else 2e-2 * 4
-    np.testing.assert_allclose(got["embedding"][...], want["embedding"][...], atol=atol)
+    check_lookup(mesh_of(*mesh, axis_type), make, plain, rows, dtype=dtype, y_spec=y_spec)
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -97,7 +97,7 @@ def test_linear(form):
 
 def test_embedding():
     make, plain = embed.embed_pair(3, backend="pallas")
-    embed.check_lookup(layers.make_mesh(1, 3), make, plain, layers.load, rows=6)
+    embed.check_lookup(layers.make_mesh(1, 3), make, plain, rows=6)
     layers.check_parity(make, plain, (2, 6, 8), size=3, y_spec=P("data", None, "model"), apply=embed.attend)
 
 
