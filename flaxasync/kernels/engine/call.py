@@ -1,7 +1,6 @@
 """The call of a kernel whose operands and results stay in HBM, with its cost for XLA's scheduler."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -24,15 +23,10 @@ def call(
     hbm_bytes: int,
     sent: int,  # bytes that leave for other devices
 ) -> Sequence[jax.Array]:
-    """Calls a kernel body with Refs of the operands, of the results and of scratch memory; returns the results.
-
-    Block specs alone do not keep arrays in HBM. XLA puts small ones into vector memory nevertheless, and by a report a
-    DMA from such an operand gave zeros (https://github.com/jax-ml/jax/issues/39744). Operands are therefore
-    constrained, and results are declared in HBM.
-    """
+    """Calls a kernel body with Refs of the operands, of the results and of scratch memory; returns the results."""
     return pl.pallas_call(
         body,
-        out_shape=[_in_hbm(result) for result in results],
+        out_shape=list(results),
         in_specs=[HBM] * len(operands),
         out_specs=[HBM] * len(results),
         scratch_shapes=scratch,
@@ -43,11 +37,4 @@ def call(
             flops=flops, transcendentals=0, bytes_accessed=hbm_bytes, remote_bytes_transferred=sent
         ),
         name=name,
-    )(*(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands))
-
-
-def _in_hbm(result: jax.ShapeDtypeStruct) -> Any:
-    """Returns the type of a result that lies in HBM."""
-    sharding = jax.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P(*[None] * len(result.shape)))
-    kind = result.manual_axis_type
-    return pltpu.HBM.like(jax.core.ShapedArray(result.shape, result.dtype, sharding=sharding, manual_axis_type=kind))
+    )(*operands)

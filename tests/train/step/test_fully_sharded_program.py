@@ -124,7 +124,6 @@ def test_direct_copies_last_as_long_as_a_layer(topology):
         (window,) = operation.windows
         assert window.computation == operation.computation
         assert window.crosses == ()
-        assert window.copies == ()
         inside = [i for s in window.spans for i in module.computations[s.computation].instructions[s.first : s.stop]]
         in_layer, loops = sum("dot_general" in i.op_name for i in inside), sum(i.opcode == "while" for i in inside)
         pairs[kind, in_layer >= KERNELS_OF_A_LAYER or loops == 1] += 1
