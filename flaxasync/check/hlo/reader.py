@@ -7,6 +7,7 @@ not check what an opcode means.
 
 import dataclasses
 import re
+import sys
 
 from flaxasync.check.hlo.cursor import Cursor
 from flaxasync.check.hlo.error import HloError
@@ -70,6 +71,7 @@ class _Reader(Cursor):
         # Shapes and attributes by their text, because a program repeats few of them.
         self._shapes: dict[str, Shape] = {}
         self._attributes: dict[str, dict[str, str]] = {}  # of whole lines; nobody changes a dict after it was read
+        self._values: dict[str, str] = {}  # the values that end a line
 
     def module(self) -> HloModule:
         self.skip_blank()
@@ -171,6 +173,7 @@ class _Reader(Cursor):
         """Reads an instruction from a match of `_LINE`, which has everything up to its operands."""
         line = self.line_here()
         root, name, shape_text, opcode, operands = match.group(1, 2, 3, 7, 8)
+        name = sys.intern(name)
         shape = self._shapes.get(shape_text)
         if shape is None:
             self.at = match.start(3)
@@ -215,7 +218,7 @@ class _Reader(Cursor):
 
         The shapes repeat what the definitions say, so they are dropped.
         """
-        names: list[str] = _OPERAND.findall(text)
+        names = [sys.intern(name) for name in _OPERAND.findall(text)]  # each is also the name of an instruction
         if text.count(",") + 1 == len(names) and "(" not in text and "/*" not in text:
             return tuple(names)
         at = self.at - 1 - len(text)
@@ -262,12 +265,25 @@ class _Reader(Cursor):
             match = _ATTRIBUTE.match(self.text, self.at)
             if not match:
                 raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
-            self.at = self.end_of_value(match.end())
-            value = self.text[match.end() : self.at].strip()
+            self.at = match.end()
+            value = self.value()
             if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
                 found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
             else:
                 found[match[1]] = value
+
+    def value(self) -> str:
+        """Reads the value of an attribute. Equal values that end their lines share one str."""
+        start, end = self.at, self.text.find("\n", self.at)
+        rest = self.text[start:end] if end >= 0 else ""
+        if rest in self._values:
+            self.at = end
+            return self._values[rest]
+        self.at = self.end_of_value(start)
+        value = self.text[start : self.at].strip()
+        if self.at == end and value == rest:
+            self._values[rest] = value
+        return value
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):
