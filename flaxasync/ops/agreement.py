@@ -20,7 +20,11 @@ type Rule = Literal["all", "none", "stored"]
 
 
 class MeetingError(RuntimeError):
-    """The processes did not exchange anything; every process raises it, or none does."""
+    """The processes did not exchange anything."""
+
+
+class NoCoordinatorError(MeetingError):
+    """The processes cannot exchange anything; every process raises it, or none does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,7 @@ def exchange(topic: str, text: str, limit: float) -> list[str]:
 
     state = distributed.global_state
     if state.client is None:
-        raise MeetingError("they have no coordinator: call jax.distributed.initialize() in every process")
+        raise NoCoordinatorError("they have no coordinator: call jax.distributed.initialize() in every process")
     try:
         state.client.key_value_set(f"flaxasync/{topic}/{state.process_id}", text)
         state.client.wait_at_barrier(f"flaxasync/{topic}", int(limit * 1000))
@@ -86,8 +90,11 @@ def agree(own: Evidence, machine: Mapping[str, Any]) -> tuple[Evidence, str]:
     try:
         texts = exchange(f"kernels of {machine['chip']}", json.dumps(said), LIMIT)
     except MeetingError as error:
-        lack = "no kernel is trusted" if own.rule == "stored" else "each follows its own FLAXASYNC_VERIFIED"
-        return Evidence(own.rule), f"the processes did not agree on the kernels to trust, and {lack}: {error}"
+        # What another process set is not known. Without a coordinator the variable is the only way to trust a kernel.
+        follows = isinstance(error, NoCoordinatorError) and own.rule != "stored"
+        lack = "each follows its own FLAXASYNC_VERIFIED" if follows else "no kernel is trusted"
+        rule = own.rule if follows else "none"
+        return Evidence(rule), f"the processes did not agree on the kernels to trust, and {lack}: {error}"
     return combine([json.loads(text) for text in texts])
 
 
