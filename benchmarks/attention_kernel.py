@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.table import print_table, write_between_markers
 from flaxasync.check.player import play_dump
-from flaxasync.check.player.transfer_engine import UNKNOWN_SCALARS
+from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.hardware import chip
 
 CHIPS = ("v5e", "v6e", "v5p")

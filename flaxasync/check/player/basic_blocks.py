@@ -17,10 +17,10 @@ from typing import Any
 
 from flaxasync.check.player import matrix_unit
 from flaxasync.check.player import scalar_operations as scalar
-from flaxasync.check.player.addresses import Addresses
 from flaxasync.check.player.bundle_text import MARK_LIMIT, MARK_START, Operation, Program
 from flaxasync.check.player.chips import PlayedChip
 from flaxasync.check.player.errors import UnknownOperationError
+from flaxasync.check.player.memory import Addresses
 
 _EXTERNAL_UNITS = ("dma", "vwait", "vsyncadd", "vsyncset", "vsyncpa", "vsyncmov", "shalt", "inlined_call")
 _SPARSE_CORE = "sparse_core"

@@ -1,4 +1,4 @@
-"""The chip table of the player: what each number means, and where it comes from.
+"""The chips that the player models: the timing of one chip, and the grid that links the chips of a topology.
 
 Peak rates, bandwidths and clocks are those of `flaxasync.hardware`, which takes them from data sheets and from the
 compiler. This table adds the timing of the matrix units, and the efficiencies of memory and links. Only v5e was
@@ -19,33 +19,48 @@ The study is the published 2x2 matmul study on v5e, with which docs/player.md co
 """
 
 import dataclasses
+import functools
+import math
+import re
 from collections.abc import Mapping
+from typing import Any
 
-from flaxasync import hardware as data_sheets
-from flaxasync.check.player.errors import PlayerError
+from flaxasync.check.player.errors import MeshMismatchError, PlayerError
+from flaxasync.hardware import CHIPS, Chip
+
+DEVICES_PER_CHIP = {"tpu7x": 2}  # one for every other chip
+_TOPOLOGY = re.compile(r"([a-z0-9]+):(\d+)x(\d+)(?:x(\d+))?")
+_V5E_ERROR = (
+    "1 % on the totals and phases of the published 2x2 study (docs/player.md), two phases of which calibrate HBM and "
+    "links; small programs, where latencies rule, were not compared"
+)
+_ASSUMED = "none of our own on {0}: the constants of {0} are assumed, see docs/player.md"
+
+Coords = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlayedChip:
-    """A chip as the player models it. Cycles are those of its clock."""
+    """A chip as the player models it. Cycles are those of its clock. The defaults are the constants of v5e."""
 
-    name: str
-    sheet: data_sheets.Chip
+    sheet: Chip
+    known_error: str  # how far simulated times were from a measurement, if one is known
     occupancy: Mapping[str, int]  # cycles for which one vmatmul occupies its unit, by type; "" is every one but bf16
     push: int  # cycles for which one weight push occupies the port of its unit
     latency: int  # cycles from a vmatmul to its first result
     results: Mapping[str, int]  # the number of pops for one vmatmul, by type
     link_efficiency: float = 1.0  # the share of the data sheet's bandwidth that transfers reach on links,
     hbm_efficiency: float = 0.801  # and in HBM
-    local_latency: float = (
-        0.45e-6  # seconds from the last byte of a transfer within a chip until its semaphore is raised
-    )
+    local_latency: float = 0.45e-6  # seconds from the last byte of a transfer within a chip until its semaphore rises
     remote_latency: float = 1e-6  # the same of a transfer between chips
     sync_latency: float = 1e-6  # seconds that a semaphore signal takes to another chip
     link_latency: float = 0.0  # seconds that each link of a route after the first adds to either of these two
     branch_delay: int = 4  # the number of bundles after a branch that are still issued
     hbm_unit: int = 32  # bytes of the unit in which HBM addresses are counted
-    known_error: str = ""  # how far simulated times were from a measurement, if one is known
+
+    @property
+    def name(self) -> str:
+        return self.sheet.name
 
     @property
     def clock(self) -> float:
@@ -77,38 +92,18 @@ class PlayedChip:
         return cycles / self.clock
 
 
-_V5E_ERROR = (
-    "1 % on the totals and phases of the published 2x2 study (docs/player.md), two phases of which calibrate HBM and "
-    "links; small programs, where latencies rule, were not compared"
-)
-_ASSUMED = "none of our own on {0}: the constants of {0} are assumed, see docs/player.md"
+def _chip(name: str, known_error: str = _ASSUMED, **constants: Any) -> PlayedChip:
+    return PlayedChip(sheet=CHIPS[name], known_error=known_error.format(name), **constants)
 
 
-def _assumed(
-    name: str,
-    occupancy: Mapping[str, int],
-    push: int,
-    latency: int,
-    results: Mapping[str, int],
-    *,
-    branch_delay: int = 4,
-) -> PlayedChip:
-    """Returns a chip whose other constants are taken to be those of v5e; those of links are taken from its sheet."""
-    return PlayedChip(
-        name, data_sheets.CHIPS[name], occupancy, push, latency, results,
-        branch_delay=branch_delay, known_error=_ASSUMED.format(name),
-    )  # fmt: skip
-
-
+_UNITS_OF_128 = {"occupancy": {"bf16": 16, "": 8}, "push": 4, "latency": 100, "results": {"bf16": 2, "": 1}}
+_UNITS_OF_256 = {"occupancy": {"bf16": 8, "": 16}, "push": 2, "latency": 160}
 PLAYED_CHIPS = {
-    "v5e": PlayedChip(
-        "v5e", data_sheets.CHIPS["v5e"], {"bf16": 16, "": 8}, 4, 100, {"bf16": 2, "": 1}, 1.0367, hbm_unit=512,
-        known_error=_V5E_ERROR,
-    ),
-    "v6e": _assumed("v6e", {"bf16": 8, "": 16}, 2, 160, {"bf16": 4, "": 2}),
-    "v5p": _assumed("v5p", {"bf16": 16, "": 8}, 4, 100, {"bf16": 2, "": 1}),
-    "tpu7x": _assumed("tpu7x", {"bf16": 8, "": 16}, 2, 160, {"bf16": 2, "": 1}, branch_delay=1),
-}  # fmt: skip
+    "v5e": _chip("v5e", _V5E_ERROR, **_UNITS_OF_128, link_efficiency=1.0367, hbm_unit=512),
+    "v6e": _chip("v6e", **_UNITS_OF_256, results={"bf16": 4, "": 2}),
+    "v5p": _chip("v5p", **_UNITS_OF_128),
+    "tpu7x": _chip("tpu7x", **_UNITS_OF_256, results={"bf16": 2, "": 1}, branch_delay=1),
+}
 
 
 def played_chip(topology: str) -> PlayedChip:
@@ -117,7 +112,71 @@ def played_chip(topology: str) -> PlayedChip:
     Raises:
       PlayerError: The player does not know the chip.
     """
-    name = str(topology).partition(":")[0]
+    name = topology.partition(":")[0]
     if name not in PLAYED_CHIPS:
         raise PlayerError(f"topology must be of one of {', '.join(PLAYED_CHIPS)}, like 'v5e:2x2': got {topology!r}")
     return PLAYED_CHIPS[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipGrid:
+    """The chips of a topology. They are numbered with the first coordinate running fastest, as libtpu numbers them."""
+
+    name: str
+    shape: Coords  # the number of chips in each of three dimensions
+    cores: int  # the number of devices of one chip
+    wraps: tuple[bool, ...]  # whether each dimension closes into a ring
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.shape) * self.cores
+
+    def chip_id(self, coords: Coords) -> int:
+        x, y, z = coords
+        return x + self.shape[0] * (y + self.shape[1] * z)
+
+    def coords(self, chip_id: int) -> Coords:
+        x, rest = chip_id % self.shape[0], chip_id // self.shape[0]
+        return (x, rest % self.shape[1], rest // self.shape[1])
+
+    @functools.cache  # noqa: B019, there is one grid in a simulation
+    def route(self, source: Coords, target: Coords) -> tuple[tuple[str, Coords, Coords], ...]:
+        """Returns the directed links from one chip to another: along x, then y, then z, in the shorter direction."""
+        path, here = [], list(source)
+        for axis, size in enumerate(self.shape):
+            while here[axis] != target[axis]:
+                step = 1 if target[axis] > here[axis] else -1
+                if self.wraps[axis] and abs(target[axis] - here[axis]) > size / 2:
+                    step = -step
+                before = tuple(here)
+                here[axis] = (here[axis] + step) % size  # the modulus changes nothing where the dimension does not wrap
+                path.append(("link", before, tuple(here)))
+        return tuple(path)
+
+
+def chip_grid(name: str) -> ChipGrid:
+    """Reads a topology's name: "v5e:2x4", "v5p:2x2x2"."""
+    match = _TOPOLOGY.fullmatch(name)
+    if match is None and "*" in name:
+        raise PlayerError(f"the player simulates one slice: got {name!r}; compile for {name.partition('*')[0]!r}")
+    if match is None or match[1] not in CHIPS:
+        raise PlayerError(f"topology must be a chip and its grid, like 'v5e:2x4' or 'v5p:2x2x2': got {name!r}")
+    shape = tuple(int(n or 1) for n in match.groups()[1:])
+    return ChipGrid(name, shape, DEVICES_PER_CHIP.get(match[1], 1), CHIPS[match[1]].wraps(shape))
+
+
+def coords_of_partitions(grid: ChipGrid, devices: int, coords: tuple[Coords, ...]) -> tuple[Coords, ...]:
+    """Returns the chip of each partition, as three coordinates: that in `coords`, or if it is empty, of its number."""
+    if devices != grid.devices:
+        raise MeshMismatchError(
+            f"the program was compiled for {devices} devices, but {grid.name} has {grid.devices}: "
+            "name the topology that it was compiled for"
+        )
+    in_order = tuple(grid.coords(n // grid.cores) for n in range(devices))
+    full = tuple((*c, 0, 0)[:3] for c in coords) or in_order
+    if sorted(full) != sorted(in_order):
+        raise MeshMismatchError(
+            f"the order of the mesh must name each chip of {grid.name} {grid.cores} time(s), within {grid.shape}: "
+            f"got {full}"
+        )
+    return full

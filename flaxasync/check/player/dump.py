@@ -12,13 +12,13 @@ import re
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.player.bundle_text import Program, read_program
-from flaxasync.check.player.constants import integer_elements, words
+from flaxasync.check.player.collectives import SYNCHRONOUS
 from flaxasync.check.player.errors import DumpError
+from flaxasync.check.player.memory import integer_elements, words
 
 TESTED_LIBTPU = ("0.0.51", "0.0.52")
 TOP = "TLP"  # the name of the top level program, which is the compiled entry computation
 NOTE = "player.json"
-SYNCHRONOUS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-broadcast")
 
 _SET_UP = "<late-"  # the beginning of the names of the runtime's set-up and tear-down, which are not simulated
 _BUNDLES = re.compile(r"\d+-(.+)-(\d\d)-final_bundles\.txt")

@@ -27,9 +27,9 @@ from flaxasync.check.estimate.costs import KernelTime
 from flaxasync.check.hlo.async_operations import async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE
-from flaxasync.check.player.constants import integer_elements
 from flaxasync.check.player.errors import PlayerError
-from flaxasync.check.player.transfer_engine import UNKNOWN_SCALARS
+from flaxasync.check.player.memory import integer_elements
+from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 
 if TYPE_CHECKING:
     from flaxasync.check.compile.program import CompiledProgram

@@ -4,9 +4,10 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from flaxasync.check.player import matrix_unit
-from flaxasync.check.player.addresses import LATE, Addresses
 from flaxasync.check.player.basic_blocks import Code, ExternalOperation
+from flaxasync.check.player.chips import Coords
 from flaxasync.check.player.errors import PlayerError
+from flaxasync.check.player.memory import LATE, Addresses
 from flaxasync.check.player.recorder import Recorder
 
 MAX_BLOCKS = 20_000_000  # basic blocks that a device may run: far more than any program has
@@ -31,17 +32,28 @@ class Frame(NamedTuple):
 class Machine:
     """The state of one device. Times are in cycles."""
 
-    def __init__(self, device: int, coords: tuple[int, ...], addresses: Addresses, code: Code, recorder: Recorder):
+    def __init__(
+        self,
+        device: int,
+        coords: Coords,
+        addresses: Addresses,
+        code: Code,
+        first: int,
+        parameters: dict[int, int],
+        scalars: dict[str, int],
+        recorder: Recorder,
+    ):
+        """Makes a device that has not begun to execute `code` from its bundle `first`."""
         self.device, self.coords = device, coords
         self.recorder = recorder
         self.now = 0.0  # the time of the core
         self.semaphores: Counter[int] = Counter()  # by number
-        self.code, self.position = code, 0  # the program that runs, and its next bundle
+        self.code, self.position = code, first  # the program that runs, and its next bundle
         self.stack: list[Frame] = []  # the callers
         self.finished = False
         self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
-        self.parameters: dict[int, int] = {}  # the address of each parameter of the program
-        self.scalars: dict[str, int] = {}  # what the runtime leaves in scalar memory, by the compiler's words for it
+        self.parameters = parameters  # the address of each parameter of the program
+        self.scalars = scalars  # what the runtime leaves in scalar memory, by the compiler's words for it
         # What the functions of basic blocks read and write.
         self.registers = [0] * 64
         self.predicates = [False] * 32

@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from flaxasync.check.player.chip_grid import chip_grid, coords_of_partitions
-from flaxasync.check.player.chips import PlayedChip, played_chip
+from flaxasync.check.player.chips import PlayedChip, chip_grid, coords_of_partitions, played_chip
 from flaxasync.check.player.dump import TESTED_LIBTPU, Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError
 from flaxasync.check.player.result import Result
@@ -92,8 +91,8 @@ def play_dump(
         raise MeshMismatchError(
             f"{folder} was compiled for {dump.note.topology}, not for {topology}: compile again, or leave it out"
         )
-    grid = chip_grid(named)
     chip = chip or played_chip(named)
+    grid = chip_grid(named)
     order = tuple(tuple(c) for c in coords) if coords is not None else dump.note.coords
     notes = []
     if not order and dump.devices > 1:

@@ -1,4 +1,7 @@
-"""The semaphores of all devices: which device waits for which value, and what it learns when the wait ends."""
+"""Semaphores: which device waits for which value, what it learns when the wait ends, and the errors of wrong protocols.
+
+The messages name the semaphores, the locations in the dump, and the lines of the Python source.
+"""
 
 import dataclasses
 import functools
@@ -6,11 +9,13 @@ import operator
 from collections.abc import Callable
 
 from flaxasync.check.player.basic_blocks import ExternalOperation
+from flaxasync.check.player.errors import DeadlockError, LeftoverSemaphoreError
 from flaxasync.check.player.machine import Machine
 from flaxasync.check.player.scalar_operations import signed
-from flaxasync.check.player.state import State
-from flaxasync.check.player.vector_clocks import Progress
+from flaxasync.check.player.state import Progress, State
 
+SEMAPHORE_MASK = 0x1FFF  # the bits of an operand that hold the number of a semaphore
+_SHOWN = 16  # leftover semaphores that a message lists
 # The comparisons of a wait, and how a message says what is needed.
 _COMPARISONS = {
     "ge": (operator.ge, "at least"),
@@ -35,16 +40,12 @@ class Wait:
         """Says whether a value of the semaphore ends the wait."""
         return _COMPARISONS[self.comparison][0](value, self.needed)
 
-    @property
-    def needed_in_words(self) -> str:
-        return f"to be {_COMPARISONS[self.comparison][1]} {self.needed}"
-
 
 class Semaphores:
     """Raises semaphores, and lets devices wait for them. `resume` lets a device go on after a wait."""
 
     def __init__(self, state: State, resume: Callable[[Machine], None]):
-        self.waits: list[Wait | None] = [None] * len(state.machines)  # None for a device that waits for no semaphore
+        self._waits: list[Wait | None] = [None] * len(state.machines)  # None for a device that waits for no semaphore
         self._state, self._resume = state, resume
         self._messages: list[dict[int, Progress]] = [{} for _ in state.machines]  # what each semaphore has carried
 
@@ -59,10 +60,10 @@ class Semaphores:
         if message is not None and amount > 0:
             carried = self._messages[machine.device].get(semaphore, message)
             self._messages[machine.device][semaphore] = list(map(max, carried, message))
-        wait = self.waits[machine.device]
+        wait = self._waits[machine.device]
         if wait is None or wait.semaphore != semaphore or not wait.is_over(value):
             return
-        self.waits[machine.device] = None
+        self._waits[machine.device] = None
         name = wait.operation.operation.comment or wait.operation.operation.name
         machine.recorder.wait(machine.now, now, name, cause)
         machine.wait_until(now)
@@ -77,9 +78,60 @@ class Semaphores:
         if wait.is_over(machine.semaphores[wait.semaphore]):
             self._learn(machine, wait.semaphore)
             return True
-        self.waits[machine.device] = wait
+        self._waits[machine.device] = wait
         return False
+
+    def end_scope(self, machine: Machine, semaphore: int) -> None:
+        """Raises LeftoverSemaphoreError for a semaphore that is not zero at the end of its kernel."""
+        if value := machine.semaphores[semaphore]:
+            raise LeftoverSemaphoreError(
+                f"device {machine.device}: {self._named(semaphore)} is {value} at the end of its life in "
+                f"{machine.kernel}, {machine.location()}: a transfer or signal was not waited "
+                f"for{self._state.made_at(machine)}"
+            )
+
+    def end_program(self) -> None:
+        """Raises LeftoverSemaphoreError for semaphores that are not zero at the end of the program."""
+        left = [
+            f"device {m.device}: {self._named(number)} is {value}"
+            for m in self._state.machines
+            for number, value in sorted(m.semaphores.items())
+            if value
+        ]
+        if left:
+            listed = "\n  ".join(left[:_SHOWN])
+            raise LeftoverSemaphoreError(f"semaphores are not zero at the end of the program:\n  {listed}")
+
+    def deadlock(self) -> DeadlockError:
+        """Returns the error for devices that wait although no event is left that could end their waits."""
+        machines = self._state.machines
+        lines = [self._blocked(m) for m in machines if not m.finished]
+        finished = ", ".join(str(m.device) for m in machines if m.finished)
+        done = f"; devices {finished} ran to the end" if finished else ""
+        return DeadlockError("deadlock:\n  " + "\n  ".join(lines) + done)
 
     def _learn(self, machine: Machine, semaphore: int) -> None:
         if (message := self._messages[machine.device].get(semaphore)) is not None:
             self._state.clocks.learn(machine.device, message)
+
+    def _blocked(self, machine: Machine) -> str:
+        """Says where a device waits forever, and for what."""
+        source = self._state.dump.source(machine.phase)
+        made_at = f", made at {source}" if source else ""
+        waits = f"device {machine.device} waits in {machine.phase} for"
+        wait = self._waits[machine.device]
+        if wait is None:  # in a collective that is timed by the ring model
+            return f"{waits} the other devices of its group; {machine.location()}{made_at}"
+        comment, value = wait.operation.operation.comment, machine.semaphores[wait.semaphore]
+        needed = f"to be {_COMPARISONS[wait.comparison][1]} {wait.needed}" + (f" ({comment})" if comment else "")
+        where = machine.location(wait.operation.index)
+        return f"{waits} {self._named(wait.semaphore)} {needed}, which is {value}; {where}{made_at}"
+
+    def _named(self, number: int) -> str:
+        """Returns a name for a semaphore that says what it is for."""
+        addresses = self._state.addresses
+        buffer = addresses.at("sflag", number)
+        if buffer is not None:
+            index = f"[{number - buffer.address}]" if buffer.size > 1 else ""
+            return f"semaphore {number}{index}, {buffer.label},"
+        return f"semaphore {number}, {addresses.fixed.get(('sflag', number), 'unnamed')},"

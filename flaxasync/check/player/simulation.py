@@ -9,19 +9,23 @@ import functools
 import math
 import re
 
-from flaxasync.check.player import diagnostics
 from flaxasync.check.player.basic_blocks import ExternalOperation
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
-from flaxasync.check.player.collective_tables import can_be_simulated
-from flaxasync.check.player.errors import UnknownOperationError
+from flaxasync.check.player.collectives import ModelledCollective, can_be_simulated, modelled_collective
+from flaxasync.check.player.errors import (
+    HaltError,
+    LeftoverSemaphoreError,
+    OutOfBoundsError,
+    ProtocolError,
+    UnknownOperationError,
+)
 from flaxasync.check.player.machine import Machine
-from flaxasync.check.player.ring_model import ModelledCollective, modelled_collective
 from flaxasync.check.player.scalar_operations import signed
-from flaxasync.check.player.semaphores import Semaphores
+from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
 from flaxasync.check.player.state import State
-from flaxasync.check.player.transfer_engine import TransferEngine
-from flaxasync.check.player.transfers import CHIP_MASK, CHIP_SHIFT, CORE_BIT_OF_SIGNAL, SEMAPHORE_MASK
+from flaxasync.check.player.transfers import CHIP_MASK, TransferEngine
 
+_CHIP_SHIFT, _CORE_BIT = 17, 14  # where the operand of a remote signal names the chip, and the core on it
 _CALLED = re.compile(r"%(\S+) = ")  # the name of the HLO instruction, in the comment of a call
 
 
@@ -48,9 +52,8 @@ class Simulation:
             network.advance(now)
             answer()
         if any(not m.finished for m in state.machines):
-            raise diagnostics.deadlock(state, self._semaphores.waits)
-        if (left := diagnostics.left_at_the_end(state)) is not None:
-            raise left
+            raise self._semaphores.deadlock()
+        self._semaphores.end_program()
 
     # The devices.
 
@@ -95,8 +98,8 @@ class Simulation:
         elif name == "vsyncadd.remote":
             self._signal(machine, values)
         elif unit == "vsyncpa":  # the life of a semaphore begins, or ends
-            if values[1] and machine.semaphores[values[0]]:
-                raise diagnostics.left_in_scope(self._state, machine, values[0])
+            if values[1]:
+                self._semaphores.end_scope(machine, values[0])
             machine.semaphores[values[0]] = 0
         elif name == "vsyncmov":
             machine.semaphore_values.append(machine.semaphores[values[0]] & 0xFFFFFFFF)
@@ -104,7 +107,7 @@ class Simulation:
             machine.semaphores[values[0]] = signed(values[1])
         elif unit == "shalt":
             if "Megacore" not in external.operation.comment:
-                raise diagnostics.halted(self._state, machine, external)
+                raise self._halted(machine, external)
             self._state.notes["the two cores of a chip are taken to keep step: core 0 is simulated"] += 1
         elif unit == "inlined_call":
             return self._call(machine, external, values)
@@ -128,7 +131,7 @@ class Simulation:
     def _signal(self, machine: Machine, values: tuple) -> None:
         """Signals a semaphore of a device, which may be another one."""
         state = self._state
-        chip, core = (values[0] >> CHIP_SHIFT) & CHIP_MASK, values[0] >> CORE_BIT_OF_SIGNAL & 1
+        chip, core = (values[0] >> _CHIP_SHIFT) & CHIP_MASK, values[0] >> _CORE_BIT & 1
         target = state.addressed(chip, core, machine)
         semaphore, amount = values[0] & SEMAPHORE_MASK, signed(values[1])
         message = state.clocks.known_to(machine.device)
@@ -136,6 +139,18 @@ class Simulation:
         delay = state.chip.cycles(state.chip.route_latency(links, signal=True)) if target is not machine else 0.0
         now = machine.now + delay
         state.queue.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, "sync", message))
+
+    def _halted(self, machine: Machine, external: ExternalOperation) -> ProtocolError:
+        """Returns the error for one of the program's own checks that failed."""
+        comment = external.operation.comment
+        first = comment.splitlines()[0] if comment else "no reason given"
+        where = f"device {machine.device} in {machine.phase}, {machine.location(external.index)}"
+        made_at = self._state.made_at(machine)
+        if "BoundsCheck" in comment:
+            return OutOfBoundsError(f"{where}: the program's own bounds check stops a transfer ({first}){made_at}")
+        if "nonzero value" in comment:
+            return LeftoverSemaphoreError(f"{where}: {first}{made_at}")
+        return HaltError(f"{where}: the program halts: {first}{made_at}")
 
     # Calls and collectives.
 

@@ -1,21 +1,27 @@
-"""What the parts of a simulation share: the program, the chips, the devices, and what happens next."""
+"""What the parts of a simulation share: the program, the devices, what they know of each other, and what happens next.
+
+A simulation begins where the program begins on a TPU, after the host has prepared its parameters, its outputs and the
+device assignment, and after a preamble that checks that all devices were launched together.
+"""
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 
 from flaxasync.check.estimate.timeline import Slice
-from flaxasync.check.player.addresses import Addresses
 from flaxasync.check.player.basic_blocks import Code
-from flaxasync.check.player.chip_grid import ChipGrid, Coords
-from flaxasync.check.player.chips import PlayedChip
+from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
+from flaxasync.check.player.chips import ChipGrid, Coords, PlayedChip
 from flaxasync.check.player.dump import Dump
 from flaxasync.check.player.errors import PlayerError
-from flaxasync.check.player.launch import first_bundle, prepare_memory
 from flaxasync.check.player.machine import Machine
+from flaxasync.check.player.memory import Addresses, Buffer, padded_bytes
 from flaxasync.check.player.recorder import Recorder
-from flaxasync.check.player.vector_clocks import VectorClocks
+
+_PROFILE_COUNTERS = 0x180000  # an address beyond all scalar memory that a program uses
+
+type Progress = list[int]  # for each device, the number of instructions that it is known to have entered
 
 
 class EventQueue:
@@ -44,6 +50,48 @@ class EventQueue:
         return time, answer
 
 
+class VectorClocks:
+    """What each device knows about the progress of the others.
+
+    The progress of a device is the number of instructions that it has entered. Signals and transfers carry what their
+    sender knows. A kernel that writes into another device must know that the other one has entered the same kernel. If
+    it does not, the write is a race, even if the timing of this simulation happens to be harmless. Devices that take
+    different branches of a program have entered different numbers of instructions when they are in the same one.
+    """
+
+    def __init__(self, devices: int):
+        self._known: list[Progress] = [[0] * devices for _ in range(devices)]
+        self._entered: list[dict[str, list[int]]] = [defaultdict(list) for _ in range(devices)]
+
+    def enter(self, device: int, instruction: str) -> None:
+        """Counts that a device enters its next instruction."""
+        self._known[device][device] += 1
+        self._entered[device][instruction].append(self._known[device][device])
+
+    def known_to(self, device: int) -> Progress:
+        """Returns what a device knows at this moment, for a message to carry."""
+        return list(self._known[device])
+
+    def learn(self, device: int, message: Progress) -> None:
+        """Adds to what a device knows the message that it received."""
+        known = self._known[device]
+        known[:] = map(max, known, message)
+
+    def synchronize(self, devices: Sequence[int]) -> None:
+        """Lets each of some devices know what any of them knows, because they have met in a collective."""
+        everything = [max(values) for values in zip(*(self._known[d] for d in devices), strict=True)]
+        for device in devices:
+            self._known[device] = list(everything)
+
+    def knows_to_have_entered(self, device: int, other: int, instruction: str) -> bool:
+        """Says whether a device knows that another one has entered the instruction that it is in itself.
+
+        Where the device has entered it several times, the other one must have entered it as often.
+        """
+        times, others = len(self._entered[device][instruction]), self._entered[other][instruction]
+        return len(others) >= times and self._known[device][other] >= others[times - 1]
+
+
 class State:
     """The state of a simulation of a program on a grid of chips, whose partitions are on the chips `coords`."""
 
@@ -58,15 +106,19 @@ class State:
         cores = [coords[:device].count(chip) for device, chip in enumerate(coords)]
         # The number of each partition's chip (and core), as programs address it.
         self.chips = [grid.chip_id(chip) * grid.cores + core for chip, core in zip(coords, cores, strict=True)]
-        self.prepared = prepare_memory(dump, self.addresses, self.chips)
+        self.tables: dict[Buffer, list[int]] = {}  # the words of the buffers that the runtime has filled
+        parameters, pointers = self._prepare_memory()
         self.slices: list[Slice] = []  # of all devices, in the order in which they ended
+        self.machines: list[Machine] = []
         top = self.codes[dump.top.name]
-        self.machines = []
+        first = first_bundle(top)
         for device, number in enumerate(self.chips):
-            machine = Machine(device, coords[device], self.addresses, top, Recorder(device, chip, self.slices))
-            machine.position, machine.parameters = first_bundle(top), self.prepared.parameters
-            machine.scalars = self.prepared.scalars(device, *divmod(number, grid.cores))
-            self.machines.append(machine)
+            recorder = Recorder(device, chip, self.slices)
+            chip_id, core = divmod(number, grid.cores)
+            scalars = {"chip ID": chip_id, "core index": core, "partition id": device} | pointers
+            self.machines.append(
+                Machine(device, coords[device], self.addresses, top, first, parameters, scalars, recorder)
+            )
         self.clocks = VectorClocks(len(coords))
         self.queue = EventQueue()  # of all that happens next, except the ends of transfers
         self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
@@ -81,3 +133,56 @@ class State:
                 "name the topology that the program was compiled for"
             )
         return self._by_number[number]
+
+    def made_at(self, machine: Machine) -> str:
+        """Returns the end of a message, with the line of Python that made the instruction which a device is in."""
+        source = self.dump.source(machine.phase)
+        return f"; the operation was made at {source}" if source else ""
+
+    def _prepare_memory(self) -> tuple[dict[int, int], dict[str, int]]:
+        """Gives addresses to what the host prepares, which are the same on every device.
+
+        Returns:
+          The address of each parameter of the program; and the scalars that the runtime leaves in scalar memory, by the
+          compiler's words for them.
+        """
+
+        def new(size: int, label: str) -> Buffer:
+            return self.addresses.new("hbm", size, label)
+
+        instructions = self.dump.module.entry.instructions
+        parameters = {
+            i.parameter_number: new(padded_bytes(i.shape), f"parameter {i.parameter_number} ({i.name})").address
+            for i in instructions
+            if i.parameter_number is not None
+        }
+        root = next(i for i in instructions if i.is_root)
+        names = root.operands if root.opcode == "tuple" else ()
+        shapes = [self.dump.instructions[name].shape for name in names] or [root.shape]
+        outputs = [new(padded_bytes(shape), f"output {n}").address for n, shape in enumerate(shapes)]
+        assignment = new(4 * len(self.chips), "the device assignment")
+        table = new(4 * len(outputs), "the table of outputs")
+        self.tables = {assignment: self.chips, table: outputs}
+        # Nothing was fetched before the program began.
+        scalars = dict.fromkeys(("replica id", "launch", "hbm offset", "spec success"), 0) | {
+            "device assignment ptr": assignment.address,
+            "output ptr": table.address if len(outputs) > 1 else outputs[0],
+            "registry": _PROFILE_COUNTERS,
+        }
+        return parameters, scalars
+
+
+def first_bundle(code: Code) -> int:
+    """Returns the bundle at which the program begins, after the last branch of the preamble."""
+    first = 0
+    for index, bundle in enumerate(code.program.bundles):
+        for operation in bundle:
+            if operation.unit == "sbr":
+                first = index + code.chip.branch_delay + 1
+            mark = int(operation.operands[0]) if operation.unit == "vtrace" and operation.operands[0].isdigit() else 0
+            begins_instruction = MARK_START <= mark < MARK_END and (mark & MARK_RUN) != MARK_RUN
+            if begins_instruction or operation.unit == "scalar_parameter_address":
+                return first
+    raise PlayerError(
+        f"{code.program.path.name} has no instruction of a program: the dump was cut, or is of another version"
+    )

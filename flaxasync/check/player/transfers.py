@@ -1,4 +1,4 @@
-"""Decodes DMA operations: the source and the destination of a transfer, and the semaphores that it raises.
+"""Transfers: decodes a DMA operation, checks the memory that it uses, and moves its bytes over HBM and links.
 
 | operation | operands |
 |---|---|
@@ -8,20 +8,33 @@
 The override of a dma.general names the chip of the destination, and its comment names the memory spaces. A transfer
 raises its semaphores by its number of granules, or by one if a bit in the number of the source semaphore says so.
 libtpu 0.0.52 sets this bit in XLA's permutes and waits for one, where libtpu 0.0.51 waits for the granules.
+
+A transfer may not leave the buffer in which it begins. While it is under way, no other transfer may write what it
+reads, or read or write what it writes. Loads and stores of the vector unit are not checked, and neither are the
+addresses of strided transfers.
 """
 
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Sequence
 
-from flaxasync.check.player.addresses import FIRST_HBM_GRANULE
+from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.shapes import VMEM
+from flaxasync.check.player.basic_blocks import ExternalOperation
 from flaxasync.check.player.bundle_text import Operation
-from flaxasync.check.player.errors import UnknownOperationError
+from flaxasync.check.player.collectives import refusal, table_of
+from flaxasync.check.player.errors import OutOfBoundsError, RaceError, UnknownOperationError
+from flaxasync.check.player.machine import Machine
+from flaxasync.check.player.memory import FIRST_HBM_GRANULE, GRANULE, Addresses, Buffer
+from flaxasync.check.player.network import Flow, Network
+from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
+from flaxasync.check.player.state import State
 
-SEMAPHORE_MASK = 0x1FFF  # the bits of an operand that hold the number of a semaphore
-CHIP_SHIFT, CHIP_MASK = 17, 0x3FFF  # the bits of a chip's number in the operand of a remote signal
-CORE_BIT_OF_SIGNAL = 14  # the bit of the semaphore operand that names the core of the chip
-
-_CORE_BIT_OF_TRANSFER = 13
+UNKNOWN_SCALARS = "scalars read from"
+"""How the note of a kernel begins that reads scalars whose values the dump does not say."""
+CHIP_MASK = 0x3FFF  # the bits of an override, or of the operand of a remote signal, that hold the number of a chip
+_CORE_BIT = 13  # the bit of the destination semaphore that names the core of the chip
 _REMOTE = 0x4000  # the bit of the override that is set if the destination is on another chip
 _COUNTED_ONCE = 0x10000  # the bit of the source semaphore that is set if both ends are raised by one
 _SPACES = re.compile(r"(hbm|vmem|smem)[-_]to[-_](hbm|vmem|smem)")
@@ -53,19 +66,15 @@ def read_transfer(operation: Operation, values: tuple, location: str, phase: str
         return None
     general = operation.name == "dma.general"
     match = _SPACES.search(operation.comment if general else operation.name)
-    if match:
-        source, target = match[1], match[2]
-    elif general and None not in values[:3]:
-        source, target = _space(values[0]), _space(values[2])
-    else:
+    if not match and not general:
         raise UnknownOperationError(f"{phase}: transfer {operation.name!r} is unknown to the player; at {location}")
-    if None in values[:4] or (general and None in values[4:7]):
+    if None in values[: 7 if general else 4]:
         raise UnknownOperationError(
             f"{phase}: the operands of {operation.name} cannot be read: {operation.operands}; at {location}"
         )
     transfer = Transfer(
-        source=source,
-        target=target,
+        source=match[1] if match else _space(values[0]),
+        target=match[2] if match else _space(values[2]),
         source_address=values[0],
         target_address=values[2],
         granules=values[1],
@@ -78,7 +87,7 @@ def read_transfer(operation: Operation, values: tuple, location: str, phase: str
     )
     if general:
         sent, strides, override = values[4:7]
-        transfer.core = values[3] >> _CORE_BIT_OF_TRANSFER & 1
+        transfer.core = values[3] >> _CORE_BIT & 1
         transfer.strided = strides > 0  # the address of their descriptor, which is null for a plain transfer
         if override & _REMOTE:
             transfer.chip, transfer.sent = override & CHIP_MASK, sent & SEMAPHORE_MASK
@@ -90,3 +99,159 @@ def read_transfer(operation: Operation, values: tuple, location: str, phase: str
 def _space(address: int) -> str:
     """Infers the memory space of an address, which the text does not name."""
     return "hbm" if address >= FIRST_HBM_GRANULE else "vmem"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Claim:
+    """A range of one device's memory that a transfer under way is using, from granule `first` up to granule `stop`."""
+
+    device: int
+    space: str
+    first: int
+    stop: int
+    does: str  # "reads" or "writes"
+    transfer: Transfer
+
+
+class MemoryClaims:
+    """All memory that transfers are using at the current time."""
+
+    def __init__(self, addresses: Addresses):
+        self._addresses = addresses
+        self._active: dict[tuple[int, str], list[Claim]] = {}
+
+    def claim(self, transfer: Transfer, source: int, target: int) -> list[Claim]:
+        """Claims the memory of a transfer from device `source` to device `target`, after a check of both rules."""
+        size = transfer.granules
+        read, write = transfer.source_address, transfer.target_address
+        both = (
+            Claim(source, transfer.source, read, read + size, "reads", transfer),
+            Claim(target, transfer.target, write, write + size, "writes", transfer),
+        )
+        claims = [claim for claim in both if claim.space != "smem" and size > 0]
+        for claim in claims:
+            self._check_bounds(claim)
+        if transfer.strided:
+            return []
+        for claim in claims:
+            self._check_races(claim)
+        for claim in claims:
+            self._active.setdefault((claim.device, claim.space), []).append(claim)
+        return claims
+
+    def release(self, claims: list[Claim]) -> None:
+        """Removes the claims of a transfer that has ended."""
+        for claim in claims:
+            self._active[claim.device, claim.space].remove(claim)
+
+    def _check_bounds(self, claim: Claim) -> None:
+        transfer = claim.transfer
+        buffer = self._addresses.at_granule(claim.space, claim.first)
+        over = claim.stop - self._addresses.granules(buffer)[1] if buffer else 0
+        if buffer is None or (over > 0 and not transfer.strided):
+            past = f"{over * GRANULE} bytes past the end of {buffer.label}" if buffer else "outside every buffer"
+            raise OutOfBoundsError(
+                f"{transfer.phase}: {transfer.name} of {transfer.granules * GRANULE} bytes on device {claim.device} "
+                f"{claim.does} {past}; at {transfer.location}"
+            )
+
+    def _check_races(self, claim: Claim) -> None:
+        for other in self._active.get((claim.device, claim.space), ()):
+            overlap = claim.first < other.stop and other.first < claim.stop
+            if overlap and "writes" in (claim.does, other.does):
+                buffer = self._addresses.at_granule(claim.space, claim.first)
+                mine, earlier = claim.transfer, other.transfer
+                raise RaceError(
+                    f"device {claim.device}: {mine.name} in {mine.phase} ({mine.location}) {claim.does} "
+                    f"{buffer.label if buffer else claim.space} while {earlier.name} of {earlier.phase} "
+                    f"({earlier.location}) still {other.does} it"
+                )
+
+
+class TransferEngine:
+    """The DMA engines of all devices."""
+
+    def __init__(self, state: State, semaphores: Semaphores):
+        chip = state.chip
+        self.network = Network({"hbm": chip.hbm / chip.clock, "link": chip.link / chip.clock})
+        self._state, self._semaphores = state, semaphores
+        self._claims = MemoryClaims(state.addresses)
+        self._constants: dict[Buffer, list[int]] = {}
+
+    def start(self, machine: Machine, operation: ExternalOperation, values: tuple) -> None:
+        """Starts a transfer, after a check of its memory and of its target."""
+        transfer = read_transfer(operation.operation, values, machine.location(operation.index), machine.phase)
+        if transfer is None:
+            return
+        target = machine
+        if transfer.chip >= 0:
+            target = self._state.addressed(transfer.chip, transfer.core, machine)
+        if transfer.target == "smem":
+            self._fill_scalar_memory(machine, transfer)
+        if target is not machine:
+            self._check_entered(machine, target, transfer)
+        self._flow(machine, target, transfer, self._claims.claim(transfer, machine.device, target.device))
+
+    def find_constants(self, kernel: Instruction, addresses: Sequence[int | None]) -> None:
+        """Notes which buffers hold the constants among the operands of a kernel that is called."""
+        dump = self._state.dump
+        for name, address in zip(kernel.operands, addresses, strict=False):
+            words = dump.words_of(name)
+            if words is not None and address is not None:
+                space = "vmem" if dump.instructions[name].shape.memory_space == VMEM else "hbm"
+                buffer = self._state.addresses.at(space, address)
+                if buffer is not None:
+                    self._constants[buffer] = words
+
+    def _flow(self, machine: Machine, target: Machine, transfer: Transfer, claims: list[Claim]) -> None:
+        """Moves the bytes of a transfer, and raises its semaphores at the end."""
+        state, recorder, add = self._state, machine.recorder, self._semaphores.add
+        remote = target is not machine
+        size = transfer.granules * GRANULE
+        recorder.counts.bytes[f"{transfer.source} to {'remote ' if remote else ''}{transfer.target}"] += size
+        lane, name = f"link to {target.device}" if remote else "memory", recorder.phase
+        message = state.clocks.known_to(machine.device)
+        route = state.grid.route(machine.coords, target.coords)
+        latency = state.chip.cycles(state.chip.route_latency(len(route)) if remote else state.chip.local_latency)
+
+        def done(now: float, flow: Flow) -> None:
+            recorder.transfer(lane, flow.started, now, name)
+            self._claims.release(claims)
+            if transfer.sent >= 0:
+                add(machine, transfer.sent, transfer.raised, now, "send" if remote else "memory", None)
+            arrived, cause = now + latency, "receive" if remote else "memory"
+            state.queue.at(arrived, lambda: add(target, transfer.received, transfer.raised, arrived, cause, message))
+
+        ends = [(transfer.source, machine.device), (transfer.target, target.device)]
+        uses = Counter(end for end in ends if end[0] == "hbm") | Counter(route)
+        self.network.start(machine.now, size, tuple(uses.items()), done)
+
+    def _check_entered(self, machine: Machine, target: Machine, transfer: Transfer) -> None:
+        """Raises RaceError if a kernel writes into a device that is not known to have entered the kernel."""
+        instruction = self._state.dump.instructions.get(transfer.phase)
+        if instruction is None or instruction.opcode != "custom-call":
+            return
+        if not self._state.clocks.knows_to_have_entered(machine.device, target.device, transfer.phase):
+            raise RaceError(
+                f"{transfer.phase}: device {machine.device} writes into device {target.device} "
+                f"({transfer.name}, {transfer.location}) without having heard that it has entered the kernel: "
+                f"a barrier with the receiver is missing{self._state.made_at(machine)}"
+            )
+
+    def _fill_scalar_memory(self, machine: Machine, transfer: Transfer) -> None:
+        """Writes the words that a transfer brings into scalar memory: those of constants and of known tables, or 0."""
+        state, name = self._state, machine.recorder.phase
+        buffer = state.addresses.at_granule(transfer.source, transfer.source_address)
+        contents = self._constants.get(buffer) or state.tables.get(buffer) if buffer else None
+        if contents is None and buffer is not None and "constant" in buffer.label:
+            collective = state.dump.collective(name)
+            contents = table_of(collective, machine.code.program, state.chips)
+            if contents is None and state.dump.is_half_of_collective(name):
+                raise UnknownOperationError(refusal(collective, name, transfer.location))
+        if contents is None:
+            what = buffer.label if buffer else "an unknown place"
+            state.notes[f"{name}: {UNKNOWN_SCALARS} {what} are taken as 0"] += 1
+            contents = []
+        first = (transfer.source_address - state.addresses.granules(buffer)[0]) * GRANULE // 4 if buffer else 0
+        for n in range(transfer.granules * GRANULE // 4):
+            machine.smem[transfer.target_address + n] = contents[first + n] if first + n < len(contents) else 0

@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 
 from flaxasync.check.hlo.shape_reader import read_shape
-from flaxasync.check.player.addresses import Addresses, padded_bytes
 from flaxasync.check.player.bundle_text import parse_operation
 from flaxasync.check.player.errors import OutOfBoundsError, PlayerError
-from flaxasync.check.player.memory_claims import MemoryClaims
-from flaxasync.check.player.transfers import read_transfer
+from flaxasync.check.player.memory import Addresses, padded_bytes
+from flaxasync.check.player.transfers import MemoryClaims, read_transfer
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flaxasync.check.player.chip_grid import chip_grid, coords_of_partitions
+from flaxasync.check.player.chips import chip_grid, coords_of_partitions
 from flaxasync.check.player.errors import MeshMismatchError, PlayerError
 
 

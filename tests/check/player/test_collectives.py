@@ -13,10 +13,10 @@ from flaxasync.check import topology_mesh
 from flaxasync.check.player import (
     PlayerError,
     UnknownOperationError,
-    collective_tables,
+    collectives,
     play,
     played_chip,
-    transfer_engine,
+    transfers,
 )
 from tests.check.player.study import assert_times_add_up, sent_bytes
 
@@ -81,12 +81,12 @@ def test_the_table_of_another_order_of_the_ring_is_noticed(monkeypatch):
     """Negative test: a table whose ring leaves out a chip."""
 
     def without_third(*known):
-        table = collective_tables.table_of(*known)
+        table = collectives.table_of(*known)
         if table is not None:
             table[1] = table[4 * table[1] + 1]  # of chip 0: the next chip but one
         return table
 
-    monkeypatch.setattr(transfer_engine, "table_of", without_third)
+    monkeypatch.setattr(transfers, "table_of", without_third)
     with pytest.raises(PlayerError, match="Group didn't close"):
         simulate("v5e:2x2", 4, lambda x: lax.psum(x, "model"), (P("model", None),), P(), (4, 4096))
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 import flaxasync as fa
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.player import kernels
-from flaxasync.check.player.constants import integer_elements, words
+from flaxasync.check.player.memory import integer_elements, words
 from flaxasync.check.player.play import play_dump
 
 TEXT = """HloModule m, is_scheduled=true

@@ -1,6 +1,6 @@
 """What devices know about each other, through messages and meetings."""
 
-from flaxasync.check.player.vector_clocks import VectorClocks
+from flaxasync.check.player.state import VectorClocks
 
 
 def test_a_message_carries_what_its_sender_knew():

@@ -1,4 +1,4 @@
-"""Gives every buffer, scalar and semaphore of a dump an address of its own.
+"""The memory of a device: the address of every buffer, scalar and semaphore of a dump, and what constants leave there.
 
 The dump leaves most addresses to the linker. A simulation can choose any addresses, as long as three things hold: they
 are distinct; they are the same on every device, because the devices run one program; and buffers have their true size,
@@ -14,14 +14,17 @@ space. Each space therefore has its own range of addresses, and a program that n
 | vmem | one row of 128 words, which is 512 bytes |
 | hbm | such a row on v5e, and a granule of 32 bytes on later chips |
 
-The operands of transfers count granules in both vmem and hbm.
+The operands of transfers count granules in both vmem and hbm. Of the contents of arrays only those of integer constants
+are known; kernels read tables from such constants, for example which tiles they visit.
 """
 
 import bisect
 import dataclasses
 import math
 import re
+from collections.abc import Mapping, Sequence
 
+from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.shape_reader import read_shape
 from flaxasync.check.hlo.shapes import Shape, element_bits
 from flaxasync.check.player.bundle_text import Declaration, Program
@@ -34,8 +37,12 @@ _END = {"smem": 0x600000, "sflag": 4 << 13, "vmem": _FIRST["hbm"], "hbm": GRANUL
 FIRST_HBM_GRANULE = _FIRST["hbm"] // GRANULE
 # Bytes between buffers, so that an address just past the end of one is in no buffer.
 _GAP = {"smem": 0, "sflag": 0, "vmem": 4096, "hbm": 32768}
-_TILE = re.compile(r"\(([\d,]+)\)")
 LATE = "late scalar"  # the beginning of the labels of scalars that the compiler added after the declarations
+_TILE = re.compile(r"\(([\d,]+)\)")
+_TILES = re.compile(r"T\(((?:\d+,)?\d+)\)(?:\(128\))?(?:\(([24]),1\))?")
+_LANES = 128
+# The elements of the result are those of the operand, in the same order; those of a broadcast are repeated.
+_SAME = frozenset({"bitcast", "copy", "copy-done", "copy-start", "reshape", "broadcast"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,6 +147,50 @@ def _array_bytes(shape: Shape) -> int:
     for axis in range(1, min(len(tile), len(sizes)) + 1):
         sizes[-axis] = -(-sizes[-axis] // tile[-axis]) * tile[-axis]
     return -(-math.prod(sizes) * element_bits(shape.element_type) // 8)
+
+
+def integer_elements(instructions: Mapping[str, Instruction], name: str) -> list[int] | None:
+    """Returns the elements of a constant, or of one that was copied or repeated.
+
+    The result is None where the text does not say. `instructions` are those of a computation, by name.
+    """
+    i = instructions.get(name)
+    if i is None:
+        return None
+    if i.opcode in _SAME and i.operands:
+        return integer_elements(instructions, i.operands[0])
+    if i.opcode != "constant" or "..." in i.literal:
+        return None
+    return [int(number) for number in re.findall(r"-?\d+", i.literal)]
+
+
+def words(shape: Shape, elements: Sequence[int]) -> list[int] | None:
+    """Returns an array as the words of memory that hold it, tile by tile. Fewer elements than it has are repeated.
+
+    s32[1,4,4]{2,1,0:T(4,128)} has one tile, of 512 words. Of narrower elements, as in s8[8,128]{1,0:T(8,128)(4,1)} or
+    s8[10]{0:T(512)(128)(4,1)}, those of four rows of 128, or of two, make words. Words are unsigned 32-bit integers, 0
+    beside the array. The result is None if the elements are no integers, or lie in another way.
+    """
+    layout, bits = shape.layout, element_bits(shape.element_type)
+    found = _TILES.fullmatch(layout.tiling) if layout else None
+    if layout is None or found is None or shape.element_type[0] not in "su" or not elements:
+        return None
+    tile, together = [int(side) for side in found[1].split(",")], int(found[2] or 1)
+    if bits * together != 32:
+        return None
+    import numpy as np  # only such a table needs it
+
+    # From here on the slowest dimension is first, and the last ones are in tiles.
+    array = np.resize(np.array(elements, np.int64), shape.dimensions).transpose(layout.minor_to_major[::-1])
+    array = array.reshape((1,) * (len(tile) - array.ndim) + array.shape)
+    sides = [1] * (array.ndim - len(tile)) + tile
+    padded = np.pad(array, [(0, -size % side) for size, side in zip(array.shape, sides, strict=True)])
+    split = [n for size, side in zip(padded.shape, sides, strict=True) for n in (size // side, side)]
+    axes = range(len(split))
+    tiles = padded.reshape(split).transpose(*axes[::2], *axes[1::2])  # which tile it is comes first, then where in it
+    rows = tiles.reshape(-1, together, _LANES if together > 1 else 1)
+    shifts = np.arange(0, 32, bits)[:, np.newaxis]
+    return ((rows & (1 << bits) - 1) << shifts).sum(axis=1).reshape(-1).tolist()
 
 
 def _number(name: str) -> int:

@@ -1,6 +1,7 @@
-"""The tables that XLA's collectives read. The dump has the code that reads them, but not their contents.
+"""XLA's collectives: the tables that their bundles read, and a ring model of those whose tables are not known.
 
-Some tables can be reconstructed from the HLO. Their form was inferred from what the code does with the words:
+The dump has the code that reads the tables, but not their contents. Some can be reconstructed from the HLO. Their form
+was inferred from what the code does with the words:
 
 | collective | the row of partition p |
 |---|---|
@@ -13,18 +14,26 @@ takes the ring for sums of up to a few MiB ("RotatedPincerShortEmitter" in the c
 chips, and its order is taken to be that of the group. The code itself checks that the ring closes.
 
 The tables of other collectives of larger groups have other forms. A synchronous collective that reads such a table is
-timed by a ring model (ring_model.py). An asynchronous one is refused, because the model does not know what runs beside
-it. Collectives without a table compute their partners and are simulated from their bundles.
+timed as a ring on the links: it begins when the last device of a group arrives, and all of its devices leave together.
+Every result marks the instructions that were timed in this way. An asynchronous one is refused, because the model does
+not know what runs beside it. Collectives without a table compute their partners and are simulated from their bundles.
 """
 
+import dataclasses
+
+from flaxasync.check.estimate.collective_time import collective_seconds
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 from flaxasync.check.player.bundle_text import Program
+from flaxasync.check.player.chips import PlayedChip
+from flaxasync.check.player.memory import padded_bytes
 
-SYNCHRONOUS_OPTIONS = 'compiler_options={"xla_tpu_enable_async_collective_fusion": "false"}'
-
-_NONE = 0xFFFFFFFF  # -1 as an unsigned word
+SYNCHRONOUS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-broadcast")
+# HBM traffic of the additions in a reduction, for each byte of the operands: an addition reads two operands and writes
+# their sum, which is three bytes of traffic for two bytes of operands.
+_HBM_BYTES_PER_REDUCED_BYTE = 1.5
 _PAIRED = ("all-gather", "all-reduce", "reduce-scatter")
+_NONE = 0xFFFFFFFF  # -1 as an unsigned word
 
 
 def can_be_simulated(instruction: Instruction | None, program: Program, devices: int) -> bool:
@@ -41,14 +50,10 @@ def table_of(instruction: Instruction | None, program: Program, chips: list[int]
     """
     if instruction is None:
         return None
-    table: list[int] = []
     if instruction.opcode.startswith("collective-permute"):
         pairs = permute_pairs(instruction)
-        sources = {target: source for source, target in pairs}
-        targets = dict(pairs)
-        for p in range(len(chips)):
-            table += [sources.get(p, _NONE), targets.get(p, _NONE)]
-        return table
+        sources, targets = {target: source for source, target in pairs}, dict(pairs)
+        return [word for p in range(len(chips)) for word in (sources.get(p, _NONE), targets.get(p, _NONE))]
     groups = replica_groups(instruction, len(chips))
     if _is_short_ring(instruction, program):
         rows = {
@@ -60,6 +65,7 @@ def table_of(instruction: Instruction | None, program: Program, chips: list[int]
     if not _is_in_pairs(instruction, len(chips)):
         return None
     looks_chips_up = any("device assignment ptr" in d.tag for d in program.declarations.values())
+    table: list[int] = []
     for p in range(len(chips)):
         pair = next((g for g in groups if p in g), (p, p))
         index = pair.index(p)
@@ -74,7 +80,8 @@ def refusal(instruction: Instruction | None, name: str, location: str) -> str:
     what = f"an asynchronous {instruction.opcode}" if instruction else "an asynchronous collective"
     return (
         f"{name}: the start of {what} of XLA reads a table that the dump lacks, and the player knows those of pairs "
-        f"of devices only; at {location}. Compile with {SYNCHRONOUS_OPTIONS}, which makes the collective synchronous: "
+        f"of devices only; at {location}. Compile with "
+        'compiler_options={"xla_tpu_enable_async_collective_fusion": "false"}, which makes the collective synchronous: '
         "it is then simulated, or timed by a ring model"
     )
 
@@ -87,3 +94,42 @@ def _is_short_ring(instruction: Instruction, program: Program) -> bool:
     """Says whether this is XLA's all-reduce of small arrays, which goes around one ring in vector memory."""
     comments = {o.comment.strip() for bundle in program.bundles for o in bundle}
     return instruction.opcode == "all-reduce" and "shard-cw-recv-wait" in comments
+
+
+@dataclasses.dataclass
+class ModelledCollective:
+    """One collective that is timed by the ring model."""
+
+    opcode: str
+    bytes_in: int  # of one device's operand
+    bytes_out: int  # of one device's result
+    groups: tuple[tuple[int, ...], ...]  # of devices that exchange data
+    arrived: int = 0  # devices of one group
+
+    def group_of(self, device: int) -> tuple[int, ...]:
+        return next((g for g in self.groups if device in g), (device,))
+
+    def sent_bytes(self, group: tuple[int, ...]) -> int:
+        """Returns the bytes that each device of a group sends."""
+        share = (len(group) - 1) / len(group)
+        whole = {"all-gather": self.bytes_out, "all-reduce": 2 * self.bytes_in}.get(self.opcode, self.bytes_in)
+        return int(whole * share)
+
+    def cycles(self, group: tuple[int, ...], chip: PlayedChip) -> float:
+        """Returns the time of the ring: its bytes on the links, and for a reduction also those of the additions."""
+        links = dataclasses.replace(chip.sheet, link_bandwidth=chip.link)
+        seconds = collective_seconds(self.opcode, self.bytes_in, self.bytes_out, len(group), links)
+        if self.opcode in ("all-reduce", "reduce-scatter"):
+            seconds += _HBM_BYTES_PER_REDUCED_BYTE * self.bytes_in / chip.hbm
+        return chip.cycles(seconds)
+
+
+def modelled_collective(instruction: Instruction | None, devices: int) -> ModelledCollective | None:
+    """Returns the model of a synchronous collective; None for any other instruction."""
+    if instruction is None or instruction.opcode not in SYNCHRONOUS:
+        return None
+    size = padded_bytes(instruction.shape)
+    groups = replica_groups(instruction, devices)
+    count = max(len(g) for g in groups)
+    bytes_in = {"all-gather": size // count, "reduce-scatter": size * count}.get(instruction.opcode, size)
+    return ModelledCollective(instruction.opcode, bytes_in, size, groups)
