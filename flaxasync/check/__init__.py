@@ -79,7 +79,7 @@ from flaxasync.check.auditing.report import Audit
 from flaxasync.check.auditing.rows import Row
 from flaxasync.check.capturing.overview import Overview, overview
 from flaxasync.check.capturing.programs import CapturedProgram, read_folder
-from flaxasync.check.compile.program import CompiledProgram
+from flaxasync.check.compile.program import CompiledProgram, HbmError
 from flaxasync.check.estimate.timeline import Loop, Slice, Timeline
 from flaxasync.check.gate.baseline import read_baseline, write_baseline
 from flaxasync.check.gate.comparison import Change, Comparison, Tolerances, compare
@@ -96,7 +96,6 @@ from flaxasync.hardware import CHIPS, Chip
 if TYPE_CHECKING:
     from flaxasync.check.capturing.recorder import capture
     from flaxasync.check.compile.compile_for import HLO_ONLY, compile_for
-    from flaxasync.check.compile.hbm_error import HbmError
     from flaxasync.check.compile.topologies import topology_devices, topology_mesh, topology_size
     from flaxasync.check.dispatch.command_buffers import command_buffer_flags
     from flaxasync.check.dispatch.compatibility import DispatchInfo, check_async_compatible, make_async_aot_caller
@@ -108,7 +107,6 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "capture": "capturing.recorder",
     **dict.fromkeys(("HLO_ONLY", "compile_for"), "compile.compile_for"),
-    "HbmError": "compile.hbm_error",
     **dict.fromkeys(("topology_devices", "topology_mesh", "topology_size"), "compile.topologies"),
     "command_buffer_flags": "dispatch.command_buffers",
     **dict.fromkeys(("DispatchInfo", "check_async_compatible", "make_async_aot_caller"), "dispatch.compatibility"),

@@ -21,10 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxasync.check.compile.placement import place_arguments
 from flaxasync.check.compile.process import shared_process
 from flaxasync.check.compile.program import CompiledProgram, listeners
-from flaxasync.check.compile.topologies import topology_devices
+from flaxasync.check.compile.topologies import place_arguments, topology_devices
 
 COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
 

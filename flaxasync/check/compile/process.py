@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 from flaxasync.check.compile import worker
-from flaxasync.check.compile.hbm_error import hbm_error
+from flaxasync.check.compile.program import hbm_error
 
 # With these settings libtpu loads on a machine without a TPU, and beside another process that has loaded it.
 ENVIRONMENT = {

@@ -1,4 +1,8 @@
-"""The TPU topologies that libtpu describes, and meshes over their devices, which the machine need not have."""
+"""The TPU topologies that libtpu describes, meshes over their devices, and the move of arguments to them.
+
+The machine need not have the devices. The arguments of a function may be sharded over a mesh of CPU devices, or over an
+AbstractMesh, as `nnx.eval_shape` leaves them. Both are moved to a mesh of the topology with the same axes.
+"""
 
 import importlib.util
 import math
@@ -9,7 +13,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from flaxasync.check.compile.process import ENVIRONMENT, busy_message
 from flaxasync.device_order import order_slices
@@ -88,3 +92,66 @@ def topology_devices(topology: str) -> list:
         if "lock" in str(error) or "in use" in str(error):
             raise RuntimeError(busy_message(error)) from error
         raise ValueError(f"{wanted} ({error})") from error
+
+
+def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, Mesh | None]:
+    """Moves the shardings of a function's arguments to the devices of a topology.
+
+    Returns the arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under, None if nothing was moved.
+
+    Raises:
+      ValueError: A mesh is not of the topology's size, or the arguments lie on several meshes.
+    """
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    meshes: list[Any] = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
+    for mesh in meshes:
+        if mesh.size != len(devices):
+            raise ValueError(
+                f"the mesh must have the {len(devices)} devices of {topology}: got {dict(mesh.shape)}, which is "
+                f"{mesh.size}; use topology_mesh({topology!r}, ...) or another topology"
+            )
+    ambient: Any = jax.sharding.get_mesh()
+    ambient_is_here = _is_of_topology(ambient, devices)
+    if not ambient.empty and ambient.size == len(devices) and (ambient_is_here or not meshes):
+        meshes.append(ambient)
+    here = {mesh for mesh in meshes if _is_of_topology(mesh, devices)}
+    elsewhere = [mesh for mesh in meshes if mesh not in here]
+    target = _one_mesh(topology, here, elsewhere) if elsewhere else None
+    # Without any sharding, and without an ambient mesh, the program is compiled for a single chip.
+    single = None if meshes or ambient_is_here else SingleDeviceSharding(devices[0])
+
+    def placed(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(target, sharding.spec) if target and sharding.mesh in elsewhere else sharding
+        elif single is None and isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        else:
+            sharding = single
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        weak = getattr(aval, "weak_type", False)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+
+    return jax.tree.map(placed, args), target
+
+
+def _one_mesh(topology: str, here: set[Mesh], elsewhere: Sequence[Any]) -> Mesh:
+    """Returns the one mesh of the topology that has the axes of all these meshes, some of which are of the topology."""
+    axes = dict.fromkeys(str(dict(mesh.shape)) for mesh in (*here, *elsewhere))
+    if len(axes) > 1 or len(here) > 1:
+        raise ValueError(
+            f"the arguments must lie on one mesh: got {', '.join(axes)}; give all of them shardings on the same "
+            f"topology_mesh({topology!r}, ...), or on an AbstractMesh with its axes"
+        )
+    mesh = elsewhere[0]
+    return next(iter(here), None) or topology_mesh(
+        topology, mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types
+    )
+
+
+def _is_of_topology(mesh: Any, devices: list) -> bool:
+    """Says whether the devices of a mesh are described ones (which exist on no machine) of the topology's kind."""
+    if not isinstance(mesh, Mesh) or mesh.empty or mesh.devices.flat[0].platform != "tpu":
+        return False
+    first = mesh.devices.flat[0]
+    return type(first.client) is type(devices[0].client) and first.device_kind == devices[0].device_kind

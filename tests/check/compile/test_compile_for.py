@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh
-from flaxasync.check.compile.hbm_error import hbm_error
+from flaxasync.check.compile.program import hbm_error
 from flaxasync.check.hlo.host_callbacks import callback_name, is_host_callback
 from tests.check.compile.matmul_program import matmul
 
