@@ -17,8 +17,7 @@ import jax
 
 from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.dispatch.command_buffers import may_capture_loops
-from flaxasync.check.dispatch.signals import Callback, Program, read_flags, read_text, read_traced
-from flaxasync.check.hlo.error import HloError
+from flaxasync.check.dispatch.signals import Callback, Program, read_flags, read_program, read_traced
 
 _GPU = ("gpu", "cuda", "rocm")
 _MEASURE = "measure it on that device: flaxasync.check.measure_dispatch(fn, *args)"
@@ -26,37 +25,20 @@ _MEASURE = "measure it on that device: flaxasync.check.measure_dispatch(fn, *arg
 
 @dataclasses.dataclass(frozen=True)
 class DispatchInfo:
-    """What `check_async_compatible` found. `print` shows it in words.
+    """What `check_async_compatible` found. `print` shows it in words."""
 
-    Attributes:
-      compatible: True if the call returns while the devices work, False if it makes the host wait, and None if this is
-        not known.
-      has_unordered_effects: Whether the program has effects that may come in any order, like jax.debug.print; None if
-        this is not known.
-      ordered_effects: The names of the effects that must come in order.
-      has_host_callbacks: Whether the program calls Python; None if this is not known.
-      callbacks: The calls into Python, each with its line if the program contains it.
-      dynamic_loops: The loops without a known trip count. They matter on a GPU.
-      branches: The `lax.cond` and `lax.switch` that are left in the program. They matter on a GPU.
-      reasons: The answer in words, and what else is worth knowing.
-      remedies: What to do, if there is something to do.
-      signals: The names of the signals that were read.
-      platform: "cpu", "gpu" or "tpu"; "" if it is not known.
-      devices: The number of devices that the program runs on; 0 if it is not known.
-    """
-
-    compatible: bool | None
-    has_unordered_effects: bool | None
-    ordered_effects: tuple[str, ...]
-    has_host_callbacks: bool | None
-    callbacks: tuple[Callback, ...]
-    dynamic_loops: tuple[str, ...]
-    branches: tuple[str, ...]
-    reasons: tuple[str, ...]
-    remedies: tuple[str, ...]
-    signals: tuple[str, ...]
-    platform: str
-    devices: int
+    compatible: bool | None  # True if the call returns while the devices work, False if not, None if it is not known
+    has_unordered_effects: bool | None  # effects in any order, like that of jax.debug.print; None if it is not known
+    ordered_effects: tuple[str, ...]  # the names of the effects that must come in order
+    has_host_callbacks: bool | None  # whether the program calls Python; None if it is not known
+    callbacks: tuple[Callback, ...]  # the calls into Python, each with its line if the program contains it
+    dynamic_loops: tuple[str, ...]  # the loops without a known trip count, which matter on a GPU
+    branches: tuple[str, ...]  # the `lax.cond` and `lax.switch` that are left in the program, which matter on a GPU
+    reasons: tuple[str, ...]  # the answer in words, and what else is worth knowing
+    remedies: tuple[str, ...]  # what to do, if there is something to do
+    signals: tuple[str, ...]  # the names of the signals that were read
+    platform: str  # "cpu", "gpu" or "tpu"; "" if it is not known
+    devices: int  # that the program runs on; 0 if it is not known
 
     def __str__(self) -> str:
         answer = {True: "the host does not wait", False: "THE HOST WAITS", None: "cannot tell"}[self.compatible]
@@ -88,12 +70,11 @@ def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo
     if traced is not None and not isinstance(traced, jax.stages.Traced):
         raise ValueError(f"traced must be a jax.stages.Traced: got {type(traced).__name__}; pass jitted.trace(*args)")
     platform, devices = _placement(compiled)
-    program, unread = _read_program(compiled, platform)
-    signals = [] if unread else [program.signal]
-    signals += [] if traced is None else [read_traced(traced)]
-    signals += [] if (flags := read_flags(compiled)) is None else [flags]
+    program = read_program(compiled, platform)
+    found = (program.signal, None if traced is None else read_traced(traced), read_flags(compiled))
+    signals = [signal for signal in found if signal is not None]
     has_callbacks = any(signal.has_host_callbacks for signal in signals)
-    judged = [_Judgement(None, unread, _MEASURE)] if unread else []
+    judged = [_Judgement(None, program.unread, _MEASURE)] if program.unread else []
     judged += _of_device(platform, devices)
     judged += [_of_callbacks(platform, devices, program.callbacks)] if has_callbacks else []
     judged += _of_decisions(platform, program)
@@ -183,23 +164,22 @@ def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
             "dynamic_loops are those that could not be counted by hand"
         )
         return [_Judgement(True, reason)]
+    captured = may_capture_loops(os.environ.get("XLA_FLAGS", ""))
+    remedy = (
+        "give loops a trip count that is known when they are compiled (scan, or fori_loop with Python bounds), "
+        "or add flaxasync.check.command_buffer_flags() to XLA_FLAGS"
+    )
     judged = []
-    for kind, why, found in (
-        ("no known trip count", "the host reads its condition back every time", program.dynamic_loops),
-        ("a branch", "the host reads back which one to take", program.branches),
+    for what, found, why in (
+        ("no known trip count", program.dynamic_loops, "the host reads its condition back every time"),
+        ("a branch", program.branches, "the host reads back which one to take"),
     ):
-        if platform not in _GPU or not found:
-            continue
-        what = f"{kind}: {_listed(found)}"
-        if may_capture_loops(os.environ.get("XLA_FLAGS", "")):
-            reason = f"{what}; XLA_FLAGS may put it into a command buffer, which no text says"
+        if platform in _GPU and found and captured:
+            reason = f"{what}: {_listed(found)}; XLA_FLAGS may put it into a command buffer, which no text says"
             judged.append(_Judgement(None, reason, _MEASURE))
-        else:
-            remedy = (
-                "give loops a trip count that is known when they are compiled (scan, or fori_loop with Python bounds), "
-                "or add flaxasync.check.command_buffer_flags() to XLA_FLAGS"
-            )
-            judged.append(_Judgement(False, f"{what}; {why} (XLA's source; not measured here)", remedy))
+        elif platform in _GPU and found:
+            reason = f"{what}: {_listed(found)}; {why} (XLA's source; not measured here)"
+            judged.append(_Judgement(False, reason, remedy))
     return judged
 
 
@@ -216,17 +196,3 @@ def _placement(compiled: Any) -> tuple[str, int]:
         for device in getattr(sharding, "device_set", ()):
             return device.platform, len(sharding.device_set)
     return "", 0
-
-
-def _read_program(compiled: Any, platform: str) -> tuple[Program, str]:
-    """Returns what the text says and "", or an empty program and why the text could not be read."""
-    try:
-        text = compiled.as_text()
-    except NotImplementedError:
-        text = None
-    if not text:
-        return Program(), "this platform gives no text of a compiled program"
-    try:
-        return read_text(text, platform), ""
-    except HloError as error:
-        return Program(), f"the program's text could not be read ({error})"

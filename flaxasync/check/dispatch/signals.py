@@ -1,9 +1,9 @@
-"""Reads what in a compiled function can make the host wait.
+"""Reads what in a compiled function can make the host wait, from three sources.
 
-There are three sources. The text of the program contains the callbacks, the loops and the branches that run. The
-lowered text of a `Traced` contains the callbacks that JAX registers with the executable, even those that XLA removes
-later, and its jaxpr contains the effects. The flags of the executable say how JAX chose to call it. They are private to
-JAX, so they are read if they exist, and compatibility.py never depends on them.
+The text of the program contains the callbacks, the loops and the branches that run. The lowered text of a `Traced`
+contains the callbacks that JAX registers with the executable, even those that XLA removes later, and its jaxpr contains
+the effects. The flags of the executable say how JAX chose to call it. They are private to JAX, so they are read if they
+exist, and compatibility.py never depends on them.
 """
 
 import dataclasses
@@ -11,27 +11,21 @@ from typing import Any
 
 import jax
 
+from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.host_callbacks import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.trip_count import trip_count
 
 
 @dataclasses.dataclass(frozen=True)
 class Callback:
-    """A call from the program into Python.
+    """A call from the program into Python."""
 
-    Attributes:
-      name: The public name of what was called: "jax.debug.print", "jax.pure_callback", ...
-      source: "file:line" of the call; "" if the text does not say.
-      has_effect: Whether the callback runs for its effect.
-      ordered: Whether its effect is ordered.
-    """
-
-    name: str
-    source: str
-    has_effect: bool
-    ordered: bool
+    name: str  # of what was called, in public: "jax.debug.print", "jax.pure_callback", ...
+    source: str  # "file:line" of the call; "" if the text does not say
+    has_effect: bool  # whether it runs for its effect
+    ordered: bool  # whether its effect is ordered
 
     def __str__(self) -> str:
         return f"{self.name} at {self.source}" if self.source else self.name
@@ -54,33 +48,44 @@ class Program:
     callbacks: tuple[Callback, ...] = ()
     dynamic_loops: tuple[str, ...] = ()
     branches: tuple[str, ...] = ()
+    unread: str = ""  # why there is no text, or why it could not be read
 
     @property
-    def signal(self) -> Signal:
+    def signal(self) -> Signal | None:
+        if self.unread:
+            return None
         ordered = tuple(c.name for c in self.callbacks if c.ordered)
         unordered = any(c.has_effect and not c.ordered for c in self.callbacks)
         return Signal("the program's text", unordered, ordered, bool(self.callbacks))
 
 
-def read_text(text: str, platform: str) -> Program:
+def read_program(compiled: Any, platform: str) -> Program:
     """Reads the text of a compiled program.
 
     On CPU and GPU the text gives the trip counts that XLA's runtime uses. On TPU it never gives one, so counting loops
     are recognized from their instructions.
-
-    Raises:
-      HloError: The text cannot be read.
     """
-    module = parse(text)
+    try:
+        text = compiled.as_text()
+    except NotImplementedError:
+        text = None
+    if not text:
+        return Program(unread="this platform gives no text of a compiled program")
+    try:
+        module = parse(text)
+    except HloError as error:
+        return Program(unread=f"the program's text could not be read ({error})")
     callbacks, loops, branches = [], [], []
     for computation in module.computations.values():
         for i in computation.instructions:
+            source = module.source(i)
+            place = f"{computation.name}/{i.name}" + (f" at {source}" if source else "")
             if is_host_callback(i):
-                callbacks.append(_callback(module, i))
+                callbacks.append(_callback(i, source))
             elif i.opcode == "conditional":
-                branches.append(_place(module, computation, i))
+                branches.append(place)
             elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
-                loops.append(_place(module, computation, i))
+                loops.append(place)
     return Program(tuple(dict.fromkeys(callbacks)), tuple(loops), tuple(branches))
 
 
@@ -103,15 +108,10 @@ def read_flags(compiled: Any) -> Signal | None:
     return Signal("the executable's private flags", unordered, ordered, callbacks)
 
 
-def _place(module: HloModule, computation: Computation, i: Instruction) -> str:
-    source = module.source(i)
-    return f"{computation.name}/{i.name}" + (f" at {source}" if source else "")
-
-
-def _callback(module: HloModule, i: Instruction) -> Callback:
+def _callback(i: Instruction, source: str) -> Callback:
     ordered = "token[]" in i.attributes.get("operand_layout_constraints", "") or i.opcode in HOST_TRANSFERS
     has_effect = i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in HOST_TRANSFERS
-    return Callback(callback_name(i), module.source(i), has_effect, ordered)
+    return Callback(callback_name(i), source, has_effect, ordered)
 
 
 def _has_known_trip_count(module: HloModule, loop: Instruction, platform: str) -> bool:

@@ -20,21 +20,13 @@ WAITS = 0.5  # the ratio above which a call waits; all ratios that were measured
 
 @dataclasses.dataclass(frozen=True)
 class DispatchTiming:
-    """How long calls held the host. The times and the ratio are medians over the repeats.
+    """How long calls held the host. The times and the ratio are medians over the repeats."""
 
-    Attributes:
-      dispatch: Seconds until the call returned.
-      total: Seconds until its outputs were ready.
-      ratio: dispatch / total. It is the median of the ratios, and not the ratio of the medians.
-      repeats: The number of calls that were measured, after a first call that was not.
-      floor: Seconds below which `total` is too short to judge.
-    """
-
-    dispatch: float
-    total: float
-    ratio: float
-    repeats: int
-    floor: float
+    dispatch: float  # seconds until the call returned
+    total: float  # seconds until its outputs were ready
+    ratio: float  # dispatch / total: the median of the ratios, and not the ratio of the medians
+    repeats: int  # the number of calls that were measured, after a first call that was not
+    floor: float  # seconds below which `total` is too short to judge
 
     @property
     def waits(self) -> bool | None:

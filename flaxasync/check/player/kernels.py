@@ -18,24 +18,28 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flaxasync import hardware
+from flaxasync.check.compile.compile_for import compile_for
+from flaxasync.check.compile.program import CompiledProgram
+from flaxasync.check.compile.topologies import topology_devices
 from flaxasync.check.estimate.costs import KernelTime
 from flaxasync.check.hlo.async_operations import async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import SEMAPHORE
+from flaxasync.check.player.chips import DEVICES_PER_CHIP
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.memory import integer_elements
+from flaxasync.check.player.play import play_dump
 from flaxasync.check.player.transfers import UNKNOWN_SCALARS
+from flaxasync.hardware import CHIPS
 
-if TYPE_CHECKING:
-    from flaxasync.check.compile.program import CompiledProgram
-
-TWO_DEVICES = ("tpu7x",)
-"""Chips with two devices, of which the simulator has one."""
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
 """The environment variable that names another folder for the times of kernels."""
 _CALL = "tpu_custom_call"
@@ -56,7 +60,7 @@ class Kernel:
 
 
 def kernel_times(
-    program: "CompiledProgram", module: HloModule, say: Callable[[str], None] | None = None
+    program: CompiledProgram, module: HloModule, say: Callable[[str], None] | None = None
 ) -> tuple[dict[str, KernelTime], tuple[str, ...]]:
     """Simulates the kernels of a program, and its start/done pairs between devices.
 
@@ -66,11 +70,11 @@ def kernel_times(
       The times by the names of the instructions, those of pairs by the names of their starts; and a line for each
       kernel that could not be simulated, or whose time is that of scalars which the program does not determine.
     """
-    if program.chip in TWO_DEVICES:
+    if program.chip in DEVICES_PER_CHIP:
         return {}, (f"kernels were not simulated: a {program.chip} has two devices, and the simulator has one of them",)
     found: dict[str, KernelTime] = {}
     lines: list[str] = []
-    if hardware.chip(program.chip).cores > 1:
+    if CHIPS[program.chip].cores > 1:
         lines.append("kernels were simulated on core 0 of each device; the other core is taken to keep step with it")
     names_of: dict[Kernel, list[str]] = {}
     for name, kernel in _kernels(module):
@@ -90,7 +94,10 @@ def kernel_times(
             except (PlayerError, RuntimeError) as error:  # it cannot be simulated, or not be compiled
                 lines.append(f"{names[0]} was not simulated: {str(error).partition(chr(10))[0]}")
                 continue
-            _write(file, json.dumps(dataclasses.asdict(time)))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(dataclasses.asdict(time)))
+            partial.replace(file)  # so that another process never reads a part of it
         found |= dict.fromkeys(names, time)
         if time.guessed:
             lines.append(f"{names[0]} was simulated with 0 for scalars that the text of the program does not determine")
@@ -111,11 +118,11 @@ def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
     for operation in async_operations(module):
         if operation.spelling == "kernel" and operation.communicates and operation.windows:
             window = operation.windows[0]
-            at, ends_at = module.computations[operation.computation], module.computations[window.computation]
+            ends_at = module.computations[window.computation]
             wires = _wires(operation.start, [ends_at.by_name[name] for name in window.done.operands])
-            done = _kernel_of(ends_at, window.done)
-            start = _kernel_of(at, operation.start)
-            yield operation.start.name, dataclasses.replace(start, done=done, wires=wires) if wires else None
+            start = _kernel_of(module.computations[operation.computation], operation.start)
+            pair = dataclasses.replace(start, done=_kernel_of(ends_at, window.done), wires=wires)
+            yield operation.start.name, pair if wires else None
 
 
 def _wires(start: Instruction, operands: Sequence[Instruction]) -> tuple[int, ...]:
@@ -150,19 +157,11 @@ def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
     )
 
 
-def _simulate(program: "CompiledProgram", kernel: Kernel) -> KernelTime:
+def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
     """Compiles a kernel as a program of its own, and simulates it."""
-    import jax
-    from jax.sharding import AxisType, PartitionSpec
-
-    from flaxasync.check.compile.compile_for import compile_for
-    from flaxasync.check.compile.topologies import topology_devices
-    from flaxasync.check.hlo.reader import parse
-    from flaxasync.check.player.play import play_dump
-
     devices = {tuple(device.coords): device for device in topology_devices(program.topology)}
     ordered = np.array([devices[coords] for coords in program.coords], dtype=object)
-    mesh = jax.sharding.Mesh(ordered, ("devices",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(ordered, ("devices",), axis_types=(AxisType.Auto,))
     shapes, fixed = [_type(text) for text in kernel.operands], dict(kernel.integers)
     written = {operand for operand, _ in kernel.aliases}  # made in the program: XLA would copy its arguments first
     passed = [n for n in range(len(shapes)) if n not in fixed and n not in written]
@@ -170,7 +169,7 @@ def _simulate(program: "CompiledProgram", kernel: Kernel) -> KernelTime:
     def run(*arrays: Any) -> Any:
         operands = dict(zip(passed, arrays, strict=True))
         operands |= {n: np.array(v, shapes[n].dtype).reshape(shapes[n].shape) for n, v in fixed.items()}
-        operands |= {n: jax.numpy.zeros(shapes[n].shape, shapes[n].dtype) for n in written - fixed.keys()}
+        operands |= {n: jnp.zeros(shapes[n].shape, shapes[n].dtype) for n in written - fixed.keys()}
         results = _call(kernel, *(operands[n] for n in range(len(shapes))))
         if kernel.done is not None:
             results = _call(kernel.done, *(results[n] for n in kernel.wires))
@@ -178,8 +177,7 @@ def _simulate(program: "CompiledProgram", kernel: Kernel) -> KernelTime:
 
     spec = PartitionSpec()
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    sharding = jax.NamedSharding(mesh, spec)
-    arguments = [jax.ShapeDtypeStruct(shapes[n].shape, shapes[n].dtype, sharding=sharding) for n in passed]
+    arguments = [shapes[n].update(sharding=NamedSharding(mesh, spec)) for n in passed]
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder, jax.set_mesh(mesh):  # the caller's may be another
         compiled = compile_for(program.topology, mapped, *arguments, keep_dumps=folder)
         result = play_dump(folder, topology=program.topology, coords=compiled.coords)
@@ -194,8 +192,6 @@ def _simulate(program: "CompiledProgram", kernel: Kernel) -> KernelTime:
 
 
 def _call(kernel: Kernel, *operands: Any) -> Sequence[Any]:
-    import jax
-
     return jax.ffi.ffi_call(
         _CALL,
         [_type(text) for text in kernel.results],
@@ -206,17 +202,14 @@ def _call(kernel: Kernel, *operands: Any) -> Sequence[Any]:
     )(*operands)
 
 
-def _type(text: str) -> Any:
-    """Returns the jax.ShapeDtypeStruct of a shape without layout, such as "bf16[8,128]"."""
-    import jax
-    import jax.numpy as jnp
-
+def _type(text: str) -> jax.ShapeDtypeStruct:
+    """Returns the type of a shape without layout, such as "bf16[8,128]"."""
     element, sizes = re.fullmatch(r"(\w+)\[([\d,]*)\]", text).groups()  # type: ignore[union-attr]
     name = next(name + element.removeprefix(short) for short, name in _TYPES.items() if element.startswith(short))
     return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), jnp.dtype(name))
 
 
-def _cache_file(program: "CompiledProgram", kernel: Kernel) -> pathlib.Path:
+def _cache_file(program: CompiledProgram, kernel: Kernel) -> pathlib.Path:
     """Returns the file for the time of a kernel, by all on which the time depends."""
     key = repr((kernel, program.topology, program.coords, _versions()))
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -230,11 +223,3 @@ def _versions() -> tuple[str, ...]:
     sources = sorted(pathlib.Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256("\n".join(file.read_text() for file in sources).encode()).hexdigest()
     return importlib.metadata.version("libtpu"), digest
-
-
-def _write(file: pathlib.Path, text: str) -> None:
-    """Writes a file as a whole, so that another process never reads a part of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(file)
