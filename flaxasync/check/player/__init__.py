@@ -2,15 +2,12 @@
 
 Each file imports only files that are listed above it or beside it:
 
-  errors, bundle_text, constants, dump                         from the text of the dumps to programs
-  chips, chip_grid                                             the timing of the chips, and the grid that they are on
-  addresses, scalar_operations, matrix_unit, basic_blocks      from a program to Python code that executes it
-  result, recorder, machine, launch                            one device: what it finds, what it does, and its record
-  network, vector_clocks, state                                what the devices share
-  transfers, memory_claims, semaphores, diagnostics            transfers, the memory that they use, and semaphores
-  collective_tables, ring_model                                XLA's collectives
-  transfer_engine, simulation                                  all devices together
-  play, kernels                                                the public functions; the kernels of a program one by one
+  errors, bundle_text, chips, memory                    the text of programs; the chips, and the memory of one
+  scalar_operations, matrix_unit, basic_blocks          from a program to Python code that executes it
+  collectives, dump                                     XLA's collectives; from a folder of dumps to programs
+  result, recorder, machine                             one device: what it finds, its record, and what it does
+  network, state, semaphores, transfers, simulation     all devices together
+  play, kernels                                         the public functions; the kernels of a program one by one
 """
 
 from flaxasync.check.player.chips import PLAYED_CHIPS as PLAYED_CHIPS

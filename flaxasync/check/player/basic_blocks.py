@@ -23,7 +23,6 @@ from flaxasync.check.player.errors import UnknownOperationError
 from flaxasync.check.player.memory import Addresses
 
 _EXTERNAL_UNITS = ("dma", "vwait", "vsyncadd", "vsyncset", "vsyncpa", "vsyncmov", "shalt", "inlined_call")
-_SPARSE_CORE = "sparse_core"
 _OFF_THE_SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "false"
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
@@ -74,10 +73,9 @@ class Code:
 
     def block(self, start: int) -> BasicBlock:
         """Returns the block that begins at a bundle."""
-        found = self._blocks.get(start)
-        if found is None:
-            found = self._blocks[start] = self._compile(start)
-        return found
+        if start not in self._blocks:
+            self._blocks[start] = self._compile(start)
+        return self._blocks[start]
 
     def _address_of(self, name: str) -> int:
         return self._addresses.of(self.program, name).address
@@ -95,7 +93,7 @@ class Code:
 
     def _compile(self, start: int) -> BasicBlock:
         end = self._ends[bisect.bisect_left(self._ends, start)]
-        lines = ["def block(s, p, d):", " branch = external = None"]
+        source = ["def block(s, p, d):", " branch = external = None"]
         work: list = []
         external: list[ExternalOperation] = []
         for index in range(start, end + 1):
@@ -104,31 +102,29 @@ class Code:
             writes: list[str] = []
             for number, operation in enumerate(operations):
                 try:
-                    self._emit(operation, index, number, reads, writes, external)
+                    before, after = self._emit(operation, index, number, external)
                 except (scalar.NoScalarError, IndexError, KeyError) as error:
                     raise UnknownOperationError(self._unknown(operation, index, error)) from error
-            lines += [f" {line}" for line in reads + writes]
+                reads += before
+                writes += after
+            source += [f" {line}" for line in reads + writes]
             matrix = tuple(m for o in operations if (m := matrix_unit.matrix_operation(o, self.chip)))
             if matrix:
                 work.append((index - start, matrix))
-        lines.append(" return branch, external")
+        source.append(" return branch, external")
         scope: dict[str, Any] = dict(scalar.RUNTIME)
-        exec(compile("\n".join(lines), f"<{self.program.name} from bundle {start:#x}>", "exec"), scope)
+        exec(compile("\n".join(source), f"<{self.program.name} from bundle {start:#x}>", "exec"), scope)
         return BasicBlock(scope["block"], end, end - start + 1, work, external)
 
     def _emit(
-        self,
-        operation: Operation,
-        index: int,
-        number: int,
-        reads: list[str],
-        writes: list[str],
-        external: list[ExternalOperation],
-    ) -> None:
-        """Adds the Python code of one operation: the lines of `reads` of a bundle run before those of `writes`.
+        self, operation: Operation, index: int, number: int, external: list[ExternalOperation]
+    ) -> tuple[list[str], list[str]]:
+        """Returns the Python code of one operation: lines that run before the writes of its bundle, and those writes.
 
-        `number` is that of the operation in its bundle, which makes the names of its variables unique.
+        The number of the operation in its bundle makes the names of its variables unique.
         """
+        reads: list[str] = []
+        writes: list[str] = []
         guard = ""
         # A predicate of a vector operation is not evaluated, because its values are not computed.
         is_scalar = operation.unit[0] != "v" or operation.unit == "vpush"
@@ -156,20 +152,16 @@ class Code:
         elif operation.name == "spush.sccf":  # to the other core of the chip, which is assumed to send the same value
             reads.append(f"t{number} = {self._scalar(operation.operands[0])}")
             writes.append(f"{guard}d.core_values.append(t{number})")
-        elif operation.unit in scalar.NO_EFFECT:
-            return
         elif operation.unit[0] == "v":
             if operation.unit not in matrix_unit.VECTOR_FAMILIES and operation.name not in self._accept:
                 raise scalar.NoScalarError(f"vector operation {operation.name!r}")
-        else:
-            result = scalar.result_value(operation, self._address_of)
-            if result is None:
-                return
+        elif (result := scalar.result_value(operation, self._address_of)) is not None:
             register = scalar.result_register(operation)
             if register is None:
                 raise scalar.NoScalarError(f"operation {operation.name!r} without a result")
             reads.append(f"t{number} = {result}" if not guard else f"t{number} = ({result}) if g{number} else 0")
             writes.append(f"{guard}{register[0]}[{register[1]}] = t{number}")
+        return reads, writes
 
     def _scalar(self, text: str) -> str:
         return scalar.operand_value(text, self._address_of)
@@ -182,14 +174,13 @@ class Code:
             return "None"
 
     def _unknown(self, operation: Operation, index: int, error: Exception) -> str:
-        if _SPARSE_CORE in operation.name:
+        if "sparse_core" in operation.name:
             what = f"{operation.name} drives a SparseCore, which the player does not model"
             remedy = f"to keep collectives off it, compile with compiler_options={_OFF_THE_SPARSE_CORE}"
         else:
             what = f"{error} is unknown to the player ({operation.name}, {self.chip.name})"
-            remedy = (
-                f"if it costs no more than its slot, accept it: accept=[{operation.name!r}], --accept {operation.name}"
-            )
+            name = operation.name
+            remedy = f"if it costs no more than its slot, accept it: accept=[{name!r}], --accept {name}"
         return f"{self.program.name}: {what}; at {self.program.location(index)}; {remedy}"
 
 

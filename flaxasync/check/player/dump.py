@@ -5,6 +5,7 @@ libtpu does not write its version. `play` writes a note (player.json) with the v
 
 import dataclasses
 import functools
+import glob
 import json
 import pathlib
 import re
@@ -18,10 +19,9 @@ from flaxasync.check.player.memory import integer_elements, words
 
 TESTED_LIBTPU = ("0.0.51", "0.0.52")
 TOP = "TLP"  # the name of the top level program, which is the compiled entry computation
-NOTE = "player.json"
-
+_NOTE = "player.json"
 _SET_UP = "<late-"  # the beginning of the names of the runtime's set-up and tear-down, which are not simulated
-_BUNDLES = re.compile(r"\d+-(.+)-(\d\d)-final_bundles\.txt")
+_BUNDLES = re.compile(r"\d+-(.+)-\d\d-final_bundles\.txt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,6 @@ class Dump:
     def top(self) -> Program:
         return self.programs[TOP]
 
-    @property
-    def devices(self) -> int:
-        return max(self.module.num_partitions, 1)
-
     def instruction_of_mark(self, mark: int) -> str:
         """Returns the name of the HLO instruction that a trace mark stands for."""
         return self.top.marks.get(mark, f"instruction {mark}")
@@ -67,10 +63,7 @@ class Dump:
         return None if elements is None else words(self.instructions[name].shape, elements)
 
     def collective(self, name: str) -> Instruction | None:
-        """Returns the instruction of this name, or the collective in it if it is a fusion.
-
-        Returns None for a fusion without a collective.
-        """
+        """Returns the instruction of this name, or what is in it if it is a fusion: its collective, or None."""
         found = self.instructions.get(name)
         if found is None or found.opcode != "fusion":
             return found
@@ -83,19 +76,15 @@ class Dump:
             i.custom_call_target.startswith("AsyncCollective") for i in self.module.instructions_in(found)
         )
 
-    def program_of(self, instruction: str) -> tuple[Program, str]:
-        """Returns the bundles of an HLO instruction, and the name under which they were dumped.
-
-        libtpu dumps identical fusions only once, and it shortens long names.
-        """
+    def program_of(self, instruction: str) -> Program:
+        """Returns the bundles of an HLO instruction. libtpu dumps identical ones only once, and shortens long names."""
         if instruction in self.programs:
-            return self.programs[instruction], instruction
+            return self.programs[instruction]
         for name in sorted(self.programs):
-            if len(name) > 40 and instruction.startswith(name):
-                return self.programs[name], name
+            shortened = len(name) > 40 and instruction.startswith(name)
             known = name in self.instructions and instruction in self.instructions
-            if known and self._fingerprint(name) == self._fingerprint(instruction):
-                return self.programs[name], name
+            if shortened or (known and self._fingerprint(name) == self._fingerprint(instruction)):
+                return self.programs[name]
         raise DumpError(
             f"{self.folder} has no bundles for {instruction}: it holds {', '.join(sorted(self.programs)[:8])} ...; "
             "compile again into an empty folder, with every final_bundles pass dumped"
@@ -126,12 +115,10 @@ def read_dump(folder: pathlib.Path) -> Dump:
             f"function with --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
             "--xla_jf_dump_llo_pass_label_regex=(final_bundles|original) into an empty folder, or let play() do it"
         )
-    texts = list(folder.glob("*-TLP-hlo.txt"))
+    texts = list(folder.glob(f"*-{TOP}-hlo.txt"))
     if not texts:
         raise DumpError(f"{folder} lacks *-TLP-hlo.txt, the scheduled HLO: compile with --xla_jf_dump_hlo_text=true")
-    programs = {n: read_program(n, path, _original(path)) for n, path in files if not n.startswith(_SET_UP)}
-    for program in programs.values():
-        _check_complete(program)
+    programs = {name: _read_complete(name, path) for name, path in files if not name.startswith(_SET_UP)}
     module = parse(texts[0].read_text())
     instructions = {i.name: i for c in module.computations.values() for i in c.instructions}
     return Dump(folder, programs, module, _read_note(folder), instructions)
@@ -139,43 +126,39 @@ def read_dump(folder: pathlib.Path) -> Dump:
 
 def write_note(folder: pathlib.Path, note: Note) -> None:
     """Writes the note of the process that compiled the program into the folder of the dumps."""
-    (folder / NOTE).write_text(json.dumps(dataclasses.asdict(note), indent=1) + "\n")
+    (folder / _NOTE).write_text(json.dumps(dataclasses.asdict(note), indent=1) + "\n")
 
 
 def _read_note(folder: pathlib.Path) -> Note:
     try:
-        read = json.loads((folder / NOTE).read_text())
+        read = json.loads((folder / _NOTE).read_text())
         return Note(read["topology"], read["libtpu"], tuple(tuple(c) for c in read["coords"]))
     except FileNotFoundError:
         return Note()
     except (ValueError, KeyError, TypeError) as error:
-        raise DumpError(f"{folder / NOTE} is damaged ({error!r}): remove it, and name the topology yourself") from error
+        raise DumpError(f"{folder / _NOTE} is damaged ({error!r}): remove it, and name the topology") from error
 
 
-def _original(path: pathlib.Path) -> pathlib.Path:
-    """Returns the *-original.txt that belongs to a *-final_bundles.txt."""
-    stem = path.name[: -len("03-final_bundles.txt")]
-    found = sorted(path.parent.glob(re.sub(r"([\[\]*?])", r"[\1]", stem) + "*-original.txt"))
-    if not found:
+def _read_complete(name: str, bundles: pathlib.Path) -> Program:
+    """Reads a program from a *-final_bundles.txt and the *-original.txt beside it, and checks that it has its end."""
+    stem = bundles.name[: -len("03-final_bundles.txt")]
+    originals = sorted(bundles.parent.glob(f"{glob.escape(stem)}*-original.txt"))
+    if not originals:
         raise DumpError(
-            f"{path.name} has no *-original.txt beside it, which declares its buffers: add 'original' to "
+            f"{bundles.name} has no *-original.txt beside it, which declares its buffers: add 'original' to "
             "--xla_jf_dump_llo_pass_label_regex"
         )
-    return found[0]
-
-
-def _check_complete(program: Program) -> None:
-    """Raises DumpError if the text ends before the program does."""
-    last = program.bundles[-1]
-    if program.name == TOP:
-        complete = any(o.name == "inlined_call" and "late-finalization" in o.comment for o in last)
+    program = read_program(name, bundles, originals[0])
+    if name == TOP:
+        complete = any(o.name == "inlined_call" and "late-finalization" in o.comment for o in program.bundles[-1])
     else:
-        with program.path.open("rb") as stream:
-            stream.seek(max(0, program.path.stat().st_size - 4096))
+        with bundles.open("rb") as stream:
+            stream.seek(max(0, bundles.stat().st_size - 4096))
             complete = b"exit bundle" in stream.read()
     missing = [o.target for b in program.bundles for o in b if o.target >= 0 and o.target not in program.regions]
     if not complete or missing:
         what = f"region {missing[0]} is branched to but missing" if missing else "the exit bundle is missing"
         raise DumpError(
-            f"{program.path.name} was cut short after bundle {len(program.bundles) - 1:#x}: {what}; compile again"
+            f"{bundles.name} was cut short after bundle {len(program.bundles) - 1:#x}: {what}; compile again"
         )
+    return program

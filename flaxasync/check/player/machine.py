@@ -1,5 +1,6 @@
 """One device: its registers, scalar memory and semaphores. It runs alone until its next external operation."""
 
+import dataclasses
 from collections import Counter, deque
 from typing import NamedTuple
 
@@ -29,43 +30,37 @@ class Frame(NamedTuple):
     pending: Branch | None
 
 
+@dataclasses.dataclass(eq=False)
 class Machine:
     """The state of one device. Times are in cycles."""
 
-    def __init__(
-        self,
-        device: int,
-        coords: Coords,
-        addresses: Addresses,
-        code: Code,
-        first: int,
-        parameters: dict[int, int],
-        scalars: dict[str, int],
-        recorder: Recorder,
-    ):
-        """Makes a device that has not begun to execute `code` from its bundle `first`."""
-        self.device, self.coords = device, coords
-        self.recorder = recorder
-        self.now = 0.0  # the time of the core
-        self.semaphores: Counter[int] = Counter()  # by number
-        self.code, self.position = code, first  # the program that runs, and its next bundle
-        self.stack: list[Frame] = []  # the callers
-        self.finished = False
-        self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
-        self.parameters = parameters  # the address of each parameter of the program
-        self.scalars = scalars  # what the runtime leaves in scalar memory, by the compiler's words for it
-        # What the functions of basic blocks read and write.
-        self.registers = [0] * 64
-        self.predicates = [False] * 32
-        self.smem: dict[int, int] = {}  # the words of scalar memory that were written, by address
-        self.semaphore_values: deque[int] = deque()  # queues from which a program pops: values of semaphores,
-        self.divided: deque[int] = deque()  # quotients and remainders,
-        self.core_values: deque[int] = deque()  # and values from the other core of the chip
-        self._addresses = addresses
-        self._units = matrix_unit.IDLE
-        self._pending: Branch | None = None
-        self._blocks_run = 0
-        self._start = 0  # the first bundle of the block that runs, for messages
+    device: int
+    coords: Coords
+    addresses: Addresses
+    code: Code  # the program that runs,
+    position: int  # and its next bundle
+    parameters: dict[int, int]  # the address of each parameter of the program
+    scalars: dict[str, int]  # what the runtime leaves in scalar memory, by the compiler's words for it
+    recorder: Recorder
+    now: float = 0.0  # the time of the core
+    stack: list[Frame] = dataclasses.field(default_factory=list)  # the callers
+    finished: bool = False
+    semaphores: Counter[int] = dataclasses.field(default_factory=Counter)  # by number
+    notes: Counter[str] = dataclasses.field(default_factory=Counter)  # what is not known here, and how often it matters
+
+    # What the functions of basic blocks read and write.
+    registers: list[int] = dataclasses.field(default_factory=lambda: [0] * 64)
+    predicates: list[bool] = dataclasses.field(default_factory=lambda: [False] * 32)
+    smem: dict[int, int] = dataclasses.field(default_factory=dict)  # the written words of scalar memory, by address
+    # The queues from which a program pops values of semaphores, results of divisions, and values from the other core.
+    semaphore_values: deque[int] = dataclasses.field(default_factory=deque)
+    divided: deque[int] = dataclasses.field(default_factory=deque)
+    core_values: deque[int] = dataclasses.field(default_factory=deque)
+
+    _units: tuple = matrix_unit.IDLE
+    _pending: Branch | None = None
+    _blocks_run: int = 0
+    _start: int = 0  # the first bundle of the block that runs, for messages
 
     @property
     def kernel(self) -> str:
@@ -144,11 +139,11 @@ class Machine:
         value = self.smem.get(address)
         if value is not None:
             return value
-        tag = self._addresses.fixed.get(("smem", address), "")
+        tag = self.addresses.fixed.get(("smem", address), "")
         for words, meaning in self.scalars.items():
             if words in tag:
                 return meaning
-        buffer = self._addresses.at("smem", address)
+        buffer = self.addresses.at("smem", address)
         if address < _END_OF_SMALL_MEMORY and not (buffer and buffer.label.startswith(LATE)):
             where = tag or (buffer.label if buffer else f"address {address:#x}")
             self.notes[f"{self.kernel}: scalar memory read before it was written, taken as 0: {where}"] += 1

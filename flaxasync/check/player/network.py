@@ -14,11 +14,13 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 _EPSILON = 1e-12
 _UNLIMITED = 1e9  # bytes per cycle of a transfer that uses no resource
 
-Use = tuple[Hashable, float]  # a resource, and the bytes of it that one byte of the transfer uses
+Resource = tuple[Any, ...]  # ("hbm", device), or ("link", from, to)
+Use = tuple[Resource, float]  # a resource, and the bytes of it that one byte of the transfer uses
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -29,27 +31,23 @@ class Flow:
     size: int  # bytes
     uses: tuple[Use, ...]
     done: Callable[[float, "Flow"], None]  # called with the time and the flow when the transfer ends
+    between_chips: bool
     left: float  # bytes that have not moved yet
     rate: float = 0.0  # bytes per cycle at the current time
     started: float = -1.0  # when its first byte moved; -1 before that
 
 
 class Network:
-    """All transfers of the mesh. Times are in cycles, rates in bytes per cycle.
-
-    Attributes:
-      next: When the next transfer ends; infinity if none is under way.
-    """
+    """All transfers of the mesh. Times are in cycles, rates in bytes per cycle."""
 
     def __init__(self, capacity: Mapping[str, float]):
         """Makes a network without transfers. The resource ("hbm", device) has the capacity of the kind "hbm"."""
         self._capacity = capacity
-        self._between_chips: dict[Hashable, deque[Flow]] = {}  # queues by their first link
-        self._within_chip: dict[Hashable, deque[Flow]] = {}  # queues by their HBM
+        self._queues: dict[Hashable, deque[Flow]] = {}  # by the first link of a transfer, or else by its HBM
         self._moving: list[Flow] = []
         self._now = 0.0
         self._count = 0
-        self.next = math.inf
+        self.next = math.inf  # when the next transfer ends; infinity if none is under way
 
     def start(self, now: float, size: int, uses: tuple[Use, ...], done: Callable[[float, Flow], None]) -> None:
         """Begins a transfer. `done(time, flow)` is called at its end.
@@ -58,14 +56,11 @@ class Network:
         """
         self.advance(now)
         self._count += 1
-        flow = Flow(self._count, size, uses, done, float(max(size, 1)))
-        link = next((resource for resource, _ in uses if resource[0] == "link"), None)  # type: ignore[index]
-        if link is not None:
-            queues, name = self._between_chips, link
-        else:
-            queues, name = self._within_chip, uses[0][0] if uses else flow.number
-        queues.setdefault(name, deque()).append(flow)
-        if len(queues[name]) == 1:
+        link = next((resource for resource, _ in uses if resource[0] == "link"), None)
+        name = link or (uses[0][0] if uses else self._count)
+        queue = self._queues.setdefault(name, deque())
+        queue.append(Flow(self._count, size, uses, done, link is not None, float(max(size, 1))))
+        if len(queue) == 1:
             self._share()
 
     def advance(self, now: float) -> None:
@@ -83,23 +78,21 @@ class Network:
         ended = [f for f in self._moving if f.left <= 1e-6 * max(1, f.size) + 1e-3]
         if not ended:  # rounding left a few bytes in each of them; the one that is closest to its end has ended
             ended = [min(self._moving, key=lambda f: f.left / f.rate)]
-        for queues in (self._between_chips, self._within_chip):
-            for name in [name for name, queue in queues.items() if queue[0] in ended]:
-                queues[name].popleft()
-                if not queues[name]:
-                    del queues[name]
+        for name in [name for name, queue in self._queues.items() if queue[0] in ended]:
+            self._queues[name].popleft()
+            if not self._queues[name]:
+                del self._queues[name]
         self._share()
         for flow in ended:
             flow.done(now, flow)
 
     def _share(self) -> None:
         """Sets the rate of every transfer that is at the head of its queue."""
-        between, within = (
-            sorted((queue[0] for queue in queues.values()), key=lambda flow: flow.number)
-            for queues in (self._between_chips, self._within_chip)
-        )
-        used = {resource for flow in between + within for resource, _ in flow.uses}
-        free = {resource: self._capacity[resource[0]] for resource in used}  # type: ignore[index]
+        heads = sorted((queue[0] for queue in self._queues.values()), key=lambda flow: flow.number)
+        between = [flow for flow in heads if flow.between_chips]
+        within = [flow for flow in heads if not flow.between_chips]
+        used = {resource for flow in heads for resource, _ in flow.uses}
+        free = {resource: self._capacity[resource[0]] for resource in used}
         _share_evenly(between, free)
         for flow in within:
             flow.rate = min((free[resource] / share for resource, share in flow.uses), default=_UNLIMITED)
@@ -111,7 +104,7 @@ class Network:
             self.next = min(self.next, self._now + max(flow.left, 0.0) / flow.rate)
 
 
-def _share_evenly(flows: list[Flow], free: dict[Hashable, float]) -> None:
+def _share_evenly(flows: list[Flow], free: dict[Resource, float]) -> None:
     """Sets max-min fair rates of flows, and subtracts them from the free capacity of the resources.
 
     It raises all rates evenly until a resource is used up, fixes the flows that need that resource, and goes on with
@@ -119,7 +112,7 @@ def _share_evenly(flows: list[Flow], free: dict[Hashable, float]) -> None:
     """
     left = list(flows)
     while left:
-        wanted: dict[Hashable, float] = {}
+        wanted: dict[Resource, float] = {}
         for flow in left:
             for resource, share in flow.uses:
                 wanted[resource] = wanted.get(resource, 0.0) + share

@@ -82,26 +82,26 @@ def play_dump(
       PlayerError: The program cannot be simulated, or breaks a rule of the machine; see errors.py.
     """
     dump = read_dump(pathlib.Path(folder))
-    named = topology or dump.note.topology
+    devices, named = dump.module.num_partitions, topology or dump.note.topology
     if not named:
         raise MeshMismatchError(
             f"{folder} does not say which topology it was compiled for: name it, topology='v5e:2x2' for example"
         )
-    if topology and dump.note.topology and topology != dump.note.topology:
+    if dump.note.topology not in ("", named):
         raise MeshMismatchError(
             f"{folder} was compiled for {dump.note.topology}, not for {topology}: compile again, or leave it out"
         )
     chip = chip or played_chip(named)
     grid = chip_grid(named)
-    order = tuple(tuple(c) for c in coords) if coords is not None else dump.note.coords
+    order = dump.note.coords if coords is None else tuple(tuple(c) for c in coords)
     notes = []
-    if not order and dump.devices > 1:
+    if not order and devices > 1:
         notes.append("the order of the mesh is not known: partitions are taken to be the chips in their order")
     if not dump.note.libtpu:
         notes.append("the dump does not say which libtpu made it; its form is that of a tested version")
     elif dump.note.libtpu not in TESTED_LIBTPU:
         notes.append(f"dumped by libtpu {dump.note.libtpu}; the player was tested with {', '.join(TESTED_LIBTPU)}")
-    state = State(dump, grid, coords_of_partitions(grid, dump.devices, order), chip, frozenset(accept))
+    state = State(dump, grid, coords_of_partitions(grid, devices, order), chip, frozenset(accept))
     Simulation(state).run()
     return _result(state, measured, notes)
 

@@ -1,8 +1,7 @@
 """`Result`: where the time and the bytes of a simulated program went, for each device and phase.
 
-A phase is one instruction of the scheduled program; the phase of an instruction in a loop counts all of its executions.
-Times are in seconds, and every device begins at 0. The file holds the data and its table; render.py writes pictures and
-traces.
+A phase is one instruction of the scheduled program, with all of its executions. Times are in seconds, and every device
+begins at 0. The file holds the data and its table; render.py writes pictures and traces.
 """
 
 import dataclasses
@@ -114,10 +113,7 @@ class Result:
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes that the transfers of all devices moved, by kind."""
-        moved: Counter[str] = Counter()
-        for d in self.devices:
-            moved.update(d.bytes)
-        return dict(moved)
+        return dict(sum((Counter(d.bytes) for d in self.devices), Counter()))
 
     def timeline(self) -> Timeline:
         """Returns the result as a `Timeline`, which `fa.check.timeline` also returns."""
@@ -136,16 +132,10 @@ class Result:
 
     def to_json(self) -> str:
         """Returns everything except the slices as JSON."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("slices", "chip")}
-        fields["devices"] = [dataclasses.asdict(d) for d in self.devices]
-        totals = {
-            "seconds": self.seconds,
-            "share_of_peak": self.share_of_peak,
-            "exposed": self.exposed,
-            "error": self.error,
-            "bytes": self.bytes,
-        }
-        return json.dumps(fields | totals, indent=1)
+        fields = dataclasses.asdict(dataclasses.replace(self, slices=()))
+        del fields["slices"]
+        totals = ("seconds", "share_of_peak", "exposed", "error", "bytes")
+        return json.dumps(fields | {name: getattr(self, name) for name in totals}, indent=1)
 
     def __str__(self) -> str:
         slowest = self.slowest

@@ -68,7 +68,7 @@ class Semaphores:
         machine.recorder.wait(machine.now, now, name, cause)
         machine.wait_until(now)
         self._learn(machine, semaphore)
-        self._state.queue.at(machine.now, functools.partial(self._resume, machine))
+        self._state.at(machine.now, functools.partial(self._resume, machine))
 
     def wait(self, machine: Machine, operation: ExternalOperation, values: tuple) -> bool:
         """Waits for a semaphore. Returns True if it has the value already, and False if the device must wait."""

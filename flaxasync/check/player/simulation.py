@@ -6,19 +6,14 @@ which they were reached, so a simulation is the same every time.
 """
 
 import functools
+import heapq
 import math
 import re
 
+from flaxasync.check.player import errors
 from flaxasync.check.player.basic_blocks import ExternalOperation
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
 from flaxasync.check.player.collectives import ModelledCollective, can_be_simulated, modelled_collective
-from flaxasync.check.player.errors import (
-    HaltError,
-    LeftoverSemaphoreError,
-    OutOfBoundsError,
-    ProtocolError,
-    UnknownOperationError,
-)
 from flaxasync.check.player.machine import Machine
 from flaxasync.check.player.scalar_operations import signed
 from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
@@ -41,16 +36,16 @@ class Simulation:
 
     def run(self) -> None:
         """Runs all devices to the end. ProtocolError says which rule of the machine the program breaks."""
-        state, queue, network = self._state, self._state.queue, self._engine.network
+        state, network = self._state, self._engine.network
         for machine in state.machines:
             self._advance(machine)
-        while min(queue.next, network.next) < math.inf:
-            if network.next <= queue.next:
+        while state.events or network.next < math.inf:
+            if not state.events or network.next <= state.events[0][0]:
                 network.finish()
-                continue
-            now, answer = queue.pop()
-            network.advance(now)
-            answer()
+            else:
+                now, _, answer = heapq.heappop(state.events)
+                network.advance(now)
+                answer()
         if any(not m.finished for m in state.machines):
             raise self._semaphores.deadlock()
         self._semaphores.end_program()
@@ -66,7 +61,7 @@ class Simulation:
                 return
             machine.leave()
         self._pending[machine.device] = operations
-        self._state.queue.at(machine.now, functools.partial(self._execute_pending, machine))
+        self._state.at(machine.now, functools.partial(self._execute_pending, machine))
 
     def _execute_pending(self, machine: Machine) -> None:
         """Executes the external operations of one bundle, until one of them has to wait."""
@@ -112,7 +107,7 @@ class Simulation:
         elif unit == "inlined_call":
             return self._call(machine, external, values)
         else:
-            raise UnknownOperationError(
+            raise errors.UnknownOperationError(
                 f"{machine.kernel}: {name} is unknown to the player; at {machine.location(external.index)}"
             )
         return True
@@ -138,19 +133,20 @@ class Simulation:
         links = len(state.grid.route(machine.coords, target.coords))
         delay = state.chip.cycles(state.chip.route_latency(links, signal=True)) if target is not machine else 0.0
         now = machine.now + delay
-        state.queue.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, "sync", message))
+        state.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, "sync", message))
 
-    def _halted(self, machine: Machine, external: ExternalOperation) -> ProtocolError:
+    def _halted(self, machine: Machine, external: ExternalOperation) -> errors.ProtocolError:
         """Returns the error for one of the program's own checks that failed."""
         comment = external.operation.comment
         first = comment.splitlines()[0] if comment else "no reason given"
         where = f"device {machine.device} in {machine.phase}, {machine.location(external.index)}"
-        made_at = self._state.made_at(machine)
+        kind: type[errors.ProtocolError] = errors.HaltError
+        what = f"the program halts: {first}"
         if "BoundsCheck" in comment:
-            return OutOfBoundsError(f"{where}: the program's own bounds check stops a transfer ({first}){made_at}")
-        if "nonzero value" in comment:
-            return LeftoverSemaphoreError(f"{where}: {first}{made_at}")
-        return HaltError(f"{where}: the program halts: {first}{made_at}")
+            kind, what = errors.OutOfBoundsError, f"the program's own bounds check stops a transfer ({first})"
+        elif "nonzero value" in comment:
+            kind, what = errors.LeftoverSemaphoreError, first
+        return kind(f"{where}: {what}{self._state.made_at(machine)}")
 
     # Calls and collectives.
 
@@ -162,17 +158,14 @@ class Simulation:
         match = _CALLED.match(comment)
         name = match[1] if match else comment.strip()
         dump, cores = self._state.dump, self._state.chip.cores
-        program, dumped_as = dump.program_of(name)
+        devices = dump.module.num_partitions
+        program = dump.program_of(name)
         instruction = dump.collective(name)
-        collective = modelled_collective(instruction, dump.devices)
+        collective = modelled_collective(instruction, devices)
         # Two cores of a chip share the work of a collective, and only one core is simulated.
-        if collective is not None and (cores > 1 or not can_be_simulated(instruction, program, dump.devices)):
+        if collective is not None and (cores > 1 or not can_be_simulated(instruction, program, devices)):
             self._join(machine, name, collective)
             return False
-        if dumped_as != name:
-            self._state.notes[
-                "an instruction is simulated with the bundles of another: libtpu dumps identical ones once"
-            ] += 1
         if instruction is not None and instruction.opcode == "custom-call":
             self._engine.find_constants(instruction, values)
         machine.call(self._state.codes[program.name], values)
@@ -194,5 +187,5 @@ class Simulation:
             member.recorder.counts.bytes["collective (ring model)"] += joined.sent_bytes(group)
             member.wait_until(end)
             if member is not machine:
-                self._state.queue.at(end, functools.partial(self._go_on, member))
-        self._state.queue.at(end, functools.partial(self._go_on, machine))
+                self._state.at(end, functools.partial(self._go_on, member))
+        self._state.at(end, functools.partial(self._go_on, machine))

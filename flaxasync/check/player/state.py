@@ -5,7 +5,7 @@ device assignment, and after a preamble that checks that all devices were launch
 """
 
 import heapq
-import math
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
@@ -22,32 +22,6 @@ from flaxasync.check.player.recorder import Recorder
 _PROFILE_COUNTERS = 0x180000  # an address beyond all scalar memory that a program uses
 
 type Progress = list[int]  # for each device, the number of instructions that it is known to have entered
-
-
-class EventQueue:
-    """The events that have not happened yet.
-
-    Events at the same time happen in the order in which they were queued, so that a simulation is the same every time.
-    """
-
-    def __init__(self) -> None:
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._queued = 0
-
-    @property
-    def next(self) -> float:
-        """The time of the next event; infinity if there is none."""
-        return self._events[0][0] if self._events else math.inf
-
-    def at(self, time: float, answer: Callable[[], None]) -> None:
-        """Queues an event."""
-        self._queued += 1
-        heapq.heappush(self._events, (time, self._queued, answer))
-
-    def pop(self) -> tuple[float, Callable[[], None]]:
-        """Removes the next event, and returns its time and what happens then."""
-        time, _, answer = heapq.heappop(self._events)
-        return time, answer
 
 
 class VectorClocks:
@@ -109,20 +83,24 @@ class State:
         self.tables: dict[Buffer, list[int]] = {}  # the words of the buffers that the runtime has filled
         parameters, pointers = self._prepare_memory()
         self.slices: list[Slice] = []  # of all devices, in the order in which they ended
-        self.machines: list[Machine] = []
         top = self.codes[dump.top.name]
-        first = first_bundle(top)
+        self.machines: list[Machine] = []
         for device, number in enumerate(self.chips):
-            recorder = Recorder(device, chip, self.slices)
             chip_id, core = divmod(number, grid.cores)
             scalars = {"chip ID": chip_id, "core index": core, "partition id": device} | pointers
+            recorder = Recorder(device, chip, self.slices)
             self.machines.append(
-                Machine(device, coords[device], self.addresses, top, first, parameters, scalars, recorder)
+                Machine(device, coords[device], self.addresses, top, first_bundle(top), parameters, scalars, recorder)
             )
         self.clocks = VectorClocks(len(coords))
-        self.queue = EventQueue()  # of all that happens next, except the ends of transfers
+        self.events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: their times, their order, what happens
+        self._order = itertools.count()
         self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
         self._by_number = dict(zip(self.chips, self.machines, strict=True))
+
+    def at(self, time: float, answer: Callable[[], None]) -> None:
+        """Queues an event. Events at the same time happen in the order in which they were queued."""
+        heapq.heappush(self.events, (time, next(self._order), answer))
 
     def addressed(self, chip: int, core: int, sender: Machine) -> Machine:
         """Returns the device that a program addresses by chip and core."""

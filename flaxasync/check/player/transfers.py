@@ -220,7 +220,7 @@ class TransferEngine:
             if transfer.sent >= 0:
                 add(machine, transfer.sent, transfer.raised, now, "send" if remote else "memory", None)
             arrived, cause = now + latency, "receive" if remote else "memory"
-            state.queue.at(arrived, lambda: add(target, transfer.received, transfer.raised, arrived, cause, message))
+            state.at(arrived, lambda: add(target, transfer.received, transfer.raised, arrived, cause, message))
 
         ends = [(transfer.source, machine.device), (transfer.target, target.device)]
         uses = Counter(end for end in ends if end[0] == "hbm") | Counter(route)
