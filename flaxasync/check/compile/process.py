@@ -85,19 +85,16 @@ class CompilerProcess:
         return pickle.load(stdout)
 
     def _last_lines(self) -> str:
-        """Returns the end of what the child has printed."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return "\n".join(line for line in lines if not line.startswith("http"))[-2000:]
 
     def close(self) -> None:
-        """Ends the child and removes its dumps."""
         self.end()
         if self._dumps is not None:
             self._dumps.cleanup()
 
     def end(self) -> None:
-        """Ends the child."""
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self._log):
@@ -119,5 +116,4 @@ def shared_process(*, dumps: bool = False) -> CompilerProcess:
 
 
 def busy_message(error: object) -> str:
-    """Returns a message that says what to do where another process holds libtpu."""
     return f"libtpu is in use: {error}. Start the other process with ALLOW_MULTIPLE_LIBTPU_LOAD=1, or wait for it"

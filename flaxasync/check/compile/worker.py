@@ -45,7 +45,6 @@ def compile_request(request: dict) -> dict:
 
 
 def main() -> None:
-    """Answers requests until stdin is closed."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that nothing that libtpu prints on stdout is taken for an answer
     while True:

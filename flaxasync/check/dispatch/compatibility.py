@@ -157,7 +157,6 @@ def _of_callbacks(platform: str, devices: int, found: tuple[Callback, ...]) -> _
 
 
 def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
-    """Judges the loops and branches whose course depends on values."""
     if platform == "tpu":
         reason = (
             "TPU text never notes a trip count, and needs none here: a TPU runs loops and branches by itself; "

@@ -53,7 +53,6 @@ class BasicBlock:
     costs: dict[tuple, matrix_unit.Cost] = dataclasses.field(default_factory=dict)  # by the state of the matrix units
 
     def time(self, units: tuple, latency: int) -> matrix_unit.Cost:
-        """Computes the time of the block for one more state of the matrix units."""
         cost = self.costs[units] = matrix_unit.cost(self.bundles, self.work, units, latency)
         return cost
 
@@ -72,7 +71,6 @@ class Code:
         self._ends = self._block_ends()
 
     def block(self, start: int) -> BasicBlock:
-        """Returns the block that begins at a bundle."""
         if start not in self._blocks:
             self._blocks[start] = self._compile(start)
         return self._blocks[start]
@@ -185,7 +183,6 @@ class Code:
 
 
 def is_external(operation: Operation) -> bool:
-    """Says whether an operation affects more than the registers of its core."""
     if operation.unit == "vtrace":
         operand = operation.operands[0] if operation.operands else ""
         return operand.isdigit() and MARK_START <= int(operand) < MARK_LIMIT

@@ -169,7 +169,6 @@ def _operations(text: str, comments: list[str]) -> tuple[Operation, ...]:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Splits operands at the commas that are outside of brackets."""
     parts = split_at_commas(text) if "[" in text or "(" in text else text.split(",")
     return tuple(part.strip() for part in parts if part.strip())
 

@@ -110,7 +110,6 @@ class ModelledCollective:
         return next((g for g in self.groups if device in g), (device,))
 
     def sent_bytes(self, group: tuple[int, ...]) -> int:
-        """Returns the bytes that each device of a group sends."""
         share = (len(group) - 1) / len(group)
         whole = {"all-gather": self.bytes_out, "all-reduce": 2 * self.bytes_in}.get(self.opcode, self.bytes_in)
         return int(whole * share)

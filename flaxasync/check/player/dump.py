@@ -48,7 +48,6 @@ class Dump:
         return self.programs[TOP]
 
     def instruction_of_mark(self, mark: int) -> str:
-        """Returns the name of the HLO instruction that a trace mark stands for."""
         return self.top.marks.get(mark, f"instruction {mark}")
 
     def source(self, instruction: str) -> str:
@@ -125,7 +124,6 @@ def read_dump(folder: pathlib.Path) -> Dump:
 
 
 def write_note(folder: pathlib.Path, note: Note) -> None:
-    """Writes the note of the process that compiled the program into the folder of the dumps."""
     (folder / _NOTE).write_text(json.dumps(dataclasses.asdict(note), indent=1) + "\n")
 
 

@@ -158,7 +158,6 @@ def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
 
 
 def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
-    """Compiles a kernel as a program of its own, and simulates it."""
     devices = {tuple(device.coords): device for device in topology_devices(program.topology)}
     ordered = np.array([devices[coords] for coords in program.coords], dtype=object)
     mesh = Mesh(ordered, ("devices",), axis_types=(AxisType.Auto,))
@@ -210,7 +209,6 @@ def _type(text: str) -> jax.ShapeDtypeStruct:
 
 
 def _cache_file(program: CompiledProgram, kernel: Kernel) -> pathlib.Path:
-    """Returns the file for the time of a kernel, by all on which the time depends."""
     key = repr((kernel, program.topology, program.coords, _versions()))
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = os.environ.get(VARIABLE) or pathlib.Path(base) / "flaxasync" / "played-kernels"
@@ -219,7 +217,6 @@ def _cache_file(program: CompiledProgram, kernel: Kernel) -> pathlib.Path:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """Returns what the simulation itself depends on: libtpu, and the sources of the simulator."""
     sources = sorted(pathlib.Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256("\n".join(file.read_text() for file in sources).encode()).hexdigest()
     return importlib.metadata.version("libtpu"), digest

@@ -64,12 +64,10 @@ class Machine:
 
     @property
     def kernel(self) -> str:
-        """The name of the program that runs."""
         return self.code.program.name
 
     @property
     def phase(self) -> str:
-        """The instruction that the device is in."""
         return self.recorder.phase or self.kernel
 
     def advance(self) -> list[tuple[ExternalOperation, tuple]]:
@@ -104,7 +102,6 @@ class Machine:
         return []
 
     def wait_until(self, time: float) -> None:
-        """Moves the core to a later time without issuing bundles."""
         if time > self.now:
             self._units = matrix_unit.aged(self._units, time - self.now)
             self.now = time
@@ -118,7 +115,6 @@ class Machine:
                 self.registers[register] = value
 
     def leave(self) -> None:
-        """Returns to the caller."""
         self.code, self.position, self._pending = self.stack.pop()
 
     def location(self, index: int | None = None) -> str:

@@ -116,7 +116,6 @@ class Addresses:
         return buffer.address * scale, (buffer.address + buffer.size) * scale
 
     def _declared(self, program: Program, declaration: Declaration) -> Buffer:
-        """Returns the buffer of a declaration, at its fixed address if it has one."""
         # The core that is simulated never uses the address of any other space.
         space = declaration.space if declaration.space in self._unit else "smem"
         size = declaration.size

@@ -87,7 +87,6 @@ class Network:
             flow.done(now, flow)
 
     def _share(self) -> None:
-        """Sets the rate of every transfer that is at the head of its queue."""
         heads = sorted((queue[0] for queue in self._queues.values()), key=lambda flow: flow.number)
         between = [flow for flow in heads if flow.between_chips]
         within = [flow for flow in heads if not flow.between_chips]

@@ -21,11 +21,9 @@ class Counts:
     bytes: Counter[str] = dataclasses.field(default_factory=Counter)  # that transfers moved, by kind
 
     def at(self, now: float) -> "Counts":
-        """Returns a copy, with the time `now`."""
         return dataclasses.replace(self, cycles=now, waits=self.waits.copy(), bytes=self.bytes.copy())
 
     def times(self, chip: PlayedChip) -> dict[str, Any]:
-        """Returns the fields of `Times`."""
         return {
             "seconds": chip.seconds(self.cycles),
             "issue": chip.seconds(self.issue),
@@ -36,7 +34,6 @@ class Counts:
         }
 
     def add(self, later: "Counts", earlier: "Counts") -> None:
-        """Adds what a device did between two moments."""
         self.cycles += later.cycles - earlier.cycles
         self.issue += later.issue - earlier.issue
         self.stall += later.stall - earlier.stall
@@ -86,13 +83,11 @@ class Recorder:
         phase.counts.add(self.counts.at(now), before)
 
     def run_until(self, now: float) -> None:
-        """Ends the slice in which the core runs."""
         if now > self._run_start:
             self._slice("core", self.phase or "program", "compute", self._run_start, now)
         self._run_start = now
 
     def wait(self, start: float, end: float, name: str, cause: str) -> None:
-        """Records that the core waited, for one of CAUSES."""
         if end > start:
             self.run_until(start)
             self.counts.waits[cause] += end - start  # type: ignore[assignment]
@@ -100,11 +95,9 @@ class Recorder:
             self._run_start = end
 
     def transfer(self, lane: str, start: float, end: float, name: str) -> None:
-        """Records that a transfer was under way, which the instruction `name` began."""
         self._slice(lane, name, "copy" if lane == "memory" else "transfer", start, end, name)
 
     def mark_analytic(self) -> None:
-        """Notes that the ring model times a collective in the innermost phase."""
         self._analytic.add(self.phase)
 
     def device(self, coords: tuple[int, ...], now: float) -> Device:

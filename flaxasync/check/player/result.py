@@ -112,7 +112,6 @@ class Result:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes that the transfers of all devices moved, by kind."""
         return dict(sum((Counter(d.bytes) for d in self.devices), Counter()))
 
     def timeline(self) -> Timeline:

@@ -37,7 +37,6 @@ class Wait:
     operation: ExternalOperation
 
     def is_over(self, value: int) -> bool:
-        """Says whether a value of the semaphore ends the wait."""
         return _COMPARISONS[self.comparison][0](value, self.needed)
 
 
@@ -115,7 +114,6 @@ class Semaphores:
             self._state.clocks.learn(machine.device, message)
 
     def _blocked(self, machine: Machine) -> str:
-        """Says where a device waits forever, and for what."""
         source = self._state.dump.source(machine.phase)
         made_at = f", made at {source}" if source else ""
         waits = f"device {machine.device} waits in {machine.phase} for"
@@ -128,7 +126,6 @@ class Semaphores:
         return f"{waits} {self._named(wait.semaphore)} {needed}, which is {value}; {where}{made_at}"
 
     def _named(self, number: int) -> str:
-        """Returns a name for a semaphore that says what it is for."""
         addresses = self._state.addresses
         buffer = addresses.at("sflag", number)
         if buffer is not None:

@@ -113,7 +113,6 @@ class Simulation:
         return True
 
     def _mark(self, machine: Machine, mark: int) -> None:
-        """Begins or ends an instruction of the program."""
         if (mark & MARK_RUN) == MARK_RUN:
             return
         if mark < MARK_END:
@@ -124,7 +123,6 @@ class Simulation:
             machine.recorder.leave_phase(machine.now)
 
     def _signal(self, machine: Machine, values: tuple) -> None:
-        """Signals a semaphore of a device, which may be another one."""
         state = self._state
         chip, core = (values[0] >> _CHIP_SHIFT) & CHIP_MASK, values[0] >> _CORE_BIT & 1
         target = state.addressed(chip, core, machine)
@@ -136,7 +134,6 @@ class Simulation:
         state.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, "sync", message))
 
     def _halted(self, machine: Machine, external: ExternalOperation) -> errors.ProtocolError:
-        """Returns the error for one of the program's own checks that failed."""
         comment = external.operation.comment
         first = comment.splitlines()[0] if comment else "no reason given"
         where = f"device {machine.device} in {machine.phase}, {machine.location(external.index)}"

@@ -38,7 +38,6 @@ class VectorClocks:
         self._entered: list[dict[str, list[int]]] = [defaultdict(list) for _ in range(devices)]
 
     def enter(self, device: int, instruction: str) -> None:
-        """Counts that a device enters its next instruction."""
         self._known[device][device] += 1
         self._entered[device][instruction].append(self._known[device][device])
 
@@ -103,7 +102,6 @@ class State:
         heapq.heappush(self.events, (time, next(self._order), answer))
 
     def addressed(self, chip: int, core: int, sender: Machine) -> Machine:
-        """Returns the device that a program addresses by chip and core."""
         number = chip * self.grid.cores + core % self.grid.cores
         if number not in self._by_number:
             raise PlayerError(

@@ -140,7 +140,6 @@ class MemoryClaims:
         return claims
 
     def release(self, claims: list[Claim]) -> None:
-        """Removes the claims of a transfer that has ended."""
         for claim in claims:
             self._active[claim.device, claim.space].remove(claim)
 
@@ -179,7 +178,6 @@ class TransferEngine:
         self._constants: dict[Buffer, list[int]] = {}
 
     def start(self, machine: Machine, operation: ExternalOperation, values: tuple) -> None:
-        """Starts a transfer, after a check of its memory and of its target."""
         transfer = read_transfer(operation.operation, values, machine.location(operation.index), machine.phase)
         if transfer is None:
             return
@@ -204,7 +202,6 @@ class TransferEngine:
                     self._constants[buffer] = words
 
     def _flow(self, machine: Machine, target: Machine, transfer: Transfer, claims: list[Claim]) -> None:
-        """Moves the bytes of a transfer, and raises its semaphores at the end."""
         state, recorder, add = self._state, machine.recorder, self._semaphores.add
         remote = target is not machine
         size = transfer.granules * GRANULE
@@ -227,7 +224,6 @@ class TransferEngine:
         self.network.start(machine.now, size, tuple(uses.items()), done)
 
     def _check_entered(self, machine: Machine, target: Machine, transfer: Transfer) -> None:
-        """Raises RaceError if a kernel writes into a device that is not known to have entered the kernel."""
         instruction = self._state.dump.instructions.get(transfer.phase)
         if instruction is None or instruction.opcode != "custom-call":
             return
