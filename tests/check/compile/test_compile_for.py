@@ -10,16 +10,10 @@ from jax.sharding import PartitionSpec as P
 from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh
 from flaxasync.check.compile.program import hbm_error
 from flaxasync.check.hlo.host_callbacks import callback_name, is_host_callback
-from tests.check.compile.matmul_program import matmul
 
 
-@pytest.fixture
-def mesh():
-    return topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
-
-
-def test_it_is_the_program_that_jax_compiles(mesh):
-    fn, *args = matmul(mesh)
+def test_it_is_the_program_that_jax_compiles(matmul):
+    fn, *args = matmul
     program = compile_for("v5e:2x2", fn, *args)
     here = fn.lower(*args).compile()
     assert program.as_text() == here.as_text()
@@ -43,8 +37,8 @@ def test_several_slices():
     assert "between slices" in " ".join(audit(program).notes)
 
 
-def test_bytes_by_kind(mesh):
-    kinds = compile_for("v5e:2x2", *matmul(mesh)).bytes_by_kind
+def test_bytes_by_kind(mesh, matmul):
+    kinds = compile_for("v5e:2x2", *matmul).bytes_by_kind
     assert kinds["arguments"] == 2 * (512 * 512 + 512 * 512)  # of one device's shards in bfloat16
     assert kinds["outputs"] == 2 * 512 * 512
     assert kinds["total"] == sum(kinds.values()) - kinds["total"]
@@ -53,9 +47,9 @@ def test_bytes_by_kind(mesh):
     assert (donated["arguments"], donated["outputs"]) == (2 * 512 * 512, 0)
 
 
-def test_options_reach_the_compiler(mesh):
+def test_options_reach_the_compiler(matmul):
     with pytest.raises(RuntimeError, match=r"refused.*no_such_option"):
-        compile_for("v5e:2x2", *matmul(mesh), compiler_options={"no_such_option": "1"})
+        compile_for("v5e:2x2", *matmul, compiler_options={"no_such_option": "1"})
 
 
 @pytest.mark.parametrize(
@@ -75,9 +69,9 @@ def test_both_messages_of_the_compiler_are_read():
     assert hbm_error("INVALID_ARGUMENT: No such compile option") is None
 
 
-def test_dumps(mesh, tmp_path):
+def test_dumps(matmul, tmp_path):
     """One process compiles all three. Each folder has the dumps of its own program, even of one seen before."""
-    fn, *arguments = matmul(mesh)
+    fn, *arguments = matmul
     names = []
     for number, now in enumerate((fn, jax.jit(lambda *a: fn(*a) + 1), fn)):
         program = compile_for("v5e:2x2", now, *arguments, keep_dumps=tmp_path / str(number))

@@ -6,29 +6,23 @@ import signal
 
 import pytest
 
-from flaxasync.check import compile_for, topology_mesh
+from flaxasync.check import compile_for
 from flaxasync.check.compile.process import CompilerProcess, shared_process
-from tests.check.compile.matmul_program import matmul
 
 
-@pytest.fixture
-def mesh():
-    return topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
-
-
-def test_a_compiler_that_dies_is_an_error_and_the_next_call_works(mesh):
-    compile_for("v5e:2x2", *matmul(mesh))
+def test_after_a_compiler_died_the_next_call_works(matmul):
+    compile_for("v5e:2x2", *matmul)
     os.kill(shared_process().process.pid, signal.SIGSEGV)
     shared_process().process.wait()
-    assert compile_for("v5e:2x2", *matmul(mesh)).text
+    assert compile_for("v5e:2x2", *matmul).text
 
 
-def test_a_death_while_compiling_names_the_signal():
+@pytest.mark.parametrize(
+    ("sent", "seconds", "message"),
+    [(signal.SIGSTOP, 0.1, r"did not finish in 0\.1 s"), (signal.SIGSEGV, 60, "died of SIGSEGV")],
+)
+def test_a_hang_or_a_death_while_compiling_is_named(sent, seconds, message):
     with contextlib.closing(CompilerProcess()) as process:
-        os.kill(process.process.pid, signal.SIGSTOP)
-        with pytest.raises(RuntimeError, match=r"did not finish in 0\.1 s"):
-            process.compile({}, 0.1)
-    with contextlib.closing(CompilerProcess()) as process:
-        os.kill(process.process.pid, signal.SIGSEGV)
-        with pytest.raises(RuntimeError, match="died of SIGSEGV"):
-            process.compile({}, 60)
+        os.kill(process.process.pid, sent)
+        with pytest.raises(RuntimeError, match=message):
+            process.compile({}, seconds)

@@ -53,15 +53,6 @@ def callback_that_xla_removes(x):
     return y + (n * 0).astype(jnp.float32)
 
 
-def callback_in_a_branch_not_taken(x):
-    def say(y):
-        jax.debug.print("never")
-        return y
-
-    y = work(x)
-    return lax.cond(y[0, 0] > 1e6, say, lambda y: y, y)
-
-
 def cond(x):
     return lax.cond(x[0, 0] > 0, work, lambda x: x, x)
 
@@ -76,24 +67,14 @@ def dynamic_while(x):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A function, and what is expected of it on one CPU device.
-
-    Attributes:
-      fn: The function.
-      waits: Whether a call of it holds the host.
-      unordered: Whether it has unordered effects.
-      ordered: The number of its ordered effects.
-      callbacks: The name of the callback in its text; "" if there is none.
-      loops: The number of its loops without a known trip count.
-      branches: The number of its branches.
-    """
+    """A function, and what is expected of it on one CPU device."""
 
     fn: Callable
-    waits: bool = False
-    unordered: bool = False
-    ordered: int = 0
-    callbacks: str = ""
-    loops: int = 0
+    waits: bool = False  # whether a call of it holds the host
+    unordered: bool = False  # whether it has unordered effects
+    ordered: int = 0  # the number of its ordered effects
+    callbacks: str = ""  # the name of the callback in its text; "" if there is none
+    loops: int = 0  # the number of its loops without a known trip count
     branches: int = 0
 
 
@@ -104,7 +85,6 @@ TABLE = [
     Row(ordered_io, waits=True, ordered=1, callbacks="io_callback"),
     Row(callback_that_jax_removes),
     Row(callback_that_xla_removes, waits=True),
-    Row(callback_in_a_branch_not_taken, waits=True, unordered=True, callbacks="jax.debug.print", branches=1),
     Row(cond, branches=1),
     Row(static_loop),
     Row(dynamic_while, loops=1),

@@ -28,8 +28,7 @@ def compiled(fn, *args):
 
 
 def hide_private(monkeypatch):
-    """Makes JAX look like a version that has renamed its private attributes."""
-    monkeypatch.setattr(compatibility, "read_flags", lambda compiled: None)
+    monkeypatch.setattr(compatibility, "read_flags", lambda compiled: None)  # as if JAX had renamed its attributes
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.fn.__name__)
@@ -112,25 +111,20 @@ def test_on_several_cpu_devices_a_callback_is_named_and_does_not_make_the_host_w
         assert timing.waits is False, str(timing)
 
 
-def gpu(monkeypatch, program, devices=1):
-    """Returns the answer for `program` as if it had been compiled for a GPU."""
-    monkeypatch.setattr(compatibility, "_placement", lambda compiled: ("gpu", devices))
-    return check.check_async_compatible(program)
-
-
 def test_on_a_gpu_loops_without_a_trip_count_and_branches_make_the_host_wait(monkeypatch):
     """The rule is taken from XLA's source. No GPU was there to measure it."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(compatibility, "_placement", lambda compiled: ("gpu", 1))
     expected = {"dynamic_while": False, "cond": False, "static_loop": True, "printing": False}
     for row in TABLE:
         if row.fn.__name__ in expected:
-            info = gpu(monkeypatch, compiled(row.fn))
+            info = check.check_async_compatible(compiled(row.fn))
             assert info.compatible is expected[row.fn.__name__], str(info)
-    info = gpu(monkeypatch, compiled(dynamic_while))
+    info = check.check_async_compatible(compiled(dynamic_while))
     assert "functions.py:" in info.reasons[0]
     assert "command_buffer_flags" in info.remedies[0]
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
-    info = gpu(monkeypatch, compiled(dynamic_while))
+    info = check.check_async_compatible(compiled(dynamic_while))
     assert info.compatible is None
     assert "command buffer" in info.reasons[0]
 
@@ -150,16 +144,16 @@ def test_another_device_is_not_judged(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "made", [work, jax.jit(work), jax.jit(work).lower(SMALL)], ids=lambda made: type(made).__name__
+    ("made", "traced", "message"),
+    [
+        (jax.jit(work), None, r"must be a compiled function: got \w+; get one with jax\.jit\(fn\)\.lower"),
+        (jax.jit(work).lower(SMALL), None, "must be a compiled function: got Lowered"),
+        (compiled(work), work, "traced must be a jax.stages.Traced: got function; pass jitted.trace"),
+    ],
 )
-def test_what_is_not_compiled_is_refused(made):
-    with pytest.raises(ValueError, match=r"must be a compiled function: got \w+; get one with jax\.jit\(fn\)\.lower"):
-        check.check_async_compatible(made)
-
-
-def test_what_was_not_traced_is_refused():
-    with pytest.raises(ValueError, match=r"traced must be a jax.stages.Traced: got function; pass jitted.trace"):
-        check.check_async_compatible(compiled(work), traced=work)
+def test_what_is_not_compiled_or_not_traced_is_refused(made, traced, message):
+    with pytest.raises(ValueError, match=message):
+        check.check_async_compatible(made, traced=traced)
 
 
 def test_the_caller_is_the_function_unless_it_holds_the_host():

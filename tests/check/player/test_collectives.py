@@ -1,5 +1,6 @@
 """XLA's own loops and collectives: which of them run from their bundles, which are modelled, and which are refused."""
 
+import ast
 import json
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import topology_mesh
+from flaxasync.check.auditing.advice import OFFLOAD_FLAGS
 from flaxasync.check.player import (
     PlayerError,
     UnknownOperationError,
@@ -114,6 +116,18 @@ def test_an_asynchronous_collective_is_refused_with_the_option_that_makes_it_syn
 def test_the_option_makes_it_synchronous():
     result = gather_beside_a_matmul(SYNCHRONOUS)
     assert [p.analytic for p in result.slowest.phases if "all" in p.name] == [True]
+
+
+def test_the_refusal_of_a_sparse_core_names_the_options_with_which_it_can_be_simulated():
+    def gather(options=None):
+        local = (lambda x: lax.all_gather(x, "model", tiled=True), (P("model"),), P(), (8192, 1024))
+        return simulate("tpu7x:2x2x1", 8, *local, options=options)
+
+    with pytest.raises(UnknownOperationError, match="drives a SparseCore, which the player does not model") as refused:
+        gather()
+    options = ast.literal_eval(str(refused.value).rpartition("compiler_options=")[2])
+    assert options == {flag.removesuffix("=true"): "false" for flag in OFFLOAD_FLAGS.values()}
+    assert gather(options).seconds > 0
 
 
 def test_xlas_windowed_einsum_on_v6e():

@@ -4,8 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -121,3 +124,45 @@ def test_of_two_cores_one_is_simulated_and_of_two_devices_none(tmp_path, monkeyp
         timeline = fa.check.timeline(fa.check.compile_for(topology, mapped, x, x), kernels="play")
     assert [line for line in timeline.notes if note in line]
     assert ("played" in timeline.slowest.sources) == topology.startswith("v5p")
+
+
+def compiled(steps, folder=False, dtype=jnp.int32, *, argument=False):
+    """Compiles a kernel whose steps look up in a table whether they multiply; the first two of a constant table do."""
+
+    def body(table, x, y, o):
+        @pl.when(table[pl.program_id(0)].astype(jnp.int32) > 0)
+        def _():
+            o[...] = jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
+
+    spec = pl.BlockSpec((512, 512), lambda i, table: (0, 0))
+    grid = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(steps,), in_specs=[spec, spec], out_specs=spec)
+    call = pl.pallas_call(body, jax.ShapeDtypeStruct((512, 512), jnp.float32), grid_spec=grid)
+    table = (np.arange(steps) < 2).astype(dtype)
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    if argument:
+        return fa.check.compile_for("v5e:1x1", call, jax.ShapeDtypeStruct((steps,), dtype), x, x, keep_dumps=folder)
+    return fa.check.compile_for("v5e:1x1", lambda x, y: call(table, x, y), x, x, keep_dumps=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8], ids=["words", "bytes"])
+def test_a_kernel_reads_its_table(dtype, tmp_path):
+    """Two of sixteen steps multiply; with a table of zeros none would."""
+    played = play_dump(compiled(16, tmp_path, dtype).dumps, topology="v5e:1x1")
+    product = 2 * 512**3 / fa.check.CHIPS["v5e"].flops
+    assert played.slowest.matrix_busy == pytest.approx(2 * product, rel=0.1)
+    assert not [note for note in played.notes if "taken as 0" in note]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("steps", "argument", "known"),
+    [(8, False, True), (16, False, False), (8, True, False)],
+    ids=["in the text", "left out of the text", "an argument"],
+)
+def test_a_kernel_whose_table_is_not_known_is_named(steps, argument, known, tmp_path, monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
+    timeline = fa.check.timeline(compiled(steps, argument=argument), kernels="play")
+    assert known != any(
+        "with 0 for scalars that the text of the program does not determine" in n for n in timeline.notes
+    )
