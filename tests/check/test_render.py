@@ -7,7 +7,7 @@ import pytest
 
 from flaxasync.check import save_picture, save_trace, timeline
 from tests.check import programs
-from tests.check.player.study import simulated
+from tests.check.player.programs import simulated
 
 
 def a_timeline():

@@ -20,18 +20,7 @@ from flaxasync.check.player import (
     played_chip,
     transfers,
 )
-from tests.check.player.study import assert_times_add_up, sent_bytes
-
-
-def simulate(topology, size, local, in_specs, out_specs, *shapes, options=None):
-    """Compiles and simulates a function of local shards, on a ring of `size` devices."""
-    mesh = topology_mesh(topology, (size,), ("model",))
-    arguments = [
-        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for s, spec in zip(shapes, in_specs, strict=True)
-    ]
-    fn = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
-    return play(fn, *arguments, topology=topology, compiler_options=options)
+from tests.check.player.programs import assert_times_add_up, play_shards, sent_bytes
 
 
 @pytest.mark.parametrize(("topology", "size"), [("v5e:2x2", 4), ("v6e:2x4", 8), ("v5p:2x2x1", 4), ("tpu7x:2x2x1", 8)])
@@ -40,11 +29,11 @@ def test_a_while_loop_of_permutes(topology, size):
 
     def local(x, w):
         def step(x, _):
-            return lax.ppermute(jnp.tanh(x @ w), "model", [(i, (i + 1) % size) for i in range(size)]), None
+            return lax.ppermute(jnp.tanh(x @ w), "x", [(i, (i + 1) % size) for i in range(size)]), None
 
         return lax.scan(step, x, None, length=iterations)[0]
 
-    result = simulate(topology, size, local, (P("model", None), P()), P("model", None), (256 * size, 256), (256, 256))
+    result = play_shards(topology, local, (P("x", None), P()), P("x", None), (256 * size, 256), (256, 256))
     assert_times_add_up(result)
     starts, dones = (result.slowest.phase(f"collective-permute-{end}") for end in ("start", "done"))
     assert (starts.runs, dones.runs, dones.depth) == (iterations, iterations, 1)
@@ -55,9 +44,9 @@ def test_a_while_loop_of_permutes(topology, size):
 
 def test_collectives_without_tables_run_from_their_bundles_and_others_are_marked():
     def local(x):
-        return lax.all_to_all(x, "model", 1, 0, tiled=True), lax.all_gather(x, "model", tiled=True)
+        return lax.all_to_all(x, "x", 1, 0, tiled=True), lax.all_gather(x, "x", tiled=True)
 
-    result = simulate("v5e:2x2", 4, local, (P("model", None),), (P("model", None), P()), (1024, 512))
+    result = play_shards("v5e:2x2", local, (P("x", None),), (P("x", None), P()), (1024, 512))
     assert not result.slowest.phase("all_to_all").analytic
     assert result.slowest.phase("all-gather").analytic
     assert any("ring model" in note and "all-gather" in note for note in result.notes)
@@ -69,7 +58,7 @@ def test_collectives_without_tables_run_from_their_bundles_and_others_are_marked
 def test_an_all_reduce_of_few_rows_runs_from_its_bundles(topology, rows):
     """Its table of ring neighbours is reconstructed. The bundles themselves halt if the ring does not close."""
     size = {"v5e:2x2": 4, "v6e:2x4": 8}[topology]
-    result = simulate(topology, size, lambda x: lax.psum(x, "model"), (P("model", None),), P(), (rows * size, 4096))
+    result = play_shards(topology, lambda x: lax.psum(x, "x"), (P("x", None),), P(), (rows * size, 4096))
     assert_times_add_up(result)
     phase = result.slowest.phase("psum")
     assert not phase.analytic
@@ -90,17 +79,16 @@ def test_the_table_of_another_order_of_the_ring_is_noticed(monkeypatch):
 
     monkeypatch.setattr(transfers, "table_of", without_third)
     with pytest.raises(PlayerError, match="Group didn't close"):
-        simulate("v5e:2x2", 4, lambda x: lax.psum(x, "model"), (P("model", None),), P(), (4, 4096))
+        play_shards("v5e:2x2", lambda x: lax.psum(x, "x"), (P("x", None),), P(), (4, 4096))
 
 
 def gather_beside_a_matmul(options):
     def local(x, w, v):
-        return v @ w, lax.all_gather(x, "model", tiled=True) @ w
+        return v @ w, lax.all_gather(x, "x", tiled=True) @ w
 
-    return simulate(
-        "v5e:2x2", 4, local, (P("model"), P(None, "model"), P("model")), (P("model"), P(None, "model")),
-        (1024, 512), (512, 4096), (1024, 512), options=options,
-    )  # fmt: skip
+    rows, columns = P("x"), P(None, "x")
+    shapes = ((1024, 512), (512, 4096), (1024, 512))
+    return play_shards("v5e:2x2", local, (rows, columns, rows), (rows, columns), *shapes, compiler_options=options)
 
 
 SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}
@@ -119,20 +107,22 @@ def test_the_option_makes_it_synchronous():
 
 
 def test_the_refusal_of_a_sparse_core_names_the_options_with_which_it_can_be_simulated():
-    def gather(options=None):
-        local = (lambda x: lax.all_gather(x, "model", tiled=True), (P("model"),), P(), (8192, 1024))
-        return simulate("tpu7x:2x2x1", 8, *local, options=options)
+    def gather(options):
+        def local(x):
+            return lax.all_gather(x, "x", tiled=True)
+
+        return play_shards("tpu7x:2x2x1", local, (P("x"),), P(), (8192, 1024), compiler_options=options)
 
     with pytest.raises(UnknownOperationError, match="drives a SparseCore, which the player does not model") as refused:
-        gather()
+        gather(None)
     options = ast.literal_eval(str(refused.value).rpartition("compiler_options=")[2])
     assert options == {flag.removesuffix("=true"): "false" for flag in OFFLOAD_FLAGS.values()}
     assert gather(options).seconds > 0
 
 
 def test_xlas_windowed_einsum_on_v6e():
-    mesh = topology_mesh("v6e:2x4", (8,), ("model",))
-    rows, columns, features, hidden = P("model", None), P(None, "model"), 256, 512
+    mesh = topology_mesh("v6e:2x4", (8,), ("x",))
+    rows, columns, features, hidden = P("x", None), P(None, "x"), 256, 512
     arguments = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for shape, spec in (((16384, features), rows), ((features, hidden), columns), ((hidden, features), rows))

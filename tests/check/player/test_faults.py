@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from flaxasync.check import topology_mesh
-from flaxasync.check.player import DeadlockError, LeftoverSemaphoreError, OutOfBoundsError, RaceError, play
-from tests.check.player.kernels import exchange_program
+from flaxasync.check.player import DeadlockError, LeftoverSemaphoreError, OutOfBoundsError, RaceError
+from tests.check.player.programs import play_exchange
 
 EXPECTED = {
     "no barrier": (RaceError, r"device 0 writes into device 1 .*barrier with the receiver is missing"),
@@ -21,11 +20,6 @@ EXPECTED = {
     "reads early": (RaceError, "reads output of exchange.1.* still writes it"),
     "too far": (OutOfBoundsError, "bounds check stops a transfer"),
 }
-
-
-def play_exchange(fault="", **keywords):
-    fn, x = exchange_program(topology_mesh("v5e:2x2", (4,), ("ring",)), fault)
-    return play(fn, x, topology="v5e:2x2", **keywords)
 
 
 def test_the_correct_form_has_no_fault():
@@ -44,4 +38,4 @@ def test_a_second_wait_is_a_deadlock_that_names_every_device_and_the_line_that_m
     with pytest.raises(DeadlockError, match=stuck) as caught:
         play_exchange("waits twice")
     for device, line in enumerate(str(caught.value).splitlines()[1:]):
-        assert re.search(rf"device {device} waits .*exchange.1-02-final_bundles.txt:.* made at .*kernels.py:\d+", line)
+        assert re.search(rf"device {device} waits .*exchange.1-02-final_bundles.txt:.* made at .*programs.py:\d+", line)

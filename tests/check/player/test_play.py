@@ -6,7 +6,7 @@ import json
 import pytest
 
 from flaxasync.check.player import play_dump, played_chip
-from tests.check.player.study import simulated
+from tests.check.player.programs import simulated
 
 
 def test_a_simulation_is_the_same_every_time():

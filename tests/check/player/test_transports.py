@@ -3,13 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import transport
-from flaxasync.check import topology_mesh
-from flaxasync.check.player import DeadlockError, LeftoverSemaphoreError, OutOfBoundsError, play
-from tests.check.player.study import assert_times_add_up
+from flaxasync.check.player import DeadlockError, LeftoverSemaphoreError, OutOfBoundsError
+from tests.check.player.programs import assert_times_add_up, play_shards
 from tests.transport.forms import FORMS
 from tests.transport.test_jax_scenarios import SCENARIOS
 from tests.transport.test_simulated import faulty, permute_with
@@ -29,11 +27,7 @@ LOCAL = {  # copies and slices within a device, and how many blocks each moves
 
 def play_block(topology, local):
     """Compiles and simulates a function of one device's block, on a ring of all devices."""
-    size = DEVICES[topology]
-    mesh = topology_mesh(topology, (size,), ("x",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        x = jax.ShapeDtypeStruct((size * ROWS, COLUMNS), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
-        return play(jax.jit(jax.shard_map(local, in_specs=P("x"), out_specs=P("x"))), x, topology=topology)
+    return play_shards(topology, local, (P("x"),), P("x"), (DEVICES[topology] * ROWS, COLUMNS), typed=True)
 
 
 # Each group is one program. In a program with more Refs, XLA prefetches both slots of a Ref while one is in flight.
