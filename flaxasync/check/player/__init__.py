@@ -5,7 +5,7 @@ Each file imports only files that are listed above it or beside it:
   errors, bundle_text, chips, memory                    the text of programs; the chips, and the memory of one
   scalar_operations, matrix_unit, basic_blocks          from a program to Python code that executes it
   collectives, dump                                     XLA's collectives; from a folder of dumps to programs
-  result, recorder, machine                             one device: what it finds, its record, and what it does
+  result, machine                                       one device: its record, and what it does
   network, state, semaphores, transfers, simulation     all devices together
   play, kernels                                         the public functions; the kernels of a program one by one
 """

@@ -71,9 +71,10 @@ class Code:
         self._ends = self._block_ends()
 
     def block(self, start: int) -> BasicBlock:
-        if start not in self._blocks:
-            self._blocks[start] = self._compile(start)
-        return self._blocks[start]
+        found = self._blocks.get(start)
+        if found is None:
+            found = self._blocks[start] = self._compile(start)
+        return found
 
     def _address_of(self, name: str) -> int:
         return self._addresses.of(self.program, name).address

@@ -43,13 +43,6 @@ class Dump:
     note: Note
     instructions: dict[str, Instruction]  # of all computations, by name
 
-    @property
-    def top(self) -> Program:
-        return self.programs[TOP]
-
-    def instruction_of_mark(self, mark: int) -> str:
-        return self.top.marks.get(mark, f"instruction {mark}")
-
     def source(self, instruction: str) -> str:
         """Returns "file:line" of the Python that made an HLO instruction; "" if the dump does not say."""
         found = self.instructions.get(instruction)

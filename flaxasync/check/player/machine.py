@@ -9,7 +9,7 @@ from flaxasync.check.player.basic_blocks import Code, ExternalOperation
 from flaxasync.check.player.chips import Coords
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.memory import LATE, Addresses
-from flaxasync.check.player.recorder import Recorder
+from flaxasync.check.player.result import Recorder
 
 MAX_BLOCKS = 20_000_000  # basic blocks that a device may run: far more than any program has
 _END_OF_SMALL_MEMORY = 0x100000 >> 2  # no word from here on is reported as read before it was written
@@ -42,11 +42,11 @@ class Machine:
     parameters: dict[int, int]  # the address of each parameter of the program
     scalars: dict[str, int]  # what the runtime leaves in scalar memory, by the compiler's words for it
     recorder: Recorder
+    notes: Counter[str]  # what the simulation could not know, and how often
     now: float = 0.0  # the time of the core
     stack: list[Frame] = dataclasses.field(default_factory=list)  # the callers
     finished: bool = False
     semaphores: Counter[int] = dataclasses.field(default_factory=Counter)  # by number
-    notes: Counter[str] = dataclasses.field(default_factory=Counter)  # what is not known here, and how often it matters
 
     # What the functions of basic blocks read and write.
     registers: list[int] = dataclasses.field(default_factory=lambda: [0] * 64)
@@ -75,8 +75,10 @@ class Machine:
 
         The list is empty if the program, or the callee that runs, has ended.
         """
-        registers, predicates, counts = self.registers, self.predicates, self.recorder.counts
-        while self.position < self.code.length:
+        registers, predicates = self.registers, self.predicates
+        issue = stall = busy = 0
+        external: list[tuple[int, tuple]] | None = None
+        while external is None and self.position < self.code.length:
             self._blocks_run += 1
             if self._blocks_run > MAX_BLOCKS:
                 raise PlayerError(
@@ -88,18 +90,20 @@ class Machine:
             cost = block.costs.get(self._units) or block.time(self._units, self.code.chip.latency)
             self._units = cost.state
             self.now += cost.cycles
-            counts.issue += block.bundles
-            counts.stall += cost.stall
-            counts.busy += cost.busy
+            issue += block.bundles
+            stall += cost.stall
+            busy += cost.busy
             branch, external = block.run(registers, predicates, self)
             self.position = block.end + 1
             if branch is not None:
                 self._pending = self.branch(self._pending, branch.target, branch.slot)
             if self._pending is not None and self._pending.slot <= block.end:
                 self.position, self._pending = self._pending.target, None
-            if external:
-                return [(block.external[number], values) for number, values in external]
-        return []
+        cycles = self.recorder.cycles
+        cycles["issue"] += issue
+        cycles["stall"] += stall
+        cycles["busy"] += busy
+        return [(block.external[number], values) for number, values in external or ()]
 
     def wait_until(self, time: float) -> None:
         if time > self.now:

@@ -132,20 +132,19 @@ class Addresses:
 
 def padded_bytes(shape: Shape) -> int:
     """Returns the bytes of a shape with the padding of its tiles: 2048 for `bf16[3,5]{1,0:T(8,128)(2,1)}`."""
-    return sum(_array_bytes(leaf) for _, leaf in shape.leaves())
-
-
-def _array_bytes(shape: Shape) -> int:
-    sizes = list(shape.dimensions)
-    if shape.layout and len(shape.layout.minor_to_major) == len(sizes):
-        sizes = [sizes[dimension] for dimension in reversed(shape.layout.minor_to_major)]
-    tiling = _TILE.search(shape.layout.tiling) if shape.layout else None
-    tile = [int(side) for side in tiling[1].split(",")] if tiling else []
-    if tile and not sizes:
-        sizes = [1]  # a scalar has a whole tile, too
-    for axis in range(1, min(len(tile), len(sizes)) + 1):
-        sizes[-axis] = -(-sizes[-axis] // tile[-axis]) * tile[-axis]
-    return -(-math.prod(sizes) * element_bits(shape.element_type) // 8)
+    total = 0
+    for _, leaf in shape.leaves():
+        sizes = list(leaf.dimensions)
+        if leaf.layout and len(leaf.layout.minor_to_major) == len(sizes):
+            sizes = [sizes[dimension] for dimension in reversed(leaf.layout.minor_to_major)]
+        tiling = _TILE.search(leaf.layout.tiling) if leaf.layout else None
+        tile = [int(side) for side in tiling[1].split(",")] if tiling else []
+        if tile and not sizes:
+            sizes = [1]  # a scalar has a whole tile, too
+        for axis in range(1, min(len(tile), len(sizes)) + 1):
+            sizes[-axis] = -(-sizes[-axis] // tile[-axis]) * tile[-axis]
+        total += -(-math.prod(sizes) * element_bits(leaf.element_type) // 8)
+    return total
 
 
 def integer_elements(instructions: Mapping[str, Instruction], name: str) -> list[int] | None:

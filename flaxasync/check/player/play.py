@@ -110,8 +110,7 @@ def _result(state: State, measured: float | None, notes: list[str]) -> Result:
     """Returns the result of a simulation that has ended, whose first notes are those given."""
     chip = state.chip
     devices = tuple(m.recorder.device(m.coords, m.now) for m in state.machines)
-    counted = sum((m.notes for m in state.machines), state.notes)
-    notes = notes + [f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in sorted(counted.items())]
+    notes = notes + [f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in sorted(state.notes.items())]
     if analytic := sorted({p.name for d in devices for p in d.phases if p.analytic}):
         notes.append(f"timed by a ring model, not by their bundles: {', '.join(analytic)}")
     return Result(

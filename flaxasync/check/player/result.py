@@ -1,4 +1,4 @@
-"""`Result`: where the time and the bytes of a simulated program went, for each device and phase.
+"""`Result`: where the time and the bytes of a simulated program went, for each device and phase; and its `Recorder`.
 
 A phase is one instruction of the scheduled program, with all of its executions. Times are in seconds, and every device
 begins at 0. The file holds the data and its table; render.py writes pictures and traces.
@@ -8,8 +8,10 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from flaxasync.check.estimate.timeline import DeviceTime, Slice, Timeline
+from flaxasync.check.player.chips import PlayedChip
 
 # What a device can wait for.
 CAUSES = {
@@ -159,3 +161,97 @@ def _row(label: str, times: Times) -> str:
     waits = (times.waits.get(cause, 0.0) for cause in CAUSES)
     values = (times.seconds, times.issue, times.matrix_stall, times.matrix_busy, *waits)
     return f"  {label[:34]:34s}" + "".join(f"{v * 1e3:11.4f}" for v in values)
+
+
+@dataclasses.dataclass(slots=True)
+class _Phase:
+    """All executions of one instruction of the program on one device."""
+
+    start: float  # of the execution that ended first, in cycles
+    depth: int  # the number of instructions (loops) around it
+    runs: int = 0
+    cycles: Counter[str] = dataclasses.field(default_factory=Counter)
+    bytes: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+class Recorder:
+    """The record of one device. `slices` collects those of all devices, in the order in which they end."""
+
+    def __init__(self, device: int, chip: PlayedChip, slices: list[Slice]):
+        # What the device has done so far: the cycles in which a bundle was issued ("issue") or waited for a matrix unit
+        # ("stall"), in which the busiest matrix unit multiplied ("busy"), and those of waits by cause.
+        self.cycles: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()  # that its transfers moved, by kind
+        self._device, self._chip, self._slices = device, chip, slices
+        # The phases that the device is in: their names, when it entered, and its cycles and bytes then.
+        self._open: list[tuple[str, float, Counter[str], Counter[str]]] = []
+        self._ended: dict[str, _Phase] = {}
+        self._analytic: set[str] = set()
+        self._run_start = 0.0
+
+    @property
+    def phase(self) -> str:
+        """The innermost instruction that the device is in; "" if it is in none."""
+        return self._open[-1][0] if self._open else ""
+
+    def enter_phase(self, name: str, now: float) -> None:
+        self.run_until(now)
+        self._open.append((name, now, self.cycles.copy(), self.bytes.copy()))
+
+    def leave_phase(self, now: float) -> None:
+        """Ends the innermost phase, if the device is in one."""
+        if not self._open:
+            return
+        self.run_until(now)
+        name, entered, cycles, moved = self._open.pop()
+        phase = self._ended.setdefault(name, _Phase(entered, len(self._open)))
+        phase.runs += 1
+        phase.cycles.update(self.cycles - cycles, total=now - entered)  # type: ignore[call-overload]
+        phase.bytes.update(self.bytes - moved)
+
+    def run_until(self, now: float) -> None:
+        if now > self._run_start:
+            self._slice("core", self.phase or "program", "compute", self._run_start, now)
+        self._run_start = now
+
+    def wait(self, start: float, end: float, name: str, cause: str) -> None:
+        if end > start:
+            self.run_until(start)
+            self.cycles[cause] += end - start  # type: ignore[assignment]
+            self._slice("core", name, cause if cause in ("memory", "collective") else "stall", start, end, cause)
+            self._run_start = end
+
+    def transfer(self, lane: str, start: float, end: float, name: str) -> None:
+        self._slice(lane, name, "copy" if lane == "memory" else "transfer", start, end, name)
+
+    def mark_analytic(self) -> None:
+        self._analytic.add(self.phase)
+
+    def device(self, coords: tuple[int, ...], now: float) -> Device:
+        """Returns where the time of the device went until its end, on the chip with these coordinates."""
+        phases = [
+            Phase(
+                name=name, runs=p.runs, start=self._chip.seconds(p.start), depth=p.depth,
+                analytic=name in self._analytic, **self._times(p.cycles, p.bytes),
+            )
+            for name, p in self._ended.items()
+        ]  # fmt: skip
+        in_order = tuple(sorted(phases, key=lambda p: (p.start, p.depth)))
+        cycles = self.cycles | Counter(total=now)  # type: ignore[arg-type]
+        return Device(device=self._device, coords=coords, phases=in_order, **self._times(cycles, self.bytes))
+
+    def _times(self, cycles: Counter[str], moved: Counter[str]) -> dict[str, Any]:
+        """Returns the fields of `Times`."""
+        seconds = {what: self._chip.seconds(count) for what, count in sorted(cycles.items())}
+        return {
+            "seconds": seconds.get("total", 0.0),
+            "issue": seconds.get("issue", 0.0),
+            "matrix_stall": seconds.get("stall", 0.0),
+            "matrix_busy": seconds.get("busy", 0.0),
+            "waits": {cause: spent for cause, spent in seconds.items() if cause in CAUSES},
+            "bytes": dict(sorted(moved.items())),
+        }
+
+    def _slice(self, lane: str, name: str, kind: str, start: float, end: float, cause: str = "") -> None:
+        seconds = self._chip.seconds
+        self._slices.append(Slice(self._device, lane, name, kind, seconds(start), seconds(end), cause))

@@ -14,6 +14,7 @@ from flaxasync.check.player import errors
 from flaxasync.check.player.basic_blocks import ExternalOperation
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
 from flaxasync.check.player.collectives import ModelledCollective, can_be_simulated, modelled_collective
+from flaxasync.check.player.dump import TOP
 from flaxasync.check.player.machine import Machine
 from flaxasync.check.player.scalar_operations import signed
 from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
@@ -116,7 +117,8 @@ class Simulation:
         if (mark & MARK_RUN) == MARK_RUN:
             return
         if mark < MARK_END:
-            instruction = self._state.dump.instruction_of_mark(mark - MARK_START)
+            number = mark - MARK_START
+            instruction = self._state.dump.programs[TOP].marks.get(number, f"instruction {number}")
             machine.recorder.enter_phase(instruction, machine.now)
             self._state.clocks.enter(machine.device, instruction)
         else:
@@ -181,7 +183,7 @@ class Simulation:
         self._state.clocks.synchronize(group)
         for member in (self._state.machines[device] for device in group):
             member.recorder.wait(member.now, end, name, "collective")
-            member.recorder.counts.bytes["collective (ring model)"] += joined.sent_bytes(group)
+            member.recorder.bytes["collective (ring model)"] += joined.sent_bytes(group)
             member.wait_until(end)
             if member is not machine:
                 self._state.at(end, functools.partial(self._go_on, member))

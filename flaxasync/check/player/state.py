@@ -13,11 +13,11 @@ from flaxasync.check.estimate.timeline import Slice
 from flaxasync.check.player.basic_blocks import Code
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
 from flaxasync.check.player.chips import ChipGrid, Coords, PlayedChip
-from flaxasync.check.player.dump import Dump
+from flaxasync.check.player.dump import TOP, Dump
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.machine import Machine
 from flaxasync.check.player.memory import Addresses, Buffer, padded_bytes
-from flaxasync.check.player.recorder import Recorder
+from flaxasync.check.player.result import Recorder
 
 _PROFILE_COUNTERS = 0x180000  # an address beyond all scalar memory that a program uses
 
@@ -82,19 +82,20 @@ class State:
         self.tables: dict[Buffer, list[int]] = {}  # the words of the buffers that the runtime has filled
         parameters, pointers = self._prepare_memory()
         self.slices: list[Slice] = []  # of all devices, in the order in which they ended
-        top = self.codes[dump.top.name]
+        self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
+        top = self.codes[TOP]
         self.machines: list[Machine] = []
         for device, number in enumerate(self.chips):
             chip_id, core = divmod(number, grid.cores)
             scalars = {"chip ID": chip_id, "core index": core, "partition id": device} | pointers
-            recorder = Recorder(device, chip, self.slices)
-            self.machines.append(
-                Machine(device, coords[device], self.addresses, top, first_bundle(top), parameters, scalars, recorder)
-            )
+            machine = Machine(
+                device=device, coords=coords[device], addresses=self.addresses, code=top, position=first_bundle(top),
+                parameters=parameters, scalars=scalars, recorder=Recorder(device, chip, self.slices), notes=self.notes,
+            )  # fmt: skip
+            self.machines.append(machine)
         self.clocks = VectorClocks(len(coords))
         self.events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: their times, their order, what happens
         self._order = itertools.count()
-        self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
         self._by_number = dict(zip(self.chips, self.machines, strict=True))
 
     def at(self, time: float, answer: Callable[[], None]) -> None:

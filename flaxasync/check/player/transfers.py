@@ -205,7 +205,7 @@ class TransferEngine:
         state, recorder, add = self._state, machine.recorder, self._semaphores.add
         remote = target is not machine
         size = transfer.granules * GRANULE
-        recorder.counts.bytes[f"{transfer.source} to {'remote ' if remote else ''}{transfer.target}"] += size
+        recorder.bytes[f"{transfer.source} to {'remote ' if remote else ''}{transfer.target}"] += size
         lane, name = f"link to {target.device}" if remote else "memory", recorder.phase
         message = state.clocks.known_to(machine.device)
         route = state.grid.route(machine.coords, target.coords)
