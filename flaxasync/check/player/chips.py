@@ -96,13 +96,13 @@ def _chip(name: str, known_error: str = _ASSUMED, **constants: Any) -> PlayedChi
     return PlayedChip(sheet=CHIPS[name], known_error=known_error.format(name), **constants)
 
 
-_UNITS_OF_128 = {"occupancy": {"bf16": 16, "": 8}, "push": 4, "latency": 100, "results": {"bf16": 2, "": 1}}
-_UNITS_OF_256 = {"occupancy": {"bf16": 8, "": 16}, "push": 2, "latency": 160}
+_UNIT_128: dict[str, Any] = {"occupancy": {"bf16": 16, "": 8}, "push": 4, "latency": 100, "results": {"bf16": 2, "": 1}}
+_UNIT_256: dict[str, Any] = {"occupancy": {"bf16": 8, "": 16}, "push": 2, "latency": 160}
 PLAYED_CHIPS = {
-    "v5e": _chip("v5e", _V5E_ERROR, **_UNITS_OF_128, link_efficiency=1.0367, hbm_unit=512),
-    "v6e": _chip("v6e", **_UNITS_OF_256, results={"bf16": 4, "": 2}),
-    "v5p": _chip("v5p", **_UNITS_OF_128),
-    "tpu7x": _chip("tpu7x", **_UNITS_OF_256, results={"bf16": 2, "": 1}, branch_delay=1),
+    "v5e": _chip("v5e", _V5E_ERROR, **_UNIT_128, link_efficiency=1.0367, hbm_unit=512),
+    "v6e": _chip("v6e", **_UNIT_256, results={"bf16": 4, "": 2}),
+    "v5p": _chip("v5p", **_UNIT_128),
+    "tpu7x": _chip("tpu7x", **_UNIT_256, results={"bf16": 2, "": 1}, branch_delay=1),
 }
 
 

@@ -237,7 +237,7 @@ class Recorder:
             for name, p in self._ended.items()
         ]  # fmt: skip
         in_order = tuple(sorted(phases, key=lambda p: (p.start, p.depth)))
-        cycles = self.cycles | Counter(total=now)  # type: ignore[arg-type]
+        cycles = self.cycles | Counter(total=now)  # type: ignore[call-overload]
         return Device(device=self._device, coords=coords, phases=in_order, **self._times(cycles, self.bytes))
 
     def _times(self, cycles: Counter[str], moved: Counter[str]) -> dict[str, Any]:

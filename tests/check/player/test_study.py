@@ -24,6 +24,7 @@ W, O = SHAPE[1] // 2 * SHAPE[2] * 2, SHAPE[0] // 2 * SHAPE[2] * 2  # noqa: E741,
         ("series", [W + O] * 4, ("all_gather", "gemm", "all_reduce")),
         ("fused", [W + O, O, O, W + O], ("fused", "all_reduce")),  # two devices have what the others need
         ("overlapped", [W + O, O, O, W + O], ("overlapped",)),
+        ("xla", [O, W + O, W + O, O], ("collective-permute", "psum")),  # two permute, and two have what they need
     ],
 )
 def test_variants_of_the_study(variant, bytes_sent, phases):
@@ -37,13 +38,6 @@ def test_variants_of_the_study(variant, bytes_sent, phases):
     flops = 2 * SHAPE[0] * SHAPE[1] * SHAPE[2] / 4
     for device in result.devices:  # every tile is full, so the busy time is the FLOPs at the peak
         assert device.matrix_busy == pytest.approx(flops / played_chip("v5e").sheet.flops, rel=0.005)
-
-
-def test_xlas_own_permute_and_all_reduce_run_from_their_bundles():
-    _, result = simulated("xla")
-    assert_times_add_up(result)
-    assert not result.notes
-    assert sent_bytes(result) == [O, W + O, W + O, O]  # two devices permute, and two have what they need
 
 
 def test_the_overlapped_kernel_waits_less_for_others_than_the_fused_one():
