@@ -92,10 +92,10 @@ def test_the_text_determines_constants_and_what_is_copied_from_them(name, elemen
         ("s8[10]{0:T(512)(128)(4,1)}", [1, -1, *[0] * 8], {0: 1, 1: 255}),
         ("s8[4,2]{1,0:T(4,128)(4,1)}", [*range(8)], {0: 0x06040200, 1: 0x07050301}),  # four rows in a word
         ("u16[2,1]{1,0:T(2,128)(2,1)}", [3, 4], {0: 0x00040003}),  # two rows in a word
-        *(
-            (text, [1, 2], None)
-            for text in ("bf16[4]{0:T(512)(128)(2,1)}", "s32[4]", "s8[4]{0:T(128)}", "s64[4]{0:T(128)}")
-        ),
+        ("bf16[4]{0:T(512)(128)(2,1)}", [1, 2], None),  # no integers
+        ("s32[4]", [1, 2], None),  # from here on, what lies in another way
+        ("s8[4]{0:T(128)}", [1, 2], None),
+        ("s64[4]{0:T(128)}", [1, 2], None),
     ],
 )
 def test_words_lie_tile_by_tile(text, elements, expected):
