@@ -90,22 +90,26 @@ def test_a_kernel_that_cannot_be_simulated_takes_its_estimate_and_is_named(layer
     assert timeline.slowest.sources["estimate"] > 0
 
 
+def compile_shards(topology, local, out_specs, *shapes):
+    """Compiles a function of arrays that every device of a topology has."""
+    mesh = fa.check.topology_mesh(topology, (fa.check.topology_size(topology),), ("model",))
+    arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, P())) for s in shapes]
+    with jax.set_mesh(mesh):
+        mapped = jax.jit(jax.shard_map(local, in_specs=P(), out_specs=out_specs, check_vma=False))
+        return fa.check.compile_for(topology, mapped, *arguments)
+
+
 @pytest.mark.slow
 def test_a_start_and_its_done_are_simulated_together(tmp_path, monkeypatch):
     """The blocks of an all-to-all on a square of four chips: two of them cross each link, and not all on one."""
-    topology = "v5e:2x2"
     monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
-    mesh = fa.check.topology_mesh(topology, (4,), ("model",))
 
     def exchange(x):
         sent, future = direct.all_to_all("model", 4, 0).start(x)
         y = direct.all_to_all("model", 4, 0).done(sent, future)
         return y[:1, :1, :1]
 
-    x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-    with jax.set_mesh(mesh):
-        mapped = jax.jit(jax.shard_map(exchange, in_specs=P(), out_specs=P("model"), check_vma=False))
-        program = fa.check.compile_for(topology, mapped, x)
+    program = compile_shards("v5e:2x2", exchange, P("model"), (4096, 1024))
     block, link = 1024 * 1024 * 2, fa.check.CHIPS["v5e"].link_bandwidth
     timeline = fa.check.timeline(program, kernels="play")
     assert not [note for note in timeline.notes if "was not simulated" in note]
@@ -117,11 +121,8 @@ def test_a_start_and_its_done_are_simulated_together(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("topology", "note"), [("v5p:2x2x1", "on core 0"), ("tpu7x:2x2x1", "were not simulated")])
 def test_of_two_cores_one_is_simulated_and_of_two_devices_none(tmp_path, monkeypatch, topology, note):
     monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
-    mesh = fa.check.topology_mesh(topology, (fa.check.topology_size(topology),), ("model",))
-    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-    with jax.set_mesh(mesh):
-        mapped = jax.jit(jax.shard_map(gemm, in_specs=P(), out_specs=P(), check_vma=False))
-        timeline = fa.check.timeline(fa.check.compile_for(topology, mapped, x, x), kernels="play")
+    program = compile_shards(topology, gemm, P(), (1024, 1024), (1024, 1024))
+    timeline = fa.check.timeline(program, kernels="play")
     assert [line for line in timeline.notes if note in line]
     assert ("played" in timeline.slowest.sources) == topology.startswith("v5p")
 
