@@ -52,7 +52,7 @@ def advise(costs: Costs, computation: Computation, i: Instruction, collective: I
     """Returns the advice on a collective that holds the chip, alone or within the fusion `i`."""
     kind = costs.collective_kind(computation, i, collective)
     ways = []
-    if matmuls := _partners(costs.module, computation, i, kind):
+    if kind in _OPS and (matmuls := _partners(costs.module, computation, i, kind)):
         ways.append(_ring(costs, computation, i, kind, matmuls, max(2, costs.group_size(collective))))
     if "rematted_computation" in i.op_name:
         ways.append(_save(costs, computation, i))
@@ -179,19 +179,16 @@ def _partners(module: HloModule, computation: Computation, i: Instruction, kind:
     Instructions that only rearrange arrays may be between them and the collective.
     """
 
-    def neighbours(step: Instruction) -> list[Instruction]:
-        if kind == "all-gather":
-            return computation.users.get(step.name, [])
-        return [made for o in step.operands if (made := computation.by_name.get(o)) is not None]
-
-    found, pending, seen = [], neighbours(i) if kind in _OPS else [], set()
+    found, pending, seen = [], [i], set()
     while pending:
         step, *pending = pending
-        if step.name in seen:
-            continue
-        seen.add(step.name)
-        if module.contains_matmul(step):
-            found.append(step)
-        elif step.opcode in _PASSES:
-            pending += neighbours(step)
+        near = computation.users.get(step.name, []) if kind == "all-gather" else computation.operands(step)
+        for one in near:
+            if one.name in seen:
+                continue
+            seen.add(one.name)
+            if module.contains_matmul(one):
+                found.append(one)
+            elif one.opcode in _PASSES:
+                pending.append(one)
     return found

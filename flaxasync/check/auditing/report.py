@@ -20,37 +20,21 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One asynchronous operation as it was scheduled.
+    """One asynchronous operation as it was scheduled."""
 
-    Attributes:
-      name: The name of the start.
-      kind: The opcode of what runs; "custom-call" for a kernel.
-      spelling: How the compiler spells it, as in `AsyncOperation`.
-      computation: The computation of the start.
-      dones: The names of the instructions that wait for it.
-      bytes: The bytes that it moves or makes.
-      runs: How often it starts, over all iterations of the loops around it.
-      communicates: Whether it moves data between devices.
-      work: What runs inside the window.
-      inside: Seconds of that work.
-      transfer: Seconds that the transfer takes alone on its link.
-      crosses: How the future crosses a loop; "" if it crosses none.
-      source: "file:line" of the Python that made the start; "" if the text does not say.
-    """
-
-    name: str
-    kind: str
-    spelling: str
-    computation: str
-    dones: tuple[str, ...]
-    bytes: int
-    runs: int
-    communicates: bool
-    work: tuple[Work, ...]
-    inside: float
-    transfer: float
-    crosses: str
-    source: str
+    name: str  # of the start
+    kind: str  # the opcode of what runs; "custom-call" for a kernel
+    spelling: str  # as in `AsyncOperation`
+    computation: str  # of the start
+    dones: tuple[str, ...]  # the names of the instructions that wait for it
+    bytes: int  # that it moves or makes
+    runs: int  # how often it starts, over all iterations of the loops around it
+    communicates: bool  # whether it moves data between devices
+    work: tuple[Work, ...]  # what runs inside the window
+    inside: float  # seconds of that work
+    transfer: float  # seconds that the transfer takes alone on its link
+    crosses: str  # how the future crosses a loop; "" if it crosses none
+    source: str  # "file:line" of the Python that made the start; "" if the text does not say
 
     @property
     def exposed(self) -> float:
@@ -65,21 +49,13 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What `audit` found. `print` shows it as a table.
+    """What `audit` found. `print` shows it as a table."""
 
-    Attributes:
-      module: The name of the program.
-      chip: The name of the chip whose times were estimated.
-      pairs: The asynchronous operations.
-      findings: What is wrong, the most severe first.
-      notes: What a reader should know about the figures, such as a chip that was assumed.
-    """
-
-    module: str
-    chip: str
-    pairs: tuple[Pair, ...]
-    findings: tuple[Finding, ...]
-    notes: tuple[str, ...]
+    module: str  # the name of the program
+    chip: str  # the name of the chip whose times were estimated
+    pairs: tuple[Pair, ...]  # the asynchronous operations
+    findings: tuple[Finding, ...]  # what is wrong, the most severe first
+    notes: tuple[str, ...]  # what a reader should know about the figures, such as a chip that was assumed
 
     @property
     def ok(self) -> bool:

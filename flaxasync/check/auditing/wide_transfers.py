@@ -69,7 +69,7 @@ def wide_transfers(
         if narrow is None:
             return
         rest = element_bits(narrow) / element_bits(wide)
-        made = [made for o in i.operands if (made := computation.by_name.get(o)) is not None]
+        made = computation.operands(i)
         written = sum(m.shape.bytes for m in made if costs.explained(computation, m)[1] == "bytes")
         gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
         gain += (1 - rest) * costs.memory_seconds(written + arrived)
@@ -153,11 +153,8 @@ def _through(
     if user.opcode == "tuple" and user.is_root:
         outside = _fusions(module, at)
         return [(caller, fusion, (n,)) for caller, fusion in outside for n in numbers] or None
-    called = user.called_computations if user.opcode == "fusion" else ()
-    body = next((module.computations[name] for name in called if name in module.computations), None)
-    if body is None:
-        return None
-    return [(body, body.parameters[n], ()) for n in numbers if n in body.parameters]
+    bodies = module.called(user)[:1] if user.opcode == "fusion" else []
+    return [(body, body.parameters[n], ()) for body in bodies for n in numbers if n in body.parameters] or None
 
 
 def _fusions(module: HloModule, body: Computation) -> list[tuple[Computation, Instruction]]:

@@ -16,7 +16,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from flaxasync.check.hlo.files import read_text
+from flaxasync.check.hlo.load import read_text
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import Shape
 

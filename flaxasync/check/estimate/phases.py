@@ -8,7 +8,7 @@ import collections
 from typing import Any
 
 from flaxasync.check.estimate.timeline import Timeline
-from flaxasync.check.hlo.from_compiled import module_of
+from flaxasync.check.hlo.load import module_of
 
 # The components of a path that come from control flow and not from a named scope.
 _STRUCTURE = frozenset({"while", "body", "cond", "eval_jaxpr", "checkpoint", "rematted_computation", "closed_call"})

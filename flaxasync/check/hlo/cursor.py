@@ -1,24 +1,16 @@
 """A position in a text that moves forward, with the errors and the bracket matching that the reader needs."""
 
-import contextlib
-import json
 import re
 
 from flaxasync.check.hlo.error import HloError
 
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
-_read_json = json.JSONDecoder().raw_decode  # finds the end of a JSON value without the steps of `after_bracket`
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
 
 
 class Cursor:
-    """A position in a text.
-
-    Attributes:
-      text: The whole text.
-      at: The index of the next character to read.
-    """
+    """A position in a text: `at` is the index of the next character to read."""
 
     def __init__(self, text: str):
         self.text = text
@@ -41,6 +33,13 @@ class Cursor:
         match = _BLANK.match(self.text, self.at)
         self.at = match.end() if match else self.at
 
+    def take(self, mark: str) -> bool:
+        """Steps over blanks, and then over a mark if it comes next. Returns whether it does."""
+        self.skip_blank()
+        is_next = self.text.startswith(mark, self.at)
+        self.at += len(mark) if is_next else 0
+        return is_next
+
     def excerpt(self) -> str:
         """Returns the text at the current position, for a message."""
         if self.at >= len(self.text):
@@ -54,9 +53,6 @@ class Cursor:
         Raises:
           HloError: The bracket is not closed, or another one closes first.
         """
-        if self.text.startswith('{"', at):  # what a backend notes in JSON, as deep as it likes
-            with contextlib.suppress(ValueError, RecursionError):
-                return _read_json(self.text, at)[1]
         closers = [_CLOSER[self.text[at]]]
         for token in _TOKEN.finditer(self.text, at + 1):
             mark = token[0]

@@ -1,8 +1,8 @@
 """A compiled program as frozen data: a module of computations, which are lists of instructions.
 
 `parse` in reader.py makes these from HLO text, and `format_module` in writer.py makes text from them. Names, operands
-and attributes are kept as they were printed, and properties decode them on access. Nothing here decides what a program
-means. The file needs the standard library only.
+and attributes are kept as they were printed, and properties decode them on access. `parse` has checked that every
+operand is defined before its use, and that every computation that is called is there.
 """
 
 import dataclasses
@@ -29,42 +29,25 @@ _CALLS = frozenset(_CALL_ORDER)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alias:
-    """One entry of output_to_operand_aliasing: an output that shares its buffer with an operand.
+    """One entry of output_to_operand_aliasing: an output that shares its buffer with an operand."""
 
-    Attributes:
-      output: The index path in the result.
-      operand: The number of the operand.
-      operand_index: The index path in the operand.
-    """
-
-    output: tuple[int, ...]
-    operand: int
-    operand_index: tuple[int, ...]
+    output: tuple[int, ...]  # the index path in the result
+    operand: int  # the number of the operand
+    operand_index: tuple[int, ...]  # the index path in the operand
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of a program.
+    """One line of a program."""
 
-    Attributes:
-      name: The name, without the percent sign.
-      shape: The shape of the result.
-      opcode: "fusion", "collective-permute-start", ...
-      operands: The names of the operands.
-      attributes: Every other "key=value" of the line, as text.
-      is_root: Whether the computation returns this instruction's result.
-      literal: The text in the parentheses of a constant or a parameter.
-      line: The line of the text that the instruction was read from.
-    """
-
-    name: str
-    shape: Shape
-    opcode: str
-    operands: tuple[str, ...] = ()
-    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
-    is_root: bool = False
-    literal: str = ""
-    line: int = dataclasses.field(default=0, compare=False)
+    name: str  # without the percent sign
+    shape: Shape  # of the result
+    opcode: str  # "fusion", "collective-permute-start", ...
+    operands: tuple[str, ...] = ()  # their names
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)  # other key=value, as text
+    is_root: bool = False  # whether the computation returns this instruction's result
+    literal: str = ""  # the text in the parentheses of a constant or a parameter
+    line: int = dataclasses.field(default=0, compare=False)  # of the text that the instruction was read from
 
     @property
     def control_predecessors(self) -> tuple[str, ...]:
@@ -142,6 +125,10 @@ class Computation:
     is_entry: bool = False
     execution_thread: str = "main"
 
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instructions whose results an instruction of this computation reads."""
+        return [self.by_name[name] for name in instruction.operands]
+
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         return {i.name: i for i in self.instructions}
@@ -165,8 +152,8 @@ class Computation:
         return frozenset(i.custom_call_target for i in self.instructions if i.opcode == "custom-call")
 
     @property
-    def root(self) -> Instruction | None:
-        return next((i for i in reversed(self.instructions) if i.is_root), None)
+    def root(self) -> Instruction:
+        return next(i for i in reversed(self.instructions) if i.is_root)
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
@@ -175,19 +162,12 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A program.
-
-    Attributes:
-      name: The name in the HloModule line.
-      computations: The computations by name, in printed order.
-      attributes: The "key=value" entries of the HloModule line, as text.
-      tables: The text between the HloModule line and the first computation: files, functions and stack frames.
-    """
+    """A program."""
 
     name: str
-    computations: dict[str, Computation]
-    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    tables: str = ""
+    computations: dict[str, Computation]  # by name, in printed order
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the HloModule line, as text
+    tables: str = ""  # the text before the first computation: files, functions and stack frames
 
     @property
     def is_scheduled(self) -> bool:
@@ -218,10 +198,13 @@ class HloModule:
         """Returns "file:line" of the Python code that made an instruction; "" if the text does not say."""
         return source_line(instruction.attributes.get("metadata", ""), self._stack_frames)
 
+    def called(self, caller: Instruction) -> list[Computation]:
+        """Returns the computations that an instruction calls: of a loop the body, then the condition."""
+        return [self.computations[name] for name in caller.called_computations]
+
     def instructions_in(self, caller: Instruction) -> list[Instruction]:
-        """Returns the instructions of the computations that an instruction calls and the text defines."""
-        called = [self.computations[name] for name in caller.called_computations if name in self.computations]
-        return [i for computation in called for i in computation.instructions]
+        """Returns the instructions of the computations that an instruction calls."""
+        return [i for computation in self.called(caller) for i in computation.instructions]
 
     def contains_matmul(self, instruction: Instruction) -> bool:
         """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""

@@ -26,25 +26,15 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """One instruction that uses a value, and the path of the value to it.
+    """One instruction that uses a value, and the path of the value to it."""
 
-    Attributes:
-      computation: The computation of the using instruction.
-      instruction: The using instruction.
-      operand: The number of the operand that is the value.
-      spans: What runs between the instruction that makes the value and this use.
-      copies: The copies on the path, each as (computation, instruction).
-      crosses: How the path crosses loops: "enters", "repeats" or "leaves", followed by the name of the loop.
-      aliased: Whether the instruction writes its result over the value.
-    """
-
-    computation: str
+    computation: str  # of the instruction
     instruction: Instruction
-    operand: int
-    spans: tuple[Span, ...]
-    copies: tuple[tuple[str, Instruction], ...]
-    crosses: tuple[str, ...]
-    aliased: bool
+    operand: int  # the number of the operand that is the value
+    spans: tuple[Span, ...]  # what runs between the instruction that makes the value and this use
+    copies: tuple[tuple[str, Instruction], ...]  # those on the path, each as (computation, instruction)
+    crosses: tuple[str, ...]  # how the path crosses loops: "enters", "repeats" or "leaves", and the name of the loop
+    aliased: bool  # whether the instruction writes its result over the value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,12 +65,9 @@ class _Holder:
     copies: tuple[tuple[str, Instruction], ...] = ()
     crosses: tuple[str, ...] = ()
 
-    def passed_to(
-        self, instruction: Instruction, path: tuple[int, ...], copies: tuple[tuple[str, Instruction], ...] | None = None
-    ) -> "_Holder":
-        """Returns the next holder in the same computation, with other copies if they are given."""
-        copies = self.copies if copies is None else copies
-        return _Holder(self.computation, instruction, path, self.opened, self.spans, self.loops, copies, self.crosses)
+    def passed_to(self, instruction: Instruction, path: tuple[int, ...]) -> "_Holder":
+        """Returns the next holder in the same computation."""
+        return dataclasses.replace(self, instruction=instruction, path=path)
 
     def spans_until(self, stop: int) -> tuple[Span, ...]:
         """Returns the spans up to a position of this computation."""
@@ -139,8 +126,9 @@ def _through_user(
     if user.opcode in _SAME_VALUE or (user.opcode == "add-dependency" and number == 0):
         return [holder.passed_to(user, path)]
     if user.opcode in _COPIES and not stop(user):
+        copied = holder.passed_to(user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path))
         noted = holder.copies if user.opcode == "copy-done" else (*holder.copies, (here.name, user))
-        return [holder.passed_to(user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path), copies=noted)]
+        return [dataclasses.replace(copied, copies=noted)]
     if user.opcode == "while":
         body = module.computations.get(user.loop_body)
         if body is None or 0 not in body.parameters:
@@ -149,13 +137,12 @@ def _through_user(
         crosses = (*holder.crosses, f"enters {user.name}")
         return [_Holder(body, body.parameters[0], path, 0, spans, (*holder.loops, loop), holder.copies, crosses)]
     if user.opcode in ("conditional", "call"):
-        called = [module.computations.get(name) for name in user.called_computations]
         branch, parameter = (number - 1, 0) if user.opcode == "conditional" else (0, number)
-        target = called[branch] if 0 <= branch < len(called) else None
-        if target is not None and parameter in target.parameters:
-            argument = target.parameters[parameter]
-            return [_Holder(target, argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
-        if not (user.opcode == "conditional" and number == 0):
+        called = module.called(user)[branch : branch + 1] if branch >= 0 else []
+        if called and parameter in called[0].parameters:
+            argument = called[0].parameters[parameter]
+            return [_Holder(called[0], argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
+        if branch >= 0:  # the number of the branch is used here, and every other operand goes to a branch
             return []
     onward = [
         holder.passed_to(user, (*alias.output, *path[len(alias.operand_index) :]))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.estimate.timeline import Timeline
-from flaxasync.check.hlo.files import read_module
+from flaxasync.check.hlo.load import read_module
 from flaxasync.check.trace.exposed import DeviceTimes, Exposed, measure_exposed
 from flaxasync.check.trace.profile import read_profile
 from flaxasync.hardware import CHIPS

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from flaxasync.check import HloError, Tolerances, compare, summarize
-from flaxasync.check.auditing.rows import Count, Row
-from flaxasync.check.gate.summary import Summary
+from flaxasync.check.gate.summary import Count, Row, Summary
 from tests.check.gate.step_text import AXES, STEP, changed
 
 BASELINE = summarize(STEP, axes=AXES)

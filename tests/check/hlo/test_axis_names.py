@@ -3,7 +3,7 @@
 import pytest
 
 from flaxasync.check import parse
-from flaxasync.check.hlo.axis_names import AxisNames
+from flaxasync.check.hlo.participants import AxisNames
 
 AXES = {"replica": 2, "data": 2, "model": 4}
 

@@ -13,7 +13,7 @@ from jax.export import export
 
 from flaxasync.check import HloError
 from flaxasync.check.__main__ import main
-from flaxasync.check.hlo.files import read_module
+from flaxasync.check.hlo.load import read_module
 from tests.check.gate.step_text import STEP
 
 
@@ -59,7 +59,7 @@ BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks"
 MEASURE = """
 import sys
 from flaxasync.check import audit
-from flaxasync.check.hlo.files import read_module
+from flaxasync.check.hlo.load import read_module
 def peak():
     (line,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
