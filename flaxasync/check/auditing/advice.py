@@ -87,21 +87,8 @@ def independent_work(
 
 def _is_work(costs: Costs, computation: Computation, i: Instruction) -> bool:
     if i.opcode == "call":
-        return not _communicates(costs.module, i)
+        return not any(inside.opcode.removesuffix("-start") in COLLECTIVES for inside in costs.module.nested(i))
     return i.opcode not in COLLECTIVES and costs.explained(computation, i)[1] not in ("links", "body", "nothing")
-
-
-def _communicates(module: HloModule, call: Instruction) -> bool:
-    """Says whether the computations that a call runs, at any depth, contain a collective or the start of one."""
-    pending, seen = [call], {""}
-    while pending:
-        i = pending.pop()
-        if i.opcode.removesuffix("-start") in COLLECTIVES:
-            return True
-        if not seen.issuperset(i.called_computations):
-            seen.update(i.called_computations)
-            pending += module.instructions_in(i)
-    return False
 
 
 def _offload_flag(costs: Costs, kind: str) -> str | None:

@@ -1,23 +1,11 @@
 """How long each instruction takes on a chip, estimated from the text of the program.
 
-| instruction | its time |
-|---|---|
-| a matmul, alone or in a fusion | the compiler's cycle estimate (8 % too long for a large one, measured on v5e) |
-| a copy | the compiler's cycle estimate |
-| other work | its bytes at the rate that a copy reaches, or the cycle estimate where that is shorter |
-| a collective, alone or in a fusion | its bytes on the links (collective_time.py) |
-| a loop | the time of its body, times its trip count |
-| a branch | the time of the longest branch |
-| a call | the time of the computation that it calls |
-| a Pallas kernel | what the caller gives, or a simulation; else its `cost_estimate` at the peak, or its bytes |
-
-The compiler's estimates of work without a matmul are too long: for broadcasts and additions in HBM by up to a factor
-of two, and for the slices and updates of stacked layers the more, the more layers there are. Such work is therefore
-never charged more than its bytes (moved_bytes.py). Copies keep the estimate, because the compiler itself schedules by
-it. That estimate is furthest off within vector memory: it is 184 512 cycles for a copy of 16 MiB on v5e, whose final
-bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. `copies="simulated"` does so for those from or
-to vector memory, at the lower rate of simulated copies where they change the layout. A Pallas kernel that was written
-without a `cost_estimate` is charged by its bytes, and the timeline notes it.
+docs/check.md has a table of what takes which time. The compiler's estimates of work without a matmul are too long: for
+broadcasts and additions in HBM by up to a factor of two, and for the slices and updates of stacked layers the more, the
+more layers there are. Such work is therefore never charged more than its bytes (moved_bytes.py). Copies keep the
+estimate, because the compiler itself schedules by it. `copies="bytes"` charges copies by their bytes, too.
+`copies="simulated"` does so for those from or to vector memory, where the estimate is furthest off, at the lower rate
+of simulated copies where they change the layout. A Pallas kernel without a `cost_estimate` is charged by its bytes.
 """
 
 import dataclasses
@@ -65,7 +53,6 @@ class Costs:
     copies: str = "cycles"  # or "bytes" or "simulated": what the time of a copy is taken from
     played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)  # by the name of the kernel or start
     _known: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
-    _known_trips: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
         """Returns the time that the core spends on an instruction. A start and a done take none."""
@@ -92,11 +79,8 @@ class Costs:
 
     def trips(self, loop: Instruction) -> int:
         """Returns the trip count of a loop; 1 if the text does not determine it."""
-        key = f"{loop.name}/{loop.loop_body}"
-        if key not in self._known_trips:
-            count = trip_count(self.module, loop)
-            self._known_trips[key] = 1 if count is None else count
-        return self._known_trips[key]
+        count = trip_count(self.module, loop)
+        return 1 if count is None else count
 
     def executions(self) -> dict[str, int]:
         """Returns how often each computation of the control flow runs: the entry, loop bodies, branches and calls."""

@@ -29,16 +29,9 @@ def timeline(
     played: Mapping[str, KernelTime] | None = None,
     notes: Sequence[str] = (),
 ) -> Timeline:
-    """Estimates which instruction runs when, on each device.
+    """Estimates which instruction runs when, on each device, as `fa.check.timeline` says.
 
-    Args:
-      compiled: As for `fa.check.timeline`, and so are `chip`, `kernels` and `copies`.
-      played: What kernels took in a simulation, by name.
-      notes: More notes of the timeline.
-
-    Raises:
-      ValueError: The chip is unknown or was not given, or the program is not scheduled or has no text.
-      HloError: The text cannot be read.
+    What kernels took in a simulation is in `played`, by their names, and `notes` are more notes of the timeline.
     """
     module = module_of(compiled)
     named = chip or chip_of(compiled)

@@ -1,16 +1,8 @@
 """`summarize`: what matters of a compiled program, in rows that its names and its order do not change.
 
-| rows | one row for each |
-|---|---|
-| transfers | kind of collective, element type, bytes of one array, mesh axes, and place |
-| copies | element type, bytes and loop of a copy that a loop makes in every iteration |
-| callbacks | Python function that the program calls, and place |
-| hazards | code of an audit's finding that is an error |
-
-The place is the pass of the training step and the depth of the loop (hlo/origins.py). A collective of several arrays
-has a row for each array, because XLA combines and splits collectives as it likes. Each row lists its source lines, so
-that a difference can name them. Seconds are estimates (`timeline`): they say what is hidden, and they are no
-measurement.
+docs/gate.md has a table of the rows. A collective of several arrays has a row for each array, because XLA combines and
+splits collectives as it likes. Each row lists its source lines, so that a difference can name them. Seconds are
+estimates (`timeline`): they say what is hidden, and they are no measurement.
 """
 
 import collections

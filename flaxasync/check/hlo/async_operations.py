@@ -13,7 +13,6 @@ next iteration has several windows. A start may have no operands and get them fr
 """
 
 import dataclasses
-import functools
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE, Shape
@@ -78,28 +77,23 @@ def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
 
 def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
     """Returns the spelling in which an instruction is a start, or "" if it is none."""
-    opcode = instruction.opcode
-    if opcode == "fusion":
+    if instruction.opcode == "fusion":
         return "fusion" if _contains_mark(module, instruction, _FUSED_START) else ""
-    marks = (_FUSED_START, _FUSED_DONE)
-    if opcode == "custom-call" and instruction.custom_call_target not in marks and _new_semaphores(instruction):
-        return "kernel"
-    return spelling_of_opcode(opcode)
+    if instruction.opcode == "custom-call":
+        is_mark = instruction.custom_call_target in (_FUSED_START, _FUSED_DONE)
+        return "kernel" if not is_mark and _new_semaphores(instruction) else ""
+    return spelling_of_opcode(instruction.opcode)
 
 
-@functools.lru_cache(maxsize=1024)  # a program has few opcodes
 def spelling_of_opcode(opcode: str) -> str:
     """Returns the spelling of an opcode that is a start in every instruction; "" for any other opcode."""
     if opcode == "async-start":
         return "generic"
-    if opcode in ("send", "recv"):
+    if opcode.removesuffix("-start") in FIRST_CLASS and (opcode.endswith("-start") or opcode in ("send", "recv")):
         return "first-class"
-    if opcode.endswith("-start"):
-        return "first-class" if opcode.removesuffix("-start") in FIRST_CLASS else "sugar"
-    return ""
+    return "sugar" if opcode.endswith("-start") else ""
 
 
-@functools.lru_cache(maxsize=1024)
 def step_of_opcode(opcode: str) -> str:
     """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any other opcode.
 
@@ -209,7 +203,7 @@ def _buffer_ends(
 
 
 def _contains_mark(module: HloModule, fusion: Instruction, target: str) -> bool:
-    return fusion.opcode == "fusion" and any(target in body.custom_call_targets for body in module.called(fusion))
+    return fusion.opcode == "fusion" and any(i.custom_call_target == target for i in module.instructions_in(fusion))
 
 
 def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:
@@ -221,13 +215,9 @@ def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:
 
 
 def _moved_bytes(
-    computation: Computation,
-    start: Instruction,
-    spelling: str,
-    kind: str,
-    windows: list[Window],
+    computation: Computation, start: Instruction, spelling: str, kind: str, windows: list[Window],
     inner: Instruction | None,
-) -> int:
+) -> int:  # fmt: skip
     """Returns the bytes of the operation's result; for a kernel those of its largest buffer."""
     if spelling == "kernel":
         return largest_array(start).bytes

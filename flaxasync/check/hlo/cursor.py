@@ -53,19 +53,7 @@ class Cursor:
         Raises:
           HloError: The bracket is not closed, or another one closes first.
         """
-        closers = [_CLOSER[self.text[at]]]
-        for token in _TOKEN.finditer(self.text, at + 1):
-            mark = token[0]
-            if mark in "{([":
-                closers.append(_CLOSER[mark])
-            elif mark in "})]":
-                if mark != closers.pop():
-                    raise self.error(f"unexpected {mark!r}", token.start())
-                if not closers:
-                    return token.end()
-            elif mark == '"':
-                raise self.error("a string is not closed: the text is cut short", token.start())
-        raise self.error(f"{self.text[at]!r} is not closed: the text is cut short", at)
+        return self._end(at)
 
     def end_of_value(self, at: int) -> int:
         """Returns the index at which an attribute's value ends.
@@ -75,14 +63,22 @@ class Cursor:
         Raises:
           HloError: A bracket within the value is not closed, or is closed by another one.
         """
-        while token := _TOKEN.search(self.text, at):
+        return self._end(at, stops=",\n}")
+
+    def _end(self, at: int, stops: str = "") -> int:
+        """Returns the index of the first of the stops outside of brackets; without stops, that after one bracket."""
+        opened: list[re.Match] = []
+        for token in _TOKEN.finditer(self.text, at):
             mark = token[0]
-            if mark in "{([":
-                at = self.after_bracket(token.start())
-            elif mark in ",\n}":
+            if not opened and mark in stops:
                 return token.start()
-            elif mark in ')]"':
-                raise self.error(f"unexpected {mark!r}", token.start())
-            else:
-                at = token.end()
+            if mark in _CLOSER:
+                opened.append(token)
+            elif mark in ("}", ")", "]", '"'):  # a string that is closed is one token
+                if not opened or mark != _CLOSER[opened.pop()[0]]:
+                    raise self.error(f"unexpected {mark!r}", token.start())
+                if not opened and not stops:
+                    return token.end()
+        if opened:
+            raise self.error(f"{opened[0][0]!r} is not closed: the text is cut short", opened[0].start())
         return len(self.text)

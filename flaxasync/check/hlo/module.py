@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from flaxasync.check.hlo.shapes import Shape
 from flaxasync.check.hlo.source_location import op_name, read_stack_frames, source_line
@@ -18,13 +18,13 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d, ]*)\}")
 _REFERENCE = re.compile(r"%?([\w.\-]+)")
 _KERNEL_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d{1,18})"')
 
-# The attributes that name one computation each, and those that list several.
-_CALL_LISTS = ("called_computations", "branch_computations")
-_CALL_ORDER = (
-    *("calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter"),
-    *_CALL_LISTS,
-)
-_CALLS = frozenset(_CALL_ORDER)
+MATMULS = ("convolution", "dot")  # opcodes
+
+# The attributes that name computations.
+_CALLS = (
+    "calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter",
+    "called_computations", "branch_computations",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,25 +51,23 @@ class Instruction:
 
     @property
     def control_predecessors(self) -> tuple[str, ...]:
-        text = self.attributes.get("control-predecessors")
-        return tuple(_REFERENCE.findall(text)) if text else ()
+        return tuple(_REFERENCE.findall(self.attributes.get("control-predecessors", "")))
 
     @property
     def backend_config(self) -> dict:
         """The backend's notes on the instruction. Empty if there are none, or if they are not a JSON object."""
-        return _json_object(self.attributes.get("backend_config", ""))
+        text = self.attributes.get("backend_config", "")
+        try:
+            return json.loads(text) if text.startswith("{") else {}
+        except (ValueError, RecursionError):
+            return {}
 
     @property
     def called_computations(self) -> tuple[str, ...]:
         """The names of the computations that this instruction calls: of a loop the body, then the condition."""
-        keys = [key for key in self.attributes if key in _CALLS]
-        if not keys:
+        if self.attributes.keys().isdisjoint(_CALLS):
             return ()
-        names: list[str] = []
-        for key in keys if len(keys) == 1 else sorted(keys, key=_CALL_ORDER.index):
-            value = self.attributes[key]
-            names += _REFERENCE.findall(value) if key in _CALL_LISTS else [value.lstrip("%")]
-        return tuple(names)
+        return tuple(name for key in _CALLS for name in _REFERENCE.findall(self.attributes.get(key, "")))
 
     @property
     def loop_body(self) -> str:
@@ -147,10 +145,6 @@ class Computation:
                 users.setdefault(operand, []).append(i)
         return users
 
-    @functools.cached_property
-    def custom_call_targets(self) -> frozenset[str]:
-        return frozenset(i.custom_call_target for i in self.instructions if i.opcode == "custom-call")
-
     @property
     def root(self) -> Instruction:
         return next(i for i in reversed(self.instructions) if i.is_root)
@@ -189,8 +183,7 @@ class HloModule:
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
-                called = instruction.called_computations
-                for name in dict.fromkeys(called) if len(called) > 1 else called:
+                for name in dict.fromkeys(instruction.called_computations):
                     callers.setdefault(name, []).append((computation, instruction))
         return callers
 
@@ -206,17 +199,22 @@ class HloModule:
         """Returns the instructions of the computations that an instruction calls."""
         return [i for computation in self.called(caller) for i in computation.instructions]
 
-    def contains_matmul(self, instruction: Instruction) -> bool:
-        """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""
-        pending, seen = [instruction], {""}
+    def nested(self, caller: Instruction) -> Iterator[Instruction]:
+        """Yields an instruction, and those of the computations that it calls at any depth."""
+        pending, seen = [caller], set[str]()
         while pending:
             i = pending.pop()
-            if i.opcode in ("convolution", "dot"):
-                return True
-            if i.opcode == "fusion" and not seen.issuperset(i.called_computations):
-                seen.update(i.called_computations)
-                pending += self.instructions_in(i)
-        return False
+            yield i
+            for computation in self.called(i):
+                if computation.name not in seen:
+                    seen.add(computation.name)
+                    pending += computation.instructions
+
+    def contains_matmul(self, instruction: Instruction) -> bool:
+        """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""
+        if instruction.opcode != "fusion":
+            return instruction.opcode in MATMULS
+        return any(i.opcode in MATMULS for i in self.nested(instruction))
 
     @functools.cached_property
     def _stack_frames(self) -> dict[str, str]:
@@ -239,17 +237,6 @@ def _path(text: str) -> tuple[int, ...]:
     return tuple(int(part[:9]) for part in text.replace(" ", "").split(",") if part)
 
 
-@functools.lru_cache(maxsize=1024)  # for the indices of tuples above all
 def _small_int(text: str) -> int | None:
     text = text.strip()
     return int(text) if text.isascii() and text.lstrip("-").isdigit() and len(text) < 19 and text != "-" else None
-
-
-def _json_object(text: str) -> dict:
-    if not text.startswith("{"):
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
