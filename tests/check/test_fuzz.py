@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from flaxasync.check import HloError, audit, format_module, parse, timeline
-from tests.check import programs, proposal
-from tests.check.hlo_texts import KERNELS, LOOP, WIDE_SUM
+from tests.check import programs
+from tests.check.hlo_texts import EXAMPLES, KERNELS, LOOP, WIDE_SUM
 
 PER_TEST = 100  # inputs, so that the watchdog notices a hang
 TESTS = max(3, int(os.environ.get("FLAXASYNC_FUZZ", "0")) // PER_TEST)  # FLAXASYNC_FUZZ=100000 tries so many inputs
@@ -35,7 +35,7 @@ def corpus() -> tuple[str, ...]:
     texts += [programs.compiled(fn, "v5e:2x4").text for fn in (programs.ppermute, programs.host)]
     texts += [programs.mesh_matmul().text, programs.on_cpu(programs.scan_of_collectives)]
     texts = [_shortened(text) for text in texts]
-    return (*texts, KERNELS, LOOP, WIDE_SUM, *proposal.EXAMPLES.values())
+    return (*texts, KERNELS, LOOP, WIDE_SUM, *EXAMPLES.values())
 
 
 def _shortened(text: str) -> str:

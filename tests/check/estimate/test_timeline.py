@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 
 from flaxasync.check import timeline
-from tests.check import programs, proposal
-from tests.check.hlo_texts import LOOP
+from tests.check import programs
+from tests.check.hlo_texts import LOOP, module
 
 MIB = 1 << 20
 PERMUTE = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
@@ -20,7 +20,7 @@ HOP = 4 * MIB / 45e9 + 1e-6
 
 
 def program(*lines, partitions=4):
-    text = proposal.module(*lines, inputs=(SHAPE, SHAPE))
+    text = module(*lines, inputs=(SHAPE, SHAPE))
     return text.replace("is_scheduled=true", f"is_scheduled=true, num_partitions={partitions}")
 
 
