@@ -23,8 +23,9 @@ _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
 _LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
 _INSTRUCTION = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
-_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
-_ATTRIBUTE = re.compile(r"([A-Za-z_][\w\-]*)\s*=\s*")
+# Operands and values without brackets, strings and comments end with the match; the ends of others are looked for.
+_OPCODE = re.compile(r'\s*([a-z][\w\-]*)\(([^(){}\[\]"/]*\))?')
+_ATTRIBUTE = re.compile(r'([A-Za-z_][\w\-]*)\s*=\s*([^(){}\[\]"/,\n]*(?=[,\n]))?')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _BARE_OPERAND = re.compile(r"(?:^|[\s}\])])%?([A-Za-z_][\w.\-]*)\s*$")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -152,8 +153,8 @@ class _Reader(Cursor):
         if not head:
             self.skip_blank()
             raise self.error(f"expected an opcode and '(' in instruction '{name}': got {self.excerpt()}")
-        opcode, begin = sys.intern(head[1]), head.end()
-        self.at = self.after_bracket(begin - 1)
+        opcode, begin = sys.intern(head[1]), head.end(1) + 1
+        self.at = self.after_bracket(begin - 1) if head[2] is None else head.end()
         inside = self.text[begin : self.at - 1]
         literal = inside.strip() if opcode in ("constant", "parameter") else ""
         if opcode == "parameter" and not _NUMBER.fullmatch(literal):
@@ -207,7 +208,8 @@ class _Reader(Cursor):
             match = _ATTRIBUTE.match(self.text, self.at)
             if not match:
                 raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
-            begin, self.at = match.end(), self.end_of_value(match.end())
+            begin = match.end() if match[2] is None else match.start(2)
+            self.at = self.end_of_value(begin) if match[2] is None else match.end()
             value = sys.intern(self.text[begin : self.at].strip())
             if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
                 found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own

@@ -10,7 +10,7 @@ from jax.profiler import ProfileData
 
 from flaxasync.check import parse
 from flaxasync.check.__main__ import main
-from flaxasync.check.trace.exposed import layer_of, measure_exposed
+from flaxasync.check.trace.exposed import measure_exposed
 from flaxasync.check.trace.intervals import clip, seconds, subtract, union
 from flaxasync.check.trace.profile import median_seconds, read_profile
 
@@ -169,9 +169,3 @@ def test_intervals_are_sets_of_moments(a, b):
     for result in (union(a), subtract(a, b)):
         assert all(end > start for start, end in result)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(result))
-
-
-def test_a_layer_is_named_by_its_scopes():
-    path = "jit(step)/transpose(jvp(decoder))/while/body/attention/shard_map/all_gather_matmul_dx/ppermute"
-    assert layer_of(path) == "transpose(jvp(decoder))/attention/all_gather_matmul_dx"
-    assert layer_of("") == ""
