@@ -1,9 +1,9 @@
 """Transfers of arrays in a wider type than the program keeps of them, and what a narrower type would gain.
 
-A product that is asked for in float32 and then cast to bfloat16 is a float32 array until the cast. If its sum over the
-devices comes before the cast, twice the bytes travel. What arrives is followed through everything that only moves,
-rearranges or adds it. A transfer is wide if each copy of its values is converted to a narrower type in the end. If a
-value is used in any other way, or leaves the computation through a loop or as a result, nothing is claimed.
+A product that is asked for in float32 and cast to bfloat16 after its sum over the devices travels in twice the bytes.
+What arrives is followed through everything that only moves, rearranges or adds it. A transfer is wide if each copy of
+its values is converted to a narrower type in the end. If a value is used in any other way, or leaves the computation
+through a loop or as a result, nothing is claimed.
 
 The transfers of one line of Python are one finding, because one change of that line mends them all, and those for which
 the text names no line are one together. The gain is the part of the exposed time that fewer bytes save, and of the

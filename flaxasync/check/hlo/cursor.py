@@ -48,25 +48,19 @@ class Cursor:
         return repr(line) + (", where the text ends" if not end and self.at + 40 >= len(self.text) else "")
 
     def after_bracket(self, at: int) -> int:
-        """Returns the index after the bracket that closes the one at `at`. It skips brackets in strings and comments.
-
-        Raises:
-          HloError: The bracket is not closed, or another one closes first.
-        """
+        """Returns the index after the bracket that closes the one at `at`, for which strings and comments do not count."""
         return self._end(at)
 
     def end_of_value(self, at: int) -> int:
-        """Returns the index at which an attribute's value ends.
-
-        A value ends at a comma, at the end of a line or at a closing brace that is outside of every bracket.
-
-        Raises:
-          HloError: A bracket within the value is not closed, or is closed by another one.
-        """
+        """Returns where an attribute's value ends: at a comma, a line's end or a brace that is outside of brackets."""
         return self._end(at, stops=",\n}")
 
     def _end(self, at: int, stops: str = "") -> int:
-        """Returns the index of the first of the stops outside of brackets; without stops, that after one bracket."""
+        """Returns the index of the first of the stops outside of brackets; without stops, that after one bracket.
+
+        Raises:
+          HloError: A bracket or a string is not closed, or another bracket closes first.
+        """
         opened: list[re.Match] = []
         for token in _TOKEN.finditer(self.text, at):
             mark = token[0]

@@ -38,22 +38,12 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _EnteredLoop:
-    """A loop that the path has entered, with the state to go back to if the loop leaves the value untouched."""
-
-    loop: str
-    path: tuple[int, ...]
-    spans: tuple[Span, ...]
-    opened: int
-    crosses: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Holder:
     """One instruction whose result holds the value at an index path, and how the value came there.
 
     The value is alive from the position `opened` of this computation on. `spans` ran before that, in other computations
-    or in earlier iterations. `loops` are those around this computation that the path has entered, the outermost first.
+    or in earlier iterations. `loops` are those around this computation that the path has entered, the outermost first,
+    each by its name and with what held the value before it.
     """
 
     computation: Computation
@@ -61,7 +51,7 @@ class _Holder:
     path: tuple[int, ...]
     opened: int
     spans: tuple[Span, ...] = ()
-    loops: tuple[_EnteredLoop, ...] = ()
+    loops: tuple[tuple[str, "_Holder"], ...] = ()
     copies: tuple[tuple[str, Instruction], ...] = ()
     crosses: tuple[str, ...] = ()
 
@@ -133,16 +123,15 @@ def _through_user(
         body = module.computations.get(user.loop_body)
         if body is None or 0 not in body.parameters:
             return []
-        loop = _EnteredLoop(user.name, path, holder.spans, holder.opened, holder.crosses)
-        crosses = (*holder.crosses, f"enters {user.name}")
-        return [_Holder(body, body.parameters[0], path, 0, spans, (*holder.loops, loop), holder.copies, crosses)]
+        crosses, loops = (*holder.crosses, f"enters {user.name}"), (*holder.loops, (user.name, holder))
+        return [_Holder(body, body.parameters[0], path, 0, spans, loops, holder.copies, crosses)]
     if user.opcode in ("conditional", "call"):
         branch, parameter = (number - 1, 0) if user.opcode == "conditional" else (0, number)
         called = module.called(user)[branch : branch + 1] if branch >= 0 else []
         if called and parameter in called[0].parameters:
             argument = called[0].parameters[parameter]
             return [_Holder(called[0], argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
-        if branch >= 0:  # the number of the branch is used here, and every other operand goes to a branch
+        if branch >= 0:  # a branch takes every operand but the first, which chooses the branch
             return []
     onward = [
         holder.passed_to(user, (*alias.output, *path[len(alias.operand_index) :]))
@@ -163,14 +152,12 @@ def _through_root(module: HloModule, holder: _Holder) -> list[_Holder]:
     for caller, call in module.callers.get(here.name, ()):
         after = caller.position[call.name] + 1
         if call.opcode == "while" and call.loop_body == here.name:
-            entered = holder.loops[-1] if holder.loops and holder.loops[-1].loop == call.name else None
-            outer = holder.loops[:-1] if entered else holder.loops
-            if entered and entered.path == holder.path:
+            loop, before = holder.loops[-1] if holder.loops else ("", holder)
+            if loop == call.name and before.path == holder.path:
                 # The loop carries the value through untouched, so the value is alive during the whole loop.
-                onward.append(
-                    _Holder(caller, call, holder.path, entered.opened, entered.spans, outer, copies, entered.crosses)
-                )
+                onward.append(dataclasses.replace(before, instruction=call, copies=copies))
                 continue
+            outer = holder.loops[:-1] if loop == call.name else holder.loops
             if 0 in here.parameters:
                 again = (*crosses, f"repeats {call.name}")
                 onward.append(_Holder(here, here.parameters[0], holder.path, 0, spans, outer, copies, again))

@@ -6,7 +6,8 @@ import pytest
 
 from flaxasync.check import read_baseline, summarize, write_baseline
 from flaxasync.check.__main__ import main
-from tests.check.gate.step_text import AXES, STEP, changed
+from tests.check.gate.step_text import AXES, STEP
+from tests.check.hlo_texts import changed
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_update_then_pass_then_fail(files, capsys):
     assert gate(files, "--update") == 0
     assert gate(files) == 0
     assert "jit_step on 8 devices of v5e: as in the baseline" in capsys.readouterr().out
-    files[0].write_text(changed(("copy(%sum)", "negate(%sum)"), ("constant(4)", "constant(8)")))
+    files[0].write_text(changed(STEP, ("copy(%sum)", "negate(%sum)"), ("constant(4)", "constant(8)")))
     assert gate(files) == 1
     printed = capsys.readouterr()
     assert "1 difference for the worse\n  worse: runs: 1 collective-permute of 2 MiB over model" in printed.out

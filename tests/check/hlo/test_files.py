@@ -82,7 +82,7 @@ def test_a_large_file_takes_a_small_multiple_of_its_size(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_table_of_ten_megabytes_takes_less_than_a_second_and_a_half(tmp_path, monkeypatch):
+def test_the_table_of_ten_megabytes_takes_less_than_two_seconds(tmp_path, monkeypatch):
     """Of processor time, because other work on the machine lengthens the elapsed time. The least of three runs."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     from check_dump import measured, repeated, study
@@ -90,4 +90,4 @@ def test_the_table_of_ten_megabytes_takes_less_than_a_second_and_a_half(tmp_path
     file = tmp_path / "ten.txt"
     file.write_text(repeated(study(), 10_000_000))
     assert file.stat().st_size > 9_500_000
-    assert min(measured(str(file))[1] for _ in range(3)) < 1.5
+    assert min(measured(str(file))[1] for _ in range(3)) < 2
