@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 from flaxasync.check.auditing.findings import Finding, Severity
 
@@ -76,7 +77,17 @@ class Audit:
         return json.dumps(facts | {"pairs": pairs, "findings": [f.to_json() for f in self.findings]}, indent=2)
 
     def __str__(self) -> str:
-        return _table(self)
+        lines = [f"audit of {self.module or 'a fragment'} ({self.chip}): {'ok' if self.ok else 'NOT OK'}", ""]
+        lines += _table(self.pairs)
+        counts = {s: sum(f.severity == s for f in self.findings) for s in reversed(Severity)}
+        lines += ["", ", ".join(f"{n} {s}{'s' if n != 1 and s != Severity.INFO else ''}" for s, n in counts.items())]
+        for code in dict.fromkeys(f.code for f in self.findings):
+            alike = [f for f in self.findings if f.code == code]
+            lines += [str(f) for f in alike[:LISTED]]
+            if len(alike) > LISTED:
+                lines.append(f"    ... and {len(alike) - LISTED} more {code}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
 
 def size_text(count: float) -> str:
@@ -91,9 +102,12 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
-def _table(report: Audit) -> str:
+def _table(pairs: Sequence[Pair]) -> list[str]:
+    """Returns the lines of the table of asynchronous operations."""
+    if not pairs:
+        return ["no asynchronous operations"]
     rows = [("operation", "kind", "where", "runs", "bytes", "transfer", "work inside", "exposed", "what runs inside")]
-    for p in report.pairs:
+    for p in pairs:
         inside = ", ".join(w.instruction for w in sorted(p.work, key=lambda w: -w.seconds)[:2])
         more = f" and {len(p.work) - 2} more" if len(p.work) > 2 else ""
         where = p.computation if not p.crosses else f"{p.computation} ({p.crosses})"
@@ -104,16 +118,4 @@ def _table(report: Audit) -> str:
             (inside + more) or "nothing",
         ))  # fmt: skip
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    lines = [f"audit of {report.module or 'a fragment'} ({report.chip}): {'ok' if report.ok else 'NOT OK'}", ""]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if len(rows) == 1:
-        lines[-1] = "no asynchronous operations"
-    counts = {s: sum(f.severity == s for f in report.findings) for s in reversed(Severity)}
-    lines += ["", ", ".join(f"{n} {s}{'s' if n != 1 and s != Severity.INFO else ''}" for s, n in counts.items())]
-    for code in dict.fromkeys(f.code for f in report.findings):
-        alike = [f for f in report.findings if f.code == code]
-        lines += [str(f) for f in alike[:LISTED]]
-        if len(alike) > LISTED:
-            lines.append(f"    ... and {len(alike) - LISTED} more {code}")
-    lines += [f"note: {note}" for note in report.notes]
-    return "\n".join(lines)
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -32,6 +32,7 @@ _MOVES = frozenset({
 _JOINS = "ConcatBitcast"  # the custom call by which XLA puts slices together again
 
 type Element = tuple[int, ...] | None  # the index path of the array in a result; None for all of a future
+type Holder = tuple[Computation, Instruction, Element]  # what holds the values of a transfer
 
 
 class _Wide(NamedTuple):
@@ -92,25 +93,19 @@ def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Find
     moved = sum(n * t.bytes for n, t in zip(counts, transfers, strict=True))
     which = "of its line" if line else "without a line of Python"
     others = f" and {len(transfers) - 1} more {which} carry" if len(transfers) > 1 else " carries"
+    message = f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: {size_text(moved)} in "
+    message += f"{sum(counts)} transfers of a run"
     return finding(
-        "wide-transfer",
-        f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: {size_text(moved)} in "
-        f"{sum(counts)} transfers of a run",
-        largest.computation.name,
-        largest.instruction.name,
-        source=line,
-        severity=None if moved >= LARGE else Severity.INFO,
-        count=sum(counts),
+        "wide-transfer", message, largest.computation.name, largest.instruction.name, source=line,
+        severity=None if moved >= LARGE else Severity.INFO, count=sum(counts),
         gain=sum(n * t.gain for n, t in zip(counts, transfers, strict=True)),
-    )
+    )  # fmt: skip
 
 
 def _kept(module: HloModule, computation: Computation, i: Instruction, wide: str) -> str | None:
     """Returns the widest type to which a transfer's values are converted; None if they are needed in the wide type."""
     seen, kept = set(), set()
-    pending: list[tuple[Computation, Instruction, Element]] = [
-        (computation, i, None if i.opcode.endswith("-start") else ())
-    ]
+    pending: list[Holder] = [(computation, i, None if i.opcode.endswith("-start") else ())]
     while pending:
         at, step, element = pending.pop()
         if (at.name, step.name, element) in seen:
@@ -137,7 +132,7 @@ def _kept(module: HloModule, computation: Computation, i: Instruction, wide: str
 
 def _through(
     module: HloModule, at: Computation, step: Instruction, element: Element, user: Instruction
-) -> list[tuple[Computation, Instruction, Element]] | None:
+) -> list[Holder] | None:
     """Returns what holds the values after an instruction has used them; None if it needs the wide type."""
     if user.opcode == "get-tuple-element" and element:
         return [(at, user, ())] if user.tuple_index == element[0] else []

@@ -35,12 +35,11 @@ class Lockstep:
         self.seconds: list[dict[tuple[str, str, str], float]] = [{} for _ in range(count)]
         self.slices: list[Slice] = []
         self.loops: list[Loop] = []  # of the first device
-        # The operation that begins at an instruction: at its start, or at the update that brings late operands.
-        self._begins = {op.name: op for op in self._operations if op.start.operands or not op.updates}
-        self._begins |= {op.updates[-1].name: op for op in self._operations if op.updates and not op.start.operands}
-        # The operations that an instruction may be the done of.
-        self._finishes: dict[str, list[AsyncOperation]] = {}
+        self._begins: dict[str, AsyncOperation] = {}  # by the start, or by the update that brings late operands
+        self._finishes: dict[str, list[AsyncOperation]] = {}  # by the instruction that may be their done
         for op in self._operations:
+            is_late = op.updates and not op.start.operands
+            self._begins[op.updates[-1].name if is_late else op.name] = op
             for window in op.windows:
                 self._finishes.setdefault(window.done.name, []).append(op)
         self._lane_free: dict[tuple[str, int], float] = {}  # when a lane of a device is next free

@@ -48,7 +48,7 @@ class Cursor:
         return repr(line) + (", where the text ends" if not end and self.at + 40 >= len(self.text) else "")
 
     def after_bracket(self, at: int) -> int:
-        """Returns the index after the bracket that closes the one at `at`, for which strings and comments do not count."""
+        """Returns the index after the bracket that closes the one at `at`; strings and comments do not count."""
         return self._end(at)
 
     def end_of_value(self, at: int) -> int:
