@@ -80,14 +80,11 @@ def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
 
 def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     notes = []
-    module, shown = lockstep.module, len(lockstep.devices)
-    if shown < module.num_partitions:
-        which = (
-            f"all {module.num_partitions} devices do the same: one is"
-            if shown == 1
-            else (f"the first {shown} of {module.num_partitions} devices are")
-        )
-        notes.append(f"{which} shown")
+    module, shown, count = lockstep.module, len(lockstep.devices), lockstep.module.num_partitions
+    if shown == 1 < count:
+        notes.append(f"all {count} devices do the same: one is shown")
+    elif shown < count:
+        notes.append(f"the first {shown} of {count} devices are shown")
     by_bytes = [
         i.name
         for n in lockstep.executed
