@@ -20,8 +20,7 @@ HOP = 4 * MIB / 45e9 + 1e-6
 
 
 def program(*lines, partitions=4):
-    text = module(*lines, inputs=(SHAPE, SHAPE))
-    return text.replace("is_scheduled=true", f"is_scheduled=true, num_partitions={partitions}")
+    return module(*lines, inputs=(SHAPE, SHAPE), partitions=partitions)
 
 
 def work(name, cycles, operand="operand0", root=""):
@@ -141,14 +140,14 @@ def test_other_chips():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="chip must be given"):
-        timeline(LOOP)
-    with pytest.raises(ValueError, match="chip must be one of"):
-        timeline(LOOP, "v4")
-    with pytest.raises(ValueError, match=r"not scheduled.*compile it first"):
-        timeline(LOOP.replace(", is_scheduled=true", ""), "v5e")
-    with pytest.raises(ValueError, match="copies must be"):
-        timeline(LOOP, "v5e", copies="guess")
+    for text, options, message in (
+        (LOOP, {}, "chip must be given"),
+        (LOOP, {"chip": "v4"}, "chip must be one of"),
+        (LOOP.replace(", is_scheduled=true", ""), {"chip": "v5e"}, "not scheduled.*compile it first"),
+        (LOOP, {"chip": "v5e", "copies": "guess"}, "copies must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            timeline(text, **options)
 
 
 def test_slices_of_a_core_do_not_overlap():
