@@ -9,13 +9,12 @@ from flaxasync.check.auditing.advice import advise, independent_work
 from flaxasync.check.auditing.findings import Finding, Severity, finding
 from flaxasync.check.auditing.report import Pair, Work, size_text, time_text
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, Window, collective_in_fusion
+from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, Window, synchronous_collective
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.value_flow import Span
 
 LARGE = 1 << 20  # bytes; a smaller collective is limited by its latency, so it is reported as information only
 COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported
-_SYNCHRONOUS = frozenset(COLLECTIVES) - {"send", "recv"}
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
 
@@ -81,11 +80,9 @@ def collectives_that_hold_the_chip(
     The instruction is the collective itself, or the fusion that contains it.
     """
     found = []
-    for name in runs:
-        computation = module.computations[name]
+    for computation in (module.computations[name] for name in runs):
         for i in computation.instructions:
-            collective = collective_in_fusion(module, i) if i.opcode == "fusion" else i
-            if collective is not None and collective.opcode in _SYNCHRONOUS:
+            if collective := synchronous_collective(module, i):
                 found.append((computation, i, collective))
     return found
 

@@ -13,7 +13,7 @@ import collections
 
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.timeline import Loop, Slice
-from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, async_operations, collective_in_fusion
+from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, async_operations, synchronous_collective
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 
@@ -69,7 +69,7 @@ class Lockstep:
             elif i.opcode == "call":
                 for called in self.module.called(i):
                     self._run(called)
-            elif (collective := self._synchronous_collective(i)) is not None:
+            elif (collective := synchronous_collective(self.module, i)) is not None:
                 self._hold(computation, i, collective)
             elif (explained := self.costs.explained(computation, i))[0] > 0:
                 seconds, source = explained
@@ -139,13 +139,6 @@ class Lockstep:
             self._spend(n, end, done.name, kind, op.name)
 
     # Synchronous collectives.
-
-    def _synchronous_collective(self, i: Instruction) -> Instruction | None:
-        """Returns the collective that an instruction performs without a start, by itself or within a fusion."""
-        if i.opcode == "fusion":
-            inside = collective_in_fusion(self.module, i)
-            return inside if inside is not None and inside.opcode in COLLECTIVES else None
-        return i if i.opcode in COLLECTIVES and i.opcode not in ("send", "recv") else None
 
     def _hold(self, computation: Computation, i: Instruction, collective: Instruction) -> None:
         """Lets the devices of each group wait for each other, and then holds them for the time of the collective."""

@@ -117,6 +117,14 @@ def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction 
     return None if is_beside else collective
 
 
+def synchronous_collective(module: HloModule, i: Instruction) -> Instruction | None:
+    """Returns the collective that an instruction performs without a start, by itself or within a fusion."""
+    collective = collective_in_fusion(module, i) if i.opcode == "fusion" else i
+    if collective is None or collective.opcode not in COLLECTIVES or collective.opcode in ("send", "recv"):
+        return None
+    return collective
+
+
 def largest_array(kernel: Instruction) -> Shape:
     """Returns the largest array that a kernel makes, or of its buffers if it aliases all of them, as it does with Refs.
 
