@@ -68,7 +68,9 @@ class Cursor:
                 return token.start()
             if mark in _CLOSER:
                 opened.append(token)
-            elif mark in ("}", ")", "]", '"'):  # a string that is closed is one token
+            elif mark == '"':  # a string that is closed is one token
+                raise self.error("a string is not closed: the text is cut short", token.start())
+            elif mark in ("}", ")", "]"):
                 if not opened or mark != _CLOSER[opened.pop()[0]]:
                     raise self.error(f"unexpected {mark!r}", token.start())
                 if not opened and not stops:

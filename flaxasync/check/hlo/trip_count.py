@@ -26,8 +26,9 @@ class _Value(NamedTuple):
 def trip_count(module: HloModule, loop: Instruction) -> int | None:
     """Returns the number of iterations of a `while`, or None if the text does not determine it."""
     known = loop.backend_config.get("known_trip_count")
-    if isinstance(known, dict) and str(known.get("n", "")).isascii() and str(known.get("n", "")).isdigit():
-        return int(str(known["n"])[:18])
+    count = str(known.get("n", "")) if isinstance(known, dict) else ""
+    if count.isascii() and count.isdigit():
+        return int(count[:18])
     called = module.called(loop)
     if len(called) != 2 or not loop.operands:
         return None

@@ -6,6 +6,7 @@ decoder and the data sheet of the chip. A program takes one to two minutes to co
 """
 
 import dataclasses
+import functools
 
 import jax
 import pytest
@@ -27,6 +28,7 @@ def around_the_ring(size: int) -> float:
     return 3 / 4 * size / (2 * CHIP.link_bandwidth) + 2 * CHIP.hop_latency
 
 
+@functools.cache
 def compiled(decoder: Decoder) -> CompiledProgram:
     """Compiles the training step with JAX's own promotion of dtypes, on which jax.nn.dot_product_attention relies."""
     mesh = topology_mesh("v5e:4x4", (4, RING), ("fsdp", "tensor"))

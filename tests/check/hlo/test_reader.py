@@ -113,6 +113,7 @@ def test_bits():
         ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}", "'e' is not closed: the text is cut", 3, 1),
         ("HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}", "twice", 5, 3),
         ('HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"', "must be a string", 5, 28),
+        ('HloModule m\n\ne {\n  a = f32[] parameter(0), b={"c', "a string is not closed: the text is cut", 4, 30),
         ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
         ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}", "does not define", 4, 1),
         ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n", "second HloModule", 7, 1),
