@@ -37,7 +37,7 @@ _GENERATED = re.compile(r"_?axis_\d+")  # the names that XLA gives to axes that 
 type Groups = tuple[tuple[int, ...], ...]
 
 
-def permute_pairs(instruction: Instruction) -> Groups:
+def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     """Returns the (source, target) pairs of a collective-permute.
 
     Raises:
@@ -47,7 +47,7 @@ def permute_pairs(instruction: Instruction) -> Groups:
     pairs = _lists(text)
     if pairs is None or any(len(pair) != 2 for pair in pairs):
         raise _error(instruction, "source_target_pairs", text)
-    return pairs
+    return tuple((source, target) for source, target in pairs)
 
 
 def replica_groups(instruction: Instruction, devices: int) -> Groups:
