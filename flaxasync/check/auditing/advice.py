@@ -165,7 +165,6 @@ def _partners(module: HloModule, computation: Computation, i: Instruction, kind:
 
     Instructions that only rearrange arrays may be between them and the collective.
     """
-
     found, pending, seen = [], [i], set()
     while pending:
         step, *pending = pending

@@ -23,9 +23,9 @@ _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
 _LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
 _INSTRUCTION = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
-# Operands and values without brackets, strings and comments end with the match; the ends of others are looked for.
-_OPCODE = re.compile(r'\s*([a-z][\w\-]*)\(([^(){}\[\]"/]*\))?')
-_ATTRIBUTE = re.compile(r'([A-Za-z_][\w\-]*)\s*=\s*([^(){}\[\]"/,\n]*(?=[,\n]))?')
+_OPCODE = re.compile(r'\s*([a-z][\w\-]*)\(([^(){}\[\]"/]*\))?')  # with its operands, unless they have brackets
+_ATTRIBUTE = re.compile(r"([A-Za-z_][\w\-]*)\s*=\s*")
+_PLAIN_VALUE = re.compile(r'[^(){}\[\]"/,\n]*(?=[,\n])')  # without brackets, strings and comments, as most are
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _BARE_OPERAND = re.compile(r"(?:^|[\s}\])])%?([A-Za-z_][\w.\-]*)\s*$")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -208,8 +208,8 @@ class _Reader(Cursor):
             match = _ATTRIBUTE.match(self.text, self.at)
             if not match:
                 raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
-            begin = match.end() if match[2] is None else match.start(2)
-            self.at = self.end_of_value(begin) if match[2] is None else match.end()
+            begin, plain = match.end(), _PLAIN_VALUE.match(self.text, match.end())
+            self.at = plain.end() if plain else self.end_of_value(begin)
             value = sys.intern(self.text[begin : self.at].strip())
             if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
                 found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own

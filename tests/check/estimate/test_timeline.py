@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from flaxasync.check import timeline
+from flaxasync.check import CHIPS, timeline
+from flaxasync.check.estimate.collective_time import collective_seconds
 from tests.check import programs
 from tests.check.hlo_texts import LOOP, module
 
@@ -173,3 +174,14 @@ def test_a_computation_that_calls_itself_ends():
     assert timeline(text, "v5e").seconds == 0
     fused = text.replace("call(), to_apply=%f", "fusion(), kind=kLoop, calls=%f")
     assert timeline(fused, "v5e").compute < 1e-9
+
+
+def test_the_seconds_of_a_collective():
+    v5e = CHIPS["v5e"]
+    assert collective_seconds("all-gather", MIB, 2 * MIB, 2, v5e) == pytest.approx(MIB / 45e9 + 1e-6)
+    assert collective_seconds("all-gather", MIB, 8 * MIB, 8, v5e) == pytest.approx(7 * MIB / 90e9 + 4e-6)
+    gather = collective_seconds("all-gather", MIB, 8 * MIB, 8, v5e)
+    scatter = collective_seconds("reduce-scatter", 8 * MIB, MIB, 8, v5e)
+    assert collective_seconds("all-reduce", 8 * MIB, 8 * MIB, 8, v5e) == pytest.approx(gather + scatter)
+    assert collective_seconds("all-reduce", MIB, MIB, 1, v5e) == 0
+    assert collective_seconds("collective-permute", MIB, MIB, 8, v5e) == pytest.approx(MIB / 45e9 + 1e-6)
