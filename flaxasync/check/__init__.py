@@ -76,14 +76,13 @@ from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import CODES, Finding, Severity
 from flaxasync.check.auditing.pairing_rules import check_async_rules
 from flaxasync.check.auditing.report import Audit
-from flaxasync.check.auditing.rows import Row
 from flaxasync.check.capturing.overview import Overview, overview
 from flaxasync.check.capturing.programs import CapturedProgram, read_folder
 from flaxasync.check.compile.program import CompiledProgram, HbmError
 from flaxasync.check.estimate.timeline import Loop, Slice, Timeline
 from flaxasync.check.gate.baseline import read_baseline, write_baseline
 from flaxasync.check.gate.comparison import Change, Comparison, Tolerances, compare
-from flaxasync.check.gate.summary import Summary, summarize
+from flaxasync.check.gate.summary import Row, Summary, summarize
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
 from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction

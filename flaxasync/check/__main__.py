@@ -18,7 +18,7 @@ import sys
 from flaxasync import check
 from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import Severity
-from flaxasync.check.hlo.files import read_module
+from flaxasync.check.hlo.load import read_module
 from flaxasync.hardware import CHIPS
 
 # The modules of the other commands. They are imported when they are used, because some need JAX.

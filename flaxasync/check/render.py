@@ -3,13 +3,17 @@
 The classes of results hold data only, and the modules that make results do not import this file.
 """
 
+import json
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from flaxasync.check.estimate.picture import draw_timeline, draw_timelines
 from flaxasync.check.estimate.timeline import Timeline
-from flaxasync.check.estimate.trace import write_trace
 from flaxasync.check.player.result import Result
+
+# The names that the trace viewers have for their colours.
+_COLOURS = {"compute": "good", "stall": "terrible", "collective": "bad", "memory": "yellow", "repeat": "grey"}
 
 
 def save_picture(
@@ -35,8 +39,30 @@ def save_picture(
 
 
 def save_trace(result: Timeline | Result, path: Any) -> None:
-    """Writes a Chrome trace, the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-    write_trace(_timeline(result), path)
+    """Writes a Chrome trace, the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    It has one process for each device, one thread for each lane, and times in microseconds. Its metadata says what the
+    times are based on.
+    """
+    t = _timeline(result)
+    lanes: dict[tuple[int, str], int] = {}
+    for s in t.slices:
+        lanes.setdefault((s.device, s.lane), len(lanes))
+    events: list[dict] = []
+    for device in sorted({device for device, _ in lanes}):
+        name = {"name": f"device {device} ({t.chip})"}
+        events.append({"ph": "M", "name": "process_name", "pid": device, "args": name})
+    for (device, lane), thread in lanes.items():
+        events.append({"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": lane}})
+    for s in t.slices:
+        colour = {"cname": _COLOURS[s.kind]} if s.kind in _COLOURS else {}
+        events.append({
+            "ph": "X", "name": s.name, "cat": s.kind, "pid": s.device, "tid": lanes[s.device, s.lane],
+            "ts": s.start * 1e6, "dur": s.seconds * 1e6, "args": {"kind": s.kind, "cause": s.cause},
+        } | colour)  # fmt: skip
+    about = {"basis": t.basis, "known_error": t.known_error, "notes": list(t.notes)}
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+    pathlib.Path(path).write_text(text)
 
 
 def _timeline(result: Any) -> Timeline:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.estimate import estimator
 from flaxasync.check.estimate.timeline import Timeline
-from flaxasync.check.hlo.from_compiled import module_of
+from flaxasync.check.hlo.load import module_of
 
 
 def timeline(

@@ -13,10 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 HOPS = 8
-DMA = pltpu.SemaphoreType.DMA
+SEMAPHORES = (pltpu.SemaphoreType.DMA(()), pltpu.SemaphoreType.DMA(()))  # sent, received
 SEMAPHORE = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
-START = pltpu.CompilerParams(collective_id=0, has_side_effects=True)
-DONE = pltpu.CompilerParams(has_side_effects=True)
+START = {
+    "compiler_params": pltpu.CompilerParams(collective_id=0, has_side_effects=True), "name": "permute_start",
+}  # fmt: skip
+DONE = {"compiler_params": pltpu.CompilerParams(has_side_effects=True), "name": "permute_done"}
 
 
 def _send(x_ref, y_ref, send_sem, recv_sem):
@@ -37,7 +39,7 @@ def _space(memory):
     return pl.BlockSpec(memory_space=pltpu.HBM if memory == "hbm" else pl.ANY)
 
 
-def _out(x, memory):
+def _out(x, memory="hbm"):
     return pltpu.HBM(x.shape, x.dtype) if memory == "hbm" else jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -46,25 +48,11 @@ def start(x, memory="hbm"):
     space = _space(memory)
     return pl.pallas_call(
         lambda x, ss, rs, _, y: _send(x, y, ss, rs),
-        out_shape=(DMA(()), DMA(()), _out(x, memory), _out(x, memory)),
+        out_shape=(*SEMAPHORES, _out(x, memory), _out(x, memory)),
         in_specs=[space],
         out_specs=(SEMAPHORE, SEMAPHORE, space, space),
         input_output_aliases={0: 2},
-        compiler_params=START,
-        name="permute_start",
-    )(x)
-
-
-def start_unpinned(x):
-    """Starts in a wrong way: the source is not aliased through the start, so nothing keeps it alive meanwhile."""
-    space = _space("hbm")
-    return pl.pallas_call(
-        lambda x, ss, rs, y: _send(x, y, ss, rs),
-        out_shape=(DMA(()), DMA(()), _out(x, "hbm")),
-        in_specs=[space],
-        out_specs=(SEMAPHORE, SEMAPHORE, space),
-        compiler_params=START,
-        name="permute_start",
+        **START,
     )(x)
 
 
@@ -77,23 +65,8 @@ def done(future, memory="hbm"):
         in_specs=[space, space, SEMAPHORE, SEMAPHORE],
         out_specs=space,
         input_output_aliases={1: 0},
-        compiler_params=DONE,
-        name="permute_done",
+        **DONE,
     )(x, y, ss, rs)
-
-
-def done_unpinned(future):
-    ss, rs, y = future
-    space = _space("hbm")
-    return pl.pallas_call(
-        lambda y, ss, rs, _: _wait(y, y, ss, rs),
-        out_shape=_out(y, "hbm"),
-        in_specs=[space, SEMAPHORE, SEMAPHORE],
-        out_specs=space,
-        input_output_aliases={0: 0},
-        compiler_params=DONE,
-        name="permute_done",
-    )(y, ss, rs)
 
 
 def start_stateful(x_ref, y_ref):
@@ -101,23 +74,13 @@ def start_stateful(x_ref, y_ref):
 
     A pallas_call cannot close over Refs that are held to HBM, so small buffers go to vector memory.
     """
-    return pl.pallas_call(
-        lambda ss, rs: _send(x_ref, y_ref, ss, rs),
-        out_shape=(DMA(()), DMA(())),
-        out_specs=(SEMAPHORE, SEMAPHORE),
-        compiler_params=START,
-        name="permute_start",
-    )()
+    kernel = functools.partial(_send, x_ref, y_ref)
+    return pl.pallas_call(kernel, out_shape=SEMAPHORES, out_specs=(SEMAPHORE, SEMAPHORE), **START)()
 
 
 def done_stateful(ss, rs, x_ref, y_ref):
-    pl.pallas_call(
-        lambda ss, rs: _wait(x_ref, y_ref, ss, rs),
-        out_shape=(),
-        in_specs=[SEMAPHORE, SEMAPHORE],
-        compiler_params=DONE,
-        name="permute_done",
-    )(ss, rs)
+    kernel = functools.partial(_wait, x_ref, y_ref)
+    pl.pallas_call(kernel, out_shape=(), in_specs=[SEMAPHORE, SEMAPHORE], **DONE)(ss, rs)
 
 
 def to_hbm(x):
@@ -137,9 +100,7 @@ def value_with_compute(x):
 
     def step(_, carry):
         future, summed = carry
-        y = done(future)
-        future = start(y)
-        ss, rs, y, flying = future
+        ss, rs, y, flying = start(done(future))
         return (ss, rs, y, flying), summed + jnp.dot(y, y[:1024], preferred_element_type=jnp.float32)
 
     future, summed = lax.fori_loop(0, HOPS, step, (start(to_hbm(x)), jnp.zeros(x.shape, jnp.float32)), unroll=2)
@@ -165,25 +126,23 @@ def two_slots(x):
     """One Ref with two slots, the slot chosen by a prefetched scalar."""
     slots = jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))
 
-    def begin(i):
-        spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, in_specs=[], out_specs=(SEMAPHORE, SEMAPHORE))
+    def call(do, i, operands, out_shape, kind):
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, in_specs=[SEMAPHORE] * len(operands), out_specs=(SEMAPHORE,) * len(out_shape)
+        )
         return pl.pallas_call(
-            lambda i, ss, rs: _send(slots.at[i[0]], slots.at[1 - i[0]], ss, rs),
-            grid_spec=spec, out_shape=(DMA(()), DMA(())), compiler_params=START, name="permute_start",
-        )(i[None])  # fmt: skip
-
-    def end(i, ss, rs):
-        spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, in_specs=[SEMAPHORE, SEMAPHORE], out_specs=())
-        pl.pallas_call(
-            lambda i, ss, rs: _wait(slots.at[i[0]], slots.at[1 - i[0]], ss, rs),
-            grid_spec=spec, out_shape=(), compiler_params=DONE, name="permute_done",
-        )(i[None], ss, rs)  # fmt: skip
+            lambda i, ss, rs: do(slots.at[i[0]], slots.at[1 - i[0]], ss, rs),
+            grid_spec=spec,
+            out_shape=out_shape,
+            **kind,
+        )(i[None], *operands)
 
     def step(i, sems):
-        end(i % 2, *sems)
-        return begin((i + 1) % 2)
+        call(_wait, i % 2, sems, (), DONE)
+        return call(_send, (i + 1) % 2, (), SEMAPHORES, START)
 
-    end(jnp.int32(0), *lax.fori_loop(0, HOPS, step, begin(jnp.int32(0))))
+    sems = lax.fori_loop(0, HOPS, step, call(_send, jnp.int32(0), (), SEMAPHORES, START))
+    call(_wait, jnp.int32(0), sems, (), DONE)
     return jax.freeze(slots)[1]
 
 
@@ -217,10 +176,17 @@ def read_in_flight(x):
 
 
 def freed_in_flight(x):
-    """The source is freed at the start, while it is still being sent."""
-    x = to_hbm(x * 2)
-    future = start_unpinned(x)
-    y = done_unpinned(future)
+    """The source is not aliased through the start, so it is freed while it is still being sent."""
+    x, space = to_hbm(x * 2), _space("hbm")
+    specs = (SEMAPHORE, SEMAPHORE, space)
+    ss, rs, y = pl.pallas_call(
+        lambda x, ss, rs, y: _send(x, y, ss, rs),
+        out_shape=(*SEMAPHORES, _out(x)), in_specs=[space], out_specs=specs, **START,
+    )(x)  # fmt: skip
+    y = pl.pallas_call(
+        lambda ss, rs, y, _: _wait(y, y, ss, rs),
+        out_shape=_out(y), in_specs=specs, out_specs=space, input_output_aliases={2: 0}, **DONE,
+    )(ss, rs, y)  # fmt: skip
     return y + 1
 
 

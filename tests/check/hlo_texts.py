@@ -1,6 +1,80 @@
-"""Small HLO programs, as text, that several tests change in one place."""
+"""Small HLO programs as text, with the examples of XLA's "Async HLO Instructions" proposal as complete modules."""
 
-from tests.check import proposal
+ADD = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+ASYNC_OP = """%async_op (param0: f32[64]) -> f32[32] {
+  %param0 = f32[64] parameter(0)
+  ROOT %op = f32[32] custom-call(%param0), custom_call_target="foo"
+}
+"""
+TWO_RESULTS = """%async_op (param0: f32[64], param1: f32[64]) -> (f32[32], f32[32]) {
+  %param0 = f32[64] parameter(0)
+  %param1 = f32[64] parameter(1)
+  ROOT %op = (f32[32], f32[32]) custom-call(%param0, %param1), custom_call_target="foo"
+}
+"""
+
+
+def module(*lines: str, wrapped: str = "", inputs: tuple[str, ...] = ("f32[64]",), partitions: int = 1) -> str:
+    """Returns a scheduled module. Its entry has the parameters operand0, operand1, ... and these lines."""
+    parameters = [f"  %operand{n} = {shape} parameter({n})" for n, shape in enumerate(inputs)]
+    body = "\n".join([*parameters, *(f"  {line}" for line in lines)])
+    head = f"HloModule m, is_scheduled=true, num_partitions={partitions}"
+    return f"{head}\n\n{wrapped}\nENTRY %e {{\n{body}\n}}\n"
+
+
+def changed(text: str, *changes: tuple[str, str]) -> str:
+    """Returns a text with others replaced, each of which it must have."""
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+FUTURE = "((f32[64]), f32[32], s32[])"
+START = f"%async-start = {FUTURE} async-start(f32[64] %operand0), calls=%async_op"
+DONE = f"ROOT %async-done = f32[32] async-done({FUTURE} %async-start)"
+EXAMPLES = {
+    "single": module(START, DONE, wrapped=ASYNC_OP),
+    "multiple": module(
+        "%s = ((f32[64], f32[64]), (f32[32], f32[32]), s32[]) async-start(%operand0, %operand1), calls=%async_op",
+        "ROOT %d = (f32[32], f32[32]) async-done(%s)",
+        wrapped=TWO_RESULTS, inputs=("f32[64]", "f32[64]"),
+    ),
+    "updates": module(
+        START,
+        f"%async-update0 = {FUTURE} async-update({FUTURE} %async-start)",
+        f"%async-update1 = {FUTURE} async-update({FUTURE} %async-update0)",
+        f"ROOT %async-done = f32[32] async-done({FUTURE} %async-update1)",
+        wrapped=ASYNC_OP,
+    ),
+    "sugar": module(
+        f'%cc-start = {FUTURE} custom-call-start(%operand0), custom_call_target="foo"',
+        f"%cc-update = {FUTURE} custom-call-update(%cc-start)",
+        "ROOT %result = f32[32] custom-call-done(%cc-update)",
+    ),
+    "late operand": module(
+        "%call-start = ((f32[]), (), s32[]) call-start(%operand0), to_apply=%add",
+        "%call-update = ((f32[], f32[]), f32[], s32[]) call-update(%call-start, %operand1)",
+        "ROOT %result = f32[] call-done(%call-update)",
+        wrapped=ADD, inputs=("f32[]", "f32[]"),
+    ),
+    "late output": module(
+        "%call-start = ((f32[64]), (), s32[]) call-start(%operand0), to_apply=%async_op",
+        f"%call-update = {FUTURE} call-update(%call-start, %operand1)",
+        "ROOT %result = f32[32] call-done(%call-update)",
+        wrapped=ASYNC_OP, inputs=("f32[64]", "f32[32]"),
+    ),
+    "late output at the done": module(
+        "%call-start = ((f32[64]), (), s32[]) call-start(%operand0), to_apply=%async_op",
+        "ROOT %result = f32[32] call-done(%call-start)",
+        wrapped=ASYNC_OP,
+    ),
+}  # fmt: skip
 
 # A loop that counts 0, 3, 6, 9 and carries one array.
 LOOP = """HloModule m, is_scheduled=true
@@ -32,62 +106,47 @@ ENTRY %e (x: f32[65536]) -> f32[65536] {
 """
 
 # A product in float32 whose sum over four devices is rounded by the fusion that follows.
-WIDE_SUM = """HloModule m, is_scheduled=true, num_partitions=4
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}
-
+WIDE_SUM = module(
+    "%y = f32[2048,4096]{1,0} dot(%operand0, %operand1), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    "%r = f32[512,4096]{1,0} reduce-scatter(%y), dimensions={0}, replica_groups=[1,4]<=[4], to_apply=%add",
+    "ROOT %f = (bf16[512,4096]{1,0}, bf16[512,4096]{1,0}) fusion(%r), kind=kLoop, calls=%rounded",
+    wrapped=ADD + """
 %rounded (p: f32[512,4096]) -> (bf16[512,4096], bf16[512,4096]) {
   %p = f32[512,4096]{1,0} parameter(0)
   %c = bf16[512,4096]{1,0} convert(%p)
   %n = bf16[512,4096]{1,0} negate(%c)
   ROOT %t = (bf16[512,4096]{1,0}, bf16[512,4096]{1,0}) tuple(%c, %n)
 }
+""",
+    inputs=("bf16[2048,1024]{1,0}", "bf16[1024,4096]{1,0}"), partitions=4,
+)  # fmt: skip
 
-ENTRY %e {
-  %x = bf16[2048,1024]{1,0} parameter(0)
-  %w = bf16[1024,4096]{1,0} parameter(1)
-  %y = f32[2048,4096]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %r = f32[512,4096]{1,0} reduce-scatter(%y), dimensions={0}, replica_groups=[1,4]<=[4], to_apply=%add
-  ROOT %f = (bf16[512,4096]{1,0}, bf16[512,4096]{1,0}) fusion(%r), kind=kLoop, calls=%rounded
-}
-"""
+_KERNEL = 'custom_call_target="tpu_custom_call", output_to_operand_aliasing'
+_BLOCK = "f32[4096]{0:T(1024)}"
+_PAIR = f"(s32[]{{:S(2)}}, {_BLOCK}, {_BLOCK})"
 
 # A kernel pair that sends one buffer, with work between its start and its done.
-KERNELS = proposal.module(
-    "%z = f32[4096]{0:T(1024)} negate(%operand0)",
-    "%st = (s32[]{:S(2)}, f32[4096]{0:T(1024)}, f32[4096]{0:T(1024)}) custom-call(%z), "
-    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{1}: (0, {})}',
+KERNELS = module(
+    f"%z = {_BLOCK} negate(%operand0)",
+    f"%st = {_PAIR} custom-call(%z), {_KERNEL}={{{{1}}: (0, {{}})}}",
     "%s = s32[]{:S(2)} get-tuple-element(%st), index=0",
-    "%x2 = f32[4096]{0:T(1024)} get-tuple-element(%st), index=1",
-    "%y = f32[4096]{0:T(1024)} get-tuple-element(%st), index=2",
-    "%w = f32[4096]{0:T(1024)} negate(%x2)",
-    "ROOT %d = f32[4096]{0:T(1024)} custom-call(%x2, %y, %s), "
-    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (1, {})}',
-    inputs=("f32[4096]{0:T(1024)}",),
+    f"%x2 = {_BLOCK} get-tuple-element(%st), index=1",
+    f"%y = {_BLOCK} get-tuple-element(%st), index=2",
+    f"%w = {_BLOCK} negate(%x2)",
+    f"ROOT %d = {_BLOCK} custom-call(%x2, %y, %s), {_KERNEL}={{{{}}: (1, {{}})}}",
+    inputs=(_BLOCK,),
 )
 
 # Two kernel pairs that send the same buffer at the same time.
-TWO_SENDS = proposal.module(
-    "%z = f32[4096]{0} negate(%operand0)",
-    "%st = (s32[]{:S(2)}, f32[4096]{0}, f32[4096]{0}) custom-call(%z), "
-    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{1}: (0, {})}',
-    "%s = s32[]{:S(2)} get-tuple-element(%st), index=0",
-    "%x2 = f32[4096]{0} get-tuple-element(%st), index=1",
-    "%y = f32[4096]{0} get-tuple-element(%st), index=2",
-    "%st2 = (s32[]{:S(2)}, f32[4096]{0}, f32[4096]{0}) custom-call(%x2), "
-    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{1}: (0, {})}, second={}',
-    "%s2 = s32[]{:S(2)} get-tuple-element(%st2), index=0",
-    "%x3 = f32[4096]{0} get-tuple-element(%st2), index=1",
-    "%y2 = f32[4096]{0} get-tuple-element(%st2), index=2",
-    "%w = f32[4096]{0} negate(%x3)",
-    "%d2 = (f32[4096]{0}, f32[4096]{0}) custom-call(%x3, %y2, %s2), "
-    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}',
-    "%x4 = f32[4096]{0} get-tuple-element(%d2), index=0",
-    "ROOT %d = f32[4096]{0} custom-call(%x4, %y, %s), "
-    'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (1, {})}',
-    inputs=("f32[4096]{0}",),
-)
+TWO_SENDS = changed(
+    KERNELS,
+    (f"%w = {_BLOCK} negate(%x2)",
+     f"%st2 = {_PAIR} custom-call(%x2), {_KERNEL}={{{{1}}: (0, {{}})}}, second={{}}\n"
+     "  %s2 = s32[]{:S(2)} get-tuple-element(%st2), index=0\n"
+     f"  %x3 = {_BLOCK} get-tuple-element(%st2), index=1\n"
+     f"  %y2 = {_BLOCK} get-tuple-element(%st2), index=2\n"
+     f"  %w = {_BLOCK} negate(%x3)\n"
+     f"  %d2 = ({_BLOCK}, {_BLOCK}) custom-call(%x3, %y2, %s2), {_KERNEL}={{{{0}}: (0, {{}}), {{1}}: (1, {{}})}}\n"
+     f"  %x4 = {_BLOCK} get-tuple-element(%d2), index=0"),
+    ("custom-call(%x2, %y, %s)", "custom-call(%x4, %y, %s)"),
+)  # fmt: skip

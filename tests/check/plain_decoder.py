@@ -30,11 +30,7 @@ RESIDUAL = P("fsdp", None, "tensor")  # of the residual stream [B, L, D]
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The sizes of the decoder.
-
-    If `float32_sums` is true, the products of the projections back to the model width are asked for in float32, and are
-    rounded to bfloat16 after the sum over the devices.
-    """
+    """The sizes of the decoder."""
 
     layers: int = 4
     width: int = 4096
@@ -45,7 +41,7 @@ class Decoder:
     vocabulary: int = 32000
     batch: int = 16
     length: int = 2048
-    float32_sums: bool = False
+    float32_sums: bool = False  # whether projections to the model width are summed in float32, and rounded after it
 
     def parameter_shapes(self) -> dict[str, tuple[tuple[int, ...], P]]:
         """Returns the shape and the sharding of each parameter. Those of the layers are stacked."""
@@ -68,12 +64,12 @@ class Decoder:
 
     def arguments(self, mesh: Mesh) -> tuple[dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
         """Returns the types of the parameters and of the tokens [B, L + 1]."""
-        parameters = {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-            for name, (shape, spec) in self.parameter_shapes().items()
-        }
-        sharding = NamedSharding(mesh, P("fsdp", None))
-        return parameters, jax.ShapeDtypeStruct((self.batch, self.length + 1), jnp.int32, sharding=sharding)
+
+        def array(shape, dtype, spec):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+        parameters = {name: array(shape, jnp.float32, spec) for name, (shape, spec) in self.parameter_shapes().items()}
+        return parameters, array((self.batch, self.length + 1), jnp.int32, P("fsdp", None))
 
 
 def training_step(decoder: Decoder, mesh: Mesh) -> Callable[[Parameters, jax.Array], tuple[jax.Array, Parameters]]:

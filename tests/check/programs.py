@@ -82,24 +82,28 @@ def async_form(name: str, topology: str = "v5e:2x2", rows: int = 1024, keep_dump
     return compile_for(topology, jax.jit(mapped), x, keep_dumps=keep_dumps, compiler_options=options)
 
 
+def _matmul(topology: str, shape: tuple[int, ...], axes: tuple[str, ...], lhs, rhs, out: P) -> CompiledProgram:
+    """Returns the product of two sharded arrays, each given as (shape, spec), as jnp.matmul compiles it."""
+    mesh = topology_mesh(topology, shape, axes)
+    operands = (
+        jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for size, spec in (lhs, rhs)
+    )
+    fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, out))
+    return compile_for(topology, fn, *operands, compiler_options=HLO_ONLY)
+
+
 @functools.cache
 def mesh_matmul() -> CompiledProgram:
-    """Returns LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] of the 2x2 study on v5e, as jnp.matmul compiles it."""
-    mesh = topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
-    lhs = jax.ShapeDtypeStruct((16384, 16384), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", "y")))
-    rhs = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", None)))
-    fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None)))
-    return compile_for("v5e:2x2", fn, lhs, rhs, compiler_options=HLO_ONLY)
+    """Returns LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] of the 2x2 study on v5e."""
+    lhs, rhs = ((16384, 16384), P("x", "y")), ((16384, 8192), P("x", None))
+    return _matmul("v5e:2x2", (2, 2), ("x", "y"), lhs, rhs, P("x", None))
 
 
 @functools.cache
 def windowed_einsum() -> CompiledProgram:
     """Returns a matmul whose operand XLA gathers in a loop of its own, with two permutes in each step."""
-    mesh = topology_mesh("v5e:2x4", (8,), ("model",))
-    x = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("model", None)))
-    w = jax.ShapeDtypeStruct((8192, 28672), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "model")))
-    fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P(None, "model")))
-    return compile_for("v5e:2x4", fn, x, w, compiler_options=HLO_ONLY)
+    x, w = ((16384, 8192), P("model", None)), ((8192, 28672), P(None, "model"))
+    return _matmul("v5e:2x4", (8,), ("model",), x, w, P(None, "model"))
 
 
 @functools.cache

@@ -21,40 +21,27 @@ def dump(tmp_path):
     return write
 
 
-def test_a_sound_program_passes(dump, capsys):
-    assert main([dump(programs.async_form("value").text)]) == 0
-    assert "audit of jit_value (v5e): ok" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("form", "options", "status", "words"),
+    [
+        ("value", [], 0, "audit of jit_value (v5e): ok"),
+        ("staggered_unroll_1", [], 1, "error: in-flight-copied"),
+        ("unthreaded", ["--expect", "permute_start=1"], 1, "deleted"),
+    ],
+)
+def test_a_hazard_and_a_missing_operation_fail(dump, capsys, form, options, status, words):
+    assert main([dump(programs.async_form(form).text), *options]) == status
+    assert words in capsys.readouterr().out
 
 
-def test_a_hazard_fails(dump, capsys):
-    assert main([dump(programs.async_form("staggered_unroll_1").text)]) == 1
-    assert "error: in-flight-copied" in capsys.readouterr().out
-
-
-def test_fail_on_chooses_the_severity(dump):
-    path = dump(programs.mesh_matmul().text)
-    assert main([path]) == 0
-    assert main([path, "--fail-on", "warning"]) == 1
-
-
-def test_expectation(dump, capsys):
-    assert main([dump(programs.async_form("unthreaded").text), "--expect", "permute_start=1"]) == 1
-    assert "deleted" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        main([dump("x"), "--expect", "permute_start"])
-    assert stopped.value.code == 2
-    assert "--expect needs NAME=COUNT: got permute_start" in capsys.readouterr().err
-
-
-def test_json(dump, capsys):
-    main([dump(programs.mesh_matmul().text), "--json", "--chip", "v5e"])
+def test_fail_on_chooses_the_severity(dump, monkeypatch, capsys):
+    text = programs.mesh_matmul().text
+    assert main([dump(text)]) == 0
+    assert main([dump(text), "--fail-on", "warning"]) == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    capsys.readouterr()
+    assert main(["-", "--json", "--chip", "v5e"]) == 0
     assert json.loads(capsys.readouterr().out)["module"] == "jit_matmul"
-
-
-def test_standard_input(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(programs.mesh_matmul().text))
-    assert main(["-"]) == 0
-    assert "collective-permute" in capsys.readouterr().out
 
 
 def test_trace_and_picture(dump, tmp_path, capsys):
@@ -66,22 +53,16 @@ def test_trace_and_picture(dump, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "line 1, column 1: the text is empty"),
-        ("nonsense", "line 1, column 1: expected HLO text: got 'nonsense'"),
-        ("HloModule m\n\nENTRY e {\n", "line 3, column 1: computation 'e' is not closed: the text is cut short"),
-    ],
-)
-def test_bad_text(dump, capsys, text, message):
-    assert main([dump(text)]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_missing_file(capsys):
+def test_what_cannot_be_read(dump, capsys):
+    """tests/check/hlo/test_files.py has a message for each kind of file."""
+    assert main([dump("nonsense")]) == 2
+    assert "line 1, column 1: expected HLO text: got 'nonsense'" in capsys.readouterr().err
     assert main(["no/such/file"]) == 2
     assert "No such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main([dump("x"), "--expect", "permute_start"])
+    assert stopped.value.code == 2
+    assert "--expect needs NAME=COUNT: got permute_start" in capsys.readouterr().err
 
 
 def test_as_a_module(dump):

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from flaxasync.check import HloError, audit, format_module, parse, timeline
-from tests.check import programs, proposal
-from tests.check.hlo_texts import KERNELS, LOOP, WIDE_SUM
+from tests.check import programs
+from tests.check.hlo_texts import EXAMPLES, KERNELS, LOOP, WIDE_SUM
 
 PER_TEST = 100  # inputs, so that the watchdog notices a hang
 TESTS = max(3, int(os.environ.get("FLAXASYNC_FUZZ", "0")) // PER_TEST)  # FLAXASYNC_FUZZ=100000 tries so many inputs
@@ -35,7 +35,7 @@ def corpus() -> tuple[str, ...]:
     texts += [programs.compiled(fn, "v5e:2x4").text for fn in (programs.ppermute, programs.host)]
     texts += [programs.mesh_matmul().text, programs.on_cpu(programs.scan_of_collectives)]
     texts = [_shortened(text) for text in texts]
-    return (*texts, KERNELS, LOOP, WIDE_SUM, *proposal.EXAMPLES.values())
+    return (*texts, KERNELS, LOOP, WIDE_SUM, *EXAMPLES.values())
 
 
 def _shortened(text: str) -> str:
@@ -50,23 +50,18 @@ def mutated(draw: st.DrawFn) -> str:
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, len(text)))
         length = draw(st.sampled_from((0, 1, 1, 2, 5, 20, 100, 400)))
-        stretch = text[at : at + length]
-        other = draw(st.integers(0, len(text)))
-        kind = draw(st.sampled_from(("cut", "repeat", "move", "insert", "insert", "replace", "end", "text")))
-        if kind == "cut":
-            text = text[:at] + text[at + length :]
-        elif kind == "repeat":
-            text = text[:at] + stretch * draw(st.integers(2, 4)) + text[at:]
-        elif kind == "move":
-            text = text[:other] + stretch + text[other:]
-        elif kind == "insert":
-            text = text[:at] + draw(st.sampled_from(FRAGMENTS)) + text[at:]
-        elif kind == "replace":
-            text = text[:at] + draw(st.sampled_from(FRAGMENTS)) + text[at + length :]
-        elif kind == "end":
-            text = text[:at]
-        else:
-            text = text[:at] + draw(st.text(max_size=8)) + text[at + length :]
+        begin, stretch, rest = text[:at], text[at : at + length], text[at + length :]
+        fragment, other = draw(st.sampled_from(FRAGMENTS)), draw(st.integers(0, len(text)))
+        changes = {
+            "cut": begin + rest,
+            "repeat": begin + stretch * draw(st.integers(3, 5)) + rest,
+            "move": text[:other] + stretch + text[other:],
+            "insert": begin + fragment + stretch + rest,
+            "replace": begin + fragment + rest,
+            "end": begin,
+            "text": begin + draw(st.text(max_size=8)) + rest,
+        }
+        text = changes[draw(st.sampled_from((*changes, "insert")))]
     return text
 
 

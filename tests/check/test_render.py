@@ -28,33 +28,26 @@ def test_a_picture(make, tmp_path):
     assert one != two
 
 
-def test_a_picture_without_matplotlib(tmp_path, monkeypatch):
+def test_what_cannot_be_drawn(tmp_path, monkeypatch):
+    for results, got in (([], "nothing"), ([3], "int")):
+        with pytest.raises(ValueError, match=f"timeline or play returned: got {got}"):
+            save_picture(results, tmp_path / "t.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="needs matplotlib: install it"):
         save_picture(a_timeline(), tmp_path / "t.png")
 
 
-@pytest.mark.parametrize(("results", "got"), [([], "nothing"), ([3], "int")])
-def test_what_cannot_be_drawn(results, got, tmp_path):
-    with pytest.raises(ValueError, match=f"timeline or play returned: got {got}"):
-        save_picture(results, tmp_path / "t.png")
+def test_a_trace(tmp_path):
+    def written(result):
+        save_trace(result, tmp_path / "trace.json")
+        data = json.loads((tmp_path / "trace.json").read_text())
+        spans = [e for e in data["traceEvents"] if e["ph"] == "X"]
+        assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(result.seconds * 1e6, rel=1e-3)
+        return data, spans
 
-
-def test_a_trace_of_a_timeline(tmp_path):
     t = a_timeline()
-    save_trace(t, tmp_path / "trace.json")
-    data = json.loads((tmp_path / "trace.json").read_text())
-    spans = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    data, spans = written(t)
     assert {e["pid"] for e in spans} == {0, 1, 2, 3}
-    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(t.seconds * 1e6)
     assert all(e["dur"] > 0 for e in spans)
-    assert data["otherData"]["basis"] == t.basis
-    assert len(spans) == len(t.slices)
-
-
-def test_a_trace_of_a_result(tmp_path):
-    result = a_result()
-    save_trace(result, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    end = max(e.get("ts", 0) + e.get("dur", 0) for e in events)
-    assert end == pytest.approx(result.seconds * 1e6, rel=1e-3)
+    assert (data["otherData"]["basis"], len(spans)) == (t.basis, len(t.slices))
+    written(a_result())

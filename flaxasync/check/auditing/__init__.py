@@ -9,6 +9,5 @@ The folder is not called audit, because a module of that name would hide the pub
   overlap          what runs inside a window, and what the chip waits for
   advice           what to do about a collective for which the chip waits; contraction says what a ring then adds up
   wide_transfers   transfers of a wider type than the program keeps
-  rows             what a program communicates, copies and calls, for the gate and the overview of a run
   audit            `audit`, the public function
 """

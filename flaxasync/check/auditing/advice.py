@@ -52,7 +52,7 @@ def advise(costs: Costs, computation: Computation, i: Instruction, collective: I
     """Returns the advice on a collective that holds the chip, alone or within the fusion `i`."""
     kind = costs.collective_kind(computation, i, collective)
     ways = []
-    if matmuls := _partners(costs.module, computation, i, kind):
+    if kind in _OPS and (matmuls := _partners(costs.module, computation, i, kind)):
         ways.append(_ring(costs, computation, i, kind, matmuls, max(2, costs.group_size(collective))))
     if "rematted_computation" in i.op_name:
         ways.append(_save(costs, computation, i))
@@ -87,21 +87,8 @@ def independent_work(
 
 def _is_work(costs: Costs, computation: Computation, i: Instruction) -> bool:
     if i.opcode == "call":
-        return not _communicates(costs.module, i)
+        return not any(inside.opcode.removesuffix("-start") in COLLECTIVES for inside in costs.module.nested(i))
     return i.opcode not in COLLECTIVES and costs.explained(computation, i)[1] not in ("links", "body", "nothing")
-
-
-def _communicates(module: HloModule, call: Instruction) -> bool:
-    """Says whether the computations that a call runs, at any depth, contain a collective or the start of one."""
-    pending, seen = [call], {""}
-    while pending:
-        i = pending.pop()
-        if i.opcode.removesuffix("-start") in COLLECTIVES:
-            return True
-        if not seen.issuperset(i.called_computations):
-            seen.update(i.called_computations)
-            pending += module.instructions_in(i)
-    return False
 
 
 def _offload_flag(costs: Costs, kind: str) -> str | None:
@@ -178,20 +165,16 @@ def _partners(module: HloModule, computation: Computation, i: Instruction, kind:
 
     Instructions that only rearrange arrays may be between them and the collective.
     """
-
-    def neighbours(step: Instruction) -> list[Instruction]:
-        if kind == "all-gather":
-            return computation.users.get(step.name, [])
-        return [made for o in step.operands if (made := computation.by_name.get(o)) is not None]
-
-    found, pending, seen = [], neighbours(i) if kind in _OPS else [], set()
+    found, pending, seen = [], [i], set()
     while pending:
         step, *pending = pending
-        if step.name in seen:
-            continue
-        seen.add(step.name)
-        if module.contains_matmul(step):
-            found.append(step)
-        elif step.opcode in _PASSES:
-            pending += neighbours(step)
+        near = computation.users.get(step.name, []) if kind == "all-gather" else computation.operands(step)
+        for one in near:
+            if one.name in seen:
+                continue
+            seen.add(one.name)
+            if module.contains_matmul(one):
+                found.append(one)
+            elif one.opcode in _PASSES:
+                pending.append(one)
     return found

@@ -24,7 +24,7 @@ from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.limits import limits
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
-from flaxasync.check.hlo.from_compiled import chip_of, module_of
+from flaxasync.check.hlo.load import chip_of, module_of
 from flaxasync.check.hlo.module import HloModule
 from flaxasync.hardware import chip as chip_named
 

@@ -6,7 +6,6 @@ import re
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import Shape
 
-_PRODUCTS = ("convolution", "dot")
 _WINDOW = re.compile(r"size=([\dx]{1,99})")
 
 
@@ -19,20 +18,17 @@ def partial_sum_bytes(
     """
     names, seen = _same_elements(computation, {made.name}, made.shape), {computation.name}
     while matmul.opcode == "fusion":
-        name = next((c for c in matmul.called_computations if c in module.computations), "")
-        if not name or name in seen:
+        computation = module.called(matmul)[0]
+        if computation.name in seen:
             return 0
-        seen.add(name)
-        computation = module.computations[name]
-        entered = {p.name for n, p in computation.parameters.items() if n in _numbers_of(matmul, names)}
+        seen.add(computation.name)
+        entered = {p.name for n, p in computation.parameters.items() if names & {*matmul.operands[n : n + 1]}}
         names = _same_elements(computation, entered, made.shape)
         inside = [i for i in computation.instructions if module.contains_matmul(i) and not names.isdisjoint(i.operands)]
         if not inside:
             return 0
         matmul = inside[0]
-    if matmul.opcode not in _PRODUCTS or not _sums_over(computation, matmul, names, made.shape, axis):
-        return 0
-    return matmul.shape.bytes
+    return matmul.shape.bytes if _sums_over(computation, matmul, names, made.shape, axis) else 0
 
 
 def _same_elements(computation: Computation, names: set[str], array: Shape) -> set[str]:
@@ -44,23 +40,17 @@ def _same_elements(computation: Computation, names: set[str], array: Shape) -> s
     return found
 
 
-def _numbers_of(i: Instruction, names: set[str]) -> set[int]:
-    return {number for number, operand in enumerate(i.operands) if operand in names}
-
-
 def _sums_over(computation: Computation, product: Instruction, names: set[str], array: Shape, axis: int) -> bool:
     """Says whether a dot or a convolution sums over a dimension; False if reshapes have split or merged dimensions."""
-    number = min(_numbers_of(product, names), default=2)
-    made = computation.by_name.get(product.operands[number]) if number < 2 else None
-    if made is None or axis >= len(array.dimensions):
+    number = next((n for n, operand in enumerate(product.operands[:2]) if operand in names), None)
+    if number is None or axis >= len(array.dimensions) or array.dimensions[axis] == 1:
         return False
+    made = computation.operands(product)[number].shape.dimensions
     # Reshapes that only add and remove dimensions of size one keep the order of the others.
-    kept = [n for n, size in enumerate(made.shape.dimensions) if size != 1]
-    if [made.shape.dimensions[n] for n in kept] != [size for size in array.dimensions if size != 1]:
+    kept = [n for n, size in enumerate(made) if size != 1]
+    if [made[n] for n in kept] != [size for size in array.dimensions if size != 1]:
         return False
-    at = kept[sum(size != 1 for size in array.dimensions[:axis])] if array.dimensions[axis] != 1 else -1
-    if at < 0:
-        return False
+    at = kept[sum(size != 1 for size in array.dimensions[:axis])]
     if product.opcode == "dot":
         text = product.attributes.get("rhs_contracting_dims" if number else "lhs_contracting_dims", "")
         return str(at) in re.findall(r"\d+", text)
@@ -69,5 +59,5 @@ def _sums_over(computation: Computation, product: Instruction, names: set[str], 
     if label.isascii() and label.isdigit():  # a dimension along which a window moves: a sum if it covers all of it
         window = _WINDOW.search(product.attributes.get("window", ""))
         sizes = window[1].split("x") if window else []
-        return int(label) < len(sizes) and sizes[int(label)] == str(made.shape.dimensions[at])
+        return int(label) < len(sizes) and sizes[int(label)] == str(made[at])
     return label == ("i" if number else "f")

@@ -20,13 +20,7 @@ class Severity(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """One kind of finding.
-
-    Attributes:
-      severity: The severity of a finding that does not give its own.
-      meaning: What is wrong.
-      remedy: What to do about it.
-    """
+    """One kind of finding: what is wrong, how bad that is if a finding does not say, and what to do about it."""
 
     severity: Severity
     meaning: str
@@ -104,29 +98,17 @@ CODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, and what to do about it. `print` shows all of it.
+    """One thing that is wrong, and what to do about it. `print` shows all of it."""
 
-    Attributes:
-      code: A key of CODES.
-      message: What is wrong, with names and figures.
-      computation: The name of the computation.
-      instruction: The instruction; "" if the finding is about the whole computation.
-      source: "file:line" of the Python that made the instruction; "" if the text does not say.
-      severity: How bad it is.
-      count: How often it happens in a run, over all iterations of the loops around it.
-      advice: What to do about this one; "" where the remedy of its code says it.
-      gain: Seconds that a run is predicted to gain if it is mended; 0 if nothing is predicted.
-    """
-
-    code: str
-    message: str
-    computation: str
-    instruction: str
-    source: str = ""
+    code: str  # a key of CODES
+    message: str  # what is wrong, with names and figures
+    computation: str  # its name
+    instruction: str  # its name; "" if the finding is about the whole computation
+    source: str = ""  # "file:line" of the Python that made the instruction; "" if the text does not say
     severity: Severity = Severity.INFO
-    count: int = 1
-    advice: str = ""
-    gain: float = 0.0
+    count: int = 1  # how often it happens in a run, over all iterations of the loops around it
+    advice: str = ""  # what to do about this one; "" where the remedy of its code says it
+    gain: float = 0.0  # seconds that a run is predicted to gain if it is mended; 0 if nothing is predicted
 
     @property
     def remedy(self) -> str:
@@ -144,17 +126,9 @@ class Finding:
 
 
 def finding(
-    code: str,
-    message: str,
-    computation: str,
-    instruction: str,
-    *,
-    source: str = "",
-    severity: Severity | None = None,
-    advice: str = "",
-    gain: float = 0.0,
-    count: int = 1,
-) -> Finding:
+    code: str, message: str, computation: str, instruction: str, *, source: str = "", severity: Severity | None = None,
+    advice: str = "", gain: float = 0.0, count: int = 1,
+) -> Finding:  # fmt: skip
     """Makes a finding, whose severity is that of its code unless another one is given."""
     chosen = CODES[code].severity if severity is None else severity
     return Finding(code, message, computation, instruction, source, chosen, count, advice, gain)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Set
 from flaxasync.check.auditing.findings import Finding, Severity, finding
 from flaxasync.check.hlo.async_operations import AsyncOperation
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
-from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM
+from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM, Shape
 from flaxasync.check.hlo.value_flow import Use, trace
 
 SMALL = 1024  # bytes; anything smaller is assumed to be a scalar that the kernel takes by value
@@ -59,33 +59,31 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
         if not ends:
             continue
         uses = trace(module, computation, start, path, stop=lambda i: i.name in ends)
-        at_done = [use for use in uses if use.instruction.name in ends]
-        for use in at_done:
-            for copied in use.copies:
-                add("in-flight-copied", f"{what}, is copied before {use.instruction.name} waits for it", copied)
         for use in uses:
-            if use.instruction.name not in ends and role.startswith("destination"):
-                for copying, copy in use.copies:
-                    if _is_inside(module, operation, copying, copy):
-                        add("in-flight-read", f"{what}, is copied before its done", (copying, copy), _severity(role))
-            if use.instruction.name in ends or not _is_inside(module, operation, use.computation, use.instruction):
+            if use.instruction.name in ends:
+                for copied in use.copies:
+                    add("in-flight-copied", f"{what}, is copied before {use.instruction.name} waits for it", copied)
                 continue
+            for copied in use.copies if role.startswith("destination") else ():
+                if _is_inside(module, operation, *copied):
+                    add("in-flight-read", f"{what}, is copied before its done", copied, _severity(role))
             using = (use.computation, use.instruction)
+            if not _is_inside(module, operation, *using):
+                continue
             if use.aliased and not (role == "source" and (use.computation, use.instruction.name, use.operand) in sent):
                 add("in-flight-written", f"{what}, is written by {use.instruction.name}", using)
             elif role == "only":
                 add("in-flight-read", f"{what}, is read; the text does not say which part", using, Severity.INFO)
             elif role.startswith("destination"):
                 add("in-flight-read", f"{what}, is read by {use.instruction.name}", using, _severity(role))
-        if not at_done and not _is_used_after(module, operation, uses):
+        if not _keeps_alive(module, operation, uses):
             add("in-flight-freed", f"{what}, does not reach the done", (operation.computation, start))
     for number, operand in _unaliased_operands(computation, start) if ends else ():
-        uses = trace(module, computation, operand, ())
-        if not any(use.instruction.name in ends for use in uses) and not _is_used_after(module, operation, uses):
-            message = (
-                f"{operand.name}, operand {number} of {start.name}, is not used after it and not aliased through it"
+        if not _keeps_alive(module, operation, trace(module, computation, operand, ())):
+            what = f"{operand.name}, operand {number} of {start.name}"
+            add(
+                "in-flight-freed", f"{what}, is not used after it and not aliased through it", (computation.name, start)
             )
-            add("in-flight-freed", message, (operation.computation, start))
     return list(found.values())
 
 
@@ -95,11 +93,7 @@ def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
     A role is "source", "destination", "destination (by position)" or "only".
     """
     aliased = {alias.output for alias in start.aliases}
-    buffers = [
-        path
-        for path, leaf in start.shape.leaves()
-        if leaf.memory_space not in (SEMAPHORE, SMEM) and leaf.bytes >= SMALL
-    ]
+    buffers = [path for path, leaf in start.shape.leaves() if _is_buffer(leaf)]
     made = [path for path in buffers if path not in aliased]
     if made:
         return {path: "destination" if path in made else "source" for path in buffers}
@@ -123,13 +117,13 @@ def _is_inside(module: HloModule, operation: AsyncOperation, computation: str, i
     )
 
 
-def _is_used_after(module: HloModule, operation: AsyncOperation, uses: list[Use]) -> bool:
-    """Says whether a use comes after a done, in the same computation as the done. The buffer is alive until then."""
+def _keeps_alive(module: HloModule, operation: AsyncOperation, uses: list[Use]) -> bool:
+    """Says whether one of the uses of a buffer is a done, or comes after one in the computation of the done."""
     for window in operation.windows:
         position = module.computations[window.computation].position
-        for use in uses:
-            if use.computation == window.computation and position[use.instruction.name] > position[window.done.name]:
-                return True
+        here = [position[use.instruction.name] for use in uses if use.computation == window.computation]
+        if max(here, default=-1) >= position[window.done.name]:
+            return True
     return False
 
 
@@ -140,10 +134,13 @@ def _unaliased_operands(computation: Computation, start: Instruction) -> list[tu
     """
     aliased = {alias.operand for alias in start.aliases}
     found = []
-    for n, name in enumerate(start.operands):
-        made = computation.by_name.get(name)
-        if n in aliased or made is None or made.shape.is_tuple or made.shape.memory_space in (SEMAPHORE, SMEM):
-            continue
-        if made.shape.bytes >= SMALL and not (made.opcode == "parameter" and computation.is_entry):
+    for n, made in enumerate(computation.operands(start)):
+        is_buffer = _is_buffer(made.shape) and not made.shape.is_tuple
+        if n not in aliased and is_buffer and not (made.opcode == "parameter" and computation.is_entry):
             found.append((n, made))
     return found
+
+
+def _is_buffer(shape: Shape) -> bool:
+    """Says whether an array can be one that a transfer moves, and is no semaphore and no scalar."""
+    return shape.memory_space not in (SEMAPHORE, SMEM) and shape.bytes >= SMALL

@@ -9,13 +9,12 @@ from flaxasync.check.auditing.advice import advise, independent_work
 from flaxasync.check.auditing.findings import Finding, Severity, finding
 from flaxasync.check.auditing.report import Pair, Work, size_text, time_text
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, Window, collective_in_fusion
+from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, Window, synchronous_collective
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.value_flow import Span
 
 LARGE = 1 << 20  # bytes; a smaller collective is limited by its latency, so it is reported as information only
 COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported
-_SYNCHRONOUS = frozenset(COLLECTIVES) - {"send", "recv"}
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
 
@@ -47,7 +46,7 @@ def overlap_findings(
 
     `pair` is the transfer as it was scheduled, and `pairs` are all asynchronous operations of the program.
     """
-    offloaded = op.thread not in ("main", "")
+    offloaded = op.thread != "main"
     if not op.windows or not (op.communicates or offloaded):
         return []
     code, gain, advice = "exposed", pair.exposed, ""
@@ -68,11 +67,9 @@ def overlap_findings(
     else:
         return []
     severity = None if pair.bytes >= LARGE else Severity.INFO
-    return [
-        finding(
-            code, message, op.computation, pair.name, source=pair.source, severity=severity, gain=gain, advice=advice
-        )
-    ]
+    return [finding(
+        code, message, op.computation, pair.name, source=pair.source, severity=severity, gain=gain, advice=advice,
+    )]  # fmt: skip
 
 
 def collectives_that_hold_the_chip(
@@ -83,11 +80,9 @@ def collectives_that_hold_the_chip(
     The instruction is the collective itself, or the fusion that contains it.
     """
     found = []
-    for name in runs:
-        computation = module.computations[name]
+    for computation in (module.computations[name] for name in runs):
         for i in computation.instructions:
-            collective = collective_in_fusion(module, i) if i.opcode == "fusion" else i
-            if collective is not None and collective.opcode in _SYNCHRONOUS:
+            if collective := synchronous_collective(module, i):
                 found.append((computation, i, collective))
     return found
 
@@ -99,16 +94,14 @@ def synchronous_collectives(
     found = []
     for computation, i, collective in holding:
         seconds = costs.seconds(computation, i)
-        moved = max([i.shape.bytes] + [m.shape.bytes for o in i.operands if (m := computation.by_name.get(o))])
+        moved = max(one.shape.bytes for one in (i, *computation.operands(i)))
         message = f"{i.name} ({collective.opcode}, {size_text(moved)}) holds the chip for {time_text(seconds)}"
         severity = None if moved >= LARGE else Severity.INFO
         advice = advise(costs, computation, i, collective)
-        found.append(
-            finding(
-                "synchronous-collective", message, computation.name, i.name, source=module.source(i), severity=severity,
-                advice=advice.text, gain=advice.gain,
-            )
-        )  # fmt: skip
+        found.append(finding(
+            "synchronous-collective", message, computation.name, i.name, source=module.source(i), severity=severity,
+            advice=advice.text, gain=advice.gain,
+        ))  # fmt: skip
     return found
 
 
@@ -120,10 +113,9 @@ def loop_copies(module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[
         computation = module.computations[name]
         carried = _carried(computation)
         for i in computation.instructions:
-            if i.opcode != "copy" or i.shape.bytes < COPIED or (name, i.name) in known or not i.operands:
+            if i.shape.bytes < COPIED or (name, i.name) in known or not _changes_nothing(computation, i):
                 continue
-            made = computation.by_name.get(i.operands[0])
-            if made is not None and made.shape == i.shape and (made.name in carried or i.name in carried):
+            if i.name in carried or i.operands[0] in carried:
                 message = f"{i.name} copies {size_text(i.shape.bytes)} of what the loop carries, {runs[name]} times"
                 found.append(finding("loop-copies", message, name, i.name, source=module.source(i)))
     return found
@@ -148,8 +140,7 @@ def _work_in(module: HloModule, costs: Costs, spans: tuple[Span, ...]) -> list[W
 
 def _changes_nothing(computation: Computation, i: Instruction) -> bool:
     """Says whether an instruction is a copy that changes nothing, not even the layout. It does not count as work."""
-    made = computation.by_name.get(i.operands[0]) if i.opcode == "copy" and i.operands else None
-    return made is not None and made.shape == i.shape
+    return i.opcode == "copy" and [made.shape for made in computation.operands(i)] == [i.shape]
 
 
 def _barrier_to_remove(computation: Computation, op: AsyncOperation, work: Instruction, pairs: Iterable[Pair]) -> str:
@@ -174,4 +165,4 @@ def _carried(body: Computation) -> set[str]:
     for i in body.instructions:
         if i.opcode in ("get-tuple-element", "bitcast") and i.operands and i.operands[0] in names:
             names.add(i.name)
-    return names | set(body.root.operands if body.root else ())
+    return names | set(body.root.operands)

@@ -34,7 +34,7 @@ def _broken_rules(computation: Computation, i: Instruction) -> Iterator[tuple[st
         if len(users) > 1 or len(right) < len(users):
             yield "async-one-user", f"{i.name} is used by {', '.join(u.name for u in users)}"
     if step and not is_start:
-        before = computation.by_name.get(i.operands[0]) if i.operands else None
+        before = next(iter(computation.operands(i)), None)
         carriers = ("get-tuple-element", "parameter", *_CARRIERS)
         is_carried = before is not None and before.shape.is_tuple and before.opcode in carriers
         if before is None or not (is_carried or _continues(before, i)):

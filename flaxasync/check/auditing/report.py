@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 from flaxasync.check.auditing.findings import Finding, Severity
 
@@ -20,37 +21,21 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One asynchronous operation as it was scheduled.
+    """One asynchronous operation as it was scheduled."""
 
-    Attributes:
-      name: The name of the start.
-      kind: The opcode of what runs; "custom-call" for a kernel.
-      spelling: How the compiler spells it, as in `AsyncOperation`.
-      computation: The computation of the start.
-      dones: The names of the instructions that wait for it.
-      bytes: The bytes that it moves or makes.
-      runs: How often it starts, over all iterations of the loops around it.
-      communicates: Whether it moves data between devices.
-      work: What runs inside the window.
-      inside: Seconds of that work.
-      transfer: Seconds that the transfer takes alone on its link.
-      crosses: How the future crosses a loop; "" if it crosses none.
-      source: "file:line" of the Python that made the start; "" if the text does not say.
-    """
-
-    name: str
-    kind: str
-    spelling: str
-    computation: str
-    dones: tuple[str, ...]
-    bytes: int
-    runs: int
-    communicates: bool
-    work: tuple[Work, ...]
-    inside: float
-    transfer: float
-    crosses: str
-    source: str
+    name: str  # of the start
+    kind: str  # the opcode of what runs; "custom-call" for a kernel
+    spelling: str  # as in `AsyncOperation`
+    computation: str  # of the start
+    dones: tuple[str, ...]  # the names of the instructions that wait for it
+    bytes: int  # that it moves or makes
+    runs: int  # how often it starts, over all iterations of the loops around it
+    communicates: bool  # whether it moves data between devices
+    work: tuple[Work, ...]  # what runs inside the window
+    inside: float  # seconds of that work
+    transfer: float  # seconds that the transfer takes alone on its link
+    crosses: str  # how the future crosses a loop; "" if it crosses none
+    source: str  # "file:line" of the Python that made the start; "" if the text does not say
 
     @property
     def exposed(self) -> float:
@@ -65,21 +50,13 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What `audit` found. `print` shows it as a table.
+    """What `audit` found. `print` shows it as a table."""
 
-    Attributes:
-      module: The name of the program.
-      chip: The name of the chip whose times were estimated.
-      pairs: The asynchronous operations.
-      findings: What is wrong, the most severe first.
-      notes: What a reader should know about the figures, such as a chip that was assumed.
-    """
-
-    module: str
-    chip: str
-    pairs: tuple[Pair, ...]
-    findings: tuple[Finding, ...]
-    notes: tuple[str, ...]
+    module: str  # the name of the program
+    chip: str  # the name of the chip whose times were estimated
+    pairs: tuple[Pair, ...]  # the asynchronous operations
+    findings: tuple[Finding, ...]  # what is wrong, the most severe first
+    notes: tuple[str, ...]  # what a reader should know about the figures, such as a chip that was assumed
 
     @property
     def ok(self) -> bool:
@@ -100,7 +77,17 @@ class Audit:
         return json.dumps(facts | {"pairs": pairs, "findings": [f.to_json() for f in self.findings]}, indent=2)
 
     def __str__(self) -> str:
-        return _table(self)
+        lines = [f"audit of {self.module or 'a fragment'} ({self.chip}): {'ok' if self.ok else 'NOT OK'}", ""]
+        lines += _table(self.pairs)
+        counts = {s: sum(f.severity == s for f in self.findings) for s in reversed(Severity)}
+        lines += ["", ", ".join(f"{n} {s}{'s' if n != 1 and s != Severity.INFO else ''}" for s, n in counts.items())]
+        for code in dict.fromkeys(f.code for f in self.findings):
+            alike = [f for f in self.findings if f.code == code]
+            lines += [str(f) for f in alike[:LISTED]]
+            if len(alike) > LISTED:
+                lines.append(f"    ... and {len(alike) - LISTED} more {code}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
 
 def size_text(count: float) -> str:
@@ -115,9 +102,12 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
-def _table(report: Audit) -> str:
+def _table(pairs: Sequence[Pair]) -> list[str]:
+    """Returns the lines of the table of asynchronous operations."""
+    if not pairs:
+        return ["no asynchronous operations"]
     rows = [("operation", "kind", "where", "runs", "bytes", "transfer", "work inside", "exposed", "what runs inside")]
-    for p in report.pairs:
+    for p in pairs:
         inside = ", ".join(w.instruction for w in sorted(p.work, key=lambda w: -w.seconds)[:2])
         more = f" and {len(p.work) - 2} more" if len(p.work) > 2 else ""
         where = p.computation if not p.crosses else f"{p.computation} ({p.crosses})"
@@ -128,16 +118,4 @@ def _table(report: Audit) -> str:
             (inside + more) or "nothing",
         ))  # fmt: skip
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    lines = [f"audit of {report.module or 'a fragment'} ({report.chip}): {'ok' if report.ok else 'NOT OK'}", ""]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if len(rows) == 1:
-        lines[-1] = "no asynchronous operations"
-    counts = {s: sum(f.severity == s for f in report.findings) for s in reversed(Severity)}
-    lines += ["", ", ".join(f"{n} {s}{'s' if n != 1 and s != Severity.INFO else ''}" for s, n in counts.items())]
-    for code in dict.fromkeys(f.code for f in report.findings):
-        alike = [f for f in report.findings if f.code == code]
-        lines += [str(f) for f in alike[:LISTED]]
-        if len(alike) > LISTED:
-            lines.append(f"    ... and {len(alike) - LISTED} more {code}")
-    lines += [f"note: {note}" for note in report.notes]
-    return "\n".join(lines)
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

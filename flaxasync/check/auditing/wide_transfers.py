@@ -1,9 +1,9 @@
 """Transfers of arrays in a wider type than the program keeps of them, and what a narrower type would gain.
 
-A product that is asked for in float32 and then cast to bfloat16 is a float32 array until the cast. If its sum over the
-devices comes before the cast, twice the bytes travel. What arrives is followed through everything that only moves,
-rearranges or adds it. A transfer is wide if each copy of its values is converted to a narrower type in the end. If a
-value is used in any other way, or leaves the computation through a loop or as a result, nothing is claimed.
+A product that is asked for in float32 and cast to bfloat16 after its sum over the devices travels in twice the bytes.
+What arrives is followed through everything that only moves, rearranges or adds it. A transfer is wide if each copy of
+its values is converted to a narrower type in the end. If a value is used in any other way, or leaves the computation
+through a loop or as a result, nothing is claimed.
 
 The transfers of one line of Python are one finding, because one change of that line mends them all, and those for which
 the text names no line are one together. The gain is the part of the exposed time that fewer bytes save, and of the
@@ -32,6 +32,7 @@ _MOVES = frozenset({
 _JOINS = "ConcatBitcast"  # the custom call by which XLA puts slices together again
 
 type Element = tuple[int, ...] | None  # the index path of the array in a result; None for all of a future
+type Holder = tuple[Computation, Instruction, Element]  # what holds the values of a transfer
 
 
 class _Wide(NamedTuple):
@@ -69,7 +70,7 @@ def wide_transfers(
         if narrow is None:
             return
         rest = element_bits(narrow) / element_bits(wide)
-        made = [made for o in i.operands if (made := computation.by_name.get(o)) is not None]
+        made = computation.operands(i)
         written = sum(m.shape.bytes for m in made if costs.explained(computation, m)[1] == "bytes")
         gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
         gain += (1 - rest) * costs.memory_seconds(written + arrived)
@@ -92,25 +93,19 @@ def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Find
     moved = sum(n * t.bytes for n, t in zip(counts, transfers, strict=True))
     which = "of its line" if line else "without a line of Python"
     others = f" and {len(transfers) - 1} more {which} carry" if len(transfers) > 1 else " carries"
+    message = f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: {size_text(moved)} in "
+    message += f"{sum(counts)} transfers of a run"
     return finding(
-        "wide-transfer",
-        f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: {size_text(moved)} in "
-        f"{sum(counts)} transfers of a run",
-        largest.computation.name,
-        largest.instruction.name,
-        source=line,
-        severity=None if moved >= LARGE else Severity.INFO,
-        count=sum(counts),
+        "wide-transfer", message, largest.computation.name, largest.instruction.name, source=line,
+        severity=None if moved >= LARGE else Severity.INFO, count=sum(counts),
         gain=sum(n * t.gain for n, t in zip(counts, transfers, strict=True)),
-    )
+    )  # fmt: skip
 
 
 def _kept(module: HloModule, computation: Computation, i: Instruction, wide: str) -> str | None:
     """Returns the widest type to which a transfer's values are converted; None if they are needed in the wide type."""
     seen, kept = set(), set()
-    pending: list[tuple[Computation, Instruction, Element]] = [
-        (computation, i, None if i.opcode.endswith("-start") else ())
-    ]
+    pending: list[Holder] = [(computation, i, None if i.opcode.endswith("-start") else ())]
     while pending:
         at, step, element = pending.pop()
         if (at.name, step.name, element) in seen:
@@ -137,7 +132,7 @@ def _kept(module: HloModule, computation: Computation, i: Instruction, wide: str
 
 def _through(
     module: HloModule, at: Computation, step: Instruction, element: Element, user: Instruction
-) -> list[tuple[Computation, Instruction, Element]] | None:
+) -> list[Holder] | None:
     """Returns what holds the values after an instruction has used them; None if it needs the wide type."""
     if user.opcode == "get-tuple-element" and element:
         return [(at, user, ())] if user.tuple_index == element[0] else []
@@ -153,11 +148,8 @@ def _through(
     if user.opcode == "tuple" and user.is_root:
         outside = _fusions(module, at)
         return [(caller, fusion, (n,)) for caller, fusion in outside for n in numbers] or None
-    called = user.called_computations if user.opcode == "fusion" else ()
-    body = next((module.computations[name] for name in called if name in module.computations), None)
-    if body is None:
-        return None
-    return [(body, body.parameters[n], ()) for n in numbers if n in body.parameters]
+    bodies = module.called(user)[:1] if user.opcode == "fusion" else []
+    return [(body, body.parameters[n], ()) for body in bodies for n in numbers if n in body.parameters] or None
 
 
 def _fusions(module: HloModule, body: Computation) -> list[tuple[Computation, Instruction]]:

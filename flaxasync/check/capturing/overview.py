@@ -17,21 +17,13 @@ LONGEST = 10  # programs in the table
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One row of transfers of one program.
+    """One row of transfers of one program."""
 
-    Attributes:
-      program: The name of the program.
-      text: What is transferred, as `Row.text` says it.
-      exposed: The seconds in which a device waits for it in one run of the program.
-      share: The share of the run that this is.
-      sources: Its source lines.
-    """
-
-    program: str
-    text: str
-    exposed: float
-    share: float
-    sources: tuple[str, ...]
+    program: str  # its name
+    text: str  # what is transferred, as `Row.text` says it
+    exposed: float  # the seconds in which a device waits for it in one run of the program
+    share: float  # of the run
+    sources: tuple[str, ...]  # its source lines
 
     def __str__(self) -> str:
         where = f", from {', '.join(self.sources[:2])}" if self.sources else ""
@@ -40,17 +32,11 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Overview:
-    """What the programs of a run communicate. `print` shows it.
-
-    Attributes:
-      programs: The programs.
-      summaries: What matters of each; the same text is summarized once.
-      transfers: All transfers for which a device waits, the worst first.
-    """
+    """What the programs of a run communicate. `print` shows it."""
 
     programs: tuple[CapturedProgram, ...]
-    summaries: tuple[Summary, ...]
-    transfers: tuple[Transfer, ...]
+    summaries: tuple[Summary, ...]  # of each program
+    transfers: tuple[Transfer, ...]  # all for which a device waits, the worst first
 
     def __str__(self) -> str:
         seconds = sum(program.seconds for program in self.programs)

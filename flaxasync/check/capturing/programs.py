@@ -16,7 +16,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from flaxasync.check.hlo.files import read_text
+from flaxasync.check.hlo.load import read_text
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import Shape
 
@@ -25,29 +25,17 @@ _numbers = itertools.count(1)  # of the programs that this process writes
 
 @dataclasses.dataclass(frozen=True)
 class CapturedProgram:
-    """One compiled program. `audit`, `timeline` and `summarize` take it.
+    """One compiled program. `audit`, `timeline` and `summarize` take it."""
 
-    Attributes:
-      name: The name of the module, such as "jit_step".
-      platform: "tpu", "gpu" or "cpu".
-      chip: The name of the chip, such as "v5e"; None if it is none that the package knows.
-      devices: The number of devices.
-      seconds: How long JAX took to compile the program, or to load it from its cache of compiled programs.
-      memory: The entries `*_in_bytes` of JAX's memory analysis for one device. Empty if the platform gives none.
-      axes: The sizes of the mesh axes, by name; empty if they are not known.
-      text: The HLO text, after optimization and scheduling.
-      file: The file of the text; None if the program is in memory only.
-    """
-
-    name: str
-    platform: str
-    chip: str | None
-    devices: int
-    seconds: float
-    memory: Mapping[str, int]
-    axes: Mapping[str, int]
-    text: str = dataclasses.field(repr=False)
-    file: pathlib.Path | None = None
+    name: str  # of the module, such as "jit_step"
+    platform: str  # "tpu", "gpu" or "cpu"
+    chip: str | None  # its name, such as "v5e"; None if it is none that the package knows
+    devices: int  # their number
+    seconds: float  # in which JAX compiled the program, or loaded it from its cache of compiled programs
+    memory: Mapping[str, int]  # the entries `*_in_bytes` of JAX's memory analysis for one device; {} if there is none
+    axes: Mapping[str, int]  # the sizes of the mesh axes, by name; {} if they are not known
+    text: str = dataclasses.field(repr=False)  # HLO, after optimization and scheduling
+    file: pathlib.Path | None = None  # of the text; None if the program is in memory only
 
     def as_text(self) -> str:
         return self.text

@@ -30,17 +30,15 @@ _newest: dict[Any, Any] = {}  # the newest executable that was seen, by backend;
 
 
 class _Recorder:
-    """A list of programs, which are also written to a folder if there is one."""
+    """A list of programs, which are also written to a folder if there is one. It grows until `stop` is called."""
 
     def __init__(self, folder: str | os.PathLike | None):
+        import jax  # here, because reading a folder of programs needs no JAX
+
         self.programs: list[CapturedProgram] = []
         self.folder = None if folder is None else pathlib.Path(folder).absolute()
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-
-    def start(self) -> None:
-        import jax  # here, because reading a folder of programs needs no JAX
-
         with _lock:
             if not _recorders:
                 jax.monitoring.register_event_duration_secs_listener(_compiled)
@@ -79,7 +77,6 @@ def capture(folder: str | os.PathLike | None = None) -> Iterator[list[CapturedPr
       OSError: The folder cannot be written to. Raised where the program is compiled.
     """
     recorder = _Recorder(folder)
-    recorder.start()
     try:
         yield recorder.programs
     finally:
@@ -89,7 +86,7 @@ def capture(folder: str | os.PathLike | None = None) -> Iterator[list[CapturedPr
 def capture_from_environment() -> None:
     """Records until the process ends, if FLAXASYNC_CAPTURE names a folder. `import flaxasync` calls this."""
     if folder := os.environ.get(VARIABLE):
-        _Recorder(folder).start()
+        _Recorder(folder)
 
 
 def _compiled(event: str, duration_secs: float, **facts: str | int) -> None:
@@ -117,18 +114,10 @@ def _compiled_for(program: CompiledProgram, seconds: float) -> None:
     """Records a program that `compile_for` made in another process."""
     name = _NAME.match(program.text)
     with _lock:
-        _add(
-            CapturedProgram(
-                name=name[1] if name else "unnamed",
-                platform="tpu",
-                chip=program.chip,
-                devices=len(program.coords),
-                seconds=seconds,
-                memory=program.memory,
-                axes=program.axes,
-                text=program.text,
-            )
-        )
+        _add(CapturedProgram(
+            name=name[1] if name else "unnamed", platform="tpu", chip=program.chip, devices=len(program.coords),
+            seconds=seconds, memory=program.memory, axes=program.axes, text=program.text,
+        ))  # fmt: skip
 
 
 def _add(program: CapturedProgram) -> None:

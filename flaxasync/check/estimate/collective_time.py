@@ -11,15 +11,6 @@ from flaxasync.hardware import Chip
 def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, chip: Chip) -> float:
     """Returns the seconds of a collective that is alone on its links.
 
-    | opcode | bytes that are sent, divided among the directions of the ring |
-    |---|---|
-    | all-gather | (R-1)/R of the result |
-    | reduce-scatter | (R-1)/R of the operand |
-    | all-reduce | the sum of these two |
-    | all-to-all | R/4 of the operand, the mean distance in a ring |
-    | collective-broadcast | the operand |
-    | collective-permute and others | the operand, in one direction |
-
     Args:
       opcode: The opcode of the collective.
       bytes_in: Bytes of one device's operand.
@@ -30,8 +21,8 @@ def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, c
     if group < 2:
         return 0.0
     directions, share = 1 if group == 2 else 2, (group - 1) / group
-    exchanged = bytes_in * (1 / 2 if group == 2 else group / 4)
-    volumes = {
+    exchanged = bytes_in * (1 / 2 if group == 2 else group / 4)  # R/4 is the mean distance in a ring
+    volumes = {  # the bytes that are sent, divided among the directions of the ring
         "all-gather": bytes_out * share,
         "reduce-scatter": bytes_in * share,
         "all-reduce": 2 * bytes_in * share,
@@ -39,7 +30,7 @@ def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, c
         "ragged-all-to-all": exchanged,
         "collective-broadcast": bytes_in,
     }
-    if opcode not in volumes:
+    if opcode not in volumes:  # a collective-permute sends its operand in one direction
         return chip.hop_latency + bytes_in / chip.link_bandwidth
     hops = (group // 2 if directions == 2 else group - 1) * (2 if opcode == "all-reduce" else 1)
     return hops * chip.hop_latency + volumes[opcode] / (directions * chip.link_bandwidth)

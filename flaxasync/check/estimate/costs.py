@@ -1,26 +1,15 @@
 """How long each instruction takes on a chip, estimated from the text of the program.
 
-| instruction | its time |
-|---|---|
-| a matmul, alone or in a fusion | the compiler's cycle estimate (8 % too long for a large one, measured on v5e) |
-| a copy | the compiler's cycle estimate |
-| other work | its bytes at the rate that a copy reaches, or the cycle estimate where that is shorter |
-| a collective, alone or in a fusion | its bytes on the links (collective_time.py) |
-| a loop | the time of its body, times its trip count |
-| a branch | the time of the longest branch |
-| a call | the time of the computation that it calls |
-| a Pallas kernel | what the caller gives, or a simulation; else its `cost_estimate` at the peak, or its bytes |
-
-The compiler's estimates of work without a matmul are too long: for broadcasts and additions in HBM by up to a factor
-of two, and for the slices and updates of stacked layers the more, the more layers there are. Such work is therefore
-never charged more than its bytes (moved_bytes.py). Copies keep the estimate, because the compiler itself schedules by
-it. That estimate is furthest off within vector memory: it is 184 512 cycles for a copy of 16 MiB on v5e, whose final
-bundles take 6 700. `copies="bytes"` charges copies by their bytes, too. `copies="simulated"` does so for those from or
-to vector memory, at the lower rate of simulated copies where they change the layout. A Pallas kernel that was written
-without a `cost_estimate` is charged by its bytes, and the timeline notes it.
+docs/check.md has a table of what takes which time. The compiler's estimates of work without a matmul are too long: for
+broadcasts and additions in HBM by up to a factor of two, and for the slices and updates of stacked layers the more, the
+more layers there are. Such work is therefore never charged more than its bytes (moved_bytes.py). Copies keep the
+estimate, because the compiler itself schedules by it. `copies="bytes"` charges copies by their bytes, too.
+`copies="simulated"` does so for those from or to vector memory, where the estimate is furthest off, at the lower rate
+of simulated copies where they change the layout. A Pallas kernel without a `cost_estimate` is charged by its bytes.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 
@@ -64,7 +53,6 @@ class Costs:
     copies: str = "cycles"  # or "bytes" or "simulated": what the time of a copy is taken from
     played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)  # by the name of the kernel or start
     _known: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
-    _known_trips: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
         """Returns the time that the core spends on an instruction. A start and a done take none."""
@@ -86,17 +74,13 @@ class Costs:
         played = self.played.get(instruction.name)
         return 0.0 if played is None or self._given(instruction.name) is not None else played.exposed
 
-    def computation_seconds(self, name: str) -> float:
-        computation = self.module.computations.get(name.lstrip("%"))
-        return sum(self.seconds(computation, i) for i in computation.instructions) if computation else 0.0
+    def total_seconds(self, computation: Computation) -> float:
+        return sum(self.seconds(computation, i) for i in computation.instructions)
 
     def trips(self, loop: Instruction) -> int:
         """Returns the trip count of a loop; 1 if the text does not determine it."""
-        key = f"{loop.name}/{loop.loop_body}"
-        if key not in self._known_trips:
-            count = trip_count(self.module, loop)
-            self._known_trips[key] = 1 if count is None else count
-        return self._known_trips[key]
+        count = trip_count(self.module, loop)
+        return 1 if count is None else count
 
     def executions(self) -> dict[str, int]:
         """Returns how often each computation of the control flow runs: the entry, loop bodies, branches and calls."""
@@ -108,10 +92,17 @@ class Costs:
                 if i.opcode not in ("while", "conditional", "call"):
                     continue
                 for called in i.called_computations:
-                    if called in self.module.computations and called not in runs:
+                    if called not in runs:
                         runs[called] = runs[name] * (self.trips(i) if i.opcode == "while" else 1)
                         pending.append(called)
         return runs
+
+    def product_flops(self) -> float:
+        """Returns the FLOPs of a device's matrix products in one run, those that are computed again included.
+
+        Those of Pallas kernels are what their cost estimates say. A kernel that was written without one counts nothing.
+        """
+        return sum(runs * _flops(self.module, self.module.computations[n]) for n, runs in self.executions().items())
 
     def transfer_seconds(self, operation: AsyncOperation) -> float:
         """Returns how long an asynchronous operation is under way when it is alone on its link or in its memory."""
@@ -134,13 +125,10 @@ class Costs:
     def _explain(self, computation: Computation, i: Instruction) -> tuple[float, str]:
         if i.opcode in _FREE or i.opcode.endswith(_STEPS) or i.opcode in ("send", "recv"):
             return 0.0, "nothing"
-        if i.opcode == "while":
-            once = sum(self.computation_seconds(i.attributes.get(part, "")) for part in ("body", "condition"))
-            return self.trips(i) * once, "body"
-        if i.opcode == "conditional":
-            return max((self.computation_seconds(name) for name in i.called_computations), default=0.0), "body"
-        if i.opcode == "call":
-            return sum(self.computation_seconds(name) for name in i.called_computations), "body"
+        if i.opcode in ("while", "conditional", "call"):
+            parts = [self.total_seconds(called) for called in self.module.called(i)]
+            trips = self.trips(i) if i.opcode == "while" else 1
+            return trips * (max(parts, default=0.0) if i.opcode == "conditional" else sum(parts)), "body"
         if i.opcode in COLLECTIVES:
             return self._collective_seconds(computation, i, i), "links"
         if i.opcode == "custom-call":
@@ -163,8 +151,8 @@ class Costs:
             return given, "given"
         if i.custom_call_target in _FREE_CALLS:
             return 0.0, "nothing"
-        shapes = [i.shape] + [made.shape for o in i.operands if (made := computation.by_name.get(o))]
-        if any(leaf.memory_space == SEMAPHORE for shape in shapes for _, leaf in shape.leaves()):
+        both = (i, *computation.operands(i))
+        if any(leaf.memory_space == SEMAPHORE for one in both for _, leaf in one.shape.leaves()):
             return 0.0, "nothing"  # one half of an asynchronous pair
         if i.name in self.played:
             return self.played[i.name].seconds, "played"
@@ -198,12 +186,12 @@ class Costs:
 
     def _copy_seconds(self, computation: Computation, i: Instruction, estimated: float, moved: float) -> float:
         """Returns the time of a copy: the compiler's estimate, but from or to vector memory what its bytes take."""
-        source = computation.by_name.get(i.operands[0]) if i.operands else None
-        if source is None or VMEM not in (source.shape.memory_space, i.shape.memory_space):
+        shapes = [one.shape for one in (*computation.operands(i), i)]
+        if all(shape.memory_space != VMEM for shape in shapes):
             return estimated
-        orders = [shape.layout.minor_to_major if shape.layout else None for shape in (source.shape, i.shape)]
+        orders = [shape.layout.minor_to_major if shape.layout else None for shape in shapes]
         relaid = i.shape.bytes / (self.chip.vmem_relayout_bytes_per_cycle * self.chip.clock)
-        return min(estimated, max(moved, relaid if orders[0] != orders[1] else 0.0))
+        return min(estimated, max(moved, relaid if orders[0] != orders[-1] else 0.0))
 
     def memory_seconds(self, moved: int) -> float:
         """Returns the time in which bytes are read from HBM or written to it."""
@@ -212,3 +200,27 @@ class Costs:
     def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:
         made = (computation.by_name.get(o) for o in i.operands[skip:])
         return sum(m.shape.bytes for m in made if m is not None)
+
+
+def _flops(module: HloModule, computation: Computation, around: frozenset[str] = frozenset()) -> float:
+    """Returns the FLOPs of a computation and of the fusions in it, except of one that contains itself."""
+    total = 0.0
+    for i in computation.instructions:
+        total += i.kernel_flops or 0
+        if i.opcode in ("dot", "convolution"):
+            total += 2.0 * math.prod(i.shape.dimensions) * _summed(computation, i)
+        for body in module.called(i) if i.opcode == "fusion" else ():
+            if body.name not in around:
+                total += _flops(module, body, around | {body.name})
+    return total
+
+
+def _summed(computation: Computation, product: Instruction) -> float:
+    """Returns how many products are added up for one element of a result."""
+    left, right = (made.shape.dimensions for made in computation.operands(product)[:2])
+    if product.opcode == "dot":
+        return math.prod(left[int(n)] for n in re.findall(r"\d+", product.attributes.get("lhs_contracting_dims", "")))
+    # The kernel has a dimension of output features, "o"; every other element of it is multiplied for each result.
+    kernel = product.attributes.get("dim_labels", "").partition("_")[2].partition("->")[0]
+    features = right[kernel.index("o")] if "o" in kernel else 1
+    return math.prod(right) / max(features, 1)

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flaxasync.check.estimate.costs import Costs, KernelTime
-from flaxasync.check.estimate.flops import product_flops
 from flaxasync.check.estimate.limits import limits
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
-from flaxasync.check.hlo.from_compiled import chip_of, module_of
+from flaxasync.check.hlo.load import chip_of, module_of
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 
@@ -30,16 +29,9 @@ def timeline(
     played: Mapping[str, KernelTime] | None = None,
     notes: Sequence[str] = (),
 ) -> Timeline:
-    """Estimates which instruction runs when, on each device.
+    """Estimates which instruction runs when, on each device, as `fa.check.timeline` says.
 
-    Args:
-      compiled: As for `fa.check.timeline`, and so are `chip`, `kernels` and `copies`.
-      played: What kernels took in a simulation, by name.
-      notes: More notes of the timeline.
-
-    Raises:
-      ValueError: The chip is unknown or was not given, or the program is not scheduled or has no text.
-      HloError: The text cannot be read.
+    What kernels took in a simulation is in `played`, by their names, and `notes` are more notes of the timeline.
     """
     module = module_of(compiled)
     named = chip or chip_of(compiled)
@@ -64,32 +56,35 @@ def timeline(
         devices=tuple(_device_time(lockstep, n) for n in range(len(lockstep.devices))),
         notes=(*_notes(lockstep), *notes),
         loops=tuple(lockstep.loops),
-        flops=product_flops(module, costs),
+        flops=costs.product_flops(),
     )
 
 
 def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
-    causes: dict[str, float] = {}
-    by_kind = dict.fromkeys(KINDS, 0.0)
-    sources: dict[str, float] = {}
+    kinds, causes, sources = dict.fromkeys(KINDS, 0.0), dict[str, float](), dict[str, float]()
     for (kind, cause, source), seconds in lockstep.seconds[n].items():
-        by_kind[kind] += seconds
+        kinds[kind] += seconds
         sources[source] = sources.get(source, 0.0) + seconds
         if cause:
             causes[cause] = causes.get(cause, 0.0) + seconds
-    exposed = by_kind["stall"] + by_kind["collective"]
     return DeviceTime(
-        lockstep.devices[n], lockstep.clock[n], by_kind["compute"], exposed, by_kind["memory"], causes, sources
+        device=lockstep.devices[n],
+        seconds=lockstep.clock[n],
+        compute=kinds["compute"],
+        exposed=kinds["stall"] + kinds["collective"],
+        memory=kinds["memory"],
+        causes=causes,
+        sources=sources,
     )
 
 
 def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     notes = []
-    module, devices = lockstep.module, lockstep.devices
-    if len(devices) == 1 and module.num_partitions > 1:
-        notes.append(f"all {module.num_partitions} devices do the same: one is shown")
-    if len(devices) < module.num_partitions and len(devices) > 1:
-        notes.append(f"the first {len(devices)} of {module.num_partitions} devices are shown")
+    module, shown, count = lockstep.module, len(lockstep.devices), lockstep.module.num_partitions
+    if shown == 1 < count:
+        notes.append(f"all {count} devices do the same: one is shown")
+    elif shown < count:
+        notes.append(f"the first {shown} of {count} devices are shown")
     by_bytes = [
         i.name
         for n in lockstep.executed

@@ -13,7 +13,7 @@ import collections
 
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.timeline import Loop, Slice
-from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, async_operations, collective_in_fusion
+from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, async_operations, synchronous_collective
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 
@@ -35,29 +35,27 @@ class Lockstep:
         self.seconds: list[dict[tuple[str, str, str], float]] = [{} for _ in range(count)]
         self.slices: list[Slice] = []
         self.loops: list[Loop] = []  # of the first device
-        # The operation that begins at an instruction: at its start, or at the update that brings late operands.
-        self._begins = {op.name: op for op in self._operations if op.start.operands or not op.updates}
-        self._begins |= {op.updates[-1].name: op for op in self._operations if op.updates and not op.start.operands}
-        # The operations that an instruction may be the done of.
-        self._finishes: dict[str, list[AsyncOperation]] = {}
+        self._begins: dict[str, AsyncOperation] = {}  # by the start, or by the update that brings late operands
+        self._finishes: dict[str, list[AsyncOperation]] = {}  # by the instruction that may be their done
         for op in self._operations:
+            is_late = op.updates and not op.start.operands
+            self._begins[op.updates[-1].name if is_late else op.name] = op
             for window in op.windows:
                 self._finishes.setdefault(window.done.name, []).append(op)
         self._lane_free: dict[tuple[str, int], float] = {}  # when a lane of a device is next free
         self._ends: dict[str, list[float]] = {}  # by start: when the transfers under way end, for each device
         self._started: list[str] = []  # the starts, the latest last
-        self._open_loops: list[str] = []
+        self._depth = 0  # of loops around the instruction that is stepped through
         self._active: set[str] = set()  # the computations that are being run, so that none runs within itself
 
     def run(self) -> None:
         """Runs the entry computation, once."""
-        self._run(self.module.entry.name)
+        self._run(self.module.entry)
 
-    def _run(self, name: str) -> None:
-        computation = self.module.computations.get(name)
-        if computation is None or name in self._active:
+    def _run(self, computation: Computation) -> None:
+        if computation.name in self._active:
             return
-        self._active.add(name)
+        self._active.add(computation.name)
         for i in computation.instructions:
             if i.name in self._begins:
                 self._start(self._begins[i.name])
@@ -66,11 +64,12 @@ class Lockstep:
             elif i.opcode == "while":
                 self._loop(i)
             elif i.opcode == "conditional":
-                self._run(max(i.called_computations, key=self.costs.computation_seconds, default=""))
+                if branches := self.module.called(i):
+                    self._run(max(branches, key=self.costs.total_seconds))
             elif i.opcode == "call":
-                for called in i.called_computations:
+                for called in self.module.called(i):
                     self._run(called)
-            elif (collective := self._synchronous_collective(i)) is not None:
+            elif (collective := synchronous_collective(self.module, i)) is not None:
                 self._hold(computation, i, collective)
             elif (explained := self.costs.explained(computation, i))[0] > 0:
                 seconds, source = explained
@@ -78,7 +77,7 @@ class Lockstep:
                 for n in range(len(self.devices)):
                     self._spend(n, self.clock[n] + seconds - waits, i.name, "compute", "", source)
                     self._spend(n, self.clock[n] + waits, i.name, "stall", i.name, source)
-        self._active.discard(name)
+        self._active.discard(computation.name)
 
     def _spend(self, n: int, until: float, name: str, kind: str, cause: str, source: str = "links") -> None:
         """Moves the core of the n-th device to a later time, and records the reason as a slice."""
@@ -135,18 +134,11 @@ class Lockstep:
         if not started:
             return
         op = next(op for op in candidates if op.name == started[-1])
-        kind = "stall" if op.communicates or op.thread not in ("main", "") else "memory"
+        kind = "stall" if op.communicates or op.thread != "main" else "memory"
         for n, end in enumerate(self._ends[op.name]):
             self._spend(n, end, done.name, kind, op.name)
 
     # Synchronous collectives.
-
-    def _synchronous_collective(self, i: Instruction) -> Instruction | None:
-        """Returns the collective that an instruction performs without a start, by itself or within a fusion."""
-        if i.opcode == "fusion":
-            inside = collective_in_fusion(self.module, i)
-            return inside if inside is not None and inside.opcode in COLLECTIVES else None
-        return i if i.opcode in COLLECTIVES and i.opcode not in ("send", "recv") else None
 
     def _hold(self, computation: Computation, i: Instruction, collective: Instruction) -> None:
         """Lets the devices of each group wait for each other, and then holds them for the time of the collective."""
@@ -170,11 +162,11 @@ class Lockstep:
     # Control flow.
 
     def _loop(self, loop: Instruction) -> None:
-        body = loop.loop_body
-        if body not in self.module.computations or body in self._active:
+        body = self.module.computations.get(loop.loop_body)
+        if body is None or body.name in self._active:
             return
-        self._open_loops.append(body)
-        trips, depth = self.costs.trips(loop), len(self._open_loops) - 1
+        self._depth += 1
+        trips, depth = self.costs.trips(loop), self._depth - 1
         began = self.clock[0]
         iteration = (began, began)
         for number in range(min(trips, STEPPED_ITERATIONS)):
@@ -185,7 +177,7 @@ class Lockstep:
             if trips > STEPPED_ITERATIONS and number == STEPPED_ITERATIONS - 2:
                 self._repeat(loop, trips - STEPPED_ITERATIONS, clock, seconds)
         self.loops.append(Loop(loop.name, depth, trips, began, self.clock[0], iteration))
-        self._open_loops.pop()
+        self._depth -= 1
 
     def _repeat(self, loop: Instruction, times: int, clock: list[float], seconds: list[dict]) -> None:
         """Adds iterations that are like the last one, before which the clock and the seconds were those given."""

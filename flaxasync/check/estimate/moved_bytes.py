@@ -17,20 +17,19 @@ def moved_bytes(module: HloModule, computation: Computation, i: Instruction) -> 
 
     `i` is a fusion, or any other instruction that computes its result from all of its operands or from slices.
     """
-    operands = [made.shape if (made := computation.by_name.get(o)) else None for o in i.operands]
-    known = [shape for shape in operands if shape is not None]
+    operands = [made.shape for made in computation.operands(i)]
     if i.opcode in _SLICES:
         return _leaves(i.shape) * 2
-    if i.opcode == "dynamic-update-slice" and len(known) > 2:
-        return _leaves(known[1]) * 2
-    body = next((module.computations[n] for n in i.called_computations if n in module.computations), None)
-    if i.opcode != "fusion" or body is None or (root := body.root) is None:
-        return [leaf for shape in (i.shape, *known) for leaf in _leaves(shape)]
-    moved, in_place = _written(computation, i, body, root)
+    if i.opcode == "dynamic-update-slice" and len(operands) > 2:
+        return _leaves(operands[1]) * 2
+    bodies = module.called(i)
+    if i.opcode != "fusion" or not bodies:
+        return [leaf for shape in (i.shape, *operands) for leaf in _leaves(shape)]
+    moved, in_place = _written(computation, i, bodies[0])
     for number, shape in enumerate(operands):
-        if shape is not None and number not in in_place:
-            parameter = body.parameters.get(number)
-            most = shape.bytes if parameter is None else _read(body, parameter)
+        if number not in in_place:
+            parameter = bodies[0].parameters.get(number)
+            most = shape.bytes if parameter is None else _read(bodies[0], parameter)
             moved += [(space, min(size, most)) for space, size in _leaves(shape)]
     return moved
 
@@ -50,18 +49,16 @@ def _read(body: Computation, parameter: Instruction) -> int:
     return read
 
 
-def _written(
-    computation: Computation, i: Instruction, body: Computation, root: Instruction
-) -> tuple[list[tuple[int, int]], set[int]]:
+def _written(computation: Computation, i: Instruction, body: Computation) -> tuple[list[tuple[int, int]], set[int]]:
     """Returns the (memory space, bytes) of each result of a fusion, and the operands that it updates in place."""
-    results = [body.by_name.get(o) for o in root.operands] if root.opcode == "tuple" else [root]
+    results = body.operands(body.root) if body.root.opcode == "tuple" else [body.root]
     written, in_place = [], set()
     for (_, leaf), result in zip(i.shape.leaves(), results, strict=False):
         size, update = leaf.bytes, _source(body, result)
-        if update is not None and update.opcode == "dynamic-update-slice" and len(update.operands) > 1:
-            old, new = (_source(body, body.by_name.get(o)) for o in update.operands[:2])
-            number = None if old is None else old.parameter_number
-            if old is not None and new is not None and number is not None and number < len(i.operands):
+        if update.opcode == "dynamic-update-slice" and len(update.operands) > 1:
+            old, new = (_source(body, operand) for operand in body.operands(update)[:2])
+            number = old.parameter_number
+            if number is not None and number < len(i.operands):
                 users = computation.users[i.operands[number]]
                 if users[-1] is i and len(body.users[old.name]) == 1:
                     size = new.shape.bytes
@@ -70,10 +67,10 @@ def _written(
     return written, in_place
 
 
-def _source(body: Computation, i: Instruction | None) -> Instruction | None:
+def _source(body: Computation, i: Instruction) -> Instruction:
     """Returns the instruction whose result a chain of bitcasts renames."""
-    while i is not None and i.opcode == "bitcast" and i.operands:
-        i = body.by_name.get(i.operands[0])
+    while i.opcode == "bitcast" and i.operands:
+        i = body.by_name[i.operands[0]]
     return i
 
 

@@ -9,8 +9,7 @@ import os
 import pathlib
 from typing import Any
 
-from flaxasync.check.auditing.rows import Count, Row, Rows
-from flaxasync.check.gate.summary import Summary
+from flaxasync.check.gate.summary import Count, Row, Rows, Summary
 
 FORMAT = 1  # of the file; a file of another format is refused
 _ROWS = ("transfers", "copies", "callbacks", "hazards")

@@ -15,7 +15,7 @@ import sys
 from flaxasync.check.gate.baseline import read_baseline, write_baseline
 from flaxasync.check.gate.comparison import Tolerances, compare
 from flaxasync.check.gate.summary import summarize
-from flaxasync.check.hlo.files import read_module
+from flaxasync.check.hlo.load import read_module
 from flaxasync.hardware import CHIPS
 
 

@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from flaxasync.check.auditing.report import size_text, time_text
-from flaxasync.check.auditing.rows import Count, Row, Rows
-from flaxasync.check.gate.summary import Summary
+from flaxasync.check.gate.summary import Count, Row, Rows, Summary
 from flaxasync.check.hlo.shapes import element_bits
 
 SMALL_MEMORY = 1 << 20  # bytes; a smaller difference of temporary memory is none
@@ -21,18 +20,11 @@ LINES = 3  # source lines that a sentence names
 
 @dataclasses.dataclass(frozen=True)
 class Tolerances:
-    """What may differ from the baseline.
+    """What may differ from the baseline, as shares: 0.02 is two percent."""
 
-    Attributes:
-      exposed: The share of the baseline's time by which the waits for one kind of transfer, and all waits together, may
-        grow. 0.02 is two percent of a step.
-      bytes: The share by which the size of an array may differ. Compilers pad arrays differently.
-      temporaries: The share by which temporary memory may grow. It may always grow by 1 MiB.
-    """
-
-    exposed: float = 0.02
-    bytes: float = 0.01
-    temporaries: float = 0.05
+    exposed: float = 0.02  # of the baseline's time, by which the waits for one row, and all waits together, may grow
+    bytes: float = 0.01  # of the size of an array, because compilers pad arrays differently
+    temporaries: float = 0.05  # of temporary memory, which may always grow by 1 MiB
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -44,19 +36,12 @@ class Tolerances:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One difference.
+    """One difference."""
 
-    Attributes:
-      kind: What is different: "extra transfer", "lost overlap", "wider dtype", "extra host callback", ...
-      text: A sentence with the figures.
-      sources: The source lines, as "file:line".
-      worse: Whether it fails the gate.
-    """
-
-    kind: str
-    text: str
-    sources: tuple[str, ...] = ()
-    worse: bool = True
+    kind: str  # "extra transfer", "lost overlap", "wider dtype", "extra host callback", ...
+    text: str  # a sentence with the figures
+    sources: tuple[str, ...] = ()  # the source lines, as "file:line"
+    worse: bool = True  # whether it fails the gate
 
     def __str__(self) -> str:
         lines = f", from {', '.join(self.sources[:LINES])}" if self.sources else ""

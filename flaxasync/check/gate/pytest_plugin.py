@@ -38,13 +38,9 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
     """
 
     def check(
-        compiled: Any,
-        name: str = "",
-        *,
-        chip: str | None = None,
-        axes: Mapping[str, int] | None = None,
+        compiled: Any, name: str = "", *, chip: str | None = None, axes: Mapping[str, int] | None = None,
         **tolerances: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         from flaxasync.check.gate.baseline import read_baseline, write_baseline
         from flaxasync.check.gate.comparison import Tolerances, compare
         from flaxasync.check.gate.summary import summarize

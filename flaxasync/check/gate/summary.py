@@ -1,46 +1,79 @@
 """`summarize`: what matters of a compiled program, in rows that its names and its order do not change.
 
-The rows are those of auditing/rows.py, and one for each code of an audit's finding that is an error. Each row lists its
-source lines, so that a difference can name them. Seconds are estimates (`timeline`): they say what is hidden, and they
-are no measurement.
+docs/gate.md has a table of the rows. A collective of several arrays has a row for each array, because XLA combines and
+splits collectives as it likes. Each row lists its source lines, so that a difference can name them. Seconds are
+estimates (`timeline`): they say what is hidden, and they are no measurement.
 """
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.auditing.audit import DEFAULT_CHIP, audit
-from flaxasync.check.auditing.findings import Severity
-from flaxasync.check.auditing.rows import Row, RowReader, Rows, add_to
+from flaxasync.check.auditing.findings import CODES, Severity
+from flaxasync.check.auditing.overlap import collectives_that_hold_the_chip
+from flaxasync.check.auditing.report import size_text
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import timeline
-from flaxasync.check.hlo.axis_names import AxisNames
-from flaxasync.check.hlo.from_compiled import axes_of, chip_of, module_of
+from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, largest_array
+from flaxasync.check.hlo.host_callbacks import callback_name, is_host_callback
+from flaxasync.check.hlo.load import axes_of, chip_of, module_of
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction, without_number
+from flaxasync.check.hlo.origins import loops_around, origin
+from flaxasync.check.hlo.participants import AxisNames, replica_groups
+from flaxasync.check.hlo.shapes import Shape
 from flaxasync.hardware import chip as chip_named
+
+SMALL = 1 << 10  # bytes; a smaller transfer, such as the sum of a loss, has no row
+COPIED = 1 << 16  # bytes; a smaller copy in a loop has no row
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Row:
+    """What one row counts."""
+
+    what: str  # the kind of collective, "copy", the name of a Python callback, or the code of a hazard
+    place: str = ""  # "forward", "backward loop", ...; "" if the text does not say
+    axes: str = ""  # the mesh axes of a collective, as `AxisNames` names them
+    dtype: str = ""  # the element type of the array
+    bytes: int = 0  # of the array: for a reduce-scatter of its operand, for an all-gather of its result
+
+    def text(self, number: int, word: str = "") -> str:
+        """Returns "2 more all-gathers of 64 MiB over model in the backward loop"; `word` is "more" here."""
+        what = f"{self.what}: {CODES[self.what].meaning}" if self.what in CODES else self.what
+        if self.bytes:
+            plural = "" if number == 1 else "s"
+            what = f"{what}{plural} of {size_text(self.bytes)}".replace("copys", "copies")
+        over = f"over {self.axes}" if self.axes else ""
+        where = f"in the {self.place}{' pass' * (self.place in ('forward', 'backward'))}" if self.place else ""
+        return " ".join(filter(None, (str(number), word, what, over, where)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """How often a program has a row."""
+
+    count: int = 0  # the instructions of the text
+    runs: int = 0  # how often they run, over all iterations of the loops around them
+    exposed: float = 0.0  # seconds, over all runs, in which the device waits for them, as estimated
+    sources: Mapping[str, int] = dataclasses.field(default_factory=dict)  # the instructions of each source line
+
+
+type Rows = dict[Row, Count]
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What matters of one program.
+    """What matters of one program."""
 
-    Attributes:
-      module: The name of the program.
-      chip: The chip whose times were estimated.
-      devices: The number of devices of the program.
-      axes: The sizes of the mesh axes; empty if they are not known.
-      seconds: The estimated time of one run.
-      exposed: The share of that time in which the slowest device waits for others.
-      temporaries: The bytes of temporary memory; None if only a text was given, which does not say.
-      transfers, copies, callbacks, hazards: The rows.
-    """
-
-    module: str
-    chip: str
-    devices: int
-    axes: Mapping[str, int]
-    seconds: float
-    exposed: float
-    temporaries: int | None
+    module: str  # the name of the program
+    chip: str  # the chip whose times were estimated
+    devices: int  # the number of devices of the program
+    axes: Mapping[str, int]  # the sizes of the mesh axes; empty if they are not known
+    seconds: float  # the estimated time of one run
+    exposed: float  # the share of that time in which the slowest device waits for others
+    temporaries: int | None  # the bytes of temporary memory; None if only a text was given, which does not say
     transfers: Rows
     copies: Rows
     callbacks: Rows
@@ -69,11 +102,11 @@ def summarize(compiled: Any, *, chip: str | None = None, axes: Mapping[str, int]
             + ", ".join(f"{name}={size}" for name, size in axes.items())
         )
     time = timeline(module, named)
-    reader = RowReader(module, Costs(module, chip_named(named)), names, time.slowest.causes)
+    reader = _RowReader(module, Costs(module, chip_named(named)), names, time.slowest.causes)
     hazards: Rows = {}
     for finding in audit(module, chip=named).findings:
         if finding.severity == Severity.ERROR:
-            add_to(hazards, Row(finding.code), finding.count, finding.source)
+            _add(hazards, Row(finding.code), finding.count, finding.source)
     memory = compiled.memory_analysis() if hasattr(compiled, "memory_analysis") else None
     return Summary(
         module=module.name,
@@ -88,3 +121,82 @@ def summarize(compiled: Any, *, chip: str | None = None, axes: Mapping[str, int]
         callbacks=reader.callbacks(),
         hazards=hazards,
     )
+
+
+class _RowReader:
+    """Reads the rows of one program. `exposed` has the seconds of a device's waits, by the name of the start."""
+
+    def __init__(self, module: HloModule, costs: Costs, names: AxisNames, exposed: Mapping[str, float]):
+        self.module, self.costs, self.names, self.exposed = module, costs, names, exposed
+        self.runs = costs.executions()
+        running = (module.computations[name] for name in self.runs)
+        self.instructions = [(computation, i) for computation in running for i in computation.instructions]
+
+    def transfers(self) -> Rows:
+        rows: Rows = {}
+        for op in async_operations(self.module):
+            if op.computation in self.runs and op.kind in COLLECTIVES and not is_host_callback(op.start):
+                result = op.inner or (op.windows[0].done if op.windows else op.start)
+                computation = self.module.computations[op.computation]
+                self._transfer(rows, computation, op.start, op.inner or op.start, op.kind, self._arrays(result))
+        for computation, i, collective in collectives_that_hold_the_chip(self.module, self.runs):
+            kind = self.costs.collective_kind(computation, i, collective)
+            self._transfer(rows, computation, i, collective, kind, self._arrays(collective))
+        for computation, i in self.instructions:
+            if i.is_communicating_kernel:
+                self._transfer(rows, computation, i, i, f"kernel {without_number(i.name)}", [largest_array(i)])
+        return rows
+
+    def copies(self) -> Rows:
+        """Counts copies in loops that change no memory space: not those that fetch an operand into vector memory."""
+        rows: Rows = {}
+        for computation, i in self.instructions:
+            if i.opcode in ("copy", "copy-start"):
+                copy = i.shape.at((0,)) or i.shape  # the first element of a copy-start is the copy
+                is_fetch = any(made.shape.memory_space != copy.memory_space for made in computation.operands(i))
+                if copy.bytes >= COPIED and not is_fetch and loops_around(self.module, computation):
+                    place, source = origin(self.module, computation, i)
+                    row = Row("copy", place, "", copy.element_type, copy.bytes)
+                    _add(rows, row, self.runs[computation.name], source)
+        return rows
+
+    def callbacks(self) -> Rows:
+        """Counts calls into Python. The sends and receives of one source line are one call."""
+        rows: Rows = {}
+        seen = set()
+        for computation, i in self.instructions:
+            if is_host_callback(i):
+                place, source = origin(self.module, computation, i)
+                row = Row(callback_name(i), place)
+                if i.opcode == "custom-call" or (computation.name, row, source) not in seen:
+                    seen.add((computation.name, row, source))
+                    _add(rows, row, self.runs[computation.name], source)
+        return rows
+
+    def _transfer(
+        self, rows: Rows, computation: Computation, i: Instruction, collective: Instruction, kind: str,
+        arrays: list[Shape],
+    ) -> None:  # fmt: skip
+        """Adds a row for each array of a collective that `i` performs. Each has its share of the exposed time."""
+        place, source = origin(self.module, computation, i, collective)
+        arrays = [a for a in arrays if a.bytes >= SMALL]
+        total = sum(a.bytes for a in arrays)
+        for array in arrays:
+            row = Row(kind, place, self.names.of(collective), array.element_type, array.bytes)
+            exposed = self.exposed.get(i.name, 0.0) * array.bytes / total
+            _add(rows, row, self.runs[computation.name], source, exposed)
+
+    def _arrays(self, result: Instruction) -> list[Shape]:
+        """Returns the whole arrays of a collective. A reduce-scatter's result is one part of them."""
+        arrays = [leaf for _, leaf in result.shape.leaves()]
+        if result.opcode != "reduce-scatter":
+            return arrays
+        parts = max(map(len, replica_groups(result, self.module.num_partitions)))
+        return [Shape(a.element_type, (parts, *a.dimensions)) for a in arrays]
+
+
+def _add(rows: Rows, row: Row, runs: int, source: str, exposed: float = 0.0) -> None:
+    """Counts one more instruction in its row, and in its source line if the text names one."""
+    before = rows.get(row, Count())
+    sources = collections.Counter(before.sources) + collections.Counter([source] if source else [])
+    rows[row] = Count(before.count + 1, before.runs + runs, before.exposed + exposed, dict(sources))

@@ -13,7 +13,6 @@ next iteration has several windows. A start may have no operands and get them fr
 """
 
 import dataclasses
-import functools
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE, Shape
@@ -31,44 +30,26 @@ _FUSED_START, _FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What runs between a start and one of its dones.
+    """What runs between a start and one of its dones."""
 
-    Attributes:
-      done: The instruction that waits for the operation.
-      computation: The computation of the done.
-      spans: What runs while the operation is under way.
-      crosses: How the future crosses loops on its way to the done, as in `Use`.
-    """
-
-    done: Instruction
-    computation: str
-    spans: tuple[Span, ...]
-    crosses: tuple[str, ...]
+    done: Instruction  # it waits for the operation
+    computation: str  # of the done
+    spans: tuple[Span, ...]  # what runs while the operation is under way
+    crosses: tuple[str, ...]  # how the future crosses loops on its way to the done, as in `Use`
 
 
 @dataclasses.dataclass(frozen=True)
 class AsyncOperation:
-    """A start with its updates and its dones.
+    """A start with its updates and its dones."""
 
-    Attributes:
-      spelling: "first-class", "generic", "sugar", "fusion" or "kernel".
-      kind: The opcode of what runs: "collective-permute", "copy", "all-reduce", ...; "custom-call" for a kernel.
-      computation: The computation of the start.
-      start: The instruction that starts the operation.
-      updates: The instructions that take the future and return it.
-      windows: One window for each done.
-      inner: The wrapped instruction, if the text has one.
-      bytes: The bytes of the arrays that the operation moves or makes.
-    """
-
-    spelling: str
-    kind: str
-    computation: str
+    spelling: str  # "first-class", "generic", "sugar", "fusion" or "kernel"
+    kind: str  # the opcode of what runs: "collective-permute", "copy", "all-reduce", ...; "custom-call" for a kernel
+    computation: str  # of the start
     start: Instruction
-    updates: tuple[Instruction, ...]
-    windows: tuple[Window, ...]
-    inner: Instruction | None
-    bytes: int
+    updates: tuple[Instruction, ...]  # they take the future and return it
+    windows: tuple[Window, ...]  # one for each done
+    inner: Instruction | None  # the wrapped instruction, if the text has one
+    bytes: int  # of the arrays that the operation moves or makes
 
     @property
     def name(self) -> str:
@@ -76,7 +57,7 @@ class AsyncOperation:
 
     @property
     def thread(self) -> str:
-        return self.start.attributes.get("async_execution_thread", '"main"').strip('"')
+        return self.start.attributes.get("async_execution_thread", "").strip('"') or "main"
 
     @property
     def communicates(self) -> bool:
@@ -96,37 +77,29 @@ def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
 
 def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
     """Returns the spelling in which an instruction is a start, or "" if it is none."""
-    opcode = instruction.opcode
-    if opcode == "fusion":
+    if instruction.opcode == "fusion":
         return "fusion" if _contains_mark(module, instruction, _FUSED_START) else ""
-    marks = (_FUSED_START, _FUSED_DONE)
-    if opcode == "custom-call" and instruction.custom_call_target not in marks and _new_semaphores(instruction):
-        return "kernel"
-    return spelling_of_opcode(opcode)
+    if instruction.opcode == "custom-call":
+        is_mark = instruction.custom_call_target in (_FUSED_START, _FUSED_DONE)
+        return "kernel" if not is_mark and _new_semaphores(instruction) else ""
+    return spelling_of_opcode(instruction.opcode)
 
 
-@functools.lru_cache(maxsize=1024)  # a program has few opcodes
 def spelling_of_opcode(opcode: str) -> str:
     """Returns the spelling of an opcode that is a start in every instruction; "" for any other opcode."""
     if opcode == "async-start":
         return "generic"
-    if opcode in ("send", "recv"):
+    if opcode.removesuffix("-start") in FIRST_CLASS and (opcode.endswith("-start") or opcode in ("send", "recv")):
         return "first-class"
-    if opcode.endswith("-start"):
-        return "first-class" if opcode.removesuffix("-start") in FIRST_CLASS else "sugar"
-    return ""
+    return "sugar" if opcode.endswith("-start") else ""
 
 
-@functools.lru_cache(maxsize=1024)
 def step_of_opcode(opcode: str) -> str:
     """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any other opcode.
 
     This covers the first-class, generic and sugar spellings, whose steps have opcodes of their own.
     """
-    for step in ("update", "done"):
-        if opcode.endswith("-" + step):
-            return step
-    return ""
+    return next((step for step in ("update", "done") if opcode.endswith(f"-{step}")), "")
 
 
 def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction | None:
@@ -136,12 +109,20 @@ def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction 
     also contains that collective, with notes about its progress, but it does not perform the collective.
     """
     inside = module.instructions_in(fusion)
-    marks = [i for i in inside if i.custom_call_target.startswith("AsyncCollective")]
-    collectives = [i for i in inside if i.opcode in COLLECTIVES]
-    if marks or not collectives:
-        return marks[0] if marks else None
-    config = collectives[0].attributes.get("backend_config", "")
-    return None if "async_collective_fusion_config" in config else collectives[0]
+    for mark in inside:
+        if mark.custom_call_target.startswith("AsyncCollective"):
+            return mark
+    collective = next((i for i in inside if i.opcode in COLLECTIVES), None)
+    is_beside = collective and "async_collective_fusion_config" in collective.attributes.get("backend_config", "")
+    return None if is_beside else collective
+
+
+def synchronous_collective(module: HloModule, i: Instruction) -> Instruction | None:
+    """Returns the collective that an instruction performs without a start, by itself or within a fusion."""
+    collective = collective_in_fusion(module, i) if i.opcode == "fusion" else i
+    if collective is None or collective.opcode not in COLLECTIVES or collective.opcode in ("send", "recv"):
+        return None
+    return collective
 
 
 def largest_array(kernel: Instruction) -> Shape:
@@ -170,15 +151,10 @@ def _operation(module: HloModule, computation: Computation, start: Instruction, 
 
 def _wrapped(module: HloModule, start: Instruction) -> Instruction | None:
     """Returns the instruction that a generic, sugared or fused start runs, if the text has it."""
-    for name in start.called_computations:
-        computation = module.computations.get(name)
-        if computation is None:
-            continue
-        collectives = [i for i in computation.instructions if i.opcode in COLLECTIVES]
-        if collectives:
-            return collectives[0]
-        if start.opcode == "async-start":
-            return computation.root
+    for computation in module.called(start):
+        root = computation.root if start.opcode == "async-start" else None
+        if found := next((i for i in computation.instructions if i.opcode in COLLECTIVES), root):
+            return found
     return None
 
 
@@ -235,10 +211,7 @@ def _buffer_ends(
 
 
 def _contains_mark(module: HloModule, fusion: Instruction, target: str) -> bool:
-    return fusion.opcode == "fusion" and any(
-        name in module.computations and target in module.computations[name].custom_call_targets
-        for name in fusion.called_computations
-    )
+    return fusion.opcode == "fusion" and any(i.custom_call_target == target for i in module.instructions_in(fusion))
 
 
 def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:
@@ -250,18 +223,14 @@ def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:
 
 
 def _moved_bytes(
-    computation: Computation,
-    start: Instruction,
-    spelling: str,
-    kind: str,
-    windows: list[Window],
+    computation: Computation, start: Instruction, spelling: str, kind: str, windows: list[Window],
     inner: Instruction | None,
-) -> int:
+) -> int:  # fmt: skip
     """Returns the bytes of the operation's result; for a kernel those of its largest buffer."""
     if spelling == "kernel":
         return largest_array(start).bytes
-    if kind == "send" and start.operands and (sent := computation.by_name.get(start.operands[0])) is not None:
-        return sent.shape.bytes
+    if kind == "send" and start.operands:
+        return computation.by_name[start.operands[0]].shape.bytes
     if kind in ("reduce-scatter", "all-reduce") and inner is not None:
         return inner.shape.bytes
     if windows:

@@ -1,24 +1,16 @@
 """A position in a text that moves forward, with the errors and the bracket matching that the reader needs."""
 
-import contextlib
-import json
 import re
 
 from flaxasync.check.hlo.error import HloError
 
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
-_read_json = json.JSONDecoder().raw_decode  # finds the end of a JSON value without the steps of `after_bracket`
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
 
 
 class Cursor:
-    """A position in a text.
-
-    Attributes:
-      text: The whole text.
-      at: The index of the next character to read.
-    """
+    """A position in a text: `at` is the index of the next character to read."""
 
     def __init__(self, text: str):
         self.text = text
@@ -41,6 +33,13 @@ class Cursor:
         match = _BLANK.match(self.text, self.at)
         self.at = match.end() if match else self.at
 
+    def take(self, mark: str) -> bool:
+        """Steps over blanks, and then over a mark if it comes next. Returns whether it does."""
+        self.skip_blank()
+        is_next = self.text.startswith(mark, self.at)
+        self.at += len(mark) if is_next else 0
+        return is_next
+
     def excerpt(self) -> str:
         """Returns the text at the current position, for a message."""
         if self.at >= len(self.text):
@@ -49,44 +48,33 @@ class Cursor:
         return repr(line) + (", where the text ends" if not end and self.at + 40 >= len(self.text) else "")
 
     def after_bracket(self, at: int) -> int:
-        """Returns the index after the bracket that closes the one at `at`. It skips brackets in strings and comments.
-
-        Raises:
-          HloError: The bracket is not closed, or another one closes first.
-        """
-        if self.text.startswith('{"', at):  # what a backend notes in JSON, as deep as it likes
-            with contextlib.suppress(ValueError, RecursionError):
-                return _read_json(self.text, at)[1]
-        closers = [_CLOSER[self.text[at]]]
-        for token in _TOKEN.finditer(self.text, at + 1):
-            mark = token[0]
-            if mark in "{([":
-                closers.append(_CLOSER[mark])
-            elif mark in "})]":
-                if mark != closers.pop():
-                    raise self.error(f"unexpected {mark!r}", token.start())
-                if not closers:
-                    return token.end()
-            elif mark == '"':
-                raise self.error("a string is not closed: the text is cut short", token.start())
-        raise self.error(f"{self.text[at]!r} is not closed: the text is cut short", at)
+        """Returns the index after the bracket that closes the one at `at`; strings and comments do not count."""
+        return self._end(at)
 
     def end_of_value(self, at: int) -> int:
-        """Returns the index at which an attribute's value ends.
+        """Returns where an attribute's value ends: at a comma, a line's end or a brace that is outside of brackets."""
+        return self._end(at, stops=",\n}")
 
-        A value ends at a comma, at the end of a line or at a closing brace that is outside of every bracket.
+    def _end(self, at: int, stops: str = "") -> int:
+        """Returns the index of the first of the stops outside of brackets; without stops, that after one bracket.
 
         Raises:
-          HloError: A bracket within the value is not closed, or is closed by another one.
+          HloError: A bracket or a string is not closed, or another bracket closes first.
         """
-        while token := _TOKEN.search(self.text, at):
+        opened: list[re.Match] = []
+        for token in _TOKEN.finditer(self.text, at):
             mark = token[0]
-            if mark in "{([":
-                at = self.after_bracket(token.start())
-            elif mark in ",\n}":
+            if not opened and mark in stops:
                 return token.start()
-            elif mark in ')]"':
-                raise self.error(f"unexpected {mark!r}", token.start())
-            else:
-                at = token.end()
+            if mark in _CLOSER:
+                opened.append(token)
+            elif mark == '"':  # a string that is closed is one token
+                raise self.error("a string is not closed: the text is cut short", token.start())
+            elif mark in ("}", ")", "]"):
+                if not opened or mark != _CLOSER[opened.pop()[0]]:
+                    raise self.error(f"unexpected {mark!r}", token.start())
+                if not opened and not stops:
+                    return token.end()
+        if opened:
+            raise self.error(f"{opened[0][0]!r} is not closed: the text is cut short", opened[0].start())
         return len(self.text)

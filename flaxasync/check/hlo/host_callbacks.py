@@ -5,14 +5,13 @@ import re
 from flaxasync.check.hlo.module import Instruction
 
 CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
+HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true, these are how a TPU reaches a callback
 # The public name of each primitive that calls Python.
 _PUBLIC_NAMES = {
     "debug_print": "jax.debug.print",
     "debug_callback": "jax.debug.callback",
     "pure_callback": "jax.pure_callback",
-    "io_callback": "io_callback",
 }
-HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true, these are how a TPU reaches a callback
 
 
 def is_host_callback(instruction: Instruction) -> bool:

@@ -1,15 +1,15 @@
 """A compiled program as frozen data: a module of computations, which are lists of instructions.
 
 `parse` in reader.py makes these from HLO text, and `format_module` in writer.py makes text from them. Names, operands
-and attributes are kept as they were printed, and properties decode them on access. Nothing here decides what a program
-means. The file needs the standard library only.
+and attributes are kept as they were printed, and properties decode them on access. `parse` has checked that every
+operand is defined before its use, and that every computation that is called is there.
 """
 
 import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from flaxasync.check.hlo.shapes import Shape
 from flaxasync.check.hlo.source_location import op_name, read_stack_frames, source_line
@@ -18,75 +18,56 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d, ]*)\}")
 _REFERENCE = re.compile(r"%?([\w.\-]+)")
 _KERNEL_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d{1,18})"')
 
-# The attributes that name one computation each, and those that list several.
-_CALL_LISTS = ("called_computations", "branch_computations")
-_CALL_ORDER = (
-    *("calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter"),
-    *_CALL_LISTS,
-)
-_CALLS = frozenset(_CALL_ORDER)
+MATMULS = ("convolution", "dot")  # opcodes
+
+# The attributes that name computations.
+_CALLS = (
+    "calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter",
+    "called_computations", "branch_computations",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alias:
-    """One entry of output_to_operand_aliasing: an output that shares its buffer with an operand.
+    """One entry of output_to_operand_aliasing: an output that shares its buffer with an operand."""
 
-    Attributes:
-      output: The index path in the result.
-      operand: The number of the operand.
-      operand_index: The index path in the operand.
-    """
-
-    output: tuple[int, ...]
-    operand: int
-    operand_index: tuple[int, ...]
+    output: tuple[int, ...]  # the index path in the result
+    operand: int  # the number of the operand
+    operand_index: tuple[int, ...]  # the index path in the operand
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of a program.
+    """One line of a program."""
 
-    Attributes:
-      name: The name, without the percent sign.
-      shape: The shape of the result.
-      opcode: "fusion", "collective-permute-start", ...
-      operands: The names of the operands.
-      attributes: Every other "key=value" of the line, as text.
-      is_root: Whether the computation returns this instruction's result.
-      literal: The text in the parentheses of a constant or a parameter.
-      line: The line of the text that the instruction was read from.
-    """
-
-    name: str
-    shape: Shape
-    opcode: str
-    operands: tuple[str, ...] = ()
-    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
-    is_root: bool = False
-    literal: str = ""
-    line: int = dataclasses.field(default=0, compare=False)
+    name: str  # without the percent sign
+    shape: Shape  # of the result
+    opcode: str  # "fusion", "collective-permute-start", ...
+    operands: tuple[str, ...] = ()  # their names
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)  # other key=value, as text
+    is_root: bool = False  # whether the computation returns this instruction's result
+    literal: str = ""  # the text in the parentheses of a constant or a parameter
+    line: int = dataclasses.field(default=0, compare=False)  # of the text that the instruction was read from
 
     @property
     def control_predecessors(self) -> tuple[str, ...]:
-        text = self.attributes.get("control-predecessors")
-        return tuple(_REFERENCE.findall(text)) if text else ()
+        return tuple(_REFERENCE.findall(self.attributes.get("control-predecessors", "")))
 
     @property
     def backend_config(self) -> dict:
         """The backend's notes on the instruction. Empty if there are none, or if they are not a JSON object."""
-        return _json_object(self.attributes.get("backend_config", ""))
+        text = self.attributes.get("backend_config", "")
+        try:
+            return json.loads(text) if text.startswith("{") else {}
+        except (ValueError, RecursionError):
+            return {}
 
     @property
     def called_computations(self) -> tuple[str, ...]:
         """The names of the computations that this instruction calls: of a loop the body, then the condition."""
-        keys = [key for key in self.attributes if key in _CALLS]
-        if not keys:
+        if self.attributes.keys().isdisjoint(_CALLS):
             return ()
-        names: list[str] = []
-        for key in keys if len(keys) == 1 else sorted(keys, key=_CALL_ORDER.index):
-            value = self.attributes[key]
-            names += _REFERENCE.findall(value) if key in _CALL_LISTS else [value.lstrip("%")]
-        return tuple(names)
+        return tuple(name for key in _CALLS for name in _REFERENCE.findall(self.attributes.get(key, "")))
 
     @property
     def loop_body(self) -> str:
@@ -142,6 +123,10 @@ class Computation:
     is_entry: bool = False
     execution_thread: str = "main"
 
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instructions whose results an instruction of this computation reads."""
+        return [self.by_name[name] for name in instruction.operands]
+
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         return {i.name: i for i in self.instructions}
@@ -160,13 +145,9 @@ class Computation:
                 users.setdefault(operand, []).append(i)
         return users
 
-    @functools.cached_property
-    def custom_call_targets(self) -> frozenset[str]:
-        return frozenset(i.custom_call_target for i in self.instructions if i.opcode == "custom-call")
-
     @property
-    def root(self) -> Instruction | None:
-        return next((i for i in reversed(self.instructions) if i.is_root), None)
+    def root(self) -> Instruction:
+        return next(i for i in reversed(self.instructions) if i.is_root)
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
@@ -175,19 +156,12 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A program.
-
-    Attributes:
-      name: The name in the HloModule line.
-      computations: The computations by name, in printed order.
-      attributes: The "key=value" entries of the HloModule line, as text.
-      tables: The text between the HloModule line and the first computation: files, functions and stack frames.
-    """
+    """A program."""
 
     name: str
-    computations: dict[str, Computation]
-    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    tables: str = ""
+    computations: dict[str, Computation]  # by name, in printed order
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the HloModule line, as text
+    tables: str = ""  # the text before the first computation: files, functions and stack frames
 
     @property
     def is_scheduled(self) -> bool:
@@ -209,8 +183,7 @@ class HloModule:
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
-                called = instruction.called_computations
-                for name in dict.fromkeys(called) if len(called) > 1 else called:
+                for name in dict.fromkeys(instruction.called_computations):
                     callers.setdefault(name, []).append((computation, instruction))
         return callers
 
@@ -218,22 +191,30 @@ class HloModule:
         """Returns "file:line" of the Python code that made an instruction; "" if the text does not say."""
         return source_line(instruction.attributes.get("metadata", ""), self._stack_frames)
 
+    def called(self, caller: Instruction) -> list[Computation]:
+        """Returns the computations that an instruction calls: of a loop the body, then the condition."""
+        return [self.computations[name] for name in caller.called_computations]
+
     def instructions_in(self, caller: Instruction) -> list[Instruction]:
-        """Returns the instructions of the computations that an instruction calls and the text defines."""
-        called = [self.computations[name] for name in caller.called_computations if name in self.computations]
-        return [i for computation in called for i in computation.instructions]
+        """Returns the instructions of the computations that an instruction calls."""
+        return [i for computation in self.called(caller) for i in computation.instructions]
+
+    def nested(self, caller: Instruction) -> Iterator[Instruction]:
+        """Yields an instruction, and those of the computations that it calls at any depth."""
+        pending, seen = [caller], set[str]()
+        while pending:
+            i = pending.pop()
+            yield i
+            for computation in self.called(i):
+                if computation.name not in seen:
+                    seen.add(computation.name)
+                    pending += computation.instructions
 
     def contains_matmul(self, instruction: Instruction) -> bool:
         """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""
-        pending, seen = [instruction], {""}
-        while pending:
-            i = pending.pop()
-            if i.opcode in ("convolution", "dot"):
-                return True
-            if i.opcode == "fusion" and not seen.issuperset(i.called_computations):
-                seen.update(i.called_computations)
-                pending += self.instructions_in(i)
-        return False
+        if instruction.opcode != "fusion":
+            return instruction.opcode in MATMULS
+        return any(i.opcode in MATMULS for i in self.nested(instruction))
 
     @functools.cached_property
     def _stack_frames(self) -> dict[str, str]:
@@ -256,17 +237,6 @@ def _path(text: str) -> tuple[int, ...]:
     return tuple(int(part[:9]) for part in text.replace(" ", "").split(",") if part)
 
 
-@functools.lru_cache(maxsize=1024)  # for the indices of tuples above all
 def _small_int(text: str) -> int | None:
     text = text.strip()
     return int(text) if text.isascii() and text.lstrip("-").isdigit() and len(text) < 19 and text != "-" else None
-
-
-def _json_object(text: str) -> dict:
-    if not text.startswith("{"):
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -8,31 +8,18 @@ import collections
 import itertools
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 
 STEPS = 200  # instructions that are looked at before the search for one with metadata is given up
 
 
-class Origin(NamedTuple):
-    """Where an operation comes from.
+def origin(module: HloModule, computation: Computation, *instructions: Instruction) -> tuple[str, str]:
+    """Returns the place and the source line of instructions that are one operation; "" for what the text does not say.
 
-    Attributes:
-      place: "forward", "backward loop", "loop in a loop", ...; "" if the text does not say.
-      source: The "file:line". The file is relative to the working folder if it lies within it, so that a baseline can
-        be used by others. "" if nothing near the operation has a line.
-    """
-
-    place: str
-    source: str
-
-
-def origin(module: HloModule, computation: Computation, *instructions: Instruction) -> Origin:
-    """Returns the origin of instructions that are one operation.
-
-    JAX names the operations of a backward pass "transpose(...)", and those of a forward pass that has a backward pass
-    "jvp(...)".
+    The place is "forward", "backward loop", "loop in a loop", ...: JAX names the operations of a backward pass
+    "transpose(...)", and those of a forward pass that has a backward pass "jvp(...)". The file of the "file:line" is
+    relative to the working folder if it lies within it, so that a baseline can be used by others.
     """
     own, loops = tuple(reversed(instructions)), loops_around(module, computation)
     named = itertools.chain(own, loops, _near(module, computation, instructions[0]))
@@ -41,7 +28,7 @@ def origin(module: HloModule, computation: Computation, *instructions: Instructi
     sourced = itertools.chain(own, _near(module, computation, instructions[0]), loops)
     line = next((found for i in sourced if (found := module.source(i))), "")
     place = f"{part} {' in a '.join('loop' for _ in loops)}".strip()
-    return Origin(place, line.removeprefix(os.getcwd() + os.sep))
+    return place, line.removeprefix(os.getcwd() + os.sep)
 
 
 def loops_around(module: HloModule, computation: Computation) -> list[Instruction]:
@@ -63,8 +50,7 @@ def _near(module: HloModule, computation: Computation, instruction: Instruction)
     pending, seen = collections.deque([instruction]), {instruction.name}
     while pending and len(seen) < STEPS:
         i = pending.popleft()
-        operands = [made for o in i.operands if (made := computation.by_name.get(o)) is not None]
-        for other in (*operands, *computation.users.get(i.name, ())):
+        for other in (*computation.operands(i), *computation.users.get(i.name, ())):
             if other.name not in seen and other.opcode not in ("parameter", "while"):
                 seen.add(other.name)
                 pending.append(other)

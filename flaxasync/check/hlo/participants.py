@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, read from its attributes.
+"""Which devices take part in a collective, and the mesh axes along which they differ.
 
 XLA writes the groups of a collective in four notations:
 
@@ -15,34 +15,26 @@ raises HloError, because groups that were guessed would make every later result 
 
 import functools
 import itertools
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flaxasync.check.hlo.error import HloError
-from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.module import HloModule, Instruction
 
 MAX_DEVICES = 1 << 16  # groups of more devices than this are refused, so that no text can exhaust the memory
 
-
-def _several(one: str) -> str:
-    """Returns a pattern that matches one or more times the pattern `one`, with commas between them."""
-    return rf"{one}(?:\s*,\s*{one})*"
-
-
-_NUMBER = "[0-9]{1,9}"
-_LIST = re.compile(rf"\{{\s*(?:{_several(_NUMBER)}\s*)?\}}")
-_LISTS = re.compile(rf"\{{\s*(?:{_several(_LIST.pattern)}\s*)?\}}")
-_PAIR = re.compile(rf"\{{\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\}}")
-_PAIRS = re.compile(rf"\{{\s*(?:{_several(_PAIR.pattern)}\s*)?\}}")
-_DIMENSIONS = r"\[([0-9,\s]*)\]"
-_TRANSPOSE = r"(?:T\(([0-9,\s]*)\))?"
+_LISTS = re.compile(r"\{[0-9,{}\s]*\}")
+_DIMENSIONS, _TRANSPOSE = r"\[([0-9,\s]*)\]", r"(?:T\(([0-9,\s]*)\))?"
 _IOTA = re.compile(rf"{_DIMENSIONS}<={_DIMENSIONS}{_TRANSPOSE}")
 _DEVICE_IDS = re.compile(rf"{_DIMENSIONS}{_TRANSPOSE}")
-_NAME = r"""(?:'[^']+'|"[^"]+")"""
-_AXIS = rf"{_NAME}\s*=\s*{_NUMBER}"
-_MESH = re.compile(rf"mesh\[\s*({_several(_AXIS)})\s*\]\s*(?:,\s*device_ids\s*=\s*\(([^{{}}]*)\)\s*)?\{{([^{{}}]*)\}}")
-_CHOSEN = re.compile(rf"\s*({_NAME})\s*(?::\s*\(({_NUMBER})\)\s*({_NUMBER})\s*)?")
+_MESH = re.compile(r"mesh\[([^\[\]{}]+)\]\s*(?:,\s*device_ids\s*=\s*\(([^{}]*)\)\s*)?\{([^{}]*)\}")
+_AXIS = re.compile(r"""\s*['"]([^'"]+)['"]\s*=\s*([0-9]{1,9})\s*""")
+_CHOSEN = re.compile(r"""\s*['"]([^'"]+)['"]\s*(?::\s*\(([0-9]{1,9})\)\s*([0-9]{1,9})\s*)?""")
+_GENERATED = re.compile(r"_?axis_\d+")  # the names that XLA gives to axes that it does not know
+
+type Groups = tuple[tuple[int, ...], ...]
 
 
 def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -52,13 +44,13 @@ def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
       HloError: The pairs are written in another way than {{0,1},{1,0}}.
     """
     text = instruction.attributes.get("source_target_pairs", "{}")
-    pairs = _pairs(text)
-    if pairs is None:
+    pairs = _lists(text)
+    if pairs is None or any(len(pair) != 2 for pair in pairs):
         raise _error(instruction, "source_target_pairs", text)
-    return pairs
+    return tuple((source, target) for source, target in pairs)
 
 
-def replica_groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
+def replica_groups(instruction: Instruction, devices: int) -> Groups:
     """Returns the groups of devices that exchange data in a collective.
 
     Args:
@@ -70,7 +62,7 @@ def replica_groups(instruction: Instruction, devices: int) -> tuple[tuple[int, .
     """
     text = instruction.attributes.get("replica_groups", "{}")
     groups = _groups(text, devices)
-    if groups is None:
+    if not groups or not all(groups) or len({d for group in groups for d in group}) != sum(map(len, groups)):
         raise _error(instruction, "replica_groups", text)
     return groups
 
@@ -83,96 +75,134 @@ def check_participants(instruction: Instruction) -> None:
         permute_pairs(instruction)
 
 
+class AxisNames:
+    """The names of the axes of one program's mesh.
+
+    Args:
+      module: The program.
+      axes: The sizes of the mesh axes, by name, in the order of the mesh. By default the axes that the text names.
+    """
+
+    def __init__(self, module: HloModule, axes: Mapping[str, int] | None = None):
+        self.devices = module.num_partitions
+        named = dict(axes) if axes else _axes_in_text(module)
+        self.axes = named if math.prod(named.values()) == self.devices else {}
+
+    def of(self, collective: Instruction) -> str:
+        """Returns the axes of a collective: "model", "data and model", or "groups of 4" if they have no name."""
+        if "source_target_pairs" in collective.attributes:
+            return " and ".join(self._differing(permute_pairs(collective))) or "pairs"
+        if "replica_groups" not in collective.attributes:
+            return ""
+        groups = replica_groups(collective, self.devices)
+        sizes, differing = {len(group) for group in groups}, self._differing(groups)
+        if sizes == {1}:
+            return "no axis"
+        if differing and sizes == {math.prod(self.axes[name] for name in differing)}:
+            return " and ".join(differing)
+        return f"groups of {max(sizes)}"
+
+    def _differing(self, groups: Iterable[Sequence[int]]) -> list[str]:
+        """Returns the axes along which the devices of at least one group differ."""
+        differing, inner = [], self.devices
+        for name, size in self.axes.items():
+            inner //= size  # devices that follow one another without a step along this axis
+            if any(len({device // inner % size for device in group}) > 1 for group in groups):
+                differing.append(name)
+        return differing
+
+
+def _axes_in_text(module: HloModule) -> dict[str, int]:
+    """Returns the axes of a mesh that the text names, whose devices are in order; {} if there is none."""
+    for computation in module.computations.values():
+        for i in computation.instructions:
+            match = _MESH.fullmatch(i.attributes.get("replica_groups", ""))
+            if match and match[2] is None and not any(_GENERATED.fullmatch(name) for name in _axes(match[1])):
+                return _axes(match[1])
+    return {}
+
+
 @functools.lru_cache(maxsize=64)  # a program repeats few of them, and asks for each one often
-def _pairs(text: str) -> tuple[tuple[int, int], ...] | None:
-    """Returns the (source, target) pairs; None if the text cannot be read."""
-    return tuple((int(a), int(b)) for a, b in _PAIR.findall(text)) if _PAIRS.fullmatch(text) else None
+def _groups(text: str, devices: int) -> Groups | None:
+    """Returns the groups; None if the text cannot be read."""
+    if match := _IOTA.fullmatch(text):
+        shape, ids = _numbers(match[1]), _iota(match[2], match[3])
+        fits = len(shape) == 2 and len(ids) == math.prod(shape) > 0
+        return tuple(itertools.batched(ids, shape[1])) if fits else None
+    if match := _MESH.fullmatch(text):
+        return _mesh_groups(*match.groups())
+    return (tuple(range(devices)),) if text == "{}" else _lists(text)
 
 
 @functools.lru_cache(maxsize=64)
-def _groups(text: str, devices: int) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the groups; None if the text cannot be read."""
-    groups: Sequence[Sequence[int]] | None = None
-    if match := _IOTA.fullmatch(text):
-        groups = _iota_groups(match)
-    elif match := _MESH.fullmatch(text):
-        groups = _mesh_groups(match)
-    elif _LISTS.fullmatch(text):
-        groups = [_numbers(group) for group in _LIST.findall(text[1:-1])] or [range(devices)]
-    if not groups or not all(groups) or len({d for group in groups for d in group}) != sum(map(len, groups)):
+def _lists(text: str) -> Groups | None:
+    """Reads {{0,1},{2,3}}; None if the text is something else."""
+    try:
+        lists = json.loads(text.replace("{", "[").replace("}", "]")) if _LISTS.fullmatch(text) else None
+    except (ValueError, RecursionError):
         return None
-    return tuple(map(tuple, groups))
-
-
-def _iota_groups(match: re.Match) -> list[list[int]] | None:
-    shape, ids = _numbers(match[1]), _iota(match[2], match[3])
-    if ids is None or len(shape) != 2 or len(ids) != math.prod(shape):
+    if lists is None or not all(isinstance(one, list) and all(isinstance(n, int) for n in one) for one in lists):
         return None
-    return _cut(ids, shape[1])
+    return tuple(map(tuple, lists))
 
 
-def _mesh_groups(match: re.Match) -> list[list[int]] | None:
-    axes = [(name[1:-1], int(size)) for name, size in re.findall(rf"({_NAME})\s*=\s*({_NUMBER})", match[1])]
-    sizes = dict(axes)
-    count, chosen = math.prod(sizes.values()), _chosen_axes(match[3], sizes)
-    if len(sizes) != len(axes) or not 0 < count <= MAX_DEVICES or chosen is None:
+def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> Groups | None:
+    """Returns the groups of mesh[axes], device_ids=(device_ids) {chosen}; None if the text cannot be read."""
+    sizes, factors = _axes(axes), _factors(chosen, _axes(axes))
+    count = math.prod(sizes.values())
+    if not sizes or not 0 < count <= MAX_DEVICES or factors is None:
         return None
     ids = list(range(count))
-    if match[2] is not None:
-        iota = _DEVICE_IDS.fullmatch(match[2])
-        ids = (_iota(iota[1], iota[2]) or []) if iota else _numbers(match[2])
+    if device_ids is not None:
+        iota = _DEVICE_IDS.fullmatch(device_ids)
+        ids = _iota(iota[1], iota[2]) if iota else _numbers(device_ids)
         if sorted(ids) != list(range(count)):
             return None
     groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}  # by what a group has in common: by chosen digits
     for device, at in zip(ids, itertools.product(*map(range, sizes.values())), strict=True):
         coordinates = dict(zip(sizes, at, strict=True))
-        digits = tuple(coordinates[axis] // stride % inside for axis, stride, inside in chosen)
-        for (axis, stride, _), digit in zip(chosen, digits, strict=True):
+        digits = tuple(coordinates[axis] // stride % size for axis, stride, size in factors)
+        for (axis, stride, _), digit in zip(factors, digits, strict=True):
             coordinates[axis] -= digit * stride
         groups.setdefault(tuple(coordinates.values()), {})[digits] = device
-    whole = math.prod(inside for _, _, inside in chosen)
-    if any(len(group) != whole for group in groups.values()):
+    if any(len(group) != math.prod(size for _, _, size in factors) for group in groups.values()):
         return None  # sub-axes overlap
-    return [[group[digits] for digits in sorted(group)] for group in groups.values()]
+    return tuple(tuple(group[digits] for digits in sorted(group)) for group in groups.values())
 
 
-def _chosen_axes(text: str, sizes: dict[str, int]) -> list[tuple[str, int, int]] | None:
-    """Returns (axis, stride along the axis, size) for each axis or sub-axis in `{'y':(1)2}`; None if unreadable."""
-    chosen = []
+def _axes(text: str) -> dict[str, int]:
+    """Returns the sizes in 'x'=2,'y'=4 by name; {} if the text is something else, or names an axis twice."""
+    matches = [_AXIS.fullmatch(one) for one in text.split(",")]
+    sizes = {match[1]: int(match[2]) for match in matches if match}
+    return sizes if len(sizes) == len(matches) else {}
+
+
+def _factors(text: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]] | None:
+    """Returns (axis, stride along the axis, size) for each axis or sub-axis in 'y':(1)2; None if unreadable."""
+    factors = []
     for one in text.split(",") if text.strip() else []:
         match = _CHOSEN.fullmatch(one)
-        name = match[1][1:-1] if match else ""
-        if match and name not in sizes and name.isascii() and name.isdecimal() and int(name) < len(sizes):
-            name = list(sizes)[int(name)]
-        if not match or name not in sizes:
+        if not match or match[1] not in sizes:
             return None
-        before, inside = (int(match[2]), int(match[3])) if match[2] else (1, sizes[name])
-        if not before or inside < (2 if match[2] else 1) or sizes[name] % (before * inside):
+        whole = sizes[match[1]]
+        before, size = (int(match[2]), int(match[3])) if match[2] else (1, whole)
+        if not before or size < (2 if match[2] else 1) or whole % (before * size):
             return None
-        chosen.append((name, sizes[name] // (before * inside), inside))
-    return chosen
+        factors.append((match[1], whole // (before * size), size))
+    return factors
 
 
-def _iota(dimensions: str, permutation: str | None) -> list[int] | None:
-    """Returns 0, 1, ... in an array of these dimensions, transposed, as a flat list."""
+def _iota(dimensions: str, permutation: str | None) -> list[int]:
+    """Returns 0, 1, ... in an array of these dimensions, transposed, as a flat list; [] if they cannot be."""
     dims = _numbers(dimensions)
     order = list(range(len(dims))) if permutation is None else _numbers(permutation)
-    if sorted(order) != list(range(len(dims))) or not dims or not 0 < math.prod(dims) <= MAX_DEVICES:
-        return None
-    return _transposed(dims, order)
-
-
-def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Returns the numbers 0, 1, ... in an array of shape `dims`, with its axes permuted to `order`, as a flat list."""
-    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    if sorted(order) != list(range(len(dims))) or not dims or math.prod(dims) > MAX_DEVICES:
+        return []
     ids = [0]
     for axis in order:
-        ids = [base + k * strides[axis] for base in ids for k in range(dims[axis])]
+        stride = math.prod(dims[axis + 1 :])
+        ids = [base + k * stride for base in ids for k in range(dims[axis])]
     return ids
-
-
-def _cut(ids: list[int], size: int) -> list[list[int]]:
-    return [ids[i : i + size] for i in range(0, len(ids), size)]
 
 
 def _numbers(text: str) -> list[int]:

@@ -23,27 +23,14 @@ _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
 _LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
 _INSTRUCTION = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
-_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_OPCODE = re.compile(r'\s*([a-z][\w\-]*)\(([^(){}\[\]"/]*\))?')  # with its operands, unless they have brackets
 _ATTRIBUTE = re.compile(r"([A-Za-z_][\w\-]*)\s*=\s*")
+_PLAIN_VALUE = re.compile(r'[^(){}\[\]"/,\n]*(?=[,\n])')  # without brackets, strings and comments, as most are
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _BARE_OPERAND = re.compile(r"(?:^|[\s}\])])%?([A-Za-z_][\w.\-]*)\s*$")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
-_MAIN = '"main"'
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-# What XLA prints nearly always: an attribute in one line without comments, whose brackets are nested once at most, and
-# the line of an instruction up to the end of its operands. Each is read by one match. Whatever does not match is read
-# in steps, which also find the errors.
-_PLAIN = r'[^{}()\[\]"/\n]'
-_STRING = r'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"'
-_INNER = rf"\{{{_PLAIN}*+\}}|\[{_PLAIN}*+\]|\({_PLAIN}*+\)"
-_VALUE = rf"(?:[^{{}}()\[\],\"\n/]++|{_STRING}|\{{(?:{_PLAIN}++|/(?![*/])|{_STRING}|{_INNER})*+\}}|{_INNER})*+"
-_SIMPLE_ATTRIBUTE = re.compile(rf", ([A-Za-z_][\w\-]*)=({_VALUE})(?=[,\n}}])")
-_TUPLE = r'\((?:[^()"/\n]++|/\*index=\d+\*/|\([^()"/\n]*+\))*+\)'
-_LINE = re.compile(
-    rf"[ \n]*+(ROOT )?%([\w.\-]+) = ({ARRAY.pattern}|{_TUPLE}) ([a-z][\w\-]*)\((?:([^()\"/{{}}\[\]]*+)\))?"
-)
-_FLAT = rf"(?:{_PLAIN}++|\[{_PLAIN}*+\]|/\*index=\d+\*/)*+"
-_SIGNATURE = re.compile(rf"\({_FLAT}(?:\({_FLAT}\){_FLAT})*+\) -> ({ARRAY.pattern}|{_TUPLE}) \{{")
+_MAIN = '"main"'
 
 
 def parse(text: str) -> HloModule:
@@ -64,14 +51,16 @@ def parse(text: str) -> HloModule:
 
 
 class _Reader(Cursor):
-    """Reads one text from its beginning to its end, one method per construct of the grammar."""
+    """Reads one text from its beginning to its end, with one method for each construct of the grammar.
+
+    A program repeats few shapes, names and attributes. Those of equal text are read once and shared, which keeps the
+    module of a large dump small.
+    """
 
     def __init__(self, text: str):
         super().__init__(text)
-        # Shapes and attributes by their text, because a program repeats few of them.
         self._shapes: dict[str, Shape] = {}
-        self._attributes: dict[str, dict[str, str]] = {}  # of whole lines; nobody changes a dict after it was read
-        self._values: dict[str, str] = {}  # the values that end a line
+        self._attributes: dict[str, dict[str, str]] = {}  # by the rest of a line; nobody changes one after it was read
 
     def module(self) -> HloModule:
         self.skip_blank()
@@ -94,66 +83,49 @@ class _Reader(Cursor):
                     f"a second HloModule: the text has {len(names)} of them ({', '.join(names[:4])}"
                     f"{', ...' if len(names) > 4 else ''}); split it before each line HloModule, and read one at a time"
                 )
-            match = _COMPUTATION.match(self.text, self.at)
-            if not match:
-                raise self.error(f"expected a computation: got {self.excerpt()}")
-            computation = self.computation(match)
+            computation = self.computation()
             if computation.name in computations:
                 raise self.error(f"computation '{computation.name}' is defined twice")
             computations[computation.name] = computation
             self.skip_blank()
         if not computations:
             raise self.error("the module has no computation: the text is cut short", start)
-        module = HloModule(header[1], computations, attributes, tables)
-        _check_calls(module)
-        return module
+        for computation in computations.values():
+            for i in computation.instructions:
+                for name in i.called_computations:
+                    if name not in computations:
+                        raise HloError(f"'{i.name}' calls '{name}', which the text does not define", i.line, 1)
+        return HloModule(header[1], computations, attributes, tables)
 
     def tables(self) -> str:
         """Steps over the tables of file names and stack frames, and returns their text."""
         start = self.at
-        while self.at < len(self.text):
-            self.skip_blank()
-            match = _TABLE.match(self.text, self.at)
-            if not match:
-                break
+        self.skip_blank()
+        while match := _TABLE.match(self.text, self.at):
             self.at = match.end()
+            self.skip_blank()
         return self.text[start : self.at].strip()
 
-    def computation(self, match: re.Match) -> Computation:
+    def computation(self) -> Computation:
         """Reads one computation, in which every operand must be defined before its use."""
-        begin, is_entry, name = self.at, bool(match[1]), match[2]
-        self.at = match.end()
-        if (signature := _SIGNATURE.match(self.text, self.at)) and signature[1] in self._shapes:
-            self.at = signature.end() - 1
-        elif self.text[self.at] == "(":
-            self.at = self.after_bracket(self.at)  # the signature repeats the parameters
-            self.skip_blank()
-            if self.text.startswith("->", self.at):
-                self.at += 2
+        begin, match = self.at, _COMPUTATION.match(self.text, self.at)
+        if not match:
+            raise self.error(f"expected a computation: got {self.excerpt()}")
+        self.at, name = match.end(), match[2]
+        if self.text.startswith("(", self.at):  # the signature repeats the parameters
+            self.at = self.after_bracket(self.at)
+            if self.take("->"):
                 self.skip_blank()
                 self.shape()
-            self.skip_blank()
-        if not self.text.startswith("{", self.at):
+        if not self.take("{"):
             raise self.error(f"expected '{{' to open computation '{name}': got {self.excerpt()}")
-        self.at += 1
         instructions: list[Instruction] = []
         names: set[str] = set()
-        while True:
-            if line := _LINE.match(self.text, self.at):
-                start = self.at = line.start(2)
-                instruction = self.instruction_on_a_line(line)
-            else:
-                self.skip_blank()
-                if self.text.startswith("}", self.at):
-                    self.at += 1
-                    break
-                match = _INSTRUCTION.match(self.text, self.at)  # type: ignore[assignment]
-                if not match:
-                    if self.at >= len(self.text):
-                        raise self.error(f"computation '{name}' is not closed: the text is cut short", begin)
-                    raise self.error(f"expected an instruction in computation '{name}': got {self.excerpt()}")
-                start = self.at
-                instruction = self.instruction(match)
+        while not self.take("}"):
+            start = self.at
+            if start >= len(self.text):
+                raise self.error(f"computation '{name}' is not closed: the text is cut short", begin)
+            instruction = self.instruction(name)
             if instruction.name in names:
                 raise self.error(f"instruction '{instruction.name}' is defined twice in '{name}'", start)
             if not names.issuperset(instruction.operands):
@@ -163,127 +135,86 @@ class _Reader(Cursor):
             instructions.append(instruction)
         if not instructions:
             raise self.error(f"computation '{name}' is empty", begin)
-        _mark_root(instructions)
+        if not any(i.is_root for i in instructions):
+            instructions[-1] = dataclasses.replace(instructions[-1], is_root=True)
         thread = self.attributes().get("execution_thread", _MAIN)
         if thread != _MAIN and not re.fullmatch(r'"[^"\\]*"', thread):
             raise self.error(f"execution_thread must be a string: got {thread[:40]!r}")
-        return Computation(name, tuple(instructions), is_entry, thread[1:-1])
+        return Computation(name, tuple(instructions), bool(match[1]), thread[1:-1])
 
-    def instruction_on_a_line(self, match: re.Match) -> Instruction:
-        """Reads an instruction from a match of `_LINE`, which has everything up to its operands."""
-        line = self.line_here()
-        root, name, shape_text, opcode, operands = match.group(1, 2, 3, 7, 8)
-        name = sys.intern(name)
-        shape = self._shapes.get(shape_text)
-        if shape is None:
-            self.at = match.start(3)
-            shape = self.shape()
-        inside = self.at = match.end()
-        if operands is None:  # they have brackets or comments
-            self.at = self.after_bracket(inside - 1)
-            operands = self.text[inside : self.at - 1]
-        return self.rest(name, shape, opcode, operands, bool(root), line)
-
-    def instruction(self, match: re.Match) -> Instruction:
-        """Reads an instruction in steps, from a match of its name."""
-        line, name = self.line_here(), match[2]
+    def instruction(self, computation: str) -> Instruction:
+        match = _INSTRUCTION.match(self.text, self.at)
+        if not match:
+            raise self.error(f"expected an instruction in computation '{computation}': got {self.excerpt()}")
+        line, name = self.line_here(), sys.intern(match[2])
         self.at = match.end()
         shape = self.shape()
-        opcode = _OPCODE.match(self.text, self.at)
-        if not opcode:
+        head = _OPCODE.match(self.text, self.at)
+        if not head:
             self.skip_blank()
             raise self.error(f"expected an opcode and '(' in instruction '{name}': got {self.excerpt()}")
-        self.at = self.after_bracket(opcode.end() - 1)
-        operands = self.text[opcode.end() : self.at - 1]
-        return self.rest(name, shape, opcode[1], operands, bool(match[1]), line)
-
-    def rest(self, name: str, shape: Shape, opcode: str, inside: str, is_root: bool, line: int) -> Instruction:
-        """Reads what follows the bracket of an instruction. `inside` is the text in the bracket."""
-        operands: tuple[str, ...] = ()
-        literal = ""
-        if opcode in ("constant", "parameter"):
-            literal = inside.strip()
-            if opcode == "parameter" and not _NUMBER.fullmatch(literal):
-                raise self.error(f"parameter '{name}' needs a number: got {literal[:40]!r}", self.at - 1 - len(inside))
-        else:
-            operands = self.operands(inside)
+        opcode, begin = sys.intern(head[1]), head.end(1) + 1
+        self.at = self.after_bracket(begin - 1) if head[2] is None else head.end()
+        inside = self.text[begin : self.at - 1]
+        literal = inside.strip() if opcode in ("constant", "parameter") else ""
+        if opcode == "parameter" and not _NUMBER.fullmatch(literal):
+            raise self.error(f"parameter '{name}' needs a number: got {literal[:40]!r}", begin)
+        operands = () if opcode in ("constant", "parameter") else self.operands(inside, begin)
         attributes = self.attributes_of_line()
-        instruction = Instruction(name, shape, opcode, operands, attributes, is_root, literal, line)
-        if "replica_groups" in attributes or "source_target_pairs" in attributes:
-            check_participants(instruction)
+        instruction = Instruction(name, shape, opcode, operands, attributes, bool(match[1]), literal, line)
+        check_participants(instruction)
         return instruction
 
-    def operands(self, text: str) -> tuple[str, ...]:
-        """Reads the text `%a, f32[2]{0} %b, /*index=2*/c` before the bracket that closes at the current position.
+    def operands(self, text: str, begin: int) -> tuple[str, ...]:
+        """Reads the text `%a, f32[2]{0} %b, /*index=2*/c`, which begins at an index.
 
         The shapes repeat what the definitions say, so they are dropped.
         """
         names = [sys.intern(name) for name in _OPERAND.findall(text)]  # each is also the name of an instruction
         if text.count(",") + 1 == len(names) and "(" not in text and "/*" not in text:
             return tuple(names)
-        at = self.at - 1 - len(text)
-        if "/*" in text:
-            text = _COMMENT.sub("", text)
-        if not text.strip():
-            return ()
+        text = _COMMENT.sub("", text)
         names = []
-        for operand in split_at_commas(text):
-            match = _BARE_OPERAND.search(operand)
-            if not match and (match := _OPERAND.search(operand)) is None:
-                raise self.error(f"expected the name of an operand: got {operand.strip()[:40]!r}", at)
-            names.append(match[1])
+        for operand in split_at_commas(text) if text.strip() else ():
+            match = _BARE_OPERAND.search(operand) or _OPERAND.search(operand)
+            if not match:
+                raise self.error(f"expected the name of an operand: got {operand.strip()[:40]!r}", begin)
+            names.append(sys.intern(match[1]))
         return tuple(names)
 
     def attributes_of_line(self) -> dict[str, str]:
         """Reads the attributes of an instruction. Lines that end alike get the same dict."""
-        start = self.at
-        end = self.text.find("\n", start)
-        tail = self.text[start:end] if end >= 0 else None
-        if tail is not None and (known := self._attributes.get(tail)) is not None:
+        end = self.text.find("\n", self.at)
+        if end < 0:
+            return self.attributes()
+        rest = self.text[self.at : end]
+        if rest in self._attributes:
             self.at = end
-            return known
+            return self._attributes[rest]
         found = self.attributes()
-        if tail is not None and self.at == end:
-            self._attributes[tail] = found
+        if self.at == end:  # and no comma continues the list on the next line
+            self._attributes[rest] = found
         return found
 
     def attributes(self) -> dict[str, str]:
         """Reads `, key=value, key=value`. A line break ends the list unless a comma precedes it."""
         found: dict[str, str] = {}
         while True:
-            while (simple := _SIMPLE_ATTRIBUTE.match(self.text, self.at)) and simple[1] != "device_ids":
-                found[simple[1]] = simple[2].strip()
-                self.at = simple.end()
-            if self.text.startswith("\n", self.at):
+            self.at = _BLANK_IN_LINE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if not self.text.startswith(",", self.at):
                 return found
-            ahead = _BLANK_IN_LINE.match(self.text, self.at).end()  # type: ignore[union-attr]
-            if not self.text.startswith(",", ahead):
-                self.at = ahead
-                return found
-            self.at = ahead + 1
+            self.at += 1
             self.skip_blank()
             match = _ATTRIBUTE.match(self.text, self.at)
             if not match:
                 raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
-            self.at = match.end()
-            value = self.value()
+            begin, plain = match.end(), _PLAIN_VALUE.match(self.text, match.end())
+            self.at = plain.end() if plain else self.end_of_value(begin)
+            value = sys.intern(self.text[begin : self.at].strip())
             if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
                 found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
             else:
                 found[match[1]] = value
-
-    def value(self) -> str:
-        """Reads the value of an attribute. Equal values that end their lines share one str."""
-        start, end = self.at, self.text.find("\n", self.at)
-        rest = self.text[start:end] if end >= 0 else ""
-        if rest in self._values:
-            self.at = end
-            return self._values[rest]
-        self.at = self.end_of_value(start)
-        value = self.text[start : self.at].strip()
-        if self.at == end and value == rest:
-            self._values[rest] = value
-        return value
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):
@@ -293,26 +224,10 @@ class _Reader(Cursor):
         else:
             raise self.error(f"expected a shape: got {self.excerpt()}")
         text = self.text[self.at : end]
-        shape = self._shapes.get(text)
-        if shape is None:
+        if text not in self._shapes:
             try:
-                shape = self._shapes[text] = read_shape(_COMMENT.sub("", text) if "/*" in text else text)
+                self._shapes[text] = read_shape(_COMMENT.sub("", text))
             except HloError as error:
                 raise self.error(str(error)) from None
         self.at = end
-        return shape
-
-
-def _check_calls(module: HloModule) -> None:
-    """Raises HloError if an instruction calls a computation that the text does not define."""
-    for computation in module.computations.values():
-        for i in computation.instructions:
-            for name in i.called_computations:
-                if name not in module.computations:
-                    raise HloError(f"'{i.name}' calls '{name}', which the text does not define", i.line, 1)
-
-
-def _mark_root(instructions: list[Instruction]) -> None:
-    """Makes the last instruction the root if no instruction is marked as the root."""
-    if not instructions[-1].is_root and not any(i.is_root for i in instructions):
-        instructions[-1] = dataclasses.replace(instructions[-1], is_root=True)
+        return self._shapes[text]

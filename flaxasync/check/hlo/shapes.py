@@ -15,17 +15,11 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """How an array lies in memory.
+    """How an array lies in memory."""
 
-    Attributes:
-      minor_to_major: The dimensions, from the fastest-varying to the slowest.
-      tiling: The text of the tiling, as it was printed.
-      memory_space: The n of S(n); HBM if the layout names none.
-    """
-
-    minor_to_major: tuple[int, ...] = ()
-    tiling: str = ""
-    memory_space: int = HBM
+    minor_to_major: tuple[int, ...] = ()  # the dimensions, from the fastest-varying to the slowest
+    tiling: str = ""  # as it was printed
+    memory_space: int = HBM  # the n of S(n)
 
     def __str__(self) -> str:
         space = f"S({self.memory_space})" if self.memory_space else ""
@@ -35,21 +29,13 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of an array, or a tuple of shapes.
+    """The shape of an array, or a tuple of shapes."""
 
-    Attributes:
-      element_type: "bf16", "f32", ...; "tuple" for a tuple.
-      dimensions: The size of each dimension; -1 if it is unbounded. Empty for a tuple.
-      layout: The layout, if the text has one.
-      elements: The shapes in a tuple.
-      dynamic: For each dimension, whether its size is only an upper bound. Empty if no size is.
-    """
-
-    element_type: str
-    dimensions: tuple[int, ...] = ()
-    layout: Layout | None = None
-    elements: tuple["Shape", ...] = ()
-    dynamic: tuple[bool, ...] = ()
+    element_type: str  # "bf16", "f32", ...; "tuple" for a tuple
+    dimensions: tuple[int, ...] = ()  # a size of -1 is unbounded
+    layout: Layout | None = None  # None if the text has none
+    elements: tuple["Shape", ...] = ()  # the shapes in a tuple
+    dynamic: tuple[bool, ...] = ()  # for each dimension, whether its size is only an upper bound; () if none is
 
     @property
     def is_tuple(self) -> bool:
@@ -81,14 +67,6 @@ class Shape:
                 return None
             shape = shape.elements[i]
         return shape
-
-    def same_array(self, other: "Shape") -> bool:
-        """Says whether element types and dimensions agree. Layouts may differ."""
-        if self.is_tuple or other.is_tuple:
-            return len(self.elements) == len(other.elements) and all(
-                a.same_array(b) for a, b in zip(self.elements, other.elements, strict=True)
-            )
-        return (self.element_type, self.dimensions) == (other.element_type, other.dimensions)
 
     def without_layout(self) -> str:
         """Returns the text of the shape as the signature of a computation prints it, without layouts."""

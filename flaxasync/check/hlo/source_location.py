@@ -1,11 +1,9 @@
-"""Where an instruction comes from: the name of its JAX operation, and its line of Python code.
+"""The name of the JAX operation that an instruction came from, and its line of Python code, from its metadata.
 
-XLA prints both as metadata of the instruction. The name is printed in full. The line is printed either in full
-(`source_file="model.py" source_line=24`) or as the number of a stack frame, which is looked up in the tables between
-the HloModule line and the first computation.
-
-A stack frame names the call that made it, its parent. An instruction that a library made (flax's `nnx.Linear`, say) is
-said to come from the innermost line outside of installed packages, because that is the line that its author can change.
+XLA prints the line in full (`source_file="model.py" source_line=24`), or as the number of a stack frame, which is
+looked up in the tables between the HloModule line and the first computation. A stack frame names the call that made it,
+its parent. An instruction that a library made (flax's `nnx.Linear`, say) is said to come from the innermost line
+outside of installed packages, because that is the line that its author can change.
 """
 
 import re
@@ -58,14 +56,14 @@ def read_stack_frames(tables: str) -> dict[str, str]:
         parents[n] = int(parent[1][:9]) if parent else 0
     # XLA prints the number of the parent plus one, and 1 where there is no parent.
     shift = 0 if 0 in parents.values() else 1
-    return {n: _line_of_user(n, lines, {n: str(parent - shift) for n, parent in parents.items()}) for n in lines}
 
+    def line_of_user(frame: str) -> str:
+        at, seen = frame, set()
+        while at in lines and at not in seen:
+            if lines[at] and not _INSTALLED.search(lines[at]):
+                return lines[at]
+            seen.add(at)
+            at = str(parents.get(at, shift) - shift)
+        return lines[frame]
 
-def _line_of_user(frame: str, lines: Mapping[str, str], parents: Mapping[str, str]) -> str:
-    at, seen = frame, set()
-    while at in lines and at not in seen:
-        if lines[at] and not _INSTALLED.search(lines[at]):
-            return lines[at]
-        seen.add(at)
-        at = parents.get(at, "")
-    return lines[frame]
+    return {n: line_of_user(n) for n in lines}

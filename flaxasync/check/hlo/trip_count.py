@@ -26,14 +26,15 @@ class _Value(NamedTuple):
 def trip_count(module: HloModule, loop: Instruction) -> int | None:
     """Returns the number of iterations of a `while`, or None if the text does not determine it."""
     known = loop.backend_config.get("known_trip_count")
-    if isinstance(known, dict) and str(known.get("n", "")).isascii() and str(known.get("n", "")).isdigit():
-        return int(str(known["n"])[:18])
-    condition = module.computations.get(loop.attributes.get("condition", "").lstrip("%"))
-    body = module.computations.get(loop.loop_body)
-    if condition is None or body is None or not loop.operands:
+    count = str(known.get("n", "")) if isinstance(known, dict) else ""
+    if count.isascii() and count.isdigit():
+        return int(count[:18])
+    called = module.called(loop)
+    if len(called) != 2 or not loop.operands:
         return None
+    body, condition = called
     caller = next(c for c, call in module.callers[body.name] if call is loop)
-    begin = caller.by_name.get(loop.operands[0])
+    begin = caller.by_name[loop.operands[0]]
     counter, bound, direction = _comparison(module, condition)
     if counter is None or bound is None or counter.element is None:
         return None
@@ -58,36 +59,35 @@ def _count(start: int, limit: int, step: int, direction: str) -> int | None:
 
 def _comparison(module: HloModule, condition: Computation) -> tuple[_Value | None, _Value | None, str]:
     """Returns both sides of the comparison of a condition, which may be in a fusion, and its direction."""
-    at, root, arguments = condition, condition.root, None
-    if root is not None and root.opcode == "fusion":
-        arguments = [_value(module, at, at.by_name.get(o)) for o in root.operands]
-        at = next((module.computations[n] for n in root.called_computations if n in module.computations), at)
-        root = at.root
-    direction = root.attributes.get("direction", "") if root is not None else ""
-    if root is None or root.opcode != "compare" or direction not in _HOLDS or len(root.operands) != 2:
+    at, arguments = condition, None
+    if at.root.opcode == "fusion":
+        arguments = [_value(module, at, operand) for operand in at.operands(at.root)]
+        at = next(iter(module.called(at.root)), at)
+    direction = at.root.attributes.get("direction", "")
+    if at.root.opcode != "compare" or direction not in _HOLDS or len(at.root.operands) != 2:
         return None, None, ""
-    left, right = (_value(module, at, at.by_name.get(o), arguments) for o in root.operands)
+    left, right = (_value(module, at, operand, arguments) for operand in at.operands(at.root))
     return left, right, direction
 
 
-def _element(module: HloModule, computation: Computation, made: Instruction | None, index: int) -> _Value | None:
+def _element(module: HloModule, computation: Computation, made: Instruction, index: int) -> _Value | None:
     """Returns the value of one element of a tuple."""
-    if made is None or made.opcode != "tuple" or index >= len(made.operands):
+    if made.opcode != "tuple" or index >= len(made.operands):
         return None
-    return _value(module, computation, computation.by_name.get(made.operands[index]))
+    return _value(module, computation, computation.by_name[made.operands[index]])
 
 
 def _value(
     module: HloModule,
     computation: Computation,
-    i: Instruction | None,
+    i: Instruction,
     arguments: Sequence[_Value | None] | None = None,
     depth: int = _DEPTH,
 ) -> _Value | None:
     """Returns the value of a scalar in a computation of a loop, or in a fusion with the given arguments."""
-    if i is None or depth == 0 or i.shape.dimensions or i.shape.is_tuple:
+    if depth == 0 or i.shape.dimensions or i.shape.is_tuple:
         return None
-    made = [computation.by_name.get(o) for o in i.operands]
+    made = computation.operands(i)
     if i.opcode == "constant":
         text = i.literal.strip()
         is_integer = text.isascii() and text.removeprefix("-").isdigit() and len(text) < 19
@@ -96,7 +96,7 @@ def _value(
         number = i.parameter_number
         return arguments[number] if number is not None and number < len(arguments) else None
     if i.opcode == "get-tuple-element" and arguments is None and i.tuple_index is not None:
-        return _Value(i.tuple_index, 0) if made and made[0] is not None and made[0].opcode == "parameter" else None
+        return _Value(i.tuple_index, 0) if made and made[0].opcode == "parameter" else None
     if i.opcode in _FORWARDING and made:
         return _value(module, computation, made[0], arguments, depth - 1)
     if i.opcode not in ("add", "fusion"):
@@ -107,5 +107,4 @@ def _value(
         if one is None or other is None or None not in (one.element, other.element):
             return None
         return _Value(other.element if one.element is None else one.element, one.added + other.added)
-    body = next((module.computations[n] for n in i.called_computations if n in module.computations), None)
-    return _value(module, body, body.root, values, depth - 1) if body is not None else None
+    return next((_value(module, body, body.root, values, depth - 1) for body in module.called(i)), None)

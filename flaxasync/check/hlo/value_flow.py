@@ -26,36 +26,15 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """One instruction that uses a value, and the path of the value to it.
+    """One instruction that uses a value, and the path of the value to it."""
 
-    Attributes:
-      computation: The computation of the using instruction.
-      instruction: The using instruction.
-      operand: The number of the operand that is the value.
-      spans: What runs between the instruction that makes the value and this use.
-      copies: The copies on the path, each as (computation, instruction).
-      crosses: How the path crosses loops: "enters", "repeats" or "leaves", followed by the name of the loop.
-      aliased: Whether the instruction writes its result over the value.
-    """
-
-    computation: str
+    computation: str  # of the instruction
     instruction: Instruction
-    operand: int
-    spans: tuple[Span, ...]
-    copies: tuple[tuple[str, Instruction], ...]
-    crosses: tuple[str, ...]
-    aliased: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _EnteredLoop:
-    """A loop that the path has entered, with the state to go back to if the loop leaves the value untouched."""
-
-    loop: str
-    path: tuple[int, ...]
-    spans: tuple[Span, ...]
-    opened: int
-    crosses: tuple[str, ...]
+    operand: int  # the number of the operand that is the value
+    spans: tuple[Span, ...]  # what runs between the instruction that makes the value and this use
+    copies: tuple[tuple[str, Instruction], ...]  # those on the path, each as (computation, instruction)
+    crosses: tuple[str, ...]  # how the path crosses loops: "enters", "repeats" or "leaves", and the name of the loop
+    aliased: bool  # whether the instruction writes its result over the value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +42,8 @@ class _Holder:
     """One instruction whose result holds the value at an index path, and how the value came there.
 
     The value is alive from the position `opened` of this computation on. `spans` ran before that, in other computations
-    or in earlier iterations. `loops` are those around this computation that the path has entered, the outermost first.
+    or in earlier iterations. `loops` are those around this computation that the path has entered, the outermost first,
+    each by its name and with what held the value before it.
     """
 
     computation: Computation
@@ -71,16 +51,13 @@ class _Holder:
     path: tuple[int, ...]
     opened: int
     spans: tuple[Span, ...] = ()
-    loops: tuple[_EnteredLoop, ...] = ()
+    loops: tuple[tuple[str, "_Holder"], ...] = ()
     copies: tuple[tuple[str, Instruction], ...] = ()
     crosses: tuple[str, ...] = ()
 
-    def passed_to(
-        self, instruction: Instruction, path: tuple[int, ...], copies: tuple[tuple[str, Instruction], ...] | None = None
-    ) -> "_Holder":
-        """Returns the next holder in the same computation, with other copies if they are given."""
-        copies = self.copies if copies is None else copies
-        return _Holder(self.computation, instruction, path, self.opened, self.spans, self.loops, copies, self.crosses)
+    def passed_to(self, instruction: Instruction, path: tuple[int, ...]) -> "_Holder":
+        """Returns the next holder in the same computation."""
+        return dataclasses.replace(self, instruction=instruction, path=path)
 
     def spans_until(self, stop: int) -> tuple[Span, ...]:
         """Returns the spans up to a position of this computation."""
@@ -139,23 +116,22 @@ def _through_user(
     if user.opcode in _SAME_VALUE or (user.opcode == "add-dependency" and number == 0):
         return [holder.passed_to(user, path)]
     if user.opcode in _COPIES and not stop(user):
+        copied = holder.passed_to(user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path))
         noted = holder.copies if user.opcode == "copy-done" else (*holder.copies, (here.name, user))
-        return [holder.passed_to(user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path), copies=noted)]
+        return [dataclasses.replace(copied, copies=noted)]
     if user.opcode == "while":
         body = module.computations.get(user.loop_body)
         if body is None or 0 not in body.parameters:
             return []
-        loop = _EnteredLoop(user.name, path, holder.spans, holder.opened, holder.crosses)
-        crosses = (*holder.crosses, f"enters {user.name}")
-        return [_Holder(body, body.parameters[0], path, 0, spans, (*holder.loops, loop), holder.copies, crosses)]
+        crosses, loops = (*holder.crosses, f"enters {user.name}"), (*holder.loops, (user.name, holder))
+        return [_Holder(body, body.parameters[0], path, 0, spans, loops, holder.copies, crosses)]
     if user.opcode in ("conditional", "call"):
-        called = [module.computations.get(name) for name in user.called_computations]
         branch, parameter = (number - 1, 0) if user.opcode == "conditional" else (0, number)
-        target = called[branch] if 0 <= branch < len(called) else None
-        if target is not None and parameter in target.parameters:
-            argument = target.parameters[parameter]
-            return [_Holder(target, argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
-        if not (user.opcode == "conditional" and number == 0):
+        called = module.called(user)[branch : branch + 1] if branch >= 0 else []
+        if called and parameter in called[0].parameters:
+            argument = called[0].parameters[parameter]
+            return [_Holder(called[0], argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
+        if branch >= 0:  # a branch takes every operand but the first, which chooses the branch
             return []
     onward = [
         holder.passed_to(user, (*alias.output, *path[len(alias.operand_index) :]))
@@ -176,14 +152,12 @@ def _through_root(module: HloModule, holder: _Holder) -> list[_Holder]:
     for caller, call in module.callers.get(here.name, ()):
         after = caller.position[call.name] + 1
         if call.opcode == "while" and call.loop_body == here.name:
-            entered = holder.loops[-1] if holder.loops and holder.loops[-1].loop == call.name else None
-            outer = holder.loops[:-1] if entered else holder.loops
-            if entered and entered.path == holder.path:
+            loop, before = holder.loops[-1] if holder.loops else ("", holder)
+            if loop == call.name and before.path == holder.path:
                 # The loop carries the value through untouched, so the value is alive during the whole loop.
-                onward.append(
-                    _Holder(caller, call, holder.path, entered.opened, entered.spans, outer, copies, entered.crosses)
-                )
+                onward.append(dataclasses.replace(before, instruction=call, copies=copies))
                 continue
+            outer = holder.loops[:-1] if loop == call.name else holder.loops
             if 0 in here.parameters:
                 again = (*crosses, f"repeats {call.name}")
                 onward.append(_Holder(here, here.parameters[0], holder.path, 0, spans, outer, copies, again))

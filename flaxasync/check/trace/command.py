@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.estimate.timeline import Timeline
-from flaxasync.check.hlo.files import read_module
+from flaxasync.check.hlo.load import read_module
 from flaxasync.check.trace.exposed import DeviceTimes, Exposed, measure_exposed
 from flaxasync.check.trace.profile import read_profile
 from flaxasync.hardware import CHIPS
@@ -48,8 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _tables(times: Sequence[DeviceTimes], estimate: Timeline | None) -> str:
     """Makes tables of devices, and of the instructions and layers of the device with the most exposed communication."""
     worst = max(times, key=lambda device: device.exposed)
-    lines = [f"{worst.program}, {worst.runs} runs; milliseconds of one run"]
-    lines.append(f"{'device':20} {'run':>10} {'compute':>10} {'communication':>14} {'exposed':>10}")
+    lines = [
+        f"{worst.program}, {worst.runs} runs; milliseconds of one run",
+        f"{'device':20} {'run':>10} {'compute':>10} {'communication':>14} {'exposed':>10}",
+    ]
     for d in times:
         share = f"  {d.exposed / d.seconds:6.1%}" if d.seconds else ""
         lines.append(
@@ -60,21 +62,22 @@ def _tables(times: Sequence[DeviceTimes], estimate: Timeline | None) -> str:
         e, causes = estimate.slowest, estimate.slowest.causes
         lines.append(f"{'estimated':20} {_ms(e.seconds)} {_ms(e.compute)} {'':14} {_ms(e.exposed)}")
         lines.append(f"the estimate is based on {estimate.basis}")
-    estimated = [_ms(causes[op.name]) if op.name in causes else "" for op in worst.ops]
-    lines += _table(f"instructions that communicate on {worst.device}", worst.ops, estimated)
+    lines += _table(f"instructions that communicate on {worst.device}", worst.ops, causes)
     if any(layer.name for layer in worst.layers):
-        lines += _table("layers", worst.layers, [""] * len(worst.layers))
+        lines += _table("layers", worst.layers, {})
     return "\n".join(lines)
 
 
-def _table(title: str, rows: Sequence[Exposed], estimated: Sequence[str]) -> list[str]:
-    head = f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10}"
-    lines = ["", f"{head} {'estimated':>10}" if any(estimated) else head]
-    for row, estimate in list(zip(rows, estimated, strict=True))[:SHOWN]:
-        name = row.name or "(no layer)"
+def _table(title: str, rows: Sequence[Exposed], estimates: Mapping[str, float]) -> list[str]:
+    lines = [
+        "",
+        f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10} {'estimated' if estimates else '':>10}".rstrip(),
+    ]
+    for row in rows[:SHOWN]:
+        name, estimate = row.name or "(no layer)", _ms(estimates[row.name]) if row.name in estimates else ""
         lines.append(f"  {name[:48]:48} {row.count:7.0f} {_ms(row.busy)} {_ms(row.seconds)} {estimate}".rstrip())
-    rest = rows[SHOWN:]
-    lines += [f"  {f'and {len(rest)} more':48} {'':18} {_ms(sum(row.seconds for row in rest))}"] if rest else []
+    if rest := rows[SHOWN:]:
+        lines.append(f"  {f'and {len(rest)} more':48} {'':18} {_ms(sum(row.seconds for row in rest))}")
     return lines
 
 

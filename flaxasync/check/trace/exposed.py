@@ -8,10 +8,10 @@ a profile, but in the simulation of the program.
 """
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Sequence
 
+from flaxasync.check.estimate.phases import layer_of
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.trace.intervals import Interval, clip, seconds, subtract, union
 from flaxasync.check.trace.profile import BARRIER, DeviceProfile, Event
@@ -24,57 +24,32 @@ COMMUNICATION = (
 )  # fmt: skip
 # Instructions whose events last as long as those of the instructions in them, which are events of their own.
 CONTAINERS = ("while", "conditional", "call")
-_STRUCTURE = re.compile(
-    r"jit\(.*\)|pjit|while|body|cond|shard_map|closed_call|checkpoint|rematted_computation|eval_jaxpr|"
-    r"branch_\d+_fun|(?:transpose|jvp|vmap)\(+\)*"
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class Exposed:
-    """Exposed communication of one instruction or one layer.
+    """Exposed communication of one instruction or one layer, in one run of the program."""
 
-    Attributes:
-      name: The name of the instruction or of the layer.
-      layer: The layer of an instruction: the scopes of its JAX operation.
-      count: How often it ran in one run of the program.
-      seconds: Its share of the exposed time of one run. A moment in which several communicate belongs to the one that
-        began first, so that the shares add up to the whole.
-      busy: Its own time in one run, exposed or hidden.
-    """
-
-    name: str
-    layer: str
-    count: float
-    seconds: float
-    busy: float
+    name: str  # of the instruction or of the layer
+    layer: str  # of an instruction: the scopes of its JAX operation
+    count: float  # how often it ran
+    seconds: float  # its share of the exposed time; a moment that several share belongs to the one that began first
+    busy: float  # its own time, exposed or hidden
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTimes:
-    """Where the time of one device went. All times are seconds of one run: the mean over the runs.
-
-    Attributes:
-      device: The name of the device.
-      program: The name of the program.
-      runs: The number of runs in the profile.
-      seconds: From the beginning of a run to its end.
-      compute: The time in which it computed.
-      communication: The time in which it communicated.
-      exposed: The time in which it communicated and did not compute.
-      ops: The instructions that communicate, those with the longest exposed time first.
-      layers: The same by layer.
-    """
+    """Where the time of one device went. All times are seconds of one run: the mean over the runs."""
 
     device: str
     program: str
-    runs: int
-    seconds: float
+    runs: int  # in the profile
+    seconds: float  # from the beginning of a run to its end
     compute: float
     communication: float
-    exposed: float
-    ops: tuple[Exposed, ...]
-    layers: tuple[Exposed, ...]
+    exposed: float  # in which it communicated and did not compute
+    ops: tuple[Exposed, ...]  # the instructions that communicate, those with the longest exposed time first
+    layers: tuple[Exposed, ...]  # the same by layer
 
 
 def measure_exposed(
@@ -103,15 +78,6 @@ def measure_exposed(
     return [_times(device, wanted, known) for device in devices]
 
 
-def layer_of(path: str) -> str:
-    """Returns the scopes in the path of a JAX operation, without control flow, transformations and the primitive.
-
-    >>> layer_of("jit(step)/while/body/closed_call/attention/shard_map/all_gather_matmul/ppermute")
-    'attention/all_gather_matmul'
-    """
-    return "/".join(part for part in path.split("/")[:-1] if not _STRUCTURE.fullmatch(part))
-
-
 def _times(device: DeviceProfile, program: str, known: dict[str, Instruction]) -> DeviceTimes:
     if device.runs:
         runs = [run.interval for run in device.runs if run.program == program]
@@ -120,16 +86,21 @@ def _times(device: DeviceProfile, program: str, known: dict[str, Instruction]) -
         events = [e for e in device.events if e.program == program]
         runs = _runs(events)
     count = max(len(runs), 1)
-    leaves = [(e, what) for e in events if not (what := _what(e, known)).startswith(CONTAINERS)]
-    communicating = [e for e, what in leaves if what.startswith(COMMUNICATION)]
-    compute = union(e.interval for e, what in leaves if not what.startswith(COMMUNICATION) and "Async" not in e.line)
+    communicating, computing = [], []
+    for event in events:
+        what = _what(event, known)
+        if what.startswith(COMMUNICATION):
+            communicating.append(event)
+        elif not what.startswith(CONTAINERS) and "Async" not in event.line:
+            computing.append(event)
+    compute = union(e.interval for e in computing)
     exposed = subtract((e.interval for e in communicating), compute)
     ops = _shares(communicating, exposed, count, known)
     layers: dict[str, Exposed] = {}
     for op in ops:
         had = layers.get(op.layer, Exposed(op.layer, op.layer, 0, 0.0, 0.0))
-        layers[op.layer] = dataclasses.replace(
-            had, count=had.count + op.count, seconds=had.seconds + op.seconds, busy=had.busy + op.busy
+        layers[op.layer] = Exposed(
+            op.layer, op.layer, had.count + op.count, had.seconds + op.seconds, had.busy + op.busy
         )
     return DeviceTimes(
         device=device.name,

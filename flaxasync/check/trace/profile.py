@@ -16,31 +16,20 @@ from typing import Any
 from flaxasync.check.trace.intervals import Interval, clip, seconds
 
 MODULES, OPS, ASYNC_OPS = "XLA Modules", "XLA Ops", "Async XLA Ops"
-BARRIER = "barrier-cores"
-"""The event in which a TPU waits at the beginning of a program until all others have begun it."""
+BARRIER = "barrier-cores"  # the event in which a TPU waits at the beginning of a program for the others to begin it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a device did.
+    """Something that a device did. What the profile does not say is ""."""
 
-    Attributes:
-      name: The name of the instruction or of the program.
-      start: When it began, in seconds.
-      end: When it ended, in seconds.
-      line: The name of its line: a unit of a TPU, a stream of a GPU, a thread of a host.
-      scope: The names of the functions and `jax.named_scope`s that it comes from, where the profile says so.
-      program: The name of the program, without the number that a TPU appends to it, where the profile says so.
-      run: The number of the run of the program, where the profile says so.
-    """
-
-    name: str
-    start: float
-    end: float
-    line: str
-    scope: str = ""
-    program: str = ""
-    run: str = ""
+    name: str  # of the instruction or of the program
+    start: float  # in seconds
+    end: float  # in seconds
+    line: str  # the name of its line: a unit of a TPU, a stream of a GPU, a thread of a host
+    scope: str = ""  # the names of the functions and `jax.named_scope`s that it comes from
+    program: str = ""  # the name of the program, without the number that a TPU appends to it
+    run: str = ""  # the number of the run of the program
 
     @property
     def interval(self) -> Interval:
@@ -49,17 +38,11 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProfile:
-    """What one device did.
+    """What one device did."""
 
-    Attributes:
-      name: The name of its plane, such as "/device:TPU:0".
-      events: Its events, without the runs of whole programs.
-      runs: The runs of whole programs. Empty where the profile has none, as on GPUs and CPUs.
-    """
-
-    name: str
-    events: tuple[Event, ...]
-    runs: tuple[Event, ...]
+    name: str  # of its plane, such as "/device:TPU:0"
+    events: tuple[Event, ...]  # without the runs of whole programs
+    runs: tuple[Event, ...]  # of whole programs; empty where the profile has none, as on GPUs and CPUs
 
     def run_seconds(self, program: str) -> list[float]:
         """Returns the device time of each run of the program whose name begins so, less its wait for others."""
@@ -117,11 +100,13 @@ def median_seconds(devices: Sequence[DeviceProfile], program: str, runs: int) ->
 
 
 def _device(plane: Any) -> DeviceProfile:
-    lines = {line.name: [_event(event, line.name) for event in line.events] for line in plane.lines}
-    events = [
-        e for name, found in lines.items() if name in (OPS, ASYNC_OPS) or name.startswith("Stream") for e in found
-    ]
-    runs = [dataclasses.replace(run, program=run.name.partition("(")[0]) for run in lines.get(MODULES, ())]
+    events, runs = [], []
+    for line in plane.lines:
+        found = [_event(event, line.name) for event in line.events]
+        if line.name == MODULES:
+            runs = [dataclasses.replace(run, program=run.name.partition("(")[0]) for run in found]
+        elif line.name in (OPS, ASYNC_OPS) or line.name.startswith("Stream"):
+            events += found
     return DeviceProfile(plane.name, tuple(events), tuple(runs))
 
 

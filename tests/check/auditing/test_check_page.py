@@ -13,6 +13,7 @@ EXAMPLES = re.findall(r"\n### ([\w-]+)\n(.*?)(?=\n##|\Z)", PAGE, re.DOTALL)
 
 def test_every_code_has_a_section_with_a_remedy():
     assert {code for code, _ in EXAMPLES} == set(CODES)
+    assert all(code.remedy and code.meaning for code in CODES.values())
     assert all("**Remedy**" in text for _, text in EXAMPLES)
 
 

@@ -1,5 +1,6 @@
 """Capturing the programs of a training script that was not written for it, in the process and from outside."""
 
+import concurrent.futures
 import os
 import pathlib
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +20,7 @@ from flaxasync.check.capturing.recorder import EVENT
 from tests.check.capturing import training
 
 ROOT = pathlib.Path(__file__).parents[3]
+BOTH_STEPS = {"jit_train_step", "jit_eval_step"}
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def compilations():
 
     def listen(event, seconds, **facts):
         if event == EVENT:
-            names.append(facts["fun_name"])
+            names.append("".join(c if c.isalnum() or c in "_.-" else "_" for c in facts["fun_name"]).rstrip("_"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     jax.clear_caches()
@@ -35,16 +38,20 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def module_name(function: str) -> str:
-    return "".join(c if c.isalnum() or c in "_.-" else "_" for c in function).rstrip("_")
+def compile_one(size):
+    jax.jit(lambda x: x * 2.0).lower(jax.ShapeDtypeStruct((size,), jnp.float32)).compile()
+
+
+def sizes(programs):
+    return [program.argument_shapes[0].dimensions[0] for program in programs]
 
 
 @pytest.mark.slow
 def test_every_module_of_a_training_script(compilations, tmp_path):
     with capture(tmp_path) as programs, jax.numpy_dtype_promotion("standard"):
         training.train(steps=1)
-    assert [p.name.rstrip("_") for p in programs] == [module_name(name) for name in compilations]
-    assert {"jit_train_step", "jit_eval_step"} <= {p.name for p in programs}
+    assert [p.name.rstrip("_") for p in programs] == compilations
+    assert {p.name for p in programs} >= BOTH_STEPS
     (step,) = (p for p in programs if p.name == "jit_train_step")
     assert parse(step.as_text()).is_scheduled
     assert audit(step, chip="v5e").ok
@@ -69,34 +76,25 @@ def test_the_overhead_is_below_two_percent_of_the_compile_time(monkeypatch):
 
 
 def test_nothing_is_recorded_outside_of_the_block():
-    jax.jit(lambda x: x + 0.5)(1.0)
+    compile_one(2)
     with capture() as outer:
-        jax.jit(lambda x: x + 1.0).lower(1.0).compile()
+        compile_one(3)
         with capture() as inner:
-            jax.jit(lambda x: x + 2.0).lower(1.0).compile()
-    jax.jit(lambda x: x + 3.0)(1.0)
-    assert [("constant(1)" in p.text, "constant(2)" in p.text) for p in outer] == [(True, False), (False, True)]
+            compile_one(4)
+    compile_one(5)
+    assert sizes(outer) == [3, 4]
     assert inner == outer[1:]
 
 
 def test_programs_of_several_threads():
     """Each comes once, although several are new when JAX says that the first of them is compiled."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def compile_one(size):
-        jax.jit(lambda x: x * 2.0).lower(jax.ShapeDtypeStruct((size,), jnp.float32)).compile()
-
-    with capture() as programs, ThreadPoolExecutor(4) as pool:
+    with capture() as programs, concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(compile_one, range(3, 11)))
-    assert sorted(p.argument_shapes[0].dimensions[0] for p in programs) == list(range(3, 11))
+    assert sorted(sizes(programs)) == list(range(3, 11))
 
 
 def test_captures_that_share_a_folder(tmp_path, monkeypatch):
     """Each keeps its texts: one after the other, one in the other, and with the PID and the host of another process."""
-
-    def compile_one(size):
-        jax.jit(lambda x: x * 2.0).lower(jax.ShapeDtypeStruct((size,), jnp.float32)).compile()
-
     captured = []
     for size in (3, 5):
         with capture(tmp_path) as outer:
@@ -106,7 +104,7 @@ def test_captures_that_share_a_folder(tmp_path, monkeypatch):
         captured += [*outer, *inner]
     monkeypatch.setattr(files, "_numbers", iter(range(100)))  # of the first process of a container, with the same PID
     captured.append(files.write_program(tmp_path, captured[0]))
-    assert [p.argument_shapes[0].dimensions for p in captured] == [(n,) for n in (3, 13, 13, 5, 15, 15, 3)]
+    assert sizes(captured) == [3, 13, 13, 5, 15, 15, 3]
     assert len({p.file for p in captured}) == len(captured)
     assert sorted(map(str, (p.file for p in read_folder(tmp_path)))) == sorted(str(p.file) for p in captured)
 
@@ -118,15 +116,15 @@ def test_a_sharded_program(tmp_path, capsys):
     with capture(tmp_path) as programs, jax.set_mesh(mesh):
         compiled = gather.lower(x).compile()
     (program,) = programs
-    assert program.axes == {"data": 2, "model": 4}
-    assert program.devices == 8
+    assert (program.axes, program.devices) == ({"data": 2, "model": 4}, 8)
     assert program.as_text() == compiled.as_text(), "the final text, and not that of an earlier stage"
     assert main([str(tmp_path), "--chip", "v5e"]) == 0
     printed = capsys.readouterr().out
-    assert "the 1 worst of 1 exposed transfers" in printed
-    assert "all-gather of 512 KiB over model" in printed
-    assert "test_capture.py:" in printed
-    assert "one run of each program on v5e, for which 1 of them was not compiled; nothing was measured" in printed
+    for words in (
+        "the 1 worst of 1 exposed transfers", "all-gather of 512 KiB over model", "test_capture.py:",
+        "one run of each program on v5e, for which 1 of them was not compiled; nothing was measured",
+    ):  # fmt: skip
+        assert words in printed
     with pytest.raises(SystemExit) as stopped:
         main([str(tmp_path), "--json", "--fail-on", "error", "--expect", "permute_start=1"])
     assert stopped.value.code == 2
@@ -140,14 +138,11 @@ def test_a_program_of_compile_for():
         compiled = compile_for("v5e:2x2", lambda x: x.sum(), x, compiler_options=HLO_ONLY)
     (program,) = programs
     assert (program.name, program.chip, program.devices) == ("jit__lambda", "v5e", 4)
-    assert program.axes == {"x": 2, "y": 2}
-    assert program.as_text() == compiled.text
+    assert (program.axes, program.as_text()) == ({"x": 2, "y": 2}, compiled.text)
 
 
 def test_programs_from_the_cache_of_compiled_programs(tmp_path):
     """A program that is loaded and not compiled comes, too."""
-    from jax.experimental.compilation_cache import compilation_cache
-
     options = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0,
                "jax_persistent_cache_min_entry_size_bytes": -1}  # fmt: skip
     before = {name: getattr(jax.config, name) for name in options}
@@ -182,7 +177,7 @@ def test_the_command_captures_a_script(tmp_path):
     status, out, err = run("-m", "flaxasync.check", "capture", str(tmp_path), "--", training.__file__, "--mine", "1")
     assert (status, out) == (0, "['--mine', '1']\n"), err
     names = [p.name for p in read_folder(tmp_path)]
-    assert {"jit_train_step", "jit_eval_step"} <= {*names}
+    assert {*names} >= BOTH_STEPS
     assert f"captured {len(names)} programs: python -m flaxasync.check {tmp_path}" in err
 
 
@@ -190,7 +185,7 @@ def test_the_command_captures_a_script(tmp_path):
 def test_the_environment_captures_a_program_that_imports_flaxasync(tmp_path):
     code = f"import flaxasync, runpy; runpy.run_path({training.__file__!r}, run_name='__main__')"
     assert run("-c", code, FLAXASYNC_CAPTURE=str(tmp_path))[0] == 0
-    assert {"jit_train_step", "jit_eval_step"} <= {p.name for p in read_folder(tmp_path)}
+    assert {p.name for p in read_folder(tmp_path)} >= BOTH_STEPS
     status, _, err = run("-m", "flaxasync.check", "capture", "x", "--", "y.py", FLAXASYNC_CAPTURE=str(tmp_path))
     assert status == 2
     assert "FLAXASYNC_CAPTURE is set, so everything is captured already" in err
@@ -205,28 +200,26 @@ def test_the_command_captures_a_module_that_fails(tmp_path):
 
 
 def test_bad_arguments(tmp_path, capsys):
-    for arguments, message in (
-        ((str(tmp_path),), "which program? put -- script.py, or -- -m module, after the folder"),
-        ((str(tmp_path), "--", "-m"), "which program?"),
-    ):
+    for arguments in ((), ("--", "-m")):
         with pytest.raises(SystemExit) as stopped:
-            main(["capture", *arguments])
+            main(["capture", str(tmp_path), *arguments])
         assert stopped.value.code == 2
-        assert message in capsys.readouterr().err
+        assert "which program? put -- script.py, or -- -m module, after the folder" in capsys.readouterr().err
     assert main(["capture", str(tmp_path), "--", "no/such.py"]) == 2
     assert "there is no file no/such.py" in capsys.readouterr().err
 
 
 def test_bad_folders(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
-    assert "has no captured programs" in capsys.readouterr().err
+    def message(folder=tmp_path):
+        assert main([str(folder)]) == 2
+        return capsys.readouterr().err
+
+    assert "has no captured programs" in message()
     (tmp_path / "mine.txt").write_text("HloModule m")
     for facts in ("{", '{"name": 1}'):
         (tmp_path / "mine.json").write_text(facts)
-        assert main([str(tmp_path)]) == 2
-        assert "mine.json: these are no facts of a captured program" in capsys.readouterr().err
+        assert "mine.json: these are no facts of a captured program" in message()
     with capture(tmp_path / "good"):
-        jax.jit(lambda x: x * 5.0)(1.0)
+        compile_one(6)
     next((tmp_path / "good").glob("*.txt")).write_text("nonsense")
-    assert main([str(tmp_path / "good")]) == 2
-    assert ".txt: line 1, column 1: expected HLO text: got 'nonsense'" in capsys.readouterr().err
+    assert ".txt: line 1, column 1: expected HLO text: got 'nonsense'" in message(tmp_path / "good")

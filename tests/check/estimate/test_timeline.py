@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from flaxasync.check import timeline
-from tests.check import programs, proposal
-from tests.check.hlo_texts import LOOP
+from flaxasync.check import CHIPS, timeline
+from flaxasync.check.estimate.collective_time import collective_seconds
+from tests.check import programs
+from tests.check.hlo_texts import LOOP, module
 
 MIB = 1 << 20
 PERMUTE = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
@@ -20,8 +21,7 @@ HOP = 4 * MIB / 45e9 + 1e-6
 
 
 def program(*lines, partitions=4):
-    text = proposal.module(*lines, inputs=(SHAPE, SHAPE))
-    return text.replace("is_scheduled=true", f"is_scheduled=true, num_partitions={partitions}")
+    return module(*lines, inputs=(SHAPE, SHAPE), partitions=partitions)
 
 
 def work(name, cycles, operand="operand0", root=""):
@@ -141,14 +141,14 @@ def test_other_chips():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="chip must be given"):
-        timeline(LOOP)
-    with pytest.raises(ValueError, match="chip must be one of"):
-        timeline(LOOP, "v4")
-    with pytest.raises(ValueError, match=r"not scheduled.*compile it first"):
-        timeline(LOOP.replace(", is_scheduled=true", ""), "v5e")
-    with pytest.raises(ValueError, match="copies must be"):
-        timeline(LOOP, "v5e", copies="guess")
+    for text, options, message in (
+        (LOOP, {}, "chip must be given"),
+        (LOOP, {"chip": "v4"}, "chip must be one of"),
+        (LOOP.replace(", is_scheduled=true", ""), {"chip": "v5e"}, "not scheduled.*compile it first"),
+        (LOOP, {"chip": "v5e", "copies": "guess"}, "copies must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            timeline(text, **options)
 
 
 def test_slices_of_a_core_do_not_overlap():
@@ -174,3 +174,14 @@ def test_a_computation_that_calls_itself_ends():
     assert timeline(text, "v5e").seconds == 0
     fused = text.replace("call(), to_apply=%f", "fusion(), kind=kLoop, calls=%f")
     assert timeline(fused, "v5e").compute < 1e-9
+
+
+def test_the_seconds_of_a_collective():
+    v5e = CHIPS["v5e"]
+    assert collective_seconds("all-gather", MIB, 2 * MIB, 2, v5e) == pytest.approx(MIB / 45e9 + 1e-6)
+    assert collective_seconds("all-gather", MIB, 8 * MIB, 8, v5e) == pytest.approx(7 * MIB / 90e9 + 4e-6)
+    gather = collective_seconds("all-gather", MIB, 8 * MIB, 8, v5e)
+    scatter = collective_seconds("reduce-scatter", 8 * MIB, MIB, 8, v5e)
+    assert collective_seconds("all-reduce", 8 * MIB, 8 * MIB, 8, v5e) == pytest.approx(gather + scatter)
+    assert collective_seconds("all-reduce", MIB, MIB, 1, v5e) == 0
+    assert collective_seconds("collective-permute", MIB, MIB, 8, v5e) == pytest.approx(MIB / 45e9 + 1e-6)

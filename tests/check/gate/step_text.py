@@ -46,12 +46,3 @@ metadata={op_name="jit(step)/transpose(jvp())/dot_general" source_file="/home/me
 }
 """
 AXES = {"data": 2, "model": 4}
-
-
-def changed(*changes: tuple[str, str]) -> str:
-    """Returns the step with texts replaced, each of which it has."""
-    text = STEP
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    return text

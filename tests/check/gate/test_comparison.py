@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from flaxasync.check import HloError, Tolerances, compare, summarize
-from flaxasync.check.auditing.rows import Count, Row
-from flaxasync.check.gate.summary import Summary
-from tests.check.gate.step_text import AXES, STEP, changed
+from flaxasync.check import Tolerances, compare, summarize
+from flaxasync.check.gate.summary import Count, Row, Summary
+from tests.check.gate.step_text import AXES, STEP
+from tests.check.hlo_texts import changed
 
 BASELINE = summarize(STEP, axes=AXES)
 REDUCED = "  ROOT %r = bf16[1024,1024]{1,0} all-reduce(%y)"
@@ -44,22 +44,22 @@ def test_the_rows_of_the_step():
 @pytest.mark.parametrize(
     ("text", "kind", "words", "line"),
     [
-        (changed((REDUCED, GATHER + REDUCED)), "extra transfer", "1 more all-gather of 8 MiB over model in the forward", 42),
-        (changed((WORK, ""), (START, WORK + START)), "lost overlap", "collective-permute of 2 MiB over model in the f", 20),
+        (changed(STEP, (REDUCED, GATHER + REDUCED)), "extra transfer", "1 more all-gather of 8 MiB over model in the forward", 42),
+        (changed(STEP, (WORK, ""), (START, WORK + START)), "lost overlap", "collective-permute of 2 MiB over model in the f", 20),
         (
-            changed((REDUCED, "  %wide = f32[1024,1024]{1,0} convert(%y)\n" + REDUCED.replace("bf16", "f32").replace("%y", "%wide"))),
+            changed(STEP, (REDUCED, "  %wide = f32[1024,1024]{1,0} convert(%y)\n" + REDUCED.replace("bf16", "f32").replace("%y", "%wide"))),
             "wider dtype", "1 all-reduce of 4 MiB over data in the backward pass is f32 on the wire, bf16 in the base", 30,
         ),
         (
-            changed(("  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy)",
+            changed(STEP, ("  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy)",
                      "  %copy.2 = bf16[1024,1024]{1,0} copy(%copy), metadata={source_file=\"/home/me/model.py\" source_line=43}\n"
                      "  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy.2)")),
             "extra copy in a loop", "1 more copy of 2 MiB in the forward loop", 43,
         ),
-        (changed((REDUCED, CALLBACK + REDUCED)), "extra host callback", "1 more jax.debug.callback", 41),
-        (changed(("constant(4)", "constant(8)")), "runs", "permute of 2 MiB over model in the forward loop: 8 runs in a step, 4 in the baseline", 20),
+        (changed(STEP, (REDUCED, CALLBACK + REDUCED)), "extra host callback", "1 more jax.debug.callback", 41),
+        (changed(STEP, ("constant(4)", "constant(8)")), "runs", "permute of 2 MiB over model in the forward loop: 8 runs in a step, 4 in the baseline", 20),
         (
-            changed((REDUCED, "  %two = bf16[2048,1024]{1,0} concatenate(%y, %y), dimensions={0}\n"
+            changed(STEP, (REDUCED, "  %two = bf16[2048,1024]{1,0} concatenate(%y, %y), dimensions={0}\n"
                      + REDUCED.replace("[1024", "[2048").replace("%y", "%two"))),
             "larger transfer", "1 all-reduce of 4 MiB over data in the backward pass, 2 MiB in the baseline", 30,
         ),
@@ -95,15 +95,15 @@ def test_a_hazard_is_named():
   %moved = f32[4096]{0} copy(%flying), metadata={op_name="jit(step)/copy" source_file="/home/me/model.py" source_line=44}
   %over = f32[4096]{0} custom-call(%source, %moved, %sem), custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (1, {})}
 """
-    (change,) = changes_of(changed((REDUCED, kernel + REDUCED)))
+    (change,) = changes_of(changed(STEP, (REDUCED, kernel + REDUCED)))
     assert (change.kind, change.sources) == ("extra hazard", ("/home/me/model.py:44",))
     assert "1 more in-flight-copied: the compiler copies a buffer" in change.text
 
 
 def test_tolerances():
-    lost = changed((WORK, ""), (START, WORK + START))
+    lost = changed(STEP, (WORK, ""), (START, WORK + START))
     assert changes_of(lost, exposed=0.9) == ()
-    larger = changed((REDUCED, "  %c = bf16[1032,1024]{1,0} pad(%y, %y), padding=0_8x0_0\n"
+    larger = changed(STEP, (REDUCED, "  %c = bf16[1032,1024]{1,0} pad(%y, %y), padding=0_8x0_0\n"
                       + REDUCED.replace("[1024,", "[1032,").replace("%y", "%c")))  # fmt: skip
     assert changes_of(larger) == ()  # 0.8 %
     assert [c.kind for c in changes_of(larger, bytes=0.001)] == ["larger transfer"]
@@ -174,23 +174,25 @@ def test_temporary_memory():
 
 
 @pytest.mark.parametrize(
-    ("program", "words"),
+    ("text", "options", "words"),
     [
-        (summarize(STEP.replace("jit_step", "jit_other"), axes=AXES), "its module is jit_step.* is jit_other"),
-        (summarize(STEP, axes=AXES, chip="v6e"), "its chip is v5e"),
-        (summarize(STEP, axes={"data": 4, "model": 2}), "its mesh is {'data': 2, 'model': 4}"),
-        (summarize(STEP.replace("num_partitions=8", "num_partitions=16")), "its number of devices is 8"),
+        (
+            STEP.replace("jit_step", "jit_other"),
+            {"axes": AXES},
+            "another program: its module is jit_step.* is jit_other",
+        ),
+        (STEP, {"axes": AXES, "chip": "v6e"}, "another program: its chip is v5e"),
+        (STEP, {"axes": {"data": 4, "model": 2}}, "another program: its mesh is {'data': 2, 'model': 4}"),
+        (
+            STEP.replace("num_partitions=8", "num_partitions=16"),
+            {},
+            "another program: its number of devices is 8.*--update",
+        ),
+        (STEP, {"axes": {"x": 3}}, "axes must multiply to the 8 devices of jit_step: got x=3"),
+        (STEP.replace("is_scheduled=true, ", ""), {}, "is not scheduled"),
+        ("", {}, "the text is empty"),
     ],
 )
-def test_a_baseline_of_another_program(program, words):
-    with pytest.raises(ValueError, match=f"the baseline is of another program: {words}.*--update"):
-        compare(BASELINE, program)
-
-
-def test_bad_programs():
-    with pytest.raises(ValueError, match="axes must multiply to the 8 devices of jit_step: got x=3"):
-        summarize(STEP, axes={"x": 3})
-    with pytest.raises(ValueError, match="is not scheduled"):
-        summarize(STEP.replace("is_scheduled=true, ", ""))
-    with pytest.raises(HloError, match="the text is empty"):
-        summarize("")
+def test_programs_that_cannot_be_compared(text, options, words):
+    with pytest.raises(ValueError, match=words):
+        compare(BASELINE, summarize(text, **options))

@@ -7,7 +7,8 @@ import tomllib
 import pytest
 
 from flaxasync.check.gate import pytest_plugin
-from tests.check.gate.step_text import STEP, changed
+from tests.check.gate.step_text import STEP
+from tests.check.hlo_texts import changed
 
 ROOT = pathlib.Path(__file__).parents[3]
 TEST = """
@@ -34,21 +35,20 @@ def test_the_fixture(tmp_path, run):
     text, baseline = tmp_path / "step.txt", tmp_path / "overlap" / "test_mine" / "test_step.json"
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_mine.py").write_text(TEST.format(text=str(text)))
-    text.write_text(STEP)
-    status, output = run(tmp_path)
-    assert status == 1
-    assert f"there is no baseline {baseline}: pytest --update-overlap writes it" in output
+
+    def fails(program, message):
+        text.write_text(program)
+        status, output = run(tmp_path)
+        assert status == 1
+        assert message in output
+
+    fails(STEP, f"there is no baseline {baseline}: pytest --update-overlap writes it")
     assert run(tmp_path, "--update-overlap")[0] == 0
     assert baseline.exists()
     assert run(tmp_path)[0] == 0
-    text.write_text(changed(("constant(4)", "constant(8)")))
-    status, output = run(tmp_path)
-    assert status == 1
-    assert "worse: runs: 1 collective-permute of 2 MiB over model in the forward loop: 8 runs in a step" in output
-    text.write_text(changed(("jit_step", "jit_other")))
-    status, output = run(tmp_path)
-    assert status == 1
-    assert "the baseline is of another program" in output
+    longer = changed(STEP, ("constant(4)", "constant(8)"))
+    fails(longer, "worse: runs: 1 collective-permute of 2 MiB over model in the forward loop: 8 runs in a step")
+    fails(changed(STEP, ("jit_step", "jit_other")), "the baseline is of another program")
 
 
 CLASSES = """
@@ -86,7 +86,7 @@ def test_each_program_has_a_baseline_of_its_own(tmp_path, run):
     assert run(tmp_path, "--update-overlap")[0] == 0
     names = {"TestFirst-test_step", "TestSecond-test_step", "test_names-one", "test_names-two"}
     assert {f.stem for f in (tmp_path / "overlap" / "test_mine").iterdir()} == names
-    text.write_text(changed(("copy(%sum)", "negate(%sum)")))
+    text.write_text(changed(STEP, ("copy(%sum)", "negate(%sum)")))
     status, output = run(tmp_path, "-rP")
     assert status == 0
     assert "better: removed copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in output

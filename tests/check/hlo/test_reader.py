@@ -46,17 +46,15 @@ ENTRY %main (x: bf16[8,128], y: f32[]) -> (bf16[8,128], f32[]) {
 """
 
 
-def test_module_flags():
+def test_a_module():
     module = parse(MODULE)
     assert (module.name, module.is_scheduled, module.num_partitions) == ("jit_f", True, 4)
     assert module.attributes["input_output_alias"] == "{ {0}: (1, {}, may-alias) }"
     assert list(module.computations) == ["add.1", "main"]
-    assert module.entry.name == "main"
-    assert module.entry.root.name == "t"
-
-
-def test_instructions():
-    main = parse(MODULE).entry.by_name
+    assert (module.entry.name, module.entry.root.name) == ("main", "t")
+    assert parse(format_module(module)) == module
+    main = module.entry.by_name
+    assert (module.source(main["x"]), module.source(main["y"])) == ("model.py:24", "")
     assert main["x"].shape.layout == Layout((1, 0), "T(8,128)(2,1)", 1)
     assert main["x"].shape.bytes == 2048
     assert main["s"].shape.at((2,)).memory_space == 2
@@ -66,21 +64,7 @@ def test_instructions():
     assert main["k"].custom_call_target == "tpu_custom_call"
     assert main["k"].aliases == (Alias((), 0, ()),)
     assert main["k"].attributes["frontend_attributes"].endswith("}}")
-    assert main["t"].operands == ("k", "y")
-    assert main["t"].is_root
-
-
-def test_source_line():
-    module = parse(MODULE)
-    assert module.source(module.entry.by_name["x"]) == "model.py:24"
-    assert module.source(module.entry.by_name["y"]) == ""
-
-
-def test_source_line_of_older_dumps():
-    module = parse(
-        'HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), metadata={source_file="a.py" source_line=3}\n}'
-    )
-    assert module.source(module.entry.root) == "a.py:3"
+    assert (main["t"].operands, main["t"].is_root) == (("k", "y"), True)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +83,12 @@ def test_unusual_lines_survive_a_round_trip(line):
     assert parse(format_module(module)) == module
 
 
-def test_operands_with_shapes_and_comments():
+def test_operands_with_shapes_and_comments_and_the_source_line_of_older_dumps():
     add = "ROOT b = f32[2] add(f32[2]{0:T(8,128)} %a, /*index=1*/f32[2] a)"
-    text = f"HloModule m\n\nENTRY e {{\n  a = f32[2]{{0}} parameter(0) // the input\n  {add}\n}}"
-    assert parse(text).entry.root.operands == ("a", "a")
-
-
-def test_round_trip_of_a_module():
-    module = parse(MODULE)
-    assert parse(format_module(module)) == module
+    line = 'metadata={source_file="a.py" source_line=3}'
+    module = parse(f"HloModule m\n\nENTRY e {{\n  a = f32[2]{{0}} parameter(0) // the input\n  {add}, {line}\n}}")
+    assert module.entry.root.operands == ("a", "a")
+    assert module.source(module.entry.root) == "a.py:3"
 
 
 def test_bits():
@@ -132,6 +113,7 @@ def test_bits():
         ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}", "'e' is not closed: the text is cut", 3, 1),
         ("HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}", "twice", 5, 3),
         ('HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"', "must be a string", 5, 28),
+        ('HloModule m\n\ne {\n  a = f32[] parameter(0), b={"c', "a string is not closed: the text is cut", 4, 30),
         ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
         ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}", "does not define", 4, 1),
         ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n", "second HloModule", 7, 1),
@@ -164,12 +146,9 @@ def test_deep_tuples_do_not_overflow_the_stack():
         parse(f"HloModule m\n\nENTRY e {{\n  ROOT a = {shape} parameter(0)\n}}")
 
 
-SHAPE = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}"
-
-
 def long_text(count):
-    config = 'backend_config={"window_config":{"estimated_cycles":"10856"}}'
-    lines = [f"  %copy.{n} = {SHAPE} copy(%p), {config}" for n in range(count)]
+    shape, config = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}", '{"window_config":{"estimated_cycles":"10856"}}'
+    lines = [f"  %copy.{n} = {shape} copy(%p), backend_config={config}" for n in range(count)]
     return "HloModule m\n\nENTRY e {\n  %p = bf16[1024,1024] parameter(0)\n" + "\n".join(lines) + "\n}\n"
 
 

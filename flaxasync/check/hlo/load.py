@@ -1,11 +1,15 @@
-"""Returns the module, the chip and the mesh axes of what a caller passes: a compiled program, or its text."""
+"""The module of what a caller passes: a compiled program, its text, or a file; and what the object says beside it."""
 
+import os
+import sys
 from typing import Any
 
+from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import HloModule
 from flaxasync.check.hlo.reader import parse
 from flaxasync.hardware import chip_of_device
 
+_AS_TEXT = "write it as text: XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text', or compiled.as_text()"
 _DUMP = "dump it with XLA_FLAGS=--xla_dump_to=DIR and audit the text of its last pass, *after_optimizations.txt"
 
 
@@ -29,7 +33,7 @@ def module_of(compiled: Any) -> HloModule:
         text = compiled.as_text()
     except NotImplementedError as error:
         raise ValueError(f"this platform gives no text of a compiled program ({error}); {_DUMP}") from error
-    if not isinstance(text, str) or not text:
+    if not text:
         raise ValueError(f"the program has no text on this platform; {_DUMP}")
     return parse(text)
 
@@ -40,11 +44,9 @@ def chip_of(compiled: Any) -> str | None:
         return None  # a text does not name its chip, and reading one must not import JAX
     if hasattr(compiled, "chip"):
         return compiled.chip
-    for sharding in _shardings(compiled):
-        for device in getattr(sharding, "device_set", ()):
-            found = chip_of_device(device.device_kind)
-            return None if found is None else found.name
-    return None
+    kinds = [device.device_kind for s in _shardings(compiled) for device in getattr(s, "device_set", ())]
+    found = chip_of_device(kinds[0]) if kinds else None
+    return None if found is None else found.name
 
 
 def axes_of(compiled: Any) -> dict[str, int]:
@@ -55,6 +57,36 @@ def axes_of(compiled: Any) -> dict[str, int]:
         return dict(compiled.axes)
     meshes = [mesh for s in _shardings(compiled) if (mesh := getattr(s, "mesh", None)) is not None]
     return dict(meshes[0].shape) if meshes else {}
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """Returns the text of a file, or of standard input for "-".
+
+    Raises:
+      HloError: The file is not text.
+      OSError: The file cannot be read.
+    """
+    try:
+        if path == "-":
+            text = sys.stdin.read()
+        else:
+            with open(path, encoding="utf-8", newline="") as file:
+                text = file.read()
+    except UnicodeDecodeError as error:
+        begin = error.object[:4]
+        if begin == b"ML\xefR":
+            what = "a lowered program (StableHLO bytecode), not the text of a compiled one"
+        else:
+            what = "a gzip file" if begin[:2] == b"\x1f\x8b" else "no text, perhaps a protobuf"
+        raise HloError(f"this is {what}: {_AS_TEXT}") from None
+    if "\0" in text[:4096]:
+        raise HloError(f"this is no text, perhaps a protobuf: {_AS_TEXT}")
+    return text.removeprefix("\ufeff")  # the mark that some editors put before text
+
+
+def read_module(path: str | os.PathLike) -> HloModule:
+    """Reads a module from a file, or from standard input for "-". The errors are those of `read_text`."""
+    return parse(read_text(path))
 
 
 def _shardings(compiled: Any) -> list:
