@@ -12,14 +12,15 @@ because all write here. Each receive buffer is written once in a call, and is re
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.operands import LANES, check_operand, output
+from flaxasync.kernels.engine.call import vmem_limit
+from flaxasync.kernels.engine.operands import LANES, output
 from flaxasync.kernels.engine.refs import Ref, Scalar, aligned
-from flaxasync.kernels.engine.ring import Ring, check_ring, enter
+from flaxasync.kernels.engine.ring import Ring, enter
 from flaxasync.kernels.engine.slots import start_send, wait
-from flaxasync.kernels.engine.vmem import vmem_limit
 from flaxasync.mesh import device_at
 
 
@@ -29,20 +30,11 @@ def vmem_bytes(size: int, nbytes: int, steps: int) -> int:
 
 
 def exchange(x: jax.Array, axis_name: str, *, steps: int = 1, collective_id: int | None = None) -> jax.Array:
-    """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. For use inside `jax.shard_map`.
+    """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. Two steps need R blocks of columns.
 
     The result's type says that it does not vary over the axis. `vmem_bytes` says what lies in vector memory.
-
-    Raises:
-      ValueError: `steps` is not 1 or 2; the axis has one device; x, or in two steps a block, is not in whole tiles.
-      NotImplementedError: another dtype than float32 and bfloat16.
     """
-    size, (m, n) = check_ring("exchange", axis_name, 1), x.shape
-    check_operand("exchange", "x", x.shape, x.dtype)
-    if steps not in (1, 2):
-        raise ValueError(f"exchange has 1 or 2 steps: got steps={steps}")
-    if steps == 2 and n % (size * LANES):
-        raise ValueError(f"exchange in two steps needs columns in a multiple of {size * LANES}: got {n}; pad x")
+    size, (m, n) = lax.axis_size(axis_name), x.shape
     ring, width = Ring(axis_name, size, 1), n if steps == 1 else n // size
     others = sorted(range(1, size), key=lambda hop: -min(hop, size - hop))  # the farthest first
 

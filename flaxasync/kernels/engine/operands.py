@@ -1,7 +1,6 @@
-"""Hardware tiles, the sizes of matmul tiles, and the checks of operands that all kernels share."""
+"""Hardware tiles, the sizes of matmul tiles, and the types of a kernel's outputs."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -57,27 +56,6 @@ def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) 
         raise ValueError(
             f"{caller} needs {name} in whole hardware tiles, [multiple of {rows}, multiple of {lanes}] for "
             f"{jnp.dtype(dtype).name}: got {list(shape)}; pad it, or use backend='none'"
-        )
-
-
-def check_operands(caller: str, operands: Mapping[str, Sequence[jax.Array]]) -> None:
-    """Raises unless all operands, by name, have one dtype and are in whole hardware tiles, each batch by itself."""
-    dtypes = {array.dtype for arrays in operands.values() for array in arrays}
-    for name, arrays in operands.items():
-        for array in arrays:
-            check_operand(caller, name if array.ndim == 2 else f"a batch of {name}", array.shape[-2:], array.dtype)
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"{caller} needs operands of one dtype: got {' and '.join(sorted(map(str, dtypes)))}; cast them"
-        )
-
-
-def check_rows(caller: str, axis_name: str, size: int, rows: int, dtype: DType) -> None:
-    """Raises unless the rows of x are whole hardware tiles for each of the devices on an axis."""
-    if rows % (size * sublanes(dtype)):
-        raise ValueError(
-            f"{caller} gives each of the {size} devices on {axis_name!r} whole hardware tiles of rows: got {rows} rows "
-            f"of {jnp.dtype(dtype).name}, needed a multiple of {size * sublanes(dtype)}; pad x"
         )
 
 

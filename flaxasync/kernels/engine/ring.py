@@ -87,19 +87,6 @@ class Acknowledgements:
         pl.semaphore_wait(self.sems.at[direction])
 
 
-def check_ring(caller: str, axis_name: str, directions: int) -> int:
-    """Returns the number of devices on an axis; raises if it is 1, or if `directions` is neither 1 nor 2."""
-    size = lax.axis_size(axis_name)
-    if size == 1:
-        raise ValueError(
-            f"{caller} needs two devices or more on {axis_name!r}: got an axis of size 1, with nobody to send "
-            "to; leave the call out there"
-        )
-    if directions not in (1, 2):
-        raise ValueError(f"{caller} needs directions to be 1 or 2: got {directions!r}")
-    return size
-
-
 def choose_directions(size: int, length: int, unit: int, directions: int | None) -> int:
     """Returns the directions asked for, or else two if that is faster and a dimension has halves of whole tiles."""
     return directions or (2 if size > 2 and length % (2 * unit) == 0 else 1)

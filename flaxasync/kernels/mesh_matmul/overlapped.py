@@ -38,12 +38,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call
-from flaxasync.kernels.engine.grid import remainder, split
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
 from flaxasync.kernels.engine.refs import Index, Ref, Scalar, aligned, beginning
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy, start_send, wait
+from flaxasync.kernels.engine.tiling import remainder, split
 from flaxasync.kernels.gemm import cost
 from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule, plan
 from flaxasync.kernels.mesh_matmul.weights import WeightBlocks, Weights, WeightScratch

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flaxasync.kernels.engine.grid import IterationGrid
+from flaxasync.kernels.engine.tiling import IterationGrid
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
