@@ -20,10 +20,9 @@ HEADS, HEAD = 2, 128
 
 def flops(mask, rows, tiles, sub_block, *, starts=(0,), q_start=0):
     """Returns the FLOPs of one call, or their mean, of two matmuls for each pair of tiles."""
-    q, kv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, HEADS, rows, HEAD), (2, 1, 1, rows, HEAD)))
+    q = jax.ShapeDtypeStruct((1, 1, HEADS, rows, HEAD), jnp.bfloat16)
     products = [Product(0, rows, q_start, 0, rows, start, mask.by_position, None) for start in starts]
-    grid = Grid.of(q, kv, products[0], *tiles, sub_block)
-    return grid.cost(mask, products[0], matmuls=2, q=q, bytes_per_row=8, every=products).flops
+    return Grid.of(q, products[0], *tiles, sub_block).cost(mask, products, matmuls=2, itemsize=2).flops
 
 
 @pytest.mark.parametrize(("tile", "sub_block"), [(2048, 512), (1024, 512), (1024, 1024), (512, 128)])

@@ -229,7 +229,7 @@ class Stream:
         """Starts to fetch the tiles of a step, of w if it is another one. Waits for an arrival at its first use."""
         there, tiles, scratch, gather = self.schedule.at(step), self.schedule.tiles, self.scratch.matmul, self.gather
         first = (there.row == 0) & (there.column == 0) & (there.t == 0)
-        is_own, x_slot = there.arrival < gather.layout.chunks, remainder(step, 2)
+        is_own = there.arrival < gather.layout.chunks
 
         @pl.when(first & jnp.logical_not(is_own))
         def _() -> None:
@@ -249,6 +249,7 @@ class Stream:
         with jax.named_scope("prefetch"):
             new_w = functools.partial(tiles.start_w, scratch.w, there.w_slot, there.t, there.column, self.ws)
             pl.when(self.schedule.new_w(there))(new_w)
+            x_slot = remainder(step, 2)
             pl.when(is_own)(lambda: start_x(True))
             pl.when(jnp.logical_not(is_own))(lambda: start_x(False))
             pl.when(there.t == max(0, tiles.contraction.count - 2))(lambda: self.prefetch_operands(there))
