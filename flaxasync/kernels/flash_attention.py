@@ -89,7 +89,7 @@ class Flash:
             )
 
         def one_call(index: Any, gradients: Gradients) -> Gradients:
-            one, every = part(index), [part(call) for call in range(count)]
+            every, one = [part(call) for call in range(count)], part(index)
             grid = self._grid(scores, q, one, self.triangle_tiles[1])
             queries, statistics = grid.queries(), grid.statistics()
             return _call(
