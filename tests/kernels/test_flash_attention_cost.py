@@ -6,6 +6,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -67,11 +68,9 @@ def kernels(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else [value]:
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns") and eqn.primitive.name != "pallas_call":
-                    yield from kernels(inner)
+        else:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from kernels(inner)
 
 
 @pytest.mark.slow

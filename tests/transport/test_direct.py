@@ -99,17 +99,10 @@ def test_a_done_that_does_not_wait_is_caught(monkeypatch, forgotten, problem):
     assert problem in report.problems()
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "dim", "fits"),
-    [
-        ((8, 128), np.float32, 0, True),
-        ((8, 128), jnp.bfloat16, 0, False),
-        ((16, 100), jnp.bfloat16, 0, True),
-        ((3, 128), np.float32, 1, True),
-        ((8, 64), np.float32, 1, False),
-        ((3, 5, 7), np.float32, 0, True),
-        ((1024,), np.float32, 0, False),
-    ],
-)
+@pytest.mark.parametrize(("shape", "dtype", "dim", "fits"), [
+    ((8, 128), np.float32, 0, True), ((8, 128), jnp.bfloat16, 0, False), ((16, 100), jnp.bfloat16, 0, True),
+    ((3, 128), np.float32, 1, True), ((8, 64), np.float32, 1, False), ((3, 5, 7), np.float32, 0, True),
+    ((1024,), np.float32, 0, False),
+])  # fmt: skip
 def test_blocks_that_are_whole_tiles(shape, dtype, dim, fits):
     assert direct.in_whole_tiles(jax.ShapeDtypeStruct(shape, dtype), dim) == fits

@@ -1,4 +1,4 @@
-"""Every form on simulated devices with race detection; then planted faults, each caught by the check that is named."""
+"""Every loop on simulated devices with race detection; then planted faults, each caught by the check that is named."""
 
 import functools
 
@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.transport import Pair, pair, pallas
-from tests.grids import sparse
 from tests.simulator.split_pairs import session
 from tests.transport.forms import FORMS
 
@@ -35,45 +34,22 @@ def on_ring(fn, size=4, *, mode="eager", delayed=None, rows=ROWS):
     return blocks, results, report
 
 
-def check_form(name, hops, size=4, **options):
+LOOPS = [name for name, form in FORMS.items() if form.expect]
+
+
+@pytest.mark.parametrize(("name", "hops", "size", "mode", "delayed"), [
+    *((name, 5, 4, "on_wait", None) for name in LOOPS),
+    *((name, 5 if name == "swap" else 4, 4, "eager", None) for name in LOOPS),  # the swap needs an odd number
+    ("staggered", 7, 8, "on_wait", None),
+    ("staggered_both", 3, 4, "eager", {1: 0.05}),  # a late device is waited for
+    ("swap", 3, 4, "eager", {1: 0.05}),
+])  # fmt: skip
+def test_every_loop(name, hops, size, mode, delayed):
     form = FORMS[name]
-    blocks, got, report = on_ring(lambda x: tuple(form.run(x, hops)), size, **options)
+    blocks, got, report = on_ring(lambda x: tuple(form.run(x, hops)), size, mode=mode, delayed=delayed)
     for g, want in zip(got, form.expect(blocks, hops), strict=True):
         np.testing.assert_array_equal(g, want)
     assert report.problems() == set()
-
-
-LOOPS = ["one_after_another", "staggered", "staggered_both", "swap"]  # ring collectives follow
-assert list(FORMS)[: len(LOOPS)] == LOOPS
-
-
-def kept(form, mode):
-    """Says whether `make test` runs a form in a mode.
-
-    Ring collectives alternate between the modes. Loops run in the second mode; in the first one they make an even
-    number of hops (test_an_even_number_of_hops), except for the swap, which needs an odd number and runs in both.
-    """
-    return mode == form % 2 if form >= len(LOOPS) else mode or LOOPS[form] == "swap"
-
-
-@pytest.mark.parametrize(("name", "mode"), sparse(FORMS, MODES, keep=kept))
-def test_every_form(name, mode):
-    check_form(name, 5, mode=mode)
-
-
-@pytest.mark.parametrize("name", [name for name in LOOPS if name != "swap"])
-def test_an_even_number_of_hops(name):
-    check_form(name, 4)
-
-
-@pytest.mark.parametrize(("name", "mode"), [("staggered", "on_wait"), ("reduce_pallas_2", "eager")])
-def test_eight_devices(name, mode):
-    check_form(name, 7, size=8, mode=mode)
-
-
-@pytest.mark.parametrize("name", ["staggered_both", "swap"])
-def test_a_late_device_is_waited_for(name):
-    check_form(name, 3, delayed={1: 0.05})
 
 
 def permute(x, shift=1, **options):
