@@ -34,8 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call, check_vmem, fitting, vmem_limit
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
-from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
-from flaxasync.kernels.engine.refs import Ref, Scalar, ScratchShapes, aligned
+from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, Tiles, aligned, output, sublanes
 from flaxasync.kernels.engine.ring import Ring, choose_directions, half_blocks
 from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling, remainder
@@ -205,14 +204,14 @@ class _Reduction:
             o_ref[:, self.columns[d]] = partial_sum(d, ring.size - 1).astype(o_ref.dtype)
 
     def call(
-        self, body: Callable[..., None], x: jax.Array, result: jax.ShapeDtypeStruct, *more_scratch: ScratchShapes
+        self, body: Callable[..., None], x: jax.Array, result: jax.ShapeDtypeStruct, *more_scratch: Ref
     ) -> jax.Array:
         """Calls a kernel on the tiles of the result. x is [m, n] as the result, or [R, m, n]."""
         ring, tile, leading, dma = self.ring, self.tile, x.shape[:-2], pltpu.SemaphoreType.DMA
         grid = (pl.cdiv(result.shape[0], tile.m), pl.cdiv(result.shape[1], tile.n))
         hops, itemsize = ring.size - 1, x.dtype.itemsize
         outgoing, received = pltpu.VMEM(self.block, x.dtype), pltpu.VMEM((2, hops, *self.block), x.dtype)
-        scratch: ScratchShapes = _Scratch(outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops)))
+        scratch = _Scratch(outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops)))
         limit, accessed = vmem_limit(self.vmem_bytes), (x.size + math.prod(result.shape)) * itemsize
         sent = self.rounds * hops * math.prod(grid) * math.prod(self.block) * itemsize
 

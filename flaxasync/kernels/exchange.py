@@ -16,9 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import vmem_limit
-from flaxasync.kernels.engine.operands import LANES, output
-from flaxasync.kernels.engine.refs import Ref, Scalar, aligned
+from flaxasync.kernels.engine.call import call
+from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, aligned, output
 from flaxasync.kernels.engine.ring import Ring, enter
 from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.mesh import device_at
@@ -66,18 +65,19 @@ def exchange(x: jax.Array, axis_name: str, *, steps: int = 1, collective_id: int
             for _ in others:
                 wait(own, send_sem.at[step])
 
-    dma, vmem, nbytes = pltpu.SemaphoreType.DMA, pl.BlockSpec(memory_space=pltpu.VMEM), x.size * x.dtype.itemsize
+    dma, nbytes = pltpu.SemaphoreType.DMA, x.size * x.dtype.itemsize
     buffers = pltpu.VMEM((size, m, width), x.dtype), pltpu.VMEM((m, n), x.dtype)
-    need, sent = vmem_bytes(size, nbytes, steps), steps * (size - 1) * m * width * x.dtype.itemsize
-    return pl.pallas_call(
+    (total,) = call(
         kernel,
-        out_shape=output(x.shape, x, invarying=(axis_name,)),
-        in_specs=[vmem],
-        out_specs=vmem,
-        scratch_shapes=[*buffers, dma((steps,)), dma((steps, size))],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id, vmem_limit_bytes=vmem_limit(need)),
-        cost_estimate=pl.CostEstimate(
-            flops=size * m * width, transcendentals=0, bytes_accessed=2 * nbytes, remote_bytes_transferred=sent
-        ),
+        [x],
         name="exchange",
-    )(x)
+        results=[output(x.shape, x, invarying=(axis_name,))],
+        scratch=[*buffers, dma((steps,)), dma((steps, size))],
+        collective_id=collective_id,
+        vmem_bytes=vmem_bytes(size, nbytes, steps),
+        flops=size * m * width,
+        hbm_bytes=2 * nbytes,
+        sent=steps * (size - 1) * m * width * x.dtype.itemsize,
+        memory=pl.BlockSpec(memory_space=pltpu.VMEM),
+    )
+    return total

@@ -11,8 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import check_vmem, matmul_bytes, vmem_limit
 from flaxasync.kernels.engine.matmul import accumulate, dot
-from flaxasync.kernels.engine.operands import Tiles, output
-from flaxasync.kernels.engine.refs import Ref
+from flaxasync.kernels.engine.operands import Ref, Tiles, output
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, Tiling
 
 TILES = Tiles(512, 1024, 1024)

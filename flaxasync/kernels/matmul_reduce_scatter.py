@@ -34,8 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import available, call, check_vmem, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
-from flaxasync.kernels.engine.refs import Condition, Index, Ref, Scalar
+from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, output, sublanes
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, wait
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split

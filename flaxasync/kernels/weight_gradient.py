@@ -41,8 +41,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call, check_vmem, matmul_bytes
 from flaxasync.kernels.engine.matmul import accumulate, dot
-from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
-from flaxasync.kernels.engine.refs import Ref, Scalar, aligned, beginning
+from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, Tiles, aligned, beginning, output, sublanes
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, RowTiling, Tiling, remainder, split

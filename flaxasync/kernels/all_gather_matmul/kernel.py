@@ -22,8 +22,7 @@ from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.epilogue import Epilogue
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
-from flaxasync.kernels.engine.operands import Tiles, output, sublanes
-from flaxasync.kernels.engine.refs import Ref
+from flaxasync.kernels.engine.operands import Ref, Tiles, output, sublanes
 from flaxasync.kernels.engine.ring import Ring
 
 

@@ -19,8 +19,7 @@ from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import available, chip_in_use
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import dot
-from flaxasync.kernels.engine.operands import LANES
-from flaxasync.kernels.engine.refs import Condition, Index, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
 
@@ -73,7 +72,7 @@ class Plan:
         """Returns the shape of a tile of w that has n columns."""
         return (n, self.work.k) if self.work.transposed else (self.work.k, n)
 
-    def scratch(self) -> ScratchShapes:
+    def scratch(self) -> Scratch:
         """Returns the scratch memory to allocate."""
         sizes, layout, dtype, n = self.sizes, self.work.layout, self.work.dtype, self.columns.size
         return Scratch(

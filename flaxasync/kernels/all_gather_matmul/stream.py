@@ -29,8 +29,7 @@ from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor
-from flaxasync.kernels.engine.refs import Condition, Index, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, largest_divisor
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 
@@ -108,7 +107,7 @@ class Schedule:
         row, number = pass_ * self.accumulators + i, round_ * self.accumulators + i
         return Coordinates(arrival, row, column, t, i, number, w_slot)
 
-    def scratch(self) -> ScratchShapes:
+    def scratch(self) -> Scratch:
         """Returns the scratch memory to allocate."""
         work, result = self.work, self.tiles.result
         results = work.epilogue.results if work.epilogue else 1

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from flaxasync.kernels.engine.epilogue import Epilogue
 from flaxasync.kernels.engine.gather import BlockLayout
-from flaxasync.kernels.engine.operands import Tiles
-from flaxasync.kernels.engine.refs import DType
+from flaxasync.kernels.engine.operands import DType, Tiles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The call of a kernel whose operands and results stay in HBM, and the budget of vector memory for its tiles."""
+"""The call of a kernel without a grid, and the budget of vector memory for its tiles."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,8 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync import hardware, mesh
 from flaxasync.hardware import MIB
-from flaxasync.kernels.engine.operands import Tiles
-from flaxasync.kernels.engine.refs import HBM, DType, ScratchShapes
+from flaxasync.kernels.engine.operands import HBM, DType, Ref, Tiles
 
 RESERVED = 8 * MIB  # bytes left to the compiler, for semaphores, spilled registers and its own scratch memory
 FALLBACK = "v5e"  # chip whose vector memory is assumed if the kernel is traced for no known chip
@@ -22,19 +21,20 @@ def call(
     *,
     name: str,
     results: Sequence[jax.ShapeDtypeStruct],
-    scratch: Sequence[ScratchShapes],
+    scratch: Sequence[Ref],
     collective_id: int | None,
     vmem_bytes: int | None,  # the bytes of all buffers, or None where there are none
     flops: int,
     hbm_bytes: int,
     sent: int,  # bytes that leave for other devices
+    memory: pl.BlockSpec = HBM,  # where operands and results are
 ) -> Sequence[jax.Array]:
     """Calls a kernel body with Refs of the operands, of the results and of scratch memory; returns the results."""
     return pl.pallas_call(
         body,
         out_shape=list(results),
-        in_specs=[HBM] * len(operands),
-        out_specs=[HBM] * len(results),
+        in_specs=[memory] * len(operands),
+        out_specs=[memory] * len(results),
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             collective_id=collective_id, vmem_limit_bytes=None if vmem_bytes is None else vmem_limit(vmem_bytes)

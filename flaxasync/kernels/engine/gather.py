@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.refs import Index, Ref, Scalar, ScratchShapes, aligned
+from flaxasync.kernels.engine.operands import Index, Ref, Scalar, aligned
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import start_copy, start_send, wait
 from flaxasync.kernels.engine.tiling import split
@@ -91,7 +91,7 @@ class GatherSemaphores:
     recv: Ref  # [directions, arrivals], of which those of the own block are not used
 
     @classmethod
-    def allocate(cls, layout: BlockLayout, size: int) -> ScratchShapes:
+    def allocate(cls, layout: BlockLayout, size: int) -> "GatherSemaphores":
         dma = pltpu.SemaphoreType.DMA
         return cls(dma, dma((layout.directions,)), dma((layout.directions, size * layout.chunks)))
 

@@ -18,8 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import available
-from flaxasync.kernels.engine.operands import LANES
-from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.operands import LANES, Condition, DType, Index, Ref, Scalar
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling, remainder
 
@@ -74,7 +73,7 @@ class MatmulTiles:
         """Batches, rows and columns of a tile of the result that is not partial."""
         return (*self.rows.shape, self.columns.size)
 
-    def scratch(self, dtype: DType, *, outgoing: int, accumulators: int) -> ScratchShapes:
+    def scratch(self, dtype: DType, *, outgoing: int, accumulators: int) -> MatmulScratch:
         """Returns the scratch memory to allocate."""
         k, n = self.contraction.size, self.columns.size
         sums = (*self.rows.shape, self.joined * n)

@@ -1,12 +1,29 @@
-"""Hardware tiles, the sizes of matmul tiles, and the types of a kernel's outputs."""
+"""What a kernel handles: names for the types, hardware tiles, the sizes of matmul tiles, the types of its outputs."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.refs import DType
 from flaxasync.mesh import UnsupportedError
+
+# An array in HBM, vector memory or scalar memory, an array of semaphores, or a view `ref.at[...]` of one. Pallas has no
+# public type that covers them all. As a field of a class of scratch memory it is also the shape to allocate.
+type Ref = Any
+
+# A Python int where it is known while the kernel is traced, else an int32 in the scalar core's registers.
+type Scalar = int | jax.Array
+type Condition = bool | jax.Array
+
+# What indexes one dimension of a Ref.
+type Index = Scalar | slice | pl.Slice
+
+type DType = jax.typing.DTypeLike
+
+HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
 LANES = 128  # columns of a hardware tile
 DTYPES = ("float32", "bfloat16")
@@ -32,6 +49,16 @@ class Tiles:
         """Returns these tiles with half of the longest side."""
         longest = max(("k", "m", "n"), key=lambda side: getattr(self, side))
         return dataclasses.replace(self, **{longest: max(1, getattr(self, longest) // 2)})
+
+
+def aligned(first: Scalar, size: Scalar, unit: int) -> pl.Slice:
+    """Returns a slice whose first index is known to be a multiple of a hardware tile's side."""
+    return pl.ds(pl.multiple_of(first, unit), size)  # type: ignore[arg-type]  # which takes an int, too
+
+
+def beginning(*sizes: Scalar) -> tuple[pl.Slice, ...]:
+    """Returns the indices of the first elements of each dimension, where a partial tile lies in its buffer."""
+    return tuple(pl.ds(0, size) for size in sizes)
 
 
 def sublanes(dtype: DType) -> int:

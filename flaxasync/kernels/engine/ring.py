@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.refs import Condition, Ref, Scalar
+from flaxasync.kernels.engine.operands import Condition, Ref, Scalar
 from flaxasync.mesh import device_at
 
 type Device = dict[str, Any]  # coordinates on all mesh axes, the form that Pallas takes as `device_id`

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flaxasync.kernels.engine.operands import LANES, largest_divisor
-from flaxasync.kernels.engine.refs import Condition, Scalar, aligned
+from flaxasync.kernels.engine.operands import LANES, Condition, Scalar, aligned, largest_divisor
 
 OVERHEAD = 16  # elements in whose time a product, or the work on a tile, starts and ends
 SHORTEST = 128  # elements that take as long as fewer ones: meanwhile the matrix unit loads its other operand

@@ -26,8 +26,7 @@ from jax import lax
 
 from flaxasync.kernels.engine.call import available, check_vmem, fitting, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor, sublanes
-from flaxasync.kernels.engine.refs import Condition, Scalar
+from flaxasync.kernels.engine.operands import LANES, Condition, Scalar, Tiles, largest_divisor, sublanes
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 from flaxasync.mesh import UnsupportedError
