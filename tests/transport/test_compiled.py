@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync import check, transport
 from flaxasync.mesh import cast_to_varying
-from flaxasync.transport.pallas import FutureChannel, enter, send, wait_sent_and_received
+from flaxasync.transport.pallas import FutureChannel
+from tests.check.programs import async_form
 from tests.grids import sparse
 from tests.transport.compiled import DEVICES, compile_form, faults
 from tests.transport.forms import FORMS, done, start
@@ -105,102 +104,46 @@ def test_a_dot_in_the_window_writes_straight_into_its_rows():
 # ---- negative tests -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("turns", "pairs", "found"), [
-    (8, 2, {"copied", "unsafe"}),
-    # `staggered_loop` writes out a single turn, because `unroll=2` does not alter the one of a ring of four.
-    (1, 3, {"copied"}),
+def one_turn(x):
+    """A loop of a single turn, which `unroll=2` does not alter; `staggered_loop` writes it out."""
+    return done(*lax.fori_loop(0, 1, lambda _, carry: start(done(*carry)), start(x), unroll=1))
+
+
+@pytest.mark.parametrize(("form", "pairs", "found"), [
+    ("staggered_unroll_1", 2, {"copied", "unsafe"}),
+    (one_turn, 3, {"copied"}),
+    ("any_outputs", 3, {"vmem", "unsafe"}),
+    ("unthreaded", 1, {"deleted"}),
 ])  # fmt: skip
-def test_a_future_in_a_body_of_one_turn_is_copied_in_flight(turns, pairs, found):
-    def f(x):
-        return done(*lax.fori_loop(0, turns, lambda _, carry: start(done(*carry)), start(x), unroll=1))
-
-    assert found <= faults(compile_form(f), pairs=pairs)
-
-
-def permute_anywhere(x):
-    """A permute with `pl.ANY` outputs, as it is usually written."""
-    anywhere, sem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
-    like, dma = jax.ShapeDtypeStruct.like(x), pltpu.SemaphoreType.DMA(())
-
-    def start(x_ref, send_sem, recv_sem, _, y_ref):
-        enter("x", 1)
-        send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
-
-    def done(x_ref, y_ref, send_sem, recv_sem, _):
-        wait_sent_and_received(x_ref, y_ref, send_sem, recv_sem)
-
-    params = pltpu.CompilerParams(has_side_effects=True)
-    *sems, x, y = pl.pallas_call(
-        start, in_specs=[anywhere], out_specs=(sem, sem, anywhere, anywhere), out_shape=(dma, dma, like, like),
-        input_output_aliases={0: 2}, compiler_params=params, name="ppermute_start",
-    )(x)  # fmt: skip
-    return pl.pallas_call(
-        done, in_specs=[anywhere, anywhere, sem, sem], out_specs=anywhere, out_shape=like,
-        input_output_aliases={1: 0}, compiler_params=params, name="ppermute_done",
-    )(x, y, *sems)  # fmt: skip
-
-
-@pytest.mark.parametrize("rows", [1024, 16384])
-def test_outputs_given_as_any_land_in_vmem(rows):
-    assert {"vmem", "unsafe"} <= faults(compile_form(lambda x: permute_anywhere(x + 1) + 1, rows=rows), pairs=1)
-
-
-def unthreaded(x_ref, y_ref):
-    """A stateful pair on closed-over Refs that declares side effects, and is still removed."""
-    sem = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
-    neighbours = jnp.stack([(lax.axis_index("x") + step) % lax.axis_size("x") for step in (-1, 1)])
-    params = pltpu.CompilerParams(has_side_effects=True)
-
-    def start(neighbour_ref, send_sem, recv_sem):
-        barrier = pltpu.get_barrier_semaphore("test")
-        pl.semaphore_signal(barrier, device_id={"x": neighbour_ref[0]})
-        pl.semaphore_wait(barrier, 1)
-        pallas_send = pltpu.make_async_remote_copy(x_ref, y_ref, send_sem, recv_sem, device_id={"x": neighbour_ref[1]})
-        pallas_send.start()
-
-    sems = pl.pallas_call(
-        start,
-        grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, in_specs=[], out_specs=(sem, sem)),
-        out_shape=(pltpu.SemaphoreType.DMA(()),) * 2, compiler_params=params, name="ppermute_start",
-    )(neighbours)  # fmt: skip
-    pl.pallas_call(
-        lambda *sems: wait_sent_and_received(x_ref, y_ref, *sems), in_specs=[sem, sem], out_shape=(),
-        compiler_params=params, name="ppermute_done",
-    )(*sems)  # fmt: skip
+def test_a_wrong_form_has_its_fault(form, pairs, found):
+    program = compile_form(form) if callable(form) else async_form(form)  # of `tests/check/async_forms.py`
+    assert found <= faults(program, pairs=pairs)
 
 
 def ours(x_ref, y_ref):
     transport.ppermute_done_stateful(*transport.ppermute_start_stateful(x_ref, y_ref, "x"), x_ref, y_ref)
 
 
-def unused_loop(hop):
-    def f(x):
-        x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
+def unused_loop(x):
+    x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
 
-        def there_and_back(_, carry):
-            hop(x_ref, y_ref)
-            hop(y_ref, x_ref)
-            return carry
+    def there_and_back(_, carry):
+        ours(x_ref, y_ref)
+        ours(y_ref, x_ref)
+        return carry
 
-        lax.fori_loop(0, 4, there_and_back, 0)
-        return x + 1
-
-    return f
+    lax.fori_loop(0, 4, there_and_back, 0)
+    return x + 1
 
 
-def test_an_unthreaded_stateful_pair_is_deleted():
-    program = compile_form(unused_loop(unthreaded))
-    assert "deleted" in faults(program, pairs=2)
-    assert "tpu_custom_call" not in program.as_text()
+def unused_once(x):
+    ours(jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)))
+    return x + 1
 
 
-def test_our_stateful_pair_is_kept_where_nobody_needs_it():
-    def once(x):
-        ours(jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)))
-        return x + 1
-
-    for form, pairs in ((unused_loop(ours), 2), (once, 1)):
-        assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(form), pairs=pairs)
+@pytest.mark.parametrize(("form", "pairs"), [(unused_loop, 2), (unused_once, 1)])
+def test_our_stateful_pair_is_kept_where_nobody_needs_it(form, pairs):
+    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(form), pairs=pairs)
 
 
 def test_windows_that_are_not_tied_are_moved_out():
