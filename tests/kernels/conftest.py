@@ -33,17 +33,18 @@ def simulated(shape, names, mode="on_wait"):
     dispatch.runtime_tokens.clear()  # of a program that failed
     original = stock.interpret_pallas_call
     with (
+        contextlib.ExitStack() as after,
         contextlib.redirect_stdout(io.StringIO()) as printed,  # what is left over is printed, not raised
         mock.patch.object(stock, "interpret_pallas_call", functools.partial(_with_barrier, original)),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=V5E)),
         pltpu.force_tpu_interpret_mode(params),
         quick_callbacks(),
     ):
+        after.callback(jax.clear_caches)
+        after.callback(pltpu.reset_tpu_interpret_mode_state)
         yield mesh
         jax.effects_barrier()
         assert "non-zero count" not in printed.getvalue(), printed.getvalue()
-    pltpu.reset_tpu_interpret_mode_state()
-    jax.clear_caches()
 
 
 def run(fn, operands, in_specs, out_specs, *, shape, names=("ring",), mode="on_wait"):

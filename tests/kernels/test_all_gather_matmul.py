@@ -146,7 +146,6 @@ def test_an_operand_that_is_not_waited_for_is_seen(monkeypatch):
     monkeypatch.setattr(MatmulTiles, "wait_result", skip)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run(2, 2, 16, 256, [128], operands=1, epilogue=Mix(1))
-    jax.clear_caches()
 
 
 def test_rows_that_are_not_waited_for_are_seen(monkeypatch, stream):
@@ -154,7 +153,6 @@ def test_rows_that_are_not_waited_for_are_seen(monkeypatch, stream):
     monkeypatch.setattr(Gather, "receive", lambda self, arrival: None)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run(2, 1, 16, 256, [256], directions=1)
-    jax.clear_caches()
 
 
 def test_a_result_that_overwrites_one_that_leaves_is_seen(monkeypatch):
@@ -162,7 +160,6 @@ def test_a_result_that_overwrites_one_that_leaves_is_seen(monkeypatch):
     monkeypatch.setattr(schedule._Device, "_take_out_slots", lambda self, count: (0, 0))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         run(2, 1, 16, 128, [384], mode="eager", directions=1, tiles=Tiles(64, 128, 128))
-    jax.clear_caches()
 
 
 def test_a_transfer_beyond_an_array_is_seen(monkeypatch):
@@ -170,7 +167,6 @@ def test_a_transfer_beyond_an_array_is_seen(monkeypatch):
     monkeypatch.setattr(Gather, "block", lambda self, direction, arrival: jnp.int32(self.ring.size))
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds write"):
         run(2, 1, 16, 256, [256], directions=1)
-    jax.clear_caches()
 
 
 times = st.floats(1e-7, 1e-4)

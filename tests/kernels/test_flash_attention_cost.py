@@ -33,14 +33,13 @@ def test_a_triangle_is_counted_by_sub_blocks(tile, sub_block):
     assert flops(Mask(True, None), 4096, (tile, tile), sub_block) == 2 * 2 * HEADS * HEAD * scores
 
 
-def test_other_tiles_are_counted_whole():
-    rows = 4096
-    whole = 2 * 2 * HEADS * HEAD * rows * rows
-    assert flops(Mask(False, None), rows, (1024, 1024), 512) == whole
-    # No square tiles, so those on the diagonal are not split: of 4 x 2 tiles, 6 are reached.
-    assert flops(Mask(True, None), rows, (1024, 2048), 512) == whole * 6 // 8
-    # A window of 1024: of 4 x 4 tiles, those on the diagonal and those below it are reached.
-    assert flops(Mask(True, 1024), rows, (1024, 1024), 512) == whole * 7 // 16
+@pytest.mark.parametrize(("mask", "tiles", "share"), [
+    (Mask(False, None), (1024, 1024), 1),
+    (Mask(True, None), (1024, 2048), 6 / 8),  # no square tiles, so none is split: of 4 x 2 tiles, 6 are reached
+    (Mask(True, 1024), (1024, 1024), 7 / 16),  # of 4 x 4 tiles, those on the diagonal and those below it
+])  # fmt: skip
+def test_other_tiles_are_counted_whole(mask, tiles, share):
+    assert flops(mask, 4096, tiles, 512) == 2 * 2 * HEADS * HEAD * 4096 * 4096 * share
 
 
 def test_the_cost_of_a_loop_is_the_mean_of_its_calls():
