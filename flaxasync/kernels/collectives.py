@@ -211,7 +211,7 @@ class _Reduction:
         grid = (pl.cdiv(result.shape[0], tile.m), pl.cdiv(result.shape[1], tile.n))
         hops, itemsize = ring.size - 1, x.dtype.itemsize
         outgoing, received = pltpu.VMEM(self.block, x.dtype), pltpu.VMEM((2, hops, *self.block), x.dtype)
-        scratch = _Scratch(outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops)))
+        scratch: Ref = _Scratch(outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops)))
         limit, accessed = vmem_limit(self.vmem_bytes), (x.size + math.prod(result.shape)) * itemsize
         sent = self.rounds * hops * math.prod(grid) * math.prod(self.block) * itemsize
 

@@ -30,7 +30,6 @@ def simulated(shape, names, mode="on_wait"):
     params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, on_race="raise", vector_clock_size=1024)
     jax.clear_caches()
     pltpu.reset_tpu_interpret_mode_state()
-    dispatch.runtime_tokens.clear()  # of a program that failed
     original = stock.interpret_pallas_call
     with (
         contextlib.ExitStack() as after,
@@ -40,8 +39,8 @@ def simulated(shape, names, mode="on_wait"):
         pltpu.force_tpu_interpret_mode(params),
         quick_callbacks(),
     ):
-        after.callback(jax.clear_caches)
-        after.callback(pltpu.reset_tpu_interpret_mode_state)
+        for reset in (jax.clear_caches, pltpu.reset_tpu_interpret_mode_state, dispatch.runtime_tokens.clear):
+            after.callback(reset)  # also where the program failed, whose error a later test would raise again
         yield mesh
         jax.effects_barrier()
         assert "non-zero count" not in printed.getvalue(), printed.getvalue()
