@@ -13,8 +13,8 @@
 
 All of them but the last are built from `engine`, and are for use inside `jax.shard_map`, on local shards. The ops have
 checked the operands: float32 or bfloat16, all of one dtype, each batch in whole hardware tiles, on axes of two devices
-or more. A kernel refuses with a ValueError only tiles that exceed the chip's vector memory. These arguments mean the
-same in each kernel:
+or more. Beside what its docstring names, a kernel refuses only tiles that exceed the chip's vector memory, with a
+ValueError. These arguments mean the same in each kernel:
 
 ```
 tiles          the largest tiles of a product; by default the kernel chooses; the last of a dimension may be partial

@@ -57,6 +57,12 @@ def run(fn, operands, in_specs, out_specs, *, shape, names=("ring",), mode="on_w
         return as_float32(results)
 
 
+def arranged(mesh, shapes, specs):
+    """Returns bfloat16 arguments of these global shapes, to compile for a mesh of a topology."""
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    return [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=on) for s, on in zip(shapes, shardings, strict=True)]
+
+
 def draw(shape, dtype="float32", seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
 

@@ -3,10 +3,8 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
@@ -14,7 +12,7 @@ from flaxasync.kernels.collectives import all_gather, all_reduce, reduce_scatter
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.gemm import gemm
-from tests.kernels.conftest import as_float32, assert_close, draw
+from tests.kernels.conftest import arranged, as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
 
 KERNELS = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
@@ -90,8 +88,7 @@ def test_eight_devices_play_without_a_finding():
 
     specs = P("ring", None), P(None, "ring")
     fn = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("ring", None), check_vma=False)
-    shapes = zip(((8 * 128, 256), (256, 8 * 256)), specs, strict=True)
-    arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for s, spec in shapes]
+    arguments = arranged(mesh, [(8 * 128, 256), (256, 8 * 256)], specs)
     result = fa.check.play(jax.jit(fn), *arguments, topology="v5e:2x4")
     assert not result.notes
     names = [phase.name.partition(".")[0] for phase in result.slowest.phases]

@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
@@ -17,7 +16,7 @@ from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.gemm import gemm
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.kernels.weight_gradient import gather_weight_gradient
-from tests.kernels.conftest import simulated
+from tests.kernels.conftest import arranged, simulated
 
 BY_ROWS, BY_COLUMNS = P(None, "ring"), P(None, None, "ring")
 # Rows of a sequence of 2048 in batches of 8, features of a model of 8192, hidden ones of 28672 over the ring.
@@ -40,8 +39,7 @@ def at_full_size(name, topology):
     local, specs, out_specs, shapes = FULL_SIZE[name]
     mesh = fa.check.topology_mesh(topology, (fa.check.topology_size(topology),), ("ring",))
     fn = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs))
-    pairs = zip(shapes, specs, strict=True)
-    return fn, *(jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for s, spec in pairs)
+    return fn, *arranged(mesh, shapes, specs)
 
 
 QUICK = "reduce_scatter", "v5e:2x4"
