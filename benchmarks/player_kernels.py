@@ -22,7 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.kernels.engine import operands, ring, vmem
+from flaxasync.hardware import MIB
+from flaxasync.kernels.engine import operands, ring
 from flaxasync.kernels.gemm import gemm, grid, specs, step
 from flaxasync.kernels.mesh_matmul.overlapped import overlapped
 
@@ -89,7 +90,7 @@ def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
         in_specs=[pl.BlockSpec((bm, bn), lambda i, j: (i, j))],
         out_specs=pl.BlockSpec((bm, bn), lambda i, j: (i, j)),
         scratch_shapes=[pltpu.SemaphoreType.DMA] * 3 + [pltpu.VMEM((bm, bn), x.dtype)] * 2,
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 * vmem.MIB),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 * MIB),
         name="all_reduce",
     )(x)
 
@@ -134,7 +135,7 @@ def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
         in_specs=[ANYWHERE] * 2,
         out_specs=[ANYWHERE] * 2,
         scratch_shapes=[pltpu.SemaphoreType.DMA] * 2 + [pltpu.VMEM((tiles.m, tiles.n), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 * vmem.MIB),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 * MIB),
         name="fused",
     )(x, w)[0]
 

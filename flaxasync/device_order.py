@@ -29,17 +29,11 @@ type Path = tuple[tuple[int, ...], ...]  # the points of a box in the order of a
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGrid:
-    """The devices of one slice.
+    """The devices of one slice. The last dimension is that of the cores of a chip."""
 
-    Attributes:
-      sizes: The number of devices along each dimension. The last dimension is that of the cores of a chip.
-      wraps: Whether a link closes each dimension into a ring.
-      origin: The coordinates of the first device, of each dimension.
-    """
-
-    sizes: Sizes
-    wraps: tuple[bool, ...]
-    origin: tuple[int, ...]
+    sizes: Sizes  # devices along each dimension
+    wraps: tuple[bool, ...]  # whether a link closes each dimension into a ring
+    origin: tuple[int, ...]  # coordinates of the first device
 
     @classmethod
     def of(cls, devices: Sequence[Any]) -> "DeviceGrid | None":

@@ -60,19 +60,12 @@ class Channel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """How blocks travel along one mesh axis. Hashable: it is a static argument of the VJP rules.
-
-    Attributes:
-      axis_name: The mesh axis.
-      transport: What moves a block. None means one collective operation instead of a ring.
-      directions: 1, or 2 to send one half-block in each direction, which halves the bytes of a hop on each link.
-      unroll: Turns in one loop body; see `staggered_loop`.
-    """
+    """How blocks travel along one mesh axis. Hashable: it is a static argument of the VJP rules."""
 
     axis_name: str
-    transport: Transport | None
-    directions: int = 1
-    unroll: int = 2
+    transport: Transport | None  # what moves a block; None means one collective operation instead of a ring
+    directions: int = 1  # or 2 to send one half-block in each direction, which halves the bytes of a hop on each link
+    unroll: int = 2  # turns in one loop body; see `staggered_loop`
 
 
 def permutation(size: int, shift: int) -> list[tuple[int, int]]:

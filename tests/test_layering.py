@@ -97,18 +97,15 @@ def test_no_files_import_each_other():
     assert cycle({name: imported(path, modules()) - {name} for name, path in modules().items()}) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "forbidden"),
-    [
-        ("flaxasync.ring", "from flaxasync import nn", ["flaxasync.nn"]),
-        ("flaxasync.ring", "import flaxasync.transport.xla", ["flaxasync.transport.xla"]),
-        ("flaxasync.kernels.gemm", "def f():\n    from flaxasync.ops import plan", ["flaxasync.ops.plan"]),
-        ("flaxasync.ops.plan", "from flaxasync.check import audit", ["flaxasync.check"]),
-        ("flaxasync.nn.mlp", "import flaxasync", ["flaxasync"]),
-        ("flaxasync.check.player.play", "from flaxasync.mesh import chip", ["flaxasync.mesh"]),
-        ("models.transformer", "from flaxasync import check", ["flaxasync.check"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "source", "forbidden"), [
+    ("flaxasync.ring", "from flaxasync import nn", ["flaxasync.nn"]),
+    ("flaxasync.ring", "import flaxasync.transport.xla", ["flaxasync.transport.xla"]),
+    ("flaxasync.kernels.gemm", "def f():\n    from flaxasync.ops import plan", ["flaxasync.ops.plan"]),
+    ("flaxasync.ops.plan", "from flaxasync.check import audit", ["flaxasync.check"]),
+    ("flaxasync.nn.mlp", "import flaxasync", ["flaxasync"]),
+    ("flaxasync.check.player.play", "from flaxasync.mesh import chip", ["flaxasync.mesh"]),
+    ("models.transformer", "from flaxasync import check", ["flaxasync.check"]),
+])  # fmt: skip
 def test_a_forbidden_import_is_found(tmp_path, name, source, forbidden):
     """Negative test: the rules notice each kind of import that they forbid."""
     file = tmp_path / "module.py"

@@ -34,15 +34,10 @@ type Segments = tuple[Array, Array] | None  # of the rows of q, of the rows of k
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which rows a row attends to, by position. Segments restrict it further.
+    """Which rows a row attends to, by position. Segments restrict it further."""
 
-    Attributes:
-      causal: Whether a row attends only to itself and to earlier rows.
-      window: A row attends only to rows fewer than `window` positions away; None for any distance.
-    """
-
-    causal: bool
-    window: int | None
+    causal: bool  # whether a row attends only to itself and to earlier rows
+    window: int | None  # a row attends only to rows fewer than `window` positions away; None for any distance
 
     @property
     def by_position(self) -> bool:
@@ -78,42 +73,25 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One block of queries with one block of keys and values.
+    """One block of queries with one block of keys and values. Indices and positions may be traced values."""
 
-    Attributes:
-      q_block: The index of the block of `q_rows` rows among this device's rows.
-      q_rows: The rows of the block of queries.
-      q_start: The position in the sequence of its first row.
-      k_block: The index of the block of `k_rows` rows among the rows of keys and values that this device holds now.
-      k_rows: The rows of the block of keys and values.
-      k_start: The position in the sequence of its first row.
-      masked: Whether the mask forbids some row of the one block to attend to some row of the other.
-      needed: Whether the mask lets any row attend to another; None where it always does.
-    """
-
-    q_block: Any
+    q_block: Any  # index of the block of `q_rows` rows among this device's rows
     q_rows: int
-    q_start: Any
-    k_block: Any
+    q_start: Any  # position in the sequence of its first row
+    k_block: Any  # index of the block of `k_rows` rows among the keys and values that this device holds now
     k_rows: int
-    k_start: Any
-    masked: bool
-    needed: Any
+    k_start: Any  # position in the sequence of its first row
+    masked: bool  # whether the mask forbids some row of the one block to attend to some row of the other
+    needed: Any  # whether the mask lets any row attend to another; None where it always does
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What turns the product of a query and a key into a score. Hashable: it is a static argument.
-
-    Attributes:
-      mask: Which rows attend to which, by position.
-      scale: The factor of the products.
-      precision: The precision of the matmuls, as in `lax.dot_general`. They accumulate in float32.
-    """
+    """What turns the product of a query and a key into a score. Hashable: it is a static argument."""
 
     mask: Mask
-    scale: float
-    precision: lax.PrecisionLike = None
+    scale: float  # the factor of the products
+    precision: lax.PrecisionLike = None  # of the matmuls, as in `lax.dot_general`; they accumulate in float32
 
 
 @runtime_checkable

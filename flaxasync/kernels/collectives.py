@@ -28,18 +28,16 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import call
+from flaxasync.kernels.engine.call import call, check_vmem, fitting, vmem_limit
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
-from flaxasync.kernels.engine.grid import remainder
-from flaxasync.kernels.engine.operands import LANES, Tiles, check_operand, check_rows, output, sublanes
-from flaxasync.kernels.engine.refs import Ref, Scalar, ScratchShapes, aligned
-from flaxasync.kernels.engine.ring import Ring, check_ring, choose_directions, half_blocks
+from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, Tiles, aligned, output, sublanes
+from flaxasync.kernels.engine.ring import Ring, choose_directions, half_blocks
 from flaxasync.kernels.engine.slots import start_send, wait
-from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.engine.vmem import check_vmem, fitting, vmem_limit
+from flaxasync.kernels.engine.tiling import Tiling, remainder
 
 TILES = Tiles(1024, 1, 1024)  # of the result of a reduction; there is no k
 
@@ -47,17 +45,17 @@ TILES = Tiles(1024, 1, 1024)  # of the result of a reduction; there is no k
 def all_gather(
     x: jax.Array, axis_name: str, *, directions: int | None = 1, collective_id: int | None = None
 ) -> jax.Array:
-    """Returns the rows of all R devices on an axis, for each of them: [m, n] -> [R*m, n]. Inside `jax.shard_map`.
+    """Returns the rows of all R devices on an axis, for each of them: [m, n] -> [R*m, n].
 
-    Arguments and errors are those of `reduce_scatter`; with two directions, half of the rows of x goes each way.
+    With two directions, half of the rows of x goes each way; None is 2 where that is faster and m can be halved.
+
+    Raises:
+      ValueError: with two directions, the rows have no halves of whole hardware tiles.
     """
-    caller = "all_gather"
-    check_operand(caller, "x", x.shape, x.dtype)
-    size = check_ring(caller, axis_name, directions or 1)
-    (m, n), unit = x.shape, sublanes(x.dtype)
+    caller, size, (m, n), unit = "all_gather", lax.axis_size(axis_name), x.shape, sublanes(x.dtype)
     directions = choose_directions(size, m, unit, directions)
     half_blocks(caller, "rows of x", m, unit, directions)  # raises if there are none
-    ring, layout = Ring(axis_name, size, directions), BlockLayout.of(caller, 1, m, unit, directions)
+    ring, layout = Ring(axis_name, size, directions), BlockLayout.of(1, m, unit, directions)
 
     def body(x_ref: Ref, o_ref: Ref, semaphores: GatherSemaphores) -> None:
         gather = Gather(ring, layout, x_ref, o_ref, semaphores)
@@ -95,20 +93,13 @@ def reduce_scatter(
     directions: int | None = 1,
     collective_id: int | None = None,
 ) -> jax.Array:
-    """Sums over the R devices on an axis; each gets its block of rows: [R*m, n] -> [m, n]. Inside `jax.shard_map`.
+    """Sums over the R devices on an axis; each gets its block of rows: [R*m, n] -> [m, n].
 
-    Args:
-      x: [R*m, n], float32 or bfloat16; m and n in whole hardware tiles.
-      axis_name: the mesh axis, of two devices or more.
-      tiles: m and n of a tile of the result, at most; the tiles used may hang over its edges. R tiles of x lie in
-        vector memory. None is `TILES`, or what fits in the chip's vector memory.
-      directions: 1, or 2 to send half of the columns each way; None is 2 where that is faster and n can be halved.
-      collective_id: the id of the entry barrier; by default one that no other kernel of the program has.
+    `tiles` are m and n of a tile of the result, at most; R tiles of x lie in vector memory. None is `TILES`, or what
+    fits. With two directions, half of the columns goes each way; None is 2 where that is faster and n can be halved.
 
     Raises:
-      ValueError: x is not in whole hardware tiles, or cannot be divided; tiles exceed vector memory; the axis has one
-        device.
-      NotImplementedError: another dtype.
+      ValueError: with two directions, the columns of a tile have no halves of whole hardware tiles.
     """
     reduction = _reduction(x, axis_name, tiles, directions, collective_id, rounds=1)
 
@@ -127,10 +118,9 @@ def all_reduce(
     directions: int | None = 1,
     collective_id: int | None = None,
 ) -> jax.Array:
-    """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. For use inside `jax.shard_map`.
+    """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. m is in R blocks of whole hardware tiles.
 
-    The result's type says that it does not vary over the axis. Arguments and errors are those of `reduce_scatter`; m is
-    a multiple of R hardware tiles.
+    The result's type says that it does not vary over the axis. Arguments and errors are those of `reduce_scatter`.
     """
     reduction = _reduction(x, axis_name, tiles, directions, collective_id, rounds=2)
     ring, (m, n) = reduction.ring, reduction.block
@@ -214,14 +204,14 @@ class _Reduction:
             o_ref[:, self.columns[d]] = partial_sum(d, ring.size - 1).astype(o_ref.dtype)
 
     def call(
-        self, body: Callable[..., None], x: jax.Array, result: jax.ShapeDtypeStruct, *more_scratch: ScratchShapes
+        self, body: Callable[..., None], x: jax.Array, result: jax.ShapeDtypeStruct, *more_scratch: Ref
     ) -> jax.Array:
         """Calls a kernel on the tiles of the result. x is [m, n] as the result, or [R, m, n]."""
         ring, tile, leading, dma = self.ring, self.tile, x.shape[:-2], pltpu.SemaphoreType.DMA
         grid = (pl.cdiv(result.shape[0], tile.m), pl.cdiv(result.shape[1], tile.n))
         hops, itemsize = ring.size - 1, x.dtype.itemsize
         outgoing, received = pltpu.VMEM(self.block, x.dtype), pltpu.VMEM((2, hops, *self.block), x.dtype)
-        scratch: ScratchShapes = _Scratch(outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops)))
+        scratch: Ref = _Scratch(outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops)))
         limit, accessed = vmem_limit(self.vmem_bytes), (x.size + math.prod(result.shape)) * itemsize
         sent = self.rounds * hops * math.prod(grid) * math.prod(self.block) * itemsize
 
@@ -250,11 +240,9 @@ class _Reduction:
 def _reduction(
     x: jax.Array, axis_name: str, tiles: Tiles | None, directions: int | None, collective_id: int | None, rounds: int
 ) -> _Reduction:
-    """Chooses the tiles of the result; raises if x is not in whole hardware tiles for each of the devices."""
+    """Chooses the tiles of the result, which one round of a reduce-scatter or the two of an all-reduce give."""
     caller = "reduce_scatter" if rounds == 1 else "all_reduce"
-    size, (rows, n) = check_ring(caller, axis_name, directions or 1), x.shape
-    check_operand(caller, "x", x.shape, x.dtype)
-    check_rows(caller, axis_name, size, rows, x.dtype)
+    size, (rows, n) = lax.axis_size(axis_name), x.shape
     ring = Ring(axis_name, size, choose_directions(size, n, LANES, directions))
     m, blocks = (rows // size, 1) if rounds == 1 else (rows, size)
     lanes = LANES * ring.directions if n >= LANES * ring.directions else LANES  # a tile, too, is halved

@@ -12,14 +12,14 @@ because all write here. Each receive buffer is written once in a call, and is re
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.operands import LANES, check_operand, output
-from flaxasync.kernels.engine.refs import Ref, Scalar, aligned
-from flaxasync.kernels.engine.ring import Ring, check_ring, enter
+from flaxasync.kernels.engine.call import call
+from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, aligned, output
+from flaxasync.kernels.engine.ring import Ring, enter
 from flaxasync.kernels.engine.slots import start_send, wait
-from flaxasync.kernels.engine.vmem import vmem_limit
 from flaxasync.mesh import device_at
 
 
@@ -29,20 +29,11 @@ def vmem_bytes(size: int, nbytes: int, steps: int) -> int:
 
 
 def exchange(x: jax.Array, axis_name: str, *, steps: int = 1, collective_id: int | None = None) -> jax.Array:
-    """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. For use inside `jax.shard_map`.
+    """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. Two steps need R blocks of columns.
 
     The result's type says that it does not vary over the axis. `vmem_bytes` says what lies in vector memory.
-
-    Raises:
-      ValueError: `steps` is not 1 or 2; the axis has one device; x, or in two steps a block, is not in whole tiles.
-      NotImplementedError: another dtype than float32 and bfloat16.
     """
-    size, (m, n) = check_ring("exchange", axis_name, 1), x.shape
-    check_operand("exchange", "x", x.shape, x.dtype)
-    if steps not in (1, 2):
-        raise ValueError(f"exchange has 1 or 2 steps: got steps={steps}")
-    if steps == 2 and n % (size * LANES):
-        raise ValueError(f"exchange in two steps needs columns in a multiple of {size * LANES}: got {n}; pad x")
+    size, (m, n) = lax.axis_size(axis_name), x.shape
     ring, width = Ring(axis_name, size, 1), n if steps == 1 else n // size
     others = sorted(range(1, size), key=lambda hop: -min(hop, size - hop))  # the farthest first
 
@@ -74,18 +65,19 @@ def exchange(x: jax.Array, axis_name: str, *, steps: int = 1, collective_id: int
             for _ in others:
                 wait(own, send_sem.at[step])
 
-    dma, vmem, nbytes = pltpu.SemaphoreType.DMA, pl.BlockSpec(memory_space=pltpu.VMEM), x.size * x.dtype.itemsize
+    dma, nbytes = pltpu.SemaphoreType.DMA, x.size * x.dtype.itemsize
     buffers = pltpu.VMEM((size, m, width), x.dtype), pltpu.VMEM((m, n), x.dtype)
-    need, sent = vmem_bytes(size, nbytes, steps), steps * (size - 1) * m * width * x.dtype.itemsize
-    return pl.pallas_call(
+    (total,) = call(
         kernel,
-        out_shape=output(x.shape, x, invarying=(axis_name,)),
-        in_specs=[vmem],
-        out_specs=vmem,
-        scratch_shapes=[*buffers, dma((steps,)), dma((steps, size))],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id, vmem_limit_bytes=vmem_limit(need)),
-        cost_estimate=pl.CostEstimate(
-            flops=size * m * width, transcendentals=0, bytes_accessed=2 * nbytes, remote_bytes_transferred=sent
-        ),
+        [x],
         name="exchange",
-    )(x)
+        results=[output(x.shape, x, invarying=(axis_name,))],
+        scratch=[*buffers, dma((steps,)), dma((steps, size))],
+        collective_id=collective_id,
+        vmem_bytes=vmem_bytes(size, nbytes, steps),
+        flops=size * m * width,
+        hbm_bytes=2 * nbytes,
+        sent=steps * (size - 1) * m * width * x.dtype.itemsize,
+        memory=pl.BlockSpec(memory_space=pltpu.VMEM),
+    )
+    return total

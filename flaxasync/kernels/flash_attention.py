@@ -40,36 +40,29 @@ _NN = (((1,), (0,)), ((), ()))
 
 @dataclasses.dataclass(frozen=True)
 class Flash:
-    """The two kernels as a `BlockKernel`.
+    """The two kernels as a `BlockKernel`. Its sizes are the largest to use.
 
-    Attributes:
-      q_tile: the largest number of rows in a tile of q.
-      kv_tile: the largest number of rows in a tile of kv.
-      sub_block: the largest number of rows of kv that are multiplied at once. The softmax of one sub-block runs beside
-        the matmul of the next.
-      name: the name of the kernel.
-      triangle_tiles: the largest numbers of rows in the square tiles of a product whose mask is a triangle, of the
-        forward and of the backward kernel.
+    The softmax of one sub-block runs beside the matmul of the next.
     """
 
-    q_tile: int = 1024
-    kv_tile: int = 2048
-    sub_block: int = 512
+    q_tile: int = 1024  # rows in a tile of q
+    kv_tile: int = 2048  # rows in a tile of kv
+    sub_block: int = 512  # rows of kv that are multiplied at once
     name: str = "flash"
-    triangle_tiles: tuple[int, int] = (2048, 1024)
+    triangle_tiles: tuple[int, int] = (2048, 1024)  # rows in the square tiles of a triangle: forward, backward
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
-        grid = self._grid(scores, q, kv, product, self.triangle_tiles[0])
+        grid = self._grid(scores, q, product, self.triangle_tiles[0])
         return _call(
             functools.partial(_forward_body, scores, grid, product, segments is not None),
             grid,
             product,
             [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))],
             segments,
-            zip(carry, (grid.sums(), grid.statistics()), strict=True),
+            zip(carry, (grid.queries(), grid.statistics()), strict=True),
             scratch_shapes=[pltpu.VMEM((grid.q_tile, LANES), jnp.float32)] * 2,
             compiler_params=_compiler_params("parallel"),
-            cost_estimate=grid.cost(scores.mask, product, matmuls=2, q=q, bytes_per_row=8),
+            cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=q.dtype.itemsize),
             name="flash_attention",
         )
 
@@ -96,41 +89,26 @@ class Flash:
             )
 
         def one_call(index: Any, gradients: Gradients) -> Gradients:
-            every = [part(call) for call in range(count)]
-            return self._backward_call(scores, q, kv, segments, do, rows, part(index), every, gradients)
+            every, one = [part(call) for call in range(count)], part(index)
+            grid = self._grid(scores, q, one, self.triangle_tiles[1])
+            queries, statistics = grid.queries(), grid.statistics()
+            return _call(
+                functools.partial(_backward_body, scores, grid, one, segments is not None),
+                grid,
+                one,
+                [(q, queries), (kv, grid.keys(0)), (kv, grid.keys(1)), (do, queries), (rows, statistics)],
+                segments,
+                zip(gradients, (queries, grid.key_gradients()), strict=True),
+                compiler_params=_compiler_params("arbitrary"),
+                cost_estimate=grid.cost(scores.mask, every, matmuls=5, itemsize=q.dtype.itemsize),
+                name="flash_attention_backward",
+            )
 
         return one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
 
-    def _grid(self, scores: Scores, q: Array, kv: Array, product: Product, square: int) -> Grid:
+    def _grid(self, scores: Scores, q: Array, product: Product, square: int) -> Grid:
         tiles = (square, square) if product.masked and is_triangle(scores.mask) else (self.q_tile, self.kv_tile)
-        return Grid.of(q, kv, product, *tiles, self.sub_block)
-
-    def _backward_call(
-        self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
-        do: Array,
-        rows: Array,
-        product: Product,
-        every: Sequence[Product],
-        gradients: Gradients,
-    ) -> Gradients:
-        """Adds one product of several that a loop makes; its cost is the mean of all, because their mask differs."""
-        grid = self._grid(scores, q, kv, product, self.triangle_tiles[1])
-        queries, statistics = grid.queries(), grid.statistics()
-        return _call(
-            functools.partial(_backward_body, scores, grid, product, segments is not None),
-            grid,
-            product,
-            [(q, queries), (kv, grid.keys(0)), (kv, grid.keys(1)), (do, queries), (rows, statistics)],
-            segments,
-            zip(gradients, (grid.sums(), grid.key_gradients()), strict=True),
-            compiler_params=_compiler_params("arbitrary"),
-            cost_estimate=grid.cost(scores.mask, product, matmuls=5, q=q, bytes_per_row=8, every=every),
-            name="flash_attention_backward",
-        )
+        return Grid.of(q, product, *tiles, self.sub_block)
 
 
 class Part(enum.Enum):

@@ -15,37 +15,24 @@ from flaxasync.kernels.engine.operands import LANES
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The steps of a call: batch, group, head of the group, tile of q, tile of kv.
+    """The steps of a call: batch, group, head of the group, tile of q, tile of kv."""
 
-    Attributes:
-      batch: the number of sequences.
-      groups: the number of groups of heads that share keys and values.
-      heads: the heads of a group.
-      head_size: the elements of a head.
-      q_rows: the rows of the block of queries.
-      q_tile: the rows of a tile of queries.
-      k_rows: the rows of the block of keys and values.
-      k_tile: the rows of a tile of keys and values.
-      sub_block: the rows of a tile of keys and values that are multiplied at once.
-    """
-
-    batch: int
-    groups: int
-    heads: int
-    head_size: int
-    q_rows: int
-    q_tile: int
-    k_rows: int
-    k_tile: int
-    sub_block: int
+    batch: int  # sequences
+    groups: int  # groups of heads that share keys and values
+    heads: int  # heads of a group
+    head_size: int  # elements of a head
+    q_rows: int  # rows of the block of queries
+    q_tile: int  # rows of a tile of queries
+    k_rows: int  # rows of the block of keys and values
+    k_tile: int  # rows of a tile of keys and values
+    sub_block: int  # rows of a tile of keys and values that are multiplied at once
 
     @classmethod
-    def of(cls, q: Array, kv: Array, product: Product, q_tile: int, kv_tile: int, sub_block: int) -> "Grid":
+    def of(cls, q: Array, product: Product, q_tile: int, kv_tile: int, sub_block: int) -> "Grid":
+        """Returns the steps with the largest tiles that divide the blocks, up to those that are given."""
         b, n, g, _, d = q.shape
-        q_rows = product.q_rows
-        k_tile = largest_tile(product.k_rows, kv_tile)
-        sub_block = largest_tile(k_tile, sub_block)
-        return cls(b, n, g, d, q_rows, largest_tile(q_rows, q_tile), product.k_rows, k_tile, sub_block)
+        q_tile, k_tile = largest_tile(product.q_rows, q_tile), largest_tile(product.k_rows, kv_tile)
+        return cls(b, n, g, d, product.q_rows, q_tile, product.k_rows, k_tile, largest_tile(k_tile, sub_block))
 
     def sub_blocks(self) -> list[Any]:
         """Returns the rows of each sub-block of a tile of keys and values."""
@@ -73,7 +60,7 @@ class Grid:
         return jnp.stack([jnp.asarray(value, jnp.int32) for value in values])
 
     def queries(self) -> pl.BlockSpec:
-        """Returns the block [q_tile, d] of queries [b, n, g, s, d]."""
+        """Returns the block [q_tile, d] of queries, or of sums, [b, n, g, s, d]."""
         shape = (None, None, None, self.q_tile, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, n, g, s[0] * self.q_tiles + i, 0))
 
@@ -81,10 +68,6 @@ class Grid:
         """Returns the block [k_tile, d] of keys (which=0) or of values (which=1) [2, b, n, t, d]."""
         shape = (None, None, None, self.k_tile, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (which, b, n, s[1] * self.k_tiles + j, 0))
-
-    def sums(self) -> pl.BlockSpec:
-        """Returns the block [q_tile, d] of sums [b, n, g, s, d]."""
-        return self.queries()
 
     def statistics(self) -> pl.BlockSpec:
         """Returns the block [2, q_tile] of statistics [b, n, g, 2, s]."""
@@ -104,25 +87,16 @@ class Grid:
         """Returns the block [1, k_tile] of the segment ids [b, 1, t] of keys."""
         return pl.BlockSpec((None, 1, self.k_tile), lambda b, n, g, i, j, s: (b, 0, s[1] * self.k_tiles + j))
 
-    def cost(
-        self,
-        mask: Mask,
-        product: Product,
-        *,
-        matmuls: int,
-        q: Array,
-        bytes_per_row: int,
-        every: Sequence[Product] = (),
-    ) -> pl.CostEstimate:
+    def cost(self, mask: Mask, products: Sequence[Product], *, matmuls: int, itemsize: int) -> pl.CostEstimate:
         """Returns the cost of a call with this number of matmuls for each pair of tiles.
 
-        Where a loop makes the call, `every` has the products of all its iterations, and the cost is their mean.
+        Where a loop makes the call, it has a product in each iteration, and the cost is their mean.
         """
         heads = self.batch * self.groups * self.heads
-        shares = [self._reached(mask, each) for each in every or [product]]
+        shares = [self._reached(mask, product) for product in products]
         scores = int(heads * self.q_rows * self.k_rows * sum(shares) / len(shares))
-        kv_bytes = 2 * heads * self.q_tiles * self.k_rows * self.head_size * q.dtype.itemsize
-        q_bytes = heads * self.q_rows * self.head_size * (q.dtype.itemsize + bytes_per_row)
+        kv_bytes = 2 * heads * self.q_tiles * self.k_rows * self.head_size * itemsize
+        q_bytes = heads * self.q_rows * self.head_size * (itemsize + 8)  # read; a float32 sum is read and written
         return pl.CostEstimate(
             flops=2 * matmuls * scores * self.head_size, transcendentals=scores, bytes_accessed=kv_bytes + q_bytes
         )

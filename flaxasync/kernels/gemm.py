@@ -9,30 +9,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.operands import Tiles, check_operands, output
-from flaxasync.kernels.engine.product import accumulate, dot
-from flaxasync.kernels.engine.refs import Ref
+from flaxasync.kernels.engine.call import check_vmem, matmul_bytes, vmem_limit
+from flaxasync.kernels.engine.matmul import accumulate, dot
+from flaxasync.kernels.engine.operands import Ref, Tiles, output
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, Tiling
-from flaxasync.kernels.engine.vmem import check_vmem, matmul_bytes, vmem_limit
 
 TILES = Tiles(512, 1024, 1024)
 
 
 def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
-    """Multiplies in one kernel. Sums are float32, the result has x's dtype.
-
-    Args:
-      x: [m, k], float32 or bfloat16, in whole hardware tiles.
-      w: [k, n], likewise.
-      tiles: the largest tiles of one step.
-
-    Raises:
-      ValueError: shapes do not fit each other or hardware tiles, or tiles exceed vector memory.
-      NotImplementedError: another dtype.
-    """
-    check_operands("gemm", {"x": [x], "w": [w]})
-    if x.shape[1] != w.shape[0]:
-        raise ValueError(f"gemm needs x [m, k] and w [k, n] of one dtype: got {jax.typeof(x)} and {jax.typeof(w)}")
+    """Multiplies in one kernel. Sums are float32, the result has x's dtype."""
     (m, k), n = x.shape, w.shape[1]
     tiles = tiles.within(m, k, n)
     need = check_vmem("gemm", tiles, lambda tiles: matmul_bytes(tiles, x.dtype, results=2, sums=1))

@@ -28,18 +28,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import call
-from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
+from flaxasync.kernels.engine.call import available, call, check_vmem, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, check_rows, output, sublanes
-from flaxasync.kernels.engine.refs import Condition, Index, Ref, Scalar
-from flaxasync.kernels.engine.ring import Acknowledgements, Ring, check_ring
+from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, output, sublanes
+from flaxasync.kernels.engine.ring import Acknowledgements, Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, wait
-from flaxasync.kernels.engine.tiling import RowTiling, Tiling
-from flaxasync.kernels.engine.vmem import available, check_vmem, matmul_bytes
+from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 from flaxasync.mesh import UnsupportedError
 
 CALLER = "matmul_reduce_scatter"
@@ -128,24 +126,12 @@ def matmul_reduce_scatter(
     directions: int = 2,
     collective_id: int | None = None,
 ) -> jax.Array:
-    """Returns y, of x's dtype; see the head of this file. For use inside `jax.shard_map`. Sums travel in that dtype.
-
-    Args:
-      xs: each [B, R*m, k_i], float32 or bfloat16, in whole hardware tiles; so is m.
-      ws: each [k_i, n], or [n, k_i] if `transposed`.
-      axis_name: the mesh axis, of two devices or more.
-      transposed: multiply by w.T.
-      tiles: the largest tiles of a product. Where no such tiles divide a dimension well, the last ones are partial.
-      directions: 1, or 2 to send half of the tiles each way.
-      collective_id: the id of the entry barrier; by default one that no other kernel of the program has.
+    """Returns y, of x's dtype, in which sums travel, too; see the head of this file and that of `flaxasync.kernels`.
 
     Raises:
-      ValueError: shapes do not fit each other or hardware tiles, tiles exceed vector memory, or the axis has
-        one device.
-      NotImplementedError: another dtype, or more tiles than there are semaphores.
+      NotImplementedError: there are more tiles than semaphores.
     """
-    size = check_ring(CALLER, axis_name, directions)
-    _check(xs, ws, transposed, axis_name, size)
+    size = lax.axis_size(axis_name)
     (batch, all_rows, _), dtype, pairs = xs[0].shape, xs[0].dtype, len(xs)
     m, n, ks = all_rows // size, ws[0].shape[0 if transposed else 1], [x.shape[2] for x in xs]
     schedule, vmem_bytes = _plan(xs, ws, transposed, tiles, size, directions)
@@ -226,26 +212,6 @@ def _default_tiles(m: int, n: int) -> Tiles:
         longer = "n" if used.n >= used.m else "m"
         used = dataclasses.replace(used, **{longer: getattr(used, longer) // 2})
     return used
-
-
-def _check(xs: Sequence[jax.Array], ws: Sequence[jax.Array], transposed: bool, axis_name: str, size: int) -> None:
-    form = "[n, k]" if transposed else "[k, n]"
-    if not xs or len(xs) != len(ws) or any(x.ndim != 3 for x in xs) or any(w.ndim != 2 for w in ws):
-        raise ValueError(
-            f"{CALLER} needs pairs of x [B, R*m, k] and w {form}: got {[list(x.shape) for x in xs]} and "
-            f"{[list(w.shape) for w in ws]}"
-        )
-    n, (_, rows, _) = ws[0].shape[0 if transposed else 1], xs[0].shape
-    for x, w in zip(xs, ws, strict=True):
-        if x.shape[:2] != xs[0].shape[:2] or w.shape != ((n, x.shape[2]) if transposed else (x.shape[2], n)):
-            raise ValueError(
-                f"{CALLER} sums products x [B, R*m, k] @ w {form} of one shape: got {list(x.shape)} and {list(w.shape)}"
-                f" beside {list(xs[0].shape)} and {list(ws[0].shape)}"
-            )
-    check_operands(CALLER, {"x": xs, "w": ws})
-    if n % LANES:
-        raise ValueError(f"{CALLER} needs n to be a multiple of {LANES}: got n={n}; pad w")
-    check_rows(CALLER, axis_name, size, rows, xs[0].dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,18 +35,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import call
-from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
-from flaxasync.kernels.engine.operands import LANES, Tiles, check_operands, output, sublanes
-from flaxasync.kernels.engine.product import accumulate, dot
-from flaxasync.kernels.engine.refs import Ref, Scalar, aligned, beginning
-from flaxasync.kernels.engine.ring import Ring, check_ring
+from flaxasync.kernels.engine.call import call, check_vmem, matmul_bytes
+from flaxasync.kernels.engine.matmul import accumulate, dot
+from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, Tiles, aligned, beginning, output, sublanes
+from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
-from flaxasync.kernels.engine.tiling import SUB_BLOCK, RowTiling, Tiling
-from flaxasync.kernels.engine.vmem import check_vmem, matmul_bytes
+from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, RowTiling, Tiling, remainder, split
 
 CALLER = "gather_weight_gradient"
 TILES = Tiles(1024, 1024, 2048)  # columns of x, rows, columns of dy
@@ -124,24 +122,11 @@ def gather_weight_gradient(
     directions: int = 2,
     collective_id: int | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns the dws, of x's dtype; see the head of this file. For use inside `jax.shard_map`.
+    """Returns the dws, of x's dtype; see the head of this file and that of `flaxasync.kernels`.
 
-    Args:
-      x: [B, m, k], float32 or bfloat16, in whole hardware tiles; B*m is a multiple of 128.
-      dys: each [B, R*m, n_i], of x's dtype.
-      axis_name: the mesh axis, of two devices or more.
-      tiles: the largest tiles: m columns of x in a chunk, k rows of x in a product, n columns of dy in one. Where no
-        such tiles divide a dimension well, the last ones are partial.
-      directions: 1, or 2 to send half of the rows each way.
-      collective_id: the id of the entry barrier; by default one that no other kernel of the program has.
-
-    Raises:
-      ValueError: shapes do not fit each other or hardware tiles, tiles exceed vector memory, or the axis has one
-        device.
-      NotImplementedError: another dtype.
+    B*m is a multiple of 128. `tiles` are m columns of x in a chunk, k rows of x in a product, n columns of dy in one.
     """
-    size = check_ring(CALLER, axis_name, directions)
-    _check(x, dys, size)
+    size = lax.axis_size(axis_name)
     (batch, m, k), itemsize, widths = x.shape, x.dtype.itemsize, [dy.shape[2] for dy in dys]
     schedule, vmem_bytes = _plan(x, widths, tiles, size, directions)
     ring, chunks = Ring(axis_name, size, schedule.directions), schedule.chunks
@@ -196,20 +181,6 @@ def _plan(x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, direc
         return matmul_bytes(t, dtype, OUTGOING, across + 1)  # the sums, and the product
 
     return schedule, check_vmem(CALLER, Tiles(chunks.size, rows.size, columns.size), need)
-
-
-def _check(x: jax.Array, dys: Sequence[jax.Array], size: int) -> None:
-    if x.ndim != 3 or not dys or any(dy.ndim != 3 or dy.shape[:2] != (x.shape[0], size * x.shape[1]) for dy in dys):
-        raise ValueError(
-            f"{CALLER} needs x [B, m, k] and dy [B, {size}*m, n]: got {list(x.shape)} and "
-            f"{[list(dy.shape) for dy in dys]}"
-        )
-    check_operands(CALLER, {"x": [x], "dy": dys})
-    if x.shape[0] * x.shape[1] % LANES:
-        raise ValueError(
-            f"{CALLER} needs rows of x that are a multiple of {LANES} in all batches together: got "
-            f"{x.shape[0]} * {x.shape[1]}; pad x"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ last layer alone. At any time, the weights of two layers and the gradients of tw
 What follows the layers, such as the output projection, can be part of the scan. Its weights arrive while the layers
 run forward, and its gradients leave while they run backward.
 
-`flaxasync.transport.shards` moves weights and gradients, by permutes or by direct copies.
+`flaxasync.transport.transfers` moves weights and gradients, by permutes or by direct copies.
 """
 
 import dataclasses
@@ -32,8 +32,7 @@ from jax import Array, lax
 
 from flaxasync.mesh import cast_to_varying
 from flaxasync.transport.schedule import tie
-from flaxasync.transport.shards import start_gather, start_reduce_scatter
-from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
+from flaxasync.transport.transfers import Transfer, Transfers, meanwhile, start_gather, start_reduce_scatter
 
 type Leaves = tuple[Array, ...]
 type Kept = Any  # the input of a layer, or the VJP of jax.vjp without its weights and further arguments

@@ -52,21 +52,13 @@ class Aval(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["semaphores", "buffer"], meta_fields=["pair", "aval"])
 @dataclasses.dataclass(eq=False)
 class Future:
-    """A transfer under way. It is a pytree of arrays, so it passes through `fori_loop`, `scan` and `cond`.
+    """A transfer under way. It is a pytree of arrays, so it passes through `fori_loop`, `scan` and `cond`."""
 
-    Attributes:
-      semaphores: DMA semaphores, which count the bytes that the transfer has read and written.
-      buffer: The memory that is being written. It must not be read: `done` returns it once it holds the result.
-      pair: The pair that the future belongs to.
-      aval: The type of the x that belongs to the future.
-      done_in: The traces in which the transfer was waited for.
-    """
-
-    semaphores: tuple[Semaphore, ...]
-    buffer: jax.Array
+    semaphores: tuple[Semaphore, ...]  # they count the bytes that the transfer has read and written
+    buffer: jax.Array  # the memory that is being written; it must not be read: `done` returns it with the result
     pair: "Pair"
-    aval: Aval
-    done_in: list[Any] = dataclasses.field(default_factory=list, init=False, repr=False)
+    aval: Aval  # the type of the x that belongs to the future
+    done_in: list[Any] = dataclasses.field(default_factory=list, init=False, repr=False)  # traces that waited for it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,14 +27,9 @@ class PendingPermute:
 
     XLA runs whatever the operand of its permute depends on before the transfer. `while_travelling` ties the x of the
     pair to the compute, so the done sends this block, and not that x.
-
-    Attributes:
-      block: What is sent: the block that `ppermute_start` was given.
-      axis_name: The mesh axis along which the block goes.
-      shift: How many devices onward it goes.
     """
 
-    block: jax.Array
+    block: jax.Array  # what is sent: the block that `ppermute_start` was given
     axis_name: str
     shift: int
 
@@ -132,14 +127,12 @@ def ppermute(
     if backend != "pallas":
         return ppermute_done(*ppermute_start(x, axis_name, shift, backend))
     mapped_axis_size("ppermute", axis_name)
-    get(backend, "ppermute")
     return _ppermute_pallas(axis_name, shift, collective_id, cast_to_varying(x, {axis_name}))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _ppermute_pallas(axis_name: str, shift: int, collective_id: int | None, x: jax.Array) -> jax.Array:
-    pair = pallas.permute(axis_name, shift % lax.axis_size(axis_name), collective_id)
-    return pair.done(*pair.start(x))
+    return ppermute_done(*ppermute_start(x, axis_name, shift, "pallas", collective_id=collective_id))
 
 
 def _ppermute_pallas_fwd(axis_name: str, shift: int, collective_id: int | None, x: jax.Array) -> tuple[jax.Array, None]:
@@ -149,8 +142,7 @@ def _ppermute_pallas_fwd(axis_name: str, shift: int, collective_id: int | None, 
 def _ppermute_pallas_bwd(
     axis_name: str, shift: int, collective_id: int | None, saved: None, dy: jax.Array
 ) -> tuple[jax.Array]:
-    # The opposite shift has other neighbours, so it cannot use the barrier of the forward pass, which collective_id
-    # names.
+    # The opposite shift has other neighbours, so it cannot use the barrier that collective_id names.
     return (_ppermute_pallas(axis_name, -shift, None, dy),)
 
 

@@ -173,7 +173,7 @@ def _new_pair(x: jax.Array) -> tuple[Ref, Ref]:
 
 def _check_refs(caller: str, x_ref: Ref, y_ref: Ref) -> None:
     for name, ref in (("x_ref", x_ref), ("y_ref", y_ref)):
-        if not _is_whole_ref(ref):
+        if not isinstance(ref, jax.core.Tracer | jax.Ref) or not hasattr(jax.typeof(ref), "inner_aval"):
             raise ValueError(
                 f"{caller} needs {name} to be a whole Ref: got {type(ref).__name__}; make one with jax.new_ref"
             )
@@ -184,10 +184,6 @@ def _check_refs(caller: str, x_ref: Ref, y_ref: Ref) -> None:
             f"{caller} needs two Refs of one type: got x_ref {x_ref.dtype}{list(x_ref.shape)} and y_ref "
             f"{y_ref.dtype}{list(y_ref.shape)}"
         )
-
-
-def _is_whole_ref(ref: Ref) -> bool:
-    return isinstance(ref, jax.core.Tracer | jax.Ref) and hasattr(jax.typeof(ref), "inner_aval")
 
 
 # This operation does nothing and may not be removed, so it keeps the loop that contains it. XLA keeps a `pallas_call`

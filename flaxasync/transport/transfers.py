@@ -1,4 +1,13 @@
-"""Transfers of arrays that run beside a computation, whether XLA schedules them or a start/done pair makes them."""
+"""Gathers of shards along a dimension, and reduce-scatters, which are begun and waited for apart, beside a computation.
+
+| backend | what moves the blocks |
+|---|---|
+| `"xla"` | rings of permutes in both directions, asynchronous on every TPU; not loops, so that XLA can place each hop |
+| `"pallas"` | copies from each device to each other one (`flaxasync.transport.direct`) |
+
+Blocks that are not in whole tiles (`flaxasync.transport.direct.in_whole_tiles`) cannot be copied directly: biases, and
+kernels whose blocks of columns are no multiple of 128. XLA's collectives move those.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,26 +15,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
+from flaxasync.mesh import cast_to_varying
+from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
+from flaxasync.transport import direct
+from flaxasync.transport.direct import in_whole_tiles
 from flaxasync.transport.pair import Future
 from flaxasync.transport.schedule import tie
+from flaxasync.transport.xla import XlaTransport
 
 
 @dataclasses.dataclass
 class Transfer:
-    """An array that arrives.
+    """An array that arrives."""
 
-    Attributes:
-      x: What is sent while the transfer is under way; what arrived, if there is no future.
-      future: The future of a direct transfer; None where XLA schedules the transfer, or nothing travels.
-      summed_in: The dtype in which the blocks that arrive are added; None if they are not.
-    """
-
-    x: Array
-    future: Future | None = None
-    summed_in: DTypeLike | None = None
+    x: Array  # what is sent while the transfer is under way; what arrived, if there is no future
+    future: Future | None = None  # of a direct transfer; None where XLA schedules the transfer, or nothing travels
+    summed_in: DTypeLike | None = None  # the dtype in which the blocks that arrive are added, if they are
 
     def done(self) -> Array:
         """Waits, and returns what arrived."""
@@ -51,9 +59,7 @@ class Transfers:
 def meanwhile[T](transfers: list[Transfers], compute: Callable[..., T], *operands: Any) -> T:
     """Returns `compute(*operands)`, which runs after direct transfers were started and before they are waited for.
 
-    The operands are pytrees of arrays.
-
-    XLA schedules its own transfers. Nothing ties them to the computation.
+    The operands are pytrees of arrays. Nothing ties XLA's own transfers to the computation, because XLA schedules them.
     """
     started = [transfer for group in transfers for transfer in group.begun if transfer.future is not None]
     if not started:
@@ -63,3 +69,51 @@ def meanwhile[T](transfers: list[Transfers], compute: Callable[..., T], *operand
     for transfer, x in zip(started, sent, strict=True):
         transfer.x = x
     return result
+
+
+def start_gather(shard: Array, axis: str, dim: int, backend: str) -> Transfer:
+    """Begins to gather shards along `dim`."""
+    if backend == "xla":
+        return Transfer(ring_all_gather(shard, axis, dim))
+    if not in_whole_tiles(shard, dim):
+        return Transfer(lax.all_gather(shard, axis, axis=dim, tiled=True))
+    return Transfer(*direct.all_gather(axis, lax.axis_size(axis), dim).start(shard))
+
+
+def start_reduce_scatter(x: Array, dtype: DTypeLike, axis: str, dim: int, backend: str) -> Transfer:
+    """Begins to sum `x` in a dtype over the axis, of which each device gets its shard along `dim`.
+
+    Nothing is added on the way of direct copies, so that they move x as it is, and it is cast where it arrives.
+    """
+    size = lax.axis_size(axis)
+    if backend == "xla":
+        return Transfer(ring_reduce_scatter(x.astype(dtype), axis, dim))
+    shape = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+    if not in_whole_tiles(jax.ShapeDtypeStruct(shape, x.dtype), dim):
+        return Transfer(lax.psum_scatter(x.astype(dtype), axis, scatter_dimension=dim, tiled=True))
+    return Transfer(*direct.all_to_all(axis, size, dim).start(x), summed_in=dtype)
+
+
+def ring_all_gather(shard: Array, axis: str, dim: int) -> Array:
+    """Returns all shards along `dim`, by permutes."""
+    shape = (*shard.shape[:dim], lax.axis_size(axis) * shard.shape[dim], *shard.shape[dim + 1 :])
+    whole = cast_to_varying(jnp.zeros(shape, shard.dtype), jax.typeof(shard).mat.varying)
+
+    def write(block: Array, start: Index, whole: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(whole, block, start, dim)
+
+    return ring_gather(_ring(axis), shard, whole, write, axis=dim)
+
+
+def ring_reduce_scatter(x: Array, axis: str, dim: int) -> Array:
+    """Returns this device's shard along `dim` of the sum over all devices, by permutes."""
+
+    def produce(start: Index, count: int) -> Array:
+        return lax.dynamic_slice_in_dim(x, start, count, dim)
+
+    return ring_reduce(_ring(axis), x.shape[dim] // lax.axis_size(axis), produce, x.dtype, axis=dim)
+
+
+def _ring(axis: str) -> Ring:
+    """Returns a ring in both directions. All turns are in one loop body, so `staggered_loop` writes no loop."""
+    return Ring(axis, XlaTransport(), directions=2, unroll=lax.axis_size(axis))

@@ -13,6 +13,7 @@ from flaxasync.kernels import flash_attention
 from flaxasync.kernels.attention_block import Mask, Product, Scores
 from flaxasync.kernels.flash_attention import Flash, unsupported
 from flaxasync.ops.attention.blocks import Reference, finish, initial_carry
+from tests.kernels.conftest import as_float32, draw
 from tests.simulator.callbacks import quick_callbacks
 
 ROWS, HEAD = 256, 64
@@ -25,67 +26,48 @@ def interpreter(monkeypatch):
         yield
 
 
-def blocks(form, *, kernel):
-    """Carry and gradients of one product by one kernel."""
-    rng = np.random.default_rng(0)
-
-    def draw(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
-
-    q, do, kv = draw(1, 1, 2, ROWS, HEAD), draw(1, 1, 2, ROWS, HEAD), draw(2, 1, 1, ROWS, HEAD)
-    ids = np.sort(rng.integers(0, 3, (1, ROWS)), axis=1).astype(np.int32)
-    mask = Mask(form["causal"], form["window"])
+def blocks(window, by_segment, q_rows, *, kernel):
+    """Carry and gradients of one causal product by one kernel."""
+    heads, mask = (1, 1, 2, ROWS, HEAD), Mask(True, window)
+    q, do, kv = draw(heads), draw(heads, seed=1), draw((2, 1, 1, ROWS, HEAD), seed=2)
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (1, ROWS)), axis=1).astype(np.int32)
     scores = Scores(mask, HEAD**-0.5, jax.lax.Precision.HIGHEST)
-    q_rows = form["q_rows"]
     # The second run of q where it is a half: rows before it stay as they are.
     product = Product(ROWS // q_rows - 1, q_rows, ROWS - q_rows, 0, ROWS, 0, mask.by_position, None)
 
     @jax.jit
     def both(q, kv, ids, do, sums):
-        segments = (ids, ids) if form["segments"] else None
+        segments = (ids, ids) if by_segment else None
         carry = kernel.forward(scores, q, kv, segments, product, initial_carry(q))
         log_sum = jnp.nan_to_num(finish(carry, jnp.float32)[1], neginf=0.0, posinf=0.0)
         rows = jnp.stack([log_sum, sums], axis=-2)
         zeros = initial_carry(q)[0], jnp.zeros(kv.shape, jnp.float32)
         return *carry, *kernel.backward(scores, q, kv, segments, do, rows, product, zeros)
 
-    return [np.asarray(x) for x in both(q, kv, ids, do, draw(1, 1, 2, ROWS))]
+    return as_float32(both(q, kv, ids, do, draw((1, 1, 2, ROWS), seed=3)))
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param({"causal": True, "window": None, "segments": False, "q_rows": 256}, marks=pytest.mark.slow),
-        {"causal": True, "window": 100, "segments": True, "q_rows": 128},
-        pytest.param({"causal": True, "window": None, "segments": False, "q_rows": 256, "square": 256},
-                     marks=pytest.mark.slow),
-        pytest.param({"causal": True, "window": None, "segments": True, "q_rows": 256, "square": 256},
-                     marks=pytest.mark.slow),
-        pytest.param({"causal": True, "window": None, "segments": False, "q_rows": 256, "square": 128},
-                     marks=pytest.mark.slow),
-        pytest.param({"causal": True, "window": 200, "segments": False, "q_rows": 256, "square": 128},
-                     marks=pytest.mark.slow),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_they_give_what_the_reference_gives(form, monkeypatch):
+@pytest.mark.parametrize(("window", "segments", "q_rows", "square"), [
+    (100, True, 128, 128),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (None, False, 256, 128), (None, False, 256, 256), (None, True, 256, 256), (200, False, 256, 128),
+    ]),
+])  # fmt: skip
+def test_they_give_what_the_reference_gives(window, segments, q_rows, square, monkeypatch):
     """With square tiles, those on the diagonal are multiplied as triangles; tiles of 256 rows have two sub-blocks."""
-    square = form.get("square")
-    monkeypatch.setattr(flash_attention, "KV_ROWS", square or 128)  # otherwise two calls
-    kernel = Flash(q_tile=128, kv_tile=256, triangle_tiles=(square or 128, square or 128), sub_block=128)
-    for name, got, want in zip(
-        ("acc", "stats", "dq", "dkv"), blocks(form, kernel=kernel), blocks(form, kernel=Reference()), strict=True
-    ):
+    monkeypatch.setattr(flash_attention, "KV_ROWS", square)
+    kernel = Flash(q_tile=128, kv_tile=256, triangle_tiles=(square, square), sub_block=128)
+    both = (blocks(window, segments, q_rows, kernel=kernel) for kernel in (kernel, Reference()))
+    for name, got, want in zip(("acc", "stats", "dq", "dkv"), *both, strict=True):
         if name == "stats":  # a maximum that no row has reached differs between tiles, and weighs nothing
-            got, want = got[..., 1, -form["q_rows"] :], want[..., 1, -form["q_rows"] :]
+            got, want = got[..., 1, -q_rows:], want[..., 1, -q_rows:]
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-4, err_msg=name)
 
 
 def test_whole_sequences_need_no_ring():
     """Through the op and its rule: o, dq, dk, dv."""
-    rng = np.random.default_rng(0)
-    q, do = (rng.standard_normal((1, ROWS, 2, HEAD)).astype(np.float32) for _ in range(2))
-    k, v = (rng.standard_normal((1, ROWS, 1, HEAD)).astype(np.float32) for _ in range(2))
+    q, do = (draw((1, ROWS, 2, HEAD), seed=seed) for seed in (0, 1))
+    k, v = (draw((1, ROWS, 1, HEAD), seed=seed) for seed in (2, 3))
 
     def both(kernel):
         attention = functools.partial(fa.attention, kernel=kernel, window=200)
@@ -97,14 +79,11 @@ def test_whole_sequences_need_no_ring():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-4, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "lacking"),
-    [
-        ("bfloat16", (128, 256, 128), None),
-        ("float16", (128, 256, 128), "float32 and bfloat16: got float16"),
-        ("float32", (80, 256, 256), "head sizes 64, 128, 192 and 256: got 80"),
-        ("float32", (128, 200, 128), "chunks of a multiple of 128 rows: got 200"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "sizes", "lacking"), [
+    ("bfloat16", (128, 256, 128), None),
+    ("float16", (128, 256, 128), "float32 and bfloat16: got float16"),
+    ("float32", (80, 256, 256), "head sizes 64, 128, 192 and 256: got 80"),
+    ("float32", (128, 200, 128), "chunks of a multiple of 128 rows: got 200"),
+])  # fmt: skip
 def test_what_they_cannot_take_is_said(dtype, sizes, lacking):
     assert unsupported(jnp.dtype(dtype), *sizes) == lacking

@@ -6,6 +6,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,10 +21,9 @@ HEADS, HEAD = 2, 128
 
 def flops(mask, rows, tiles, sub_block, *, starts=(0,), q_start=0):
     """Returns the FLOPs of one call, or their mean, of two matmuls for each pair of tiles."""
-    q, kv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, HEADS, rows, HEAD), (2, 1, 1, rows, HEAD)))
+    q = jax.ShapeDtypeStruct((1, 1, HEADS, rows, HEAD), jnp.bfloat16)
     products = [Product(0, rows, q_start, 0, rows, start, mask.by_position, None) for start in starts]
-    grid = Grid.of(q, kv, products[0], *tiles, sub_block)
-    return grid.cost(mask, products[0], matmuls=2, q=q, bytes_per_row=8, every=products).flops
+    return Grid.of(q, products[0], *tiles, sub_block).cost(mask, products, matmuls=2, itemsize=2).flops
 
 
 @pytest.mark.parametrize(("tile", "sub_block"), [(2048, 512), (1024, 512), (1024, 1024), (512, 128)])
@@ -33,14 +33,13 @@ def test_a_triangle_is_counted_by_sub_blocks(tile, sub_block):
     assert flops(Mask(True, None), 4096, (tile, tile), sub_block) == 2 * 2 * HEADS * HEAD * scores
 
 
-def test_other_tiles_are_counted_whole():
-    rows = 4096
-    whole = 2 * 2 * HEADS * HEAD * rows * rows
-    assert flops(Mask(False, None), rows, (1024, 1024), 512) == whole
-    # No square tiles, so those on the diagonal are not split: of 4 x 2 tiles, 6 are reached.
-    assert flops(Mask(True, None), rows, (1024, 2048), 512) == whole * 6 // 8
-    # A window of 1024: of 4 x 4 tiles, those on the diagonal and those below it are reached.
-    assert flops(Mask(True, 1024), rows, (1024, 1024), 512) == whole * 7 // 16
+@pytest.mark.parametrize(("mask", "tiles", "share"), [
+    (Mask(False, None), (1024, 1024), 1),
+    (Mask(True, None), (1024, 2048), 6 / 8),  # no square tiles, so none is split: of 4 x 2 tiles, 6 are reached
+    (Mask(True, 1024), (1024, 1024), 7 / 16),  # of 4 x 4 tiles, those on the diagonal and those below it
+])  # fmt: skip
+def test_other_tiles_are_counted_whole(mask, tiles, share):
+    assert flops(mask, 4096, tiles, 512) == 2 * 2 * HEADS * HEAD * 4096 * 4096 * share
 
 
 def test_the_cost_of_a_loop_is_the_mean_of_its_calls():
@@ -68,11 +67,9 @@ def kernels(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else [value]:
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns") and eqn.primitive.name != "pallas_call":
-                    yield from kernels(inner)
+        else:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from kernels(inner)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.nn.prefetched_scan import Scan
 from flaxasync.transport import direct
-from flaxasync.transport.shards import ring_all_gather, ring_reduce_scatter
+from flaxasync.transport.transfers import ring_all_gather, ring_reduce_scatter
 from tests.simulator.split_pairs import session
 
 AXES = ("data", "fsdp", "context", "model")

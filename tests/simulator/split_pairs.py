@@ -68,17 +68,16 @@ _session: _Session | None = None
 
 
 @contextlib.contextmanager
-def session(*, mode, on_race="warn", delayed=None):
+def session(*, mode, delayed=None):
     """Simulates TPUs for what is traced and run inside, on a mesh of CPU devices; yields a Report.
 
     Args:
       mode: "eager": a DMA moves its bytes when it is started; "on_wait": when somebody waits for it.
-      on_race: "warn" to report it at the end, "raise" to end the program.
       delayed: seconds that a device sleeps before each start, by its number.
     """
     global _session
     report = Report()
-    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, on_race=on_race)
+    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, on_race="warn")
     replaced = stock.interpret_pallas_call, stock.dma_start
     jax.clear_caches()
     stock.reset_tpu_interpret_mode_state()

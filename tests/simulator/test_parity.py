@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.grids import sparse
 from tests.nn import conftest as layers
 from tests.nn import test_embed as embed
 from tests.nn import test_linear as linear
@@ -50,35 +51,20 @@ def test_every_op_has_every_mode_backend_and_number_of_directions():
     assert {case.values[1:] for case in CASES} == set(FORMS)
 
 
-@pytest.mark.parametrize("op", [ops.OPS[0], *(pytest.param(op, marks=repeats) for op in ops.OPS[1:])])
-def test_ops_in_bfloat16(op):
-    ops.parity(op, 4, rows=4, batch=1, dtype="bfloat16", backend="pallas")
+SETTINGS = [
+    (4, {"rows": 4, "batch": 1, "dtype": "bfloat16"}),
+    *((size, {"rows": 2}) for size in (1, 2, 3)),
+    *((2, {"rows": 2, "data": 2, **options}) for options in ({"axis_type": AxisType.Auto}, {"check_vma": False})),
+]
 
 
 @pytest.mark.parametrize(
-    ("op", "size"),
-    [
-        pytest.param(op, size, marks=[] if (i + size) % 3 == 0 else repeats)
-        for i, op in enumerate(ops.OPS)
-        for size in (1, 2, 3)
-        if (i + size) % 3 < 2  # each op has two sizes, and each size has two ops
-    ],
+    ("op", "setting"), sparse(ops.OPS, SETTINGS, keep=lambda op, setting: (op + setting) % 3 == 0), ids=str
 )
-def test_ops_on_smaller_rings(op, size):
-    ops.parity(op, size, rows=2, backend="pallas")
-
-
-@pytest.mark.parametrize(
-    ("op", "options"),
-    [
-        pytest.param(op, options, marks=[] if i % 2 == j else repeats)
-        for i, op in enumerate(ops.OPS)
-        for j, options in enumerate([{"axis_type": AxisType.Auto}, {"check_vma": False}])
-    ],
-    ids=str,
-)
-def test_ops_on_a_sub_axis(op, options):
-    ops.parity(op, 2, rows=2, data=2, backend="pallas", **options)
+def test_ops_in_other_settings(op, setting):
+    """In bfloat16, on smaller rings, and on one axis of two."""
+    size, options = setting
+    ops.parity(op, size, backend="pallas", **options)
 
 
 @pytest.mark.parametrize("backend", ["pallas", pytest.param("stateful", marks=repeats)])

@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync import check, ring, transport
+from flaxasync import check, transport
 from flaxasync.mesh import cast_to_varying
-from flaxasync.transport.pallas import FutureChannel, enter, send, wait_sent_and_received
+from flaxasync.transport.pallas import FutureChannel
+from tests.check.programs import async_form
 from tests.grids import sparse
 from tests.transport.compiled import DEVICES, compile_form, faults
 from tests.transport.forms import FORMS, done, start
@@ -61,15 +60,14 @@ def test_hlo_only_is_the_same_hlo(topology):
     assert different == {"generated_code_size_in_bytes"}  # an empty set would mean that libtpu has changed the option
 
 
-@pytest.mark.parametrize("name", ["one_after_another", "staggered"])
-def test_an_even_number_of_hops(name):
-    program = compile_form(lambda x: tuple(FORMS[name].run(x, 6)))
-    assert faults(program, pairs=FORMS[name].pairs(6, 4)) == set()
-
-
-def test_under_auto_axes():
-    program = compile_form(lambda x: tuple(FORMS["staggered"].run(x, HOPS)), axis_type=AxisType.Auto)
-    assert faults(program, pairs=3) == set()
+@pytest.mark.parametrize(("name", "hops", "axis_type"), [
+    ("one_after_another", 6, AxisType.Explicit),
+    ("staggered", 6, AxisType.Explicit),
+    ("staggered", HOPS, AxisType.Auto),
+])  # fmt: skip
+def test_an_even_number_of_hops_and_auto_axes(name, hops, axis_type):
+    program = compile_form(lambda x: tuple(FORMS[name].run(x, hops)), axis_type=axis_type)
+    assert faults(program, pairs=FORMS[name].pairs(hops, 4)) == set()
 
 
 @pytest.mark.parametrize(
@@ -106,113 +104,46 @@ def test_a_dot_in_the_window_writes_straight_into_its_rows():
 # ---- negative tests -------------------------------------------------------------------------------------------------
 
 
-def test_staggered_with_one_turn_a_body_is_copied_in_flight():
-    def f(x):
-        def turn(_, carry):
-            return start(done(*carry))
-
-        return done(*lax.fori_loop(0, 8, turn, start(x), unroll=1))
-
-    assert {"copied", "unsafe"} <= faults(compile_form(f), pairs=2)
+def one_turn(x):
+    """A loop of a single turn, which `unroll=2` does not alter; `staggered_loop` writes it out."""
+    return done(*lax.fori_loop(0, 1, lambda _, carry: start(done(*carry)), start(x), unroll=1))
 
 
-def test_a_loop_of_a_single_turn_is_copied_in_flight_too():
-    """This is why `staggered_loop` writes out a single turn: `unroll=2` does not alter the one of a ring of four."""
-
-    def f(x):
-        def turn(_, carry):
-            return start(done(*carry))
-
-        return done(*lax.fori_loop(0, 1, turn, start(x), unroll=1))
-
-    assert "copied" in faults(compile_form(f), pairs=3)
-
-
-def permute_anywhere(x):
-    """A permute with `pl.ANY` outputs, as it is usually written."""
-    anywhere, sem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
-    like, dma = jax.ShapeDtypeStruct.like(x), pltpu.SemaphoreType.DMA(())
-
-    def start(x_ref, send_sem, recv_sem, _, y_ref):
-        enter("x", 1)
-        send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
-
-    def done(x_ref, y_ref, send_sem, recv_sem, _):
-        wait_sent_and_received(x_ref, y_ref, send_sem, recv_sem)
-
-    params = pltpu.CompilerParams(has_side_effects=True)
-    *sems, x, y = pl.pallas_call(
-        start, in_specs=[anywhere], out_specs=(sem, sem, anywhere, anywhere), out_shape=(dma, dma, like, like),
-        input_output_aliases={0: 2}, compiler_params=params, name="ppermute_start",
-    )(x)  # fmt: skip
-    return pl.pallas_call(
-        done, in_specs=[anywhere, anywhere, sem, sem], out_specs=anywhere, out_shape=like,
-        input_output_aliases={1: 0}, compiler_params=params, name="ppermute_done",
-    )(x, y, *sems)  # fmt: skip
-
-
-@pytest.mark.parametrize("rows", [1024, 16384])
-def test_outputs_given_as_any_land_in_vmem(rows):
-    assert {"vmem", "unsafe"} <= faults(compile_form(lambda x: permute_anywhere(x + 1) + 1, rows=rows), pairs=1)
-
-
-def unthreaded(x_ref, y_ref):
-    """A stateful pair on closed-over Refs that declares side effects, and is still removed."""
-    sem = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
-    neighbours = jnp.stack([(lax.axis_index("x") + step) % lax.axis_size("x") for step in (-1, 1)])
-    params = pltpu.CompilerParams(has_side_effects=True)
-
-    def start(neighbour_ref, send_sem, recv_sem):
-        barrier = pltpu.get_barrier_semaphore("test")
-        pl.semaphore_signal(barrier, device_id={"x": neighbour_ref[0]})
-        pl.semaphore_wait(barrier, 1)
-        pallas_send = pltpu.make_async_remote_copy(x_ref, y_ref, send_sem, recv_sem, device_id={"x": neighbour_ref[1]})
-        pallas_send.start()
-
-    sems = pl.pallas_call(
-        start,
-        grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, in_specs=[], out_specs=(sem, sem)),
-        out_shape=(pltpu.SemaphoreType.DMA(()),) * 2, compiler_params=params, name="ppermute_start",
-    )(neighbours)  # fmt: skip
-    pl.pallas_call(
-        lambda *sems: wait_sent_and_received(x_ref, y_ref, *sems), in_specs=[sem, sem], out_shape=(),
-        compiler_params=params, name="ppermute_done",
-    )(*sems)  # fmt: skip
+@pytest.mark.parametrize(("form", "pairs", "found"), [
+    ("staggered_unroll_1", 2, {"copied", "unsafe"}),
+    (one_turn, 3, {"copied"}),
+    ("any_outputs", 3, {"vmem", "unsafe"}),
+    ("unthreaded", 1, {"deleted"}),
+])  # fmt: skip
+def test_a_wrong_form_has_its_fault(form, pairs, found):
+    program = compile_form(form) if callable(form) else async_form(form)  # of `tests/check/async_forms.py`
+    assert found <= faults(program, pairs=pairs)
 
 
 def ours(x_ref, y_ref):
     transport.ppermute_done_stateful(*transport.ppermute_start_stateful(x_ref, y_ref, "x"), x_ref, y_ref)
 
 
-def unused_loop(hop):
-    def f(x):
-        x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
+def unused_loop(x):
+    x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
 
-        def there_and_back(_, carry):
-            hop(x_ref, y_ref)
-            hop(y_ref, x_ref)
-            return carry
+    def there_and_back(_, carry):
+        ours(x_ref, y_ref)
+        ours(y_ref, x_ref)
+        return carry
 
-        lax.fori_loop(0, 4, there_and_back, 0)
-        return x + 1
-
-    return f
-
-
-def test_an_unthreaded_stateful_pair_is_deleted():
-    program = compile_form(unused_loop(unthreaded))
-    assert "deleted" in faults(program, pairs=2)
-    assert "tpu_custom_call" not in program.as_text()
-
-
-def test_our_stateful_pair_is_kept_where_nobody_needs_it():
-    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(unused_loop(ours)), pairs=2)
-    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(unused_once), pairs=1)
+    lax.fori_loop(0, 4, there_and_back, 0)
+    return x + 1
 
 
 def unused_once(x):
     ours(jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)))
     return x + 1
+
+
+@pytest.mark.parametrize(("form", "pairs"), [(unused_loop, 2), (unused_once, 1)])
+def test_our_stateful_pair_is_kept_where_nobody_needs_it(form, pairs):
+    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(form), pairs=pairs)
 
 
 def test_windows_that_are_not_tied_are_moved_out():
@@ -243,19 +174,3 @@ def test_without_its_ties_the_loop_hides_less(op, monkeypatch):
     assert faults(compile_form(f, "v5e:2x4"), pairs=5) == set()
     monkeypatch.setattr(FutureChannel, "tie", lambda self, state, values: (state, values))
     assert faults(compile_form(f, "v5e:2x4"), pairs=5) == {"order"}
-
-
-def test_the_loop_refuses_what_would_be_copied():
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-    for backend, unroll, why in (("pallas", 1, "copies one of them while it is in flight"), ("stateful", 3, "an even")):
-
-        def f(x, backend=backend, unroll=unroll):
-            moves = transport.TRANSPORTS[backend]
-            return ring.staggered_loop(
-                moves, "x", (x,), None, lambda hop, b, c: (b, c), shifts=(1,), hops=3, unroll=unroll
-            )[0][0]
-
-        with jax.set_mesh(mesh), pytest.raises(ValueError, match=why):
-            jax.eval_shape(
-                jax.shard_map(f, in_specs=jax.P(), out_specs=jax.P("x"), check_vma=False), jnp.ones((8, 128))
-            )

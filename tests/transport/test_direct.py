@@ -33,28 +33,25 @@ def integers(*shape, dtype=np.float32):
     return np.random.default_rng(0).integers(-8, 8, (SIZE, *shape)).astype(dtype)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "mode", "delayed"),
-    [((16, 128), 0, "eager", None), ((8, 256), 1, "on_wait", {1: 0.05}), ((2, 8, 128), 0, "eager", {3: 0.05})],
-)
-def test_all_gather(shape, dim, mode, delayed):
-    xs = integers(*shape)
-    gather = direct.all_gather("x", SIZE, dim)
-    got, report = on_devices(lambda x: transfer(gather, x), xs, mode=mode, delayed=delayed)
-    want = np.concatenate(list(xs), dim)
-    for device in range(SIZE):
-        np.testing.assert_array_equal(got[device], want)
-    assert report.problems() == set()
+def gathered(xs, dim):
+    return [np.concatenate(list(xs), dim)] * SIZE
 
 
-@pytest.mark.parametrize(("shape", "dim", "mode"), [((64, 128), 0, "on_wait"), ((8, 1024), 1, "eager")])
-def test_all_to_all(shape, dim, mode):
-    xs = integers(*shape)
-    exchange = direct.all_to_all("x", SIZE, dim)
-    got, report = on_devices(lambda x: transfer(exchange, x), xs, mode=mode, delayed={2: 0.05})
-    for device in range(SIZE):
-        want = np.stack([np.split(x, SIZE, dim)[device] for x in xs])
-        np.testing.assert_array_equal(got[device], want)
+def exchanged(xs, dim):
+    return [np.stack([np.split(x, SIZE, dim)[device] for x in xs]) for device in range(SIZE)]
+
+
+@pytest.mark.parametrize(("kind", "expect", "shape", "dim", "mode", "delayed"), [
+    (direct.all_gather, gathered, (16, 128), 0, "eager", None),
+    (direct.all_gather, gathered, (8, 256), 1, "on_wait", {1: 0.05}),
+    (direct.all_gather, gathered, (2, 8, 128), 0, "eager", {3: 0.05}),
+    (direct.all_to_all, exchanged, (64, 128), 0, "on_wait", {2: 0.05}),
+    (direct.all_to_all, exchanged, (8, 1024), 1, "eager", {2: 0.05}),
+])  # fmt: skip
+def test_what_arrives(kind, expect, shape, dim, mode, delayed):
+    xs, pair = integers(*shape), kind("x", SIZE, dim)
+    got, report = on_devices(lambda x: transfer(pair, x), xs, mode=mode, delayed=delayed)
+    np.testing.assert_array_equal(got, np.stack(expect(xs, dim)))
     assert report.problems() == set()
 
 
@@ -99,17 +96,10 @@ def test_a_done_that_does_not_wait_is_caught(monkeypatch, forgotten, problem):
     assert problem in report.problems()
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "dim", "fits"),
-    [
-        ((8, 128), np.float32, 0, True),
-        ((8, 128), jnp.bfloat16, 0, False),
-        ((16, 100), jnp.bfloat16, 0, True),
-        ((3, 128), np.float32, 1, True),
-        ((8, 64), np.float32, 1, False),
-        ((3, 5, 7), np.float32, 0, True),
-        ((1024,), np.float32, 0, False),
-    ],
-)
+@pytest.mark.parametrize(("shape", "dtype", "dim", "fits"), [
+    ((8, 128), np.float32, 0, True), ((8, 128), jnp.bfloat16, 0, False), ((16, 100), jnp.bfloat16, 0, True),
+    ((3, 128), np.float32, 1, True), ((8, 64), np.float32, 1, False), ((3, 5, 7), np.float32, 0, True),
+    ((1024,), np.float32, 0, False),
+])  # fmt: skip
 def test_blocks_that_are_whole_tiles(shape, dtype, dim, fits):
     assert direct.in_whole_tiles(jax.ShapeDtypeStruct(shape, dtype), dim) == fits

@@ -1,10 +1,9 @@
-"""The scenarios of JAX's own tests of asynchronous Pallas operations, simulated and compiled without a TPU.
+"""Scenarios of JAX's own tests of asynchronous Pallas operations, simulated and compiled without a TPU.
 
 After `tests/pallas/tpu_pallas_async_test.py` of the JAX repository, whose tests skip themselves where there is no TPU.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -14,14 +13,11 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-import flaxasync as fa
 from flaxasync import check
 from flaxasync.transport import Pair, copy_done, copy_start, pair, slice_done, slice_start
 from tests.transport.compiled import compile_form, kernels
+from tests.transport.forms import done, start
 from tests.transport.test_simulated import on_ring
-
-start = functools.partial(fa.ppermute_start, axis_name="x", backend="pallas")
-done = fa.ppermute_done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +31,6 @@ def planes(x):
     return x.reshape(4, -1, x.shape[-1])
 
 
-def basic_copy(x):
-    return copy_done(*copy_start(x))
-
-
 def multiple_copies(x):
     x, first = copy_start(x)
     x, second = copy_start(x)
@@ -47,10 +39,6 @@ def multiple_copies(x):
 
 def static_slice(x):
     return slice_done(*slice_start(planes(x), 2))
-
-
-def dynamic_slice(x):
-    return slice_done(*slice_start(planes(x), lax.axis_index("x")))
 
 
 def two_dynamic_slices(x):
@@ -63,23 +51,8 @@ def copy_into_vmem(x):
     return copy_done(*copy_start(x[:16], memory_space=pltpu.VMEM))
 
 
-def copy_in_a_loop(x):
-    return lax.fori_loop(0, 8, lambda _, x: copy_done(*copy_start(x)), x, unroll=2)
-
-
 def staggered_copy_in_a_loop(x):
     return copy_done(*lax.fori_loop(0, 7, lambda _, c: copy_start(copy_done(*c)), copy_start(x), unroll=2))
-
-
-def full_copy_in_a_loop(x):
-    x = planes(x)
-
-    def turn(i, carry):
-        x, y = carry
-        x, future = slice_start(x, i)
-        return x, y.at[i].set(slice_done(x, future))
-
-    return lax.fori_loop(0, 4, turn, (x, jnp.zeros_like(x)))[1].reshape(-1, x.shape[-1])
 
 
 def staggered_full_copy_in_a_loop(x):
@@ -148,17 +121,13 @@ def same(blocks):
 
 
 SCENARIOS = {
-    "basic_copy": Scenario(basic_copy, same, 1),
     "multiple_copies": Scenario(multiple_copies, lambda b: (b, b), 2),
     "static_slice": Scenario(static_slice, each(lambda device: 2), 1),
-    "dynamic_slice": Scenario(dynamic_slice, each(lambda device: device), 1),
     "two_dynamic_slices": Scenario(
         two_dynamic_slices, lambda b: (each(lambda device: device)(b), each(lambda device: 3 - device)(b)), 2
     ),
     "copy_into_vmem": Scenario(copy_into_vmem, lambda b: b[:, :16], 1),
-    "copy_in_a_loop": Scenario(copy_in_a_loop, same, 2),
     "staggered_copy_in_a_loop": Scenario(staggered_copy_in_a_loop, same, 4),
-    "full_copy_in_a_loop": Scenario(full_copy_in_a_loop, same, 1),
     "staggered_full_copy_in_a_loop": Scenario(staggered_full_copy_in_a_loop, same, 4),
     "remote_copies": Scenario(remote_copies, lambda b: (rolled(1)(b), rolled(-1)(b)), 2),
     "stateful_copies": Scenario(stateful_copies, lambda b: (b, b), 2),

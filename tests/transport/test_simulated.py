@@ -1,4 +1,4 @@
-"""Every form on simulated devices with race detection; then planted faults, each caught by the check that is named."""
+"""Every loop on simulated devices with race detection; then planted faults, each caught by the check that is named."""
 
 import functools
 
@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.transport import Pair, pair, pallas
-from tests.grids import sparse
 from tests.simulator.split_pairs import session
 from tests.transport.forms import FORMS
 
@@ -35,94 +34,59 @@ def on_ring(fn, size=4, *, mode="eager", delayed=None, rows=ROWS):
     return blocks, results, report
 
 
-def check_form(name, hops, size=4, **options):
+LOOPS = [name for name, form in FORMS.items() if form.expect]
+
+
+@pytest.mark.parametrize(("name", "hops", "size", "mode", "delayed"), [
+    *((name, 5, 4, "on_wait", None) for name in LOOPS),
+    *((name, 5 if name == "swap" else 4, 4, "eager", None) for name in LOOPS),  # the swap needs an odd number
+    ("staggered", 7, 8, "on_wait", None),
+    ("staggered_both", 3, 4, "eager", {1: 0.05}),  # a late device is waited for
+    ("swap", 3, 4, "eager", {1: 0.05}),
+])  # fmt: skip
+def test_every_loop(name, hops, size, mode, delayed):
     form = FORMS[name]
-    blocks, got, report = on_ring(lambda x: tuple(form.run(x, hops)), size, **options)
+    blocks, got, report = on_ring(lambda x: tuple(form.run(x, hops)), size, mode=mode, delayed=delayed)
     for g, want in zip(got, form.expect(blocks, hops), strict=True):
         np.testing.assert_array_equal(g, want)
     assert report.problems() == set()
 
 
-LOOPS = ["one_after_another", "staggered", "staggered_both", "swap"]  # ring collectives follow
-assert list(FORMS)[: len(LOOPS)] == LOOPS
+def permute(x, shift=1, **options):
+    return fa.ppermute(x, "x", shift, "pallas", **options)
 
 
-def kept(form, mode):
-    """Says whether `make test` runs a form in a mode.
-
-    Ring collectives alternate between the modes. Loops run in the second mode; in the first one they make an even
-    number of hops (test_an_even_number_of_hops), except for the swap, which needs an odd number and runs in both.
-    """
-    return mode == form % 2 if form >= len(LOOPS) else mode or LOOPS[form] == "swap"
+def cotangent(x):
+    return jax.grad(lambda z: jnp.sum(permute(z) * x))(jnp.ones_like(x))
 
 
-@pytest.mark.parametrize(("name", "mode"), sparse(FORMS, MODES, keep=kept))
-def test_every_form(name, mode):
-    check_form(name, 5, mode=mode)
+def batch(x):
+    return jax.vmap(permute)(x.reshape(4, -1, COLUMNS)).reshape(x.shape)
 
 
-@pytest.mark.parametrize("name", [name for name in LOOPS if name != "swap"])
-def test_an_even_number_of_hops(name):
-    check_form(name, 4)
+def through_scan_and_cond(x):
+    x, future = fa.ppermute_start(x, "x", backend="pallas")
+    (x, future), _ = lax.scan(lambda carry, _: (carry, None), (x, future), length=3)
+    return lax.cond(
+        lax.axis_index("x") >= 0,
+        lambda x, future: fa.ppermute_done(x, future),
+        lambda x, future: fa.ppermute_done(x, future) + 1,
+        x,
+        future,
+    )
 
 
-@pytest.mark.parametrize(("name", "mode"), [("staggered", "on_wait"), ("reduce_pallas_2", "eager")])
-def test_eight_devices(name, mode):
-    check_form(name, 7, size=8, mode=mode)
-
-
-@pytest.mark.parametrize("name", ["staggered_both", "swap"])
-def test_a_late_device_is_waited_for(name):
-    check_form(name, 3, delayed={1: 0.05})
-
-
-@pytest.mark.parametrize("shift", [1, -1, 2, 4, 7])
-def test_any_shift(shift):
-    blocks, got, report = on_ring(lambda x: fa.ppermute(x, "x", shift, "pallas"))
+@pytest.mark.parametrize(("fn", "shift"), [
+    *((functools.partial(permute, shift=shift), shift) for shift in (1, -1, 2, 4, 7)),
+    (functools.partial(permute, collective_id=5), 1),
+    (cotangent, -1),
+    (batch, 1),
+    (through_scan_and_cond, 1),
+])  # fmt: skip
+def test_a_block_goes_shift_devices_onward(fn, shift):
+    blocks, got, report = on_ring(fn, delayed={2: 0.05})
     np.testing.assert_array_equal(got, np.roll(blocks, shift, axis=0))
     assert report.problems() == set()
-
-
-def test_the_cotangent_travels_back():
-    def f(x):
-        return jax.grad(lambda z: jnp.sum(fa.ppermute(z, "x", 1, "pallas") * x))(jnp.ones_like(x))
-
-    blocks, got, report = on_ring(f)
-    np.testing.assert_array_equal(got, np.roll(blocks, -1, axis=0))
-    assert report.problems() == set()
-
-
-def test_under_vmap_the_batch_travels_at_once():
-    blocks, got, report = on_ring(
-        lambda x: jax.vmap(lambda row: fa.ppermute(row, "x", 1, "pallas"))(x.reshape(4, -1, COLUMNS))
-    )
-    np.testing.assert_array_equal(got.reshape(blocks.shape), np.roll(blocks, 1, axis=0))
-    assert report.problems() == set()
-
-
-def test_a_future_passes_through_scan_and_cond():
-    def f(x):
-        x, future = fa.ppermute_start(x, "x", backend="pallas")
-        (x, future), _ = lax.scan(lambda carry, _: (carry, None), (x, future), length=3)
-        return lax.cond(
-            lax.axis_index("x") >= 0,
-            lambda x, future: fa.ppermute_done(x, future),
-            lambda x, future: fa.ppermute_done(x, future) + 1,
-            x,
-            future,
-        )
-
-    blocks, got, report = on_ring(f)
-    np.testing.assert_array_equal(got, np.roll(blocks, 1, axis=0))
-    assert report.problems() == set()
-
-
-@pytest.mark.parametrize("options", [{"collective_id": 5}, {}])
-def test_a_barrier_by_hand_or_by_tag(options):
-    blocks, got, _ = on_ring(
-        lambda x: fa.ppermute_done(*fa.ppermute_start(x, "x", backend="pallas", **options)), delayed={2: 0.05}
-    )
-    np.testing.assert_array_equal(got, np.roll(blocks, 1, axis=0))
 
 
 def test_what_is_in_flight_cannot_be_read():
@@ -168,33 +132,21 @@ def test_the_faulty_permute_without_a_fault_is_right(mode):
     assert report.problems() == set()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_missing_wait_send_leaves_a_semaphore(mode):
-    _, _, report = on_ring(permute_with(faulty(wait_send=False)), mode=mode)
-    assert "leftover_semaphores" in report.problems()
+def never_done(x):
+    return fa.ppermute_start(x, "x", backend="pallas")[0] + 1
 
 
-def test_a_missing_wait_recv_is_a_race():
-    _, _, report = on_ring(permute_with(faulty(wait_recv=False)), mode="eager")
-    assert {"races", "leftover_semaphores"} <= report.problems()
-
-
-def test_a_missing_wait_recv_leaves_the_dma_pending():
-    _, got, report = on_ring(permute_with(faulty(wait_recv=False)), mode="on_wait")
-    assert "pending_dmas" in report.problems()
-    assert np.isnan(got).all()
-
-
-@pytest.mark.parametrize(("mode", "check"), [("eager", "leftover_semaphores"), ("on_wait", "pending_dmas")])
-def test_a_missing_done_is_left_over(mode, check):
-    _, _, report = on_ring(lambda x: fa.ppermute_start(x, "x", backend="pallas")[0] + 1, mode=mode)
-    assert check in report.problems()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_missing_entry_barrier_writes_early(mode):
-    _, _, report = on_ring(permute_with(faulty(enter=False)), mode=mode, delayed={1: 0.2})
-    assert "early_writes" in report.problems()
+@pytest.mark.parametrize(("fn", "mode", "problems"), [
+    *((permute_with(faulty(wait_send=False)), mode, {"leftover_semaphores"}) for mode in MODES),
+    (permute_with(faulty(wait_recv=False)), "eager", {"races", "leftover_semaphores"}),
+    (permute_with(faulty(wait_recv=False)), "on_wait", {"pending_dmas"}),
+    (never_done, "eager", {"leftover_semaphores"}),
+    (never_done, "on_wait", {"pending_dmas"}),
+    *((permute_with(faulty(enter=False)), mode, {"early_writes"}) for mode in MODES),
+])  # fmt: skip
+def test_a_step_that_is_left_out_is_reported(fn, mode, problems):
+    _, _, report = on_ring(fn, mode=mode, delayed={1: 0.2})
+    assert problems <= report.problems()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.all_gather_matmul.schedule import Rates, Schedule, Sizes, Task, schedule
-from flaxasync.kernels.engine.gather import BlockLayout, Gather
-from flaxasync.kernels.engine.operands import LANES, Tiles
-from flaxasync.kernels.engine.product import dot
-from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.all_gather_matmul.work import Work
+from flaxasync.kernels.engine.call import available, chip_in_use
+from flaxasync.kernels.engine.gather import Gather
+from flaxasync.kernels.engine.matmul import dot
+from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.engine.vmem import available, chip_in_use
 
 ROWS = 512  # rows of one product, at most
 COLUMNS = (512, 1024, 1280)  # columns of a tile of w to choose from
@@ -56,10 +56,8 @@ class Scratch:
 class Plan:
     """The sizes of everything, and the schedule."""
 
-    layout: BlockLayout  # how blocks are divided into half-blocks and chunks
-    k: int  # length of the contraction
+    work: Work
     columns: Tiling  # tiles of the columns of all ws
-    transposed: bool  # whether w is [n, k]
     sizes: Sizes  # the work to be done, and the buffers for it
     schedule: Schedule  # the tasks
     vmem_bytes: int  # of all buffers
@@ -67,46 +65,46 @@ class Plan:
     @property
     def elements_read(self) -> int:
         """Elements of x and w that are read from HBM."""
-        x = self.sizes.own * self.layout.arrival_rows * self.k
-        return x + self.schedule.fetches * self.k * self.columns.size
+        x = self.sizes.own * self.work.layout.arrival_rows * self.work.k
+        return x + self.schedule.fetches * self.work.k * self.columns.size
 
-    def scratch(self, dtype: DType) -> ScratchShapes:
+    def w_shape(self, n: int) -> tuple[int, int]:
+        """Returns the shape of a tile of w that has n columns."""
+        return (n, self.work.k) if self.work.transposed else (self.work.k, n)
+
+    def scratch(self) -> Scratch:
         """Returns the scratch memory to allocate."""
-        sizes, n, k = self.sizes, self.columns.size, self.k
+        sizes, layout, dtype, n = self.sizes, self.work.layout, self.work.dtype, self.columns.size
         return Scratch(
-            x=pltpu.VMEM((sizes.arrivals, *self.layout.shape, k), dtype),
-            w=IncomingTiles.allocate(sizes.w_slots, (n, k) if self.transposed else (k, n), dtype),
-            outgoing=OutgoingTiles.allocate(sizes.out_slots, (*self.layout.shape, n), dtype),
+            x=pltpu.VMEM((sizes.arrivals, *layout.shape, self.work.k), dtype),
+            w=IncomingTiles.allocate(sizes.w_slots, self.w_shape(n), dtype),
+            outgoing=OutgoingTiles.allocate(sizes.out_slots, (*layout.shape, n), dtype),
             out_columns=pltpu.SMEM((sizes.out_slots,), jnp.int32),
             tasks=pltpu.SMEM((len(self.schedule.tasks) * _FIELDS,), jnp.int32),
-            own_sem=pltpu.SemaphoreType.DMA((self.layout.chunks,)),
+            own_sem=pltpu.SemaphoreType.DMA((layout.chunks,)),
             kept_sem=pltpu.SemaphoreType.DMA,
         )
 
 
-def plan(
-    layout: BlockLayout, size: int, k: int, widths: Sequence[int], transposed: bool, tiles: Tiles | None, dtype: DType
-) -> Plan | None:
+def plan(work: Work) -> Plan | None:
     """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in vector memory."""
-    rows, most = (tiles.m, tiles.n) if tiles else (ROWS, max(COLUMNS))
-    sides = {max(LANES, min(n, most, max(widths)) // LANES * LANES) for n in COLUMNS}
+    rows, most = (work.tiles.m, work.tiles.n) if work.tiles else (ROWS, max(COLUMNS))
+    sides = {max(LANES, min(n, most, max(work.widths)) // LANES * LANES) for n in COLUMNS}
     for counts in CHUNKS:
         plans = []
-        for one in filter(None, map(layout.in_chunks, counts)):
-            if one.arrival_rows <= rows and (one.chunks == 1 or one.arrival_rows >= CHUNK_ROWS):
-                tilings = [Tiling(tuple(widths), n) for n in sorted(sides)]
-                plans += [_plan_of(one, size, k, columns, transposed, rows, dtype) for columns in tilings]
+        for layout in filter(None, map(work.layout.in_chunks, counts)):
+            if layout.arrival_rows <= rows and (layout.chunks == 1 or layout.arrival_rows >= CHUNK_ROWS):
+                tilings = [Tiling(tuple(work.widths), n) for n in sorted(sides)]
+                plans += [_plan_of(dataclasses.replace(work, layout=layout), columns, rows) for columns in tilings]
         if found := list(filter(None, plans)):
             return min(found, key=lambda plan: plan.schedule.seconds)
     return None
 
 
-def _plan_of(
-    layout: BlockLayout, size: int, k: int, columns: Tiling, transposed: bool, most_rows: int, dtype: DType
-) -> Plan | None:
-    """Returns the plan with given tiles; None if something does not fit."""
-    chip, itemsize = chip_in_use(), jnp.dtype(dtype).itemsize
-    n, rows, arrivals = columns.size, layout.arrival_rows, size * layout.chunks
+def _plan_of(work: Work, columns: Tiling, most_rows: int) -> Plan | None:
+    """Returns the plan with given chunks and tiles; None if something does not fit."""
+    chip, itemsize, layout, k = chip_in_use(), jnp.dtype(work.dtype).itemsize, work.layout, work.k
+    n, rows, arrivals = columns.size, layout.arrival_rows, work.arrivals
     multiply = 2 * rows * n * k / chip.flops
     limit = min(CYCLES / (multiply * chip.clock), most_rows // rows)
     received = layout.directions * (arrivals - layout.chunks)
@@ -133,7 +131,7 @@ def _plan_of(
         entry=ENTRY,
     )
     sizes = Sizes(arrivals, layout.chunks, columns.count, w_slots, most, out_slots)
-    return Plan(layout, k, columns, transposed, sizes, schedule(sizes, rates), need)
+    return Plan(work, columns, sizes, schedule(sizes, rates), need)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +148,10 @@ class Resident:
     def begin(self) -> None:
         """Does what needs no neighbour: fetches the own rows and the first tiles of w."""
 
-        @pl.loop(0, self.plan.layout.chunks)  # a loop keeps the chunks in order
+        @pl.loop(0, self.gather.layout.chunks)  # a loop keeps the chunks in order
         def _(chunk: Scalar) -> None:
-            for direction in range(self.plan.layout.directions):
-                source = self.gather.x.at[self.plan.layout.chunk(direction, chunk)]
+            for direction in self.gather.ring.both:
+                source = self.gather.x.at[self.gather.layout.chunk(direction, chunk)]
                 start_copy(source, self.scratch.x.at[chunk, direction], self.scratch.own_sem.at[chunk])
 
         for slot, column in enumerate(self.plan.schedule.loads):
@@ -165,8 +163,8 @@ class Resident:
         for number, task in enumerate(tasks):  # while the own rows come
             for field, value in enumerate(dataclasses.astuple(task)):
                 scratch.tasks[number * _FIELDS + field] = value
-        for chunk in range(self.plan.layout.chunks):
-            for direction in range(self.plan.layout.directions):
+        for chunk in range(self.gather.layout.chunks):
+            for direction in self.gather.ring.both:
                 wait(scratch.x.at[chunk, direction], scratch.own_sem.at[chunk])
             self.pass_on(chunk)
         pl.loop(0, len(tasks))(self.run_task)
@@ -213,17 +211,17 @@ class Resident:
 
     def multiply(self, task: Task, count: int, start: Scalar) -> None:
         """Multiplies `count` arrivals of a task, from `start` on, and starts to store the results."""
-        scratch, plan = self.scratch, self.plan
+        scratch, plan, layout = self.scratch, self.plan, self.gather.layout
         with jax.named_scope("multiply"):
-            x = scratch.x[pl.ds(task.first + start, count)].reshape(count * plan.layout.arrival_rows, plan.k)
-            y = dot(x, scratch.w.tiles[task.w_slot], transposed=plan.transposed).astype(x.dtype)
+            x = scratch.x[pl.ds(task.first + start, count)].reshape(count * layout.arrival_rows, plan.work.k)
+            y = dot(x, scratch.w.tiles[task.w_slot], transposed=plan.work.transposed).astype(x.dtype)
             slots = pl.ds(task.out_slot + start, count)
-            scratch.outgoing.tiles[slots] = y.reshape(count, *plan.layout.shape, -1)
+            scratch.outgoing.tiles[slots] = y.reshape(count, *layout.shape, -1)
 
         def store(number: int, columns: pl.Slice) -> None:
             for i in range(count):
                 slot, arrival = task.out_slot + start + i, task.first + start + i
-                for direction in range(plan.layout.directions):
+                for direction in self.gather.ring.both:
                     batches, block, rows = self.gather.in_gathered(direction, arrival)
                     source = scratch.outgoing.tiles.at[slot, direction, :, :, pl.ds(0, columns.size)]
                     target = self.ys[number].at[batches, block, rows, columns]
@@ -246,25 +244,24 @@ class Resident:
 
         def start(number: int, columns: pl.Slice) -> None:
             w = self.ws[number]
-            self.scratch.w.start(slot, w.at[columns, :] if self.plan.transposed else w.at[:, columns])
+            self.scratch.w.start(slot, w.at[columns, :] if self.plan.work.transposed else w.at[:, columns])
 
         with jax.named_scope("fetch"):
             self.plan.columns.on_slice(column, start)
 
     def wait_for_tile(self, column: Scalar, slot: Scalar) -> None:
         """Waits for a tile of w."""
-        k, transposed = self.plan.k, self.plan.transposed
         with jax.named_scope("wait"):
-            self.plan.columns.on_size(column, lambda n: self.scratch.w.wait(slot, *((n, k) if transposed else (k, n))))
+            self.plan.columns.on_size(column, lambda n: self.scratch.w.wait(slot, *self.plan.w_shape(n)))
 
     def wait_until_left(self, slot: Scalar, column: Scalar) -> None:
         """Waits until the results in an out slot, of a tile of columns, have left."""
-        outgoing, shape = self.scratch.outgoing, self.plan.layout.shape
+        outgoing, shape = self.scratch.outgoing, self.gather.layout.shape
         self.plan.columns.on_size(column, lambda n: outgoing.wait(slot, *shape, n))
 
     def _for_each_half(self, arrival: Scalar, use: Callable[[Ref, tuple[Index, ...]], None]) -> None:
         """Calls `use(half-block, its index in the gathered x)` for the half-blocks of an arrival."""
-        for direction in range(self.plan.layout.directions):
+        for direction in self.gather.ring.both:
             use(self.scratch.x.at[arrival, direction], self.gather.in_gathered(direction, arrival))
 
 

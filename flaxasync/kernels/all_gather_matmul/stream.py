@@ -19,21 +19,19 @@ when a sum begins, so that they have the time of all of its contraction, and the
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flaxasync.kernels.engine.epilogue import Epilogue
-from flaxasync.kernels.engine.gather import BlockLayout, Gather
-from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
+from flaxasync.kernels.all_gather_matmul.work import Work
+from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
+from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor
-from flaxasync.kernels.engine.refs import Condition, DType, Index, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, largest_divisor
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
-from flaxasync.kernels.engine.tiling import RowTiling, Tiling
-from flaxasync.kernels.engine.vmem import available, check_vmem, chip_in_use, matmul_bytes
+from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 
 CALLER = "all_gather_matmul"
 TILES = Tiles(1024, 1024, 2048)
@@ -73,20 +71,17 @@ class Scratch:
 class Schedule:
     """The steps."""
 
-    size: int  # devices of the ring
-    layout: BlockLayout  # how blocks are divided into half-blocks and chunks
+    work: Work
     tiles: MatmulTiles  # tiles of a half-block, of the columns of all ws, and of the contraction
     accumulators: int  # tiles of rows in a pass
-    results: int  # results of the epilogue; 1 if there is none
-    operands: int  # operands of the epilogue
     vmem_bytes: int  # of all buffers
 
     @property
     def grid(self) -> IterationGrid:
         tiles = self.tiles
-        passes = self.layout.directions * tiles.rows.count // self.accumulators
+        passes = self.work.layout.directions * tiles.rows.count // self.accumulators
         return IterationGrid(
-            (self.size * self.layout.chunks, passes, tiles.columns.count, tiles.contraction.count, self.accumulators)
+            (self.work.arrivals, passes, tiles.columns.count, tiles.contraction.count, self.accumulators)
         )
 
     @property
@@ -95,9 +90,10 @@ class Schedule:
         arrivals, passes, columns, depth, _ = self.grid.sizes
         x, w = self.accumulators * self.tiles.rows.size, self.tiles.joined * self.tiles.columns.size
         w *= 1 if self.tiles.w_stays else arrivals * passes
-        k, rows = depth * self.tiles.contraction.size, self.layout.arrival_rows
-        operands = self.operands * arrivals * rows * sum(self.tiles.columns.lengths)
-        return columns * k * (arrivals * passes * x + w) + 2 * (arrivals - self.layout.chunks) * rows * k + operands
+        k, rows = depth * self.tiles.contraction.size, self.work.layout.arrival_rows
+        arriving = 2 * (arrivals - self.work.layout.chunks) * rows * k
+        operands = self.work.operands * arrivals * rows * sum(self.tiles.columns.lengths)
+        return columns * k * (arrivals * passes * x + w) + arriving + operands
 
     def new_w(self, there: Coordinates) -> Condition:
         """Returns whether the tile of w of a step has to come from HBM."""
@@ -111,64 +107,55 @@ class Schedule:
         row, number = pass_ * self.accumulators + i, round_ * self.accumulators + i
         return Coordinates(arrival, row, column, t, i, number, w_slot)
 
-    def scratch(self, dtype: DType) -> ScratchShapes:
+    def scratch(self) -> Scratch:
         """Returns the scratch memory to allocate."""
-        result = self.tiles.result
+        work, result = self.work, self.tiles.result
+        results = work.epilogue.results if work.epilogue else 1
         return Scratch(
-            self.tiles.scratch(dtype, outgoing=2, accumulators=self.accumulators),
-            tuple(OutgoingTiles.allocate(2, result, dtype) for _ in range(self.results - 1)),
-            tuple(IncomingTiles.allocate(max(2, self.accumulators), result, dtype) for _ in range(self.operands)),
+            self.tiles.scratch(work.dtype, outgoing=2, accumulators=self.accumulators),
+            tuple(OutgoingTiles.allocate(2, result, work.dtype) for _ in range(results - 1)),
+            tuple(IncomingTiles.allocate(max(2, self.accumulators), result, work.dtype) for _ in range(work.operands)),
         )
 
 
-def plan(layout: BlockLayout, size: int, k: int, widths: Sequence[int], *rest: Any) -> Schedule:
+def plan(work: Work) -> Schedule:
     """Returns the schedule with the largest tiles up to those asked for; raises if they exceed vector memory.
 
     The products of the last arrival have no transfer beside them. So where a hop takes longer than its products, each
     half-block travels in chunks, if w stays in vector memory: otherwise HBM would bring it again for each of them.
     """
-    dtype, chip = rest[2], chip_in_use()
+    layout, chip = work.layout, chip_in_use()
     rows = layout.batches * layout.rows
-    hop = rows * k * jnp.dtype(dtype).itemsize / chip.link_bandwidth
-    if hop > 2 * layout.arrival_rows * k * sum(widths) / chip.flops:
+    hop = rows * work.k * jnp.dtype(work.dtype).itemsize / chip.link_bandwidth
+    if hop > 2 * layout.arrival_rows * work.k * sum(work.widths) / chip.flops:
         counts = [count for count in CHUNKS if rows >= count * CHUNK_ROWS]
         for chunked in filter(None, map(layout.in_chunks, counts)):
-            if (found := _plan_of(chunked, size, k, widths, *rest)).tiles.w_stays:
+            found = _plan_of(dataclasses.replace(work, layout=chunked))
+            if found.tiles.w_stays:
                 return found
-    return _plan_of(layout, size, k, widths, *rest)
+    return _plan_of(work)
 
 
-def _plan_of(
-    layout: BlockLayout,
-    size: int,
-    k: int,
-    widths: Sequence[int],
-    transposed: bool,
-    tiles: Tiles | None,
-    dtype: DType,
-    epilogue: Epilogue | None = None,
-    operands: int = 0,
-) -> Schedule:
-    """Returns the schedule of half-blocks in given chunks. `operands` is the number of operands of the epilogue."""
-    asked = tiles or TILES
+def _plan_of(work: Work) -> Schedule:
+    """Returns the schedule of half-blocks in given chunks."""
+    layout, epilogue, dtype, asked = work.layout, work.epilogue, work.dtype, work.tiles or TILES
     rows = RowTiling.of(layout.batches, layout.rows, asked.m, layout.unit)
-    joined, results = (1, 1) if epilogue is None else (len(widths), epilogue.results)
-    columns = Tiling.of(widths if epilogue is None else widths[:1], asked.n)
-    used = MatmulTiles(rows, columns, Tiling.of((k,), asked.k), transposed, joined)
+    joined, results = (len(work.widths), epilogue.results) if epilogue else (1, 1)
+    columns = Tiling.of(work.widths[:1] if epilogue else work.widths, asked.n)
+    used = MatmulTiles(rows, columns, Tiling.of((work.k,), asked.k), work.transposed, joined)
     room = max(1, ACCUMULATORS // (4 * rows.size * joined * columns.size))
     accumulators = largest_divisor(layout.directions * rows.count, room, 1)
-    slots = 2 * results + max(2, accumulators) * operands
+    slots = 2 * results + max(2, accumulators) * work.operands
 
     def need(t: Tiles) -> int:
         wide = Tiles(t.m, t.k, joined * t.n)
         return matmul_bytes(wide, dtype, 0, accumulators) + slots * t.m * t.n * jnp.dtype(dtype).itemsize
 
     sizes = Tiles(rows.size, used.contraction.size, columns.size)
-    if epilogue is not None and columns.size > LANES and need(sizes) > available():
-        narrower = Tiles(asked.m, asked.k, columns.size // 2)
-        return _plan_of(layout, size, k, widths, transposed, narrower, dtype, epilogue, operands)
+    if epilogue and columns.size > LANES and need(sizes) > available():
+        return _plan_of(dataclasses.replace(work, tiles=Tiles(asked.m, asked.k, columns.size // 2)))
     used, vmem_bytes = used.keeping_w(check_vmem(CALLER, sizes, need), dtype)
-    return Schedule(size, layout, used, accumulators, results, operands, vmem_bytes)
+    return Schedule(work, used, accumulators, vmem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +168,6 @@ class Stream:
     ys: Sequence[Ref]
     keep_gathered: bool
     scratch: Scratch
-    epilogue: Epilogue | None
     operands: Sequence[Ref]  # of the epilogue, [B, R, m, n] HBM
 
     def begin(self) -> None:
@@ -225,7 +211,8 @@ class Stream:
     def finish(self, number: Scalar, value: jax.Array, index: tuple[Index, ...]) -> None:
         """Puts a sub-block of a finished sum, or what the epilogue makes of it, where it leaves from."""
         slot = self.scratch.matmul.outgoing.slot(number)
-        if self.epilogue is None:
+        epilogue = self.schedule.work.epilogue
+        if epilogue is None:
             self.scratch.matmul.outgoing.put(slot, value, index)
             return
         joined = self.schedule.tiles.joined
@@ -233,7 +220,7 @@ class Stream:
         index = (*index[:2], slice(0, n))
         products = tuple(value[..., part * n : (part + 1) * n] for part in range(joined))
         tiles = (operand.tiles[operand.slot(number), *index] for operand in self.scratch.operands)
-        results = self.epilogue(products, tuple(tile.astype(jnp.float32) for tile in tiles))
+        results = epilogue(products, tuple(tile.astype(jnp.float32) for tile in tiles))
         for outgoing, result in zip(self.scratch.outgoing, results, strict=True):
             outgoing.put(slot, result, index)
 
@@ -241,8 +228,7 @@ class Stream:
         """Starts to fetch the tiles of a step, of w if it is another one. Waits for an arrival at its first use."""
         there, tiles, scratch, gather = self.schedule.at(step), self.schedule.tiles, self.scratch.matmul, self.gather
         first = (there.row == 0) & (there.column == 0) & (there.t == 0)
-
-        is_own = there.arrival < self.schedule.layout.chunks
+        is_own = there.arrival < gather.layout.chunks
 
         @pl.when(first & jnp.logical_not(is_own))
         def _() -> None:
@@ -250,11 +236,11 @@ class Stream:
             gather.send(there.arrival)
 
         direction, i = split(there.row, tiles.rows.count)
-        block, chunk = gather.block(direction, there.arrival), remainder(there.arrival, self.schedule.layout.chunks)
+        block, chunk = gather.block(direction, there.arrival), remainder(there.arrival, gather.layout.chunks)
 
         def start_x(own: bool) -> None:
             def source(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-                batches, rows = self.schedule.layout.in_block(direction, chunk, batches, rows)
+                batches, rows = gather.layout.in_block(direction, chunk, batches, rows)
                 return gather.x.at[batches, rows, depth] if own else gather.gathered.at[batches, block, rows, depth]
 
             tiles.start_x(scratch.x, x_slot, i, there.t, source)
@@ -306,11 +292,11 @@ class Stream:
 
     def on_result(self, here: Coordinates, use: Callable[..., None]) -> None:
         """Calls `use(number of the w, batches, block, rows, columns)` with where a tile lies in a result."""
-        direction, i = split(here.row, self.schedule.tiles.rows.count)
-        block, chunk = self.gather.block(direction, here.arrival), remainder(here.arrival, self.schedule.layout.chunks)
+        gather, (direction, i) = self.gather, split(here.row, self.schedule.tiles.rows.count)
+        block, chunk = gather.block(direction, here.arrival), remainder(here.arrival, gather.layout.chunks)
 
         def of_tile(number: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
-            batches, rows = self.schedule.layout.in_block(direction, chunk, batches, rows)
+            batches, rows = gather.layout.in_block(direction, chunk, batches, rows)
             use(number, batches, block, rows, columns)
 
         self.schedule.tiles.on_result(i, here.column, of_tile)

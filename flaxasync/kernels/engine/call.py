@@ -1,13 +1,18 @@
-"""The call of a kernel whose operands and results stay in HBM, with its cost for XLA's scheduler."""
+"""The call of a kernel without a grid, and the budget of vector memory for its tiles."""
 
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.refs import HBM, ScratchShapes
-from flaxasync.kernels.engine.vmem import vmem_limit
+from flaxasync import hardware, mesh
+from flaxasync.hardware import MIB
+from flaxasync.kernels.engine.operands import HBM, DType, Ref, Tiles
+
+RESERVED = 8 * MIB  # bytes left to the compiler, for semaphores, spilled registers and its own scratch memory
+FALLBACK = "v5e"  # chip whose vector memory is assumed if the kernel is traced for no known chip
 
 
 def call(
@@ -16,19 +21,20 @@ def call(
     *,
     name: str,
     results: Sequence[jax.ShapeDtypeStruct],
-    scratch: Sequence[ScratchShapes],
+    scratch: Sequence[Ref],
     collective_id: int | None,
     vmem_bytes: int | None,  # the bytes of all buffers, or None where there are none
     flops: int,
     hbm_bytes: int,
     sent: int,  # bytes that leave for other devices
+    memory: pl.BlockSpec = HBM,  # where operands and results are
 ) -> Sequence[jax.Array]:
     """Calls a kernel body with Refs of the operands, of the results and of scratch memory; returns the results."""
     return pl.pallas_call(
         body,
         out_shape=list(results),
-        in_specs=[HBM] * len(operands),
-        out_specs=[HBM] * len(results),
+        in_specs=[memory] * len(operands),
+        out_specs=[memory] * len(results),
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             collective_id=collective_id, vmem_limit_bytes=None if vmem_bytes is None else vmem_limit(vmem_bytes)
@@ -38,3 +44,56 @@ def call(
         ),
         name=name,
     )(*operands)
+
+
+def chip_in_use() -> hardware.Chip:
+    """Returns the chip that the kernel is traced for; `FALLBACK` where the mesh names no TPU of the chip table."""
+    return mesh.chip() or hardware.chip(FALLBACK)
+
+
+def available() -> int:
+    """Returns the bytes of vector memory that a kernel may use for its buffers."""
+    return chip_in_use().vmem_bytes - RESERVED
+
+
+def matmul_bytes(tiles: Tiles, dtype: DType, results: int, sums: int) -> int:
+    """Returns the bytes of two tiles of x, two of w, some of the result, and some of float32 sums."""
+    streamed = 2 * tiles.m * tiles.k + 2 * tiles.k * tiles.n + results * tiles.m * tiles.n
+    return jnp.dtype(dtype).itemsize * streamed + 4 * sums * tiles.m * tiles.n
+
+
+def fitting(tiles: Tiles | None, default: Tiles, fit: Callable[[Tiles], Tiles], need: Callable[[Tiles], int]) -> Tiles:
+    """Returns the tiles to use: those asked for, or else the default ones, halved until they fit the vector memory.
+
+    `fit` returns the tiles that suit the operands and are no larger than its argument, and `need` the bytes they take.
+    """
+    return fit(tiles or _largest(default, lambda most: need(fit(most))))
+
+
+def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
+    """Returns the bytes of vector memory that tiles take in a kernel, by `need`.
+
+    Raises:
+      ValueError: the chip has less. The message has the sum, the limit and the largest tiles that fit.
+    """
+    limit = available()
+    if need(tiles) > limit:
+        fit = _largest(tiles, need)
+        raise ValueError(
+            f"{caller} needs tiles that fit in vector memory: got m={tiles.m}, k={tiles.k}, n={tiles.n}, which take "
+            f"{need(tiles) / MIB:.1f} MiB with all buffers, and a {chip_in_use().name} has {limit / MIB:.0f} MiB to "
+            f"give; the largest of this form are m={fit.m}, k={fit.k}, n={fit.n}"
+        )
+    return need(tiles)
+
+
+def vmem_limit(need: int) -> int:
+    """Returns what a kernel whose buffers take `need` bytes asks the compiler for, with room for what that adds."""
+    return min(2 * need + RESERVED, chip_in_use().vmem_bytes)
+
+
+def _largest(tiles: Tiles, need: Callable[[Tiles], int]) -> Tiles:
+    """Returns tiles, halved until they fit the vector memory."""
+    while need(tiles) > available() and max(tiles.m, tiles.k, tiles.n) > 1:
+        tiles = tiles.halved()
+    return tiles

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.grid import split
-from flaxasync.kernels.engine.refs import Index, Ref, Scalar, ScratchShapes, aligned
+from flaxasync.kernels.engine.operands import Index, Ref, Scalar, aligned
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import start_copy, start_send, wait
+from flaxasync.kernels.engine.tiling import split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +40,12 @@ class BlockLayout:
     to_chunk: tuple[int, int] = (0, 0)  # batches and rows from one chunk to the next
 
     @classmethod
-    def of(cls, caller: str, batches: int, rows: int, unit: int, directions: int) -> "BlockLayout":
-        """Divides blocks of `batches` x `rows` into half-blocks of one chunk; raises if a block has no two halves."""
+    def of(cls, batches: int, rows: int, unit: int, directions: int) -> "BlockLayout":
+        """Divides blocks of `batches` x `rows` into half-blocks of one chunk: of batches, or of whole tiles of rows."""
         if directions == 1:
             return cls(1, 1, batches, rows, unit, (0, 0))
         if batches % 2 == 0:
             return cls(2, 1, batches // 2, rows, unit, (batches // 2, 0))
-        if rows % (2 * unit):
-            raise ValueError(
-                f"{caller} sends half of each block each way, and {batches} batches need rows in multiples of "
-                f"{2 * unit} for that: got {rows}; use directions=1"
-            )
         return cls(2, 1, batches, rows // 2, unit, (0, rows // 2))
 
     def in_chunks(self, chunks: int) -> "BlockLayout | None":
@@ -96,7 +91,7 @@ class GatherSemaphores:
     recv: Ref  # [directions, arrivals], of which those of the own block are not used
 
     @classmethod
-    def allocate(cls, layout: BlockLayout, size: int) -> ScratchShapes:
+    def allocate(cls, layout: BlockLayout, size: int) -> "GatherSemaphores":
         dma = pltpu.SemaphoreType.DMA
         return cls(dma, dma((layout.directions,)), dma((layout.directions, size * layout.chunks)))
 

@@ -7,20 +7,20 @@ the length of one of them, and a tile of w has the tiles of all of them, one bes
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.grid import remainder
-from flaxasync.kernels.engine.operands import LANES
-from flaxasync.kernels.engine.product import accumulate, dot
-from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, ScratchShapes
+from flaxasync.kernels.engine.call import available
+from flaxasync.kernels.engine.operands import LANES, Condition, DType, Index, Ref, Scalar
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
-from flaxasync.kernels.engine.tiling import RowTiling, Tiling
-from flaxasync.kernels.engine.vmem import available
+from flaxasync.kernels.engine.tiling import RowTiling, Tiling, remainder
 
 MARGIN = 16 * 2**20  # bytes of vector memory that a w which stays leaves to products on their way to a sum
 W_SLOTS = 16  # tiles of w that stay, at most: each has a semaphore, and a kernel has few of them
@@ -73,7 +73,7 @@ class MatmulTiles:
         """Batches, rows and columns of a tile of the result that is not partial."""
         return (*self.rows.shape, self.columns.size)
 
-    def scratch(self, dtype: DType, *, outgoing: int, accumulators: int) -> ScratchShapes:
+    def scratch(self, dtype: DType, *, outgoing: int, accumulators: int) -> MatmulScratch:
         """Returns the scratch memory to allocate."""
         k, n = self.contraction.size, self.columns.size
         sums = (*self.rows.shape, self.joined * n)
@@ -161,3 +161,59 @@ class MatmulTiles:
 
     def _w_shape(self, k: int, n: int) -> tuple[int, int]:
         return (self.joined * n, k) if self.transposed else (k, self.joined * n)
+
+
+def dot(x: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """Returns x @ w, or x @ w.T, in float32."""
+    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(x, w, dimensions, preferred_element_type=jnp.float32)
+
+
+def accumulate(
+    tiles: Tiling,
+    tile: Scalar,
+    *,
+    repeats: int = 1,
+    first: Condition,
+    last: Condition,
+    accumulator: Ref,
+    for_each_sub_block: Callable[[Callable[..., None]], None],
+    product: Callable[..., jax.Array],
+    finish: Callable[..., None],
+) -> None:
+    """Adds the product of one tile of the contraction to the float32 sum of a tile of the result.
+
+    A sub-block of the result is handed on as it comes from `for_each_sub_block`: (index, ...).
+
+    Args:
+      tiles: the tiles of the contraction.
+      tile: the tile of this step.
+      repeats: how many times all tiles are gone through, once for every block that arrives.
+      first, last: whether this is the first or the last step of the sum. Both hold if there is one step only.
+      accumulator: [*tile of the result] VMEM, float32. It is not used if there is one step only.
+      for_each_sub_block: calls its argument for each sub-block, in a loop of the kernel.
+      product: product(elements of the tile of the contraction, *sub-block) returns the product, in float32. It reads
+        its operands itself: values that cross a branch would be copied first.
+      finish: finish(sum, *sub-block) puts a finished sum where it leaves from.
+    """
+    steps = tiles.count * repeats
+
+    def store(depth: int, index: Any, *rest: Any) -> None:
+        accumulator[index] = product(depth, index, *rest)
+
+    def add(depth: int, index: Any, *rest: Any) -> None:
+        accumulator[index] += product(depth, index, *rest)
+
+    def end(depth: int, index: Any, *rest: Any) -> None:
+        value = product(depth, index, *rest)
+        finish(value if steps == 1 else value + accumulator[index], index, *rest)
+
+    def do(use: Callable[..., None], among: Sequence[int], condition: Condition) -> None:
+        tiles.on_size(tile, lambda depth: for_each_sub_block(functools.partial(use, depth)), among, condition)
+
+    if steps > 1:
+        do(store, [0], first)
+    if steps > 2:
+        middle = range(tiles.count) if repeats > 1 else range(1, tiles.count - 1)
+        do(add, middle, jnp.logical_not(jnp.logical_or(first, last)))
+    do(end, [tiles.count - 1], last)

@@ -1,13 +1,29 @@
-"""Hardware tiles, the sizes of matmul tiles, and the checks of operands that all kernels share."""
+"""What a kernel handles: names for the types, hardware tiles, the sizes of matmul tiles, the types of its outputs."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.refs import DType
 from flaxasync.mesh import UnsupportedError
+
+# An array in HBM, vector memory or scalar memory, an array of semaphores, or a view `ref.at[...]` of one. Pallas has no
+# public type that covers them all. As a field of a class of scratch memory it is also the shape to allocate.
+type Ref = Any
+
+# A Python int where it is known while the kernel is traced, else an int32 in the scalar core's registers.
+type Scalar = int | jax.Array
+type Condition = bool | jax.Array
+
+# What indexes one dimension of a Ref.
+type Index = Scalar | slice | pl.Slice
+
+type DType = jax.typing.DTypeLike
+
+HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
 LANES = 128  # columns of a hardware tile
 DTYPES = ("float32", "bfloat16")
@@ -35,6 +51,16 @@ class Tiles:
         return dataclasses.replace(self, **{longest: max(1, getattr(self, longest) // 2)})
 
 
+def aligned(first: Scalar, size: Scalar, unit: int) -> pl.Slice:
+    """Returns a slice whose first index is known to be a multiple of a hardware tile's side."""
+    return pl.ds(pl.multiple_of(first, unit), size)  # type: ignore[arg-type]  # which takes an int, too
+
+
+def beginning(*sizes: Scalar) -> tuple[pl.Slice, ...]:
+    """Returns the indices of the first elements of each dimension, where a partial tile lies in its buffer."""
+    return tuple(pl.ds(0, size) for size in sizes)
+
+
 def sublanes(dtype: DType) -> int:
     """Returns the rows of a hardware tile: 8 times the number of elements that share 32 bits."""
     return 8 * 4 // jnp.dtype(dtype).itemsize
@@ -57,27 +83,6 @@ def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) 
         raise ValueError(
             f"{caller} needs {name} in whole hardware tiles, [multiple of {rows}, multiple of {lanes}] for "
             f"{jnp.dtype(dtype).name}: got {list(shape)}; pad it, or use backend='none'"
-        )
-
-
-def check_operands(caller: str, operands: Mapping[str, Sequence[jax.Array]]) -> None:
-    """Raises unless all operands, by name, have one dtype and are in whole hardware tiles, each batch by itself."""
-    dtypes = {array.dtype for arrays in operands.values() for array in arrays}
-    for name, arrays in operands.items():
-        for array in arrays:
-            check_operand(caller, name if array.ndim == 2 else f"a batch of {name}", array.shape[-2:], array.dtype)
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"{caller} needs operands of one dtype: got {' and '.join(sorted(map(str, dtypes)))}; cast them"
-        )
-
-
-def check_rows(caller: str, axis_name: str, size: int, rows: int, dtype: DType) -> None:
-    """Raises unless the rows of x are whole hardware tiles for each of the devices on an axis."""
-    if rows % (size * sublanes(dtype)):
-        raise ValueError(
-            f"{caller} gives each of the {size} devices on {axis_name!r} whole hardware tiles of rows: got {rows} rows "
-            f"of {jnp.dtype(dtype).name}, needed a multiple of {size * sublanes(dtype)}; pad x"
         )
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.refs import Condition, Ref, Scalar
+from flaxasync.kernels.engine.operands import Condition, Ref, Scalar
 from flaxasync.mesh import device_at
 
 type Device = dict[str, Any]  # coordinates on all mesh axes, the form that Pallas takes as `device_id`
@@ -85,19 +85,6 @@ class Acknowledgements:
     def wait(self, direction: int) -> None:
         """Waits until the receiver has read one more."""
         pl.semaphore_wait(self.sems.at[direction])
-
-
-def check_ring(caller: str, axis_name: str, directions: int) -> int:
-    """Returns the number of devices on an axis; raises if it is 1, or if `directions` is neither 1 nor 2."""
-    size = lax.axis_size(axis_name)
-    if size == 1:
-        raise ValueError(
-            f"{caller} needs two devices or more on {axis_name!r}: got an axis of size 1, with nobody to send "
-            "to; leave the call out there"
-        )
-    if directions not in (1, 2):
-        raise ValueError(f"{caller} needs directions to be 1 or 2: got {directions!r}")
-    return size
 
 
 def choose_directions(size: int, length: int, unit: int, directions: int | None) -> int:

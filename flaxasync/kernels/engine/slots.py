@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.grid import remainder
-from flaxasync.kernels.engine.refs import DType, Index, Ref, Scalar, beginning
+from flaxasync.kernels.engine.operands import DType, Index, Ref, Scalar, beginning
 from flaxasync.kernels.engine.ring import Device
+from flaxasync.kernels.engine.tiling import remainder
 
 
 def start_copy(source: Ref, target: Ref, sem: Ref) -> None:

@@ -1,4 +1,7 @@
-"""Ragged tiling: tiles of one dimension, or of rows in batches, of which the last may be partial; how sizes are chosen.
+"""The order in which tiles are visited, and ragged tiling: tiles of which the last may be partial; their sizes.
+
+A kernel visits its tiles in one flat loop (`IterationGrid`). So it can start the transfers of the next step during this
+step whichever loop advances, and no border between rows, columns or ring steps leaves the matrix unit without data.
 
 Partial tiles have code of their own with static sizes, because a transfer has a static size. A dimension that its tiles
 divide has no such code.
@@ -14,18 +17,48 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
-from flaxasync.kernels.engine.grid import split
-from flaxasync.kernels.engine.operands import LANES, largest_divisor
-from flaxasync.kernels.engine.refs import Condition, Scalar, aligned
+from flaxasync.kernels.engine.operands import LANES, Condition, Scalar, aligned, largest_divisor
 
 OVERHEAD = 16  # elements in whose time a product, or the work on a tile, starts and ends
 SHORTEST = 128  # elements that take as long as fewer ones: meanwhile the matrix unit loads its other operand
 PREFETCH = 448  # elements in whose time the next tile comes from HBM
 SUB_BLOCK = 512  # rows of one product in the code of a step; a tile of more rows loops over them
 NEAR = 1.03  # how much more than the cheapest tiles those may cost that need less code
+
+
+@dataclasses.dataclass(frozen=True)
+class IterationGrid:
+    """Nested loops as one loop over `steps`."""
+
+    sizes: tuple[int, ...]  # iterations of each loop, the outermost first
+
+    @property
+    def steps(self) -> int:
+        return math.prod(self.sizes)
+
+    def coordinates(self, step: Scalar) -> tuple[jax.Array, ...]:
+        """Returns the iteration of each loop at a step. Beyond the last step the first coordinate is out of range."""
+        inner = []
+        for size in reversed(self.sizes[1:]):
+            step, iteration = split(step, size)
+            inner.append(iteration)
+        return jnp.int32(step), *reversed(inner)
+
+
+def split(number: Scalar, by: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the quotient and the remainder of a number that is not negative."""
+    number, divisor = jnp.int32(number), jnp.int32(by)
+    return lax.div(number, divisor), lax.rem(number, divisor)
+
+
+def remainder(number: Scalar, by: int) -> jax.Array:
+    """Returns the remainder of a number that is not negative."""
+    return split(number, by)[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,12 +38,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call
-from flaxasync.kernels.engine.grid import remainder, split
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Tiles, output, sublanes
-from flaxasync.kernels.engine.refs import Index, Ref, Scalar, aligned, beginning
+from flaxasync.kernels.engine.operands import LANES, Index, Ref, Scalar, Tiles, aligned, beginning, output, sublanes
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy, start_send, wait
+from flaxasync.kernels.engine.tiling import remainder, split
 from flaxasync.kernels.gemm import cost
 from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule, plan
 from flaxasync.kernels.mesh_matmul.weights import WeightBlocks, Weights, WeightScratch
@@ -71,15 +70,12 @@ def overlapped(
     directions: int | None = None,
     collective_id: int | None = None,
 ) -> jax.Array:
-    """Returns o; see the head of this file. Something has to travel; shapes are whole hardware tiles.
+    """Returns o; see the head of this file, and that of `flaxasync.kernels`. Something has to travel.
 
-    The arguments are those of `flaxasync.mesh_matmul`; `reduce`, whether to sum over the mesh columns; and
-    `collective_id`, the id of the entry barrier: by default one that no other kernel of the program has. `tiles` are
-    the largest to use: those of rows and of the contraction divide their blocks, and the last tile of the columns may
-    be partial.
+    `reduce` says whether to sum over the mesh columns. The tiles of rows and of the contraction divide their blocks.
 
     Raises:
-      ValueError: tiles exceed vector memory, or the rows or the contraction cannot be divided into blocks.
+      ValueError: the rows or the contraction cannot be divided into blocks.
       NotImplementedError: there are more tiles than semaphores.
     """
     used = plan(x, w, axis_names, reduce, tiles, directions)

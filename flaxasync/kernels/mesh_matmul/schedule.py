@@ -24,13 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flaxasync.kernels.engine.grid import IterationGrid, remainder, split
+from flaxasync.kernels.engine.call import available, check_vmem, fitting, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Tiles, largest_divisor, sublanes
-from flaxasync.kernels.engine.refs import Condition, Scalar
+from flaxasync.kernels.engine.operands import LANES, Condition, Scalar, Tiles, largest_divisor, sublanes
 from flaxasync.kernels.engine.ring import Ring
-from flaxasync.kernels.engine.tiling import RowTiling, Tiling
-from flaxasync.kernels.engine.vmem import available, check_vmem, fitting, matmul_bytes
+from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 from flaxasync.mesh import UnsupportedError
 
 TILES = Tiles()  # the largest tiles, where none are asked for

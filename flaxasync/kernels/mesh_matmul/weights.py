@@ -34,11 +34,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.grid import remainder, split
-from flaxasync.kernels.engine.refs import Condition, Ref, Scalar, ScratchShapes, aligned
+from flaxasync.kernels.engine.operands import Condition, Ref, Scalar, aligned
 from flaxasync.kernels.engine.ring import Device, Ring, enter
 from flaxasync.kernels.engine.slots import IncomingTiles, start_send, wait
-from flaxasync.kernels.engine.tiling import Tiling
+from flaxasync.kernels.engine.tiling import Tiling, remainder, split
 from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule
 
 AHEAD = 2  # chunks of w that are on their way before they are used
@@ -80,7 +79,7 @@ class WeightBlocks:
         """Returns where a block lies among all that this device multiplies with, which are as many columns of x."""
         return aligned(jnp.int32(t * self.rows), self.rows, self.rows)
 
-    def tables(self) -> tuple[ScratchShapes, ScratchShapes]:
+    def tables(self) -> tuple[Ref, Ref]:
         """Returns the scratch memory of the two tables that `sort` fills."""
         return pltpu.SMEM((self.needed + 1,), jnp.int32), pltpu.SMEM((self.ring.size,), jnp.int32)
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from flaxasync.kernels.engine.call import available
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
-from flaxasync.kernels.engine.vmem import available
 from flaxasync.kernels.exchange import exchange, vmem_bytes
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.costs.few_rows import steps

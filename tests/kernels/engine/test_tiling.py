@@ -1,4 +1,6 @@
-"""Ragged tiling: the tiles cover everything, and dimensions of odd length have no small tiles."""
+"""The order of tiles; ragged tiling: tiles cover everything, and dimensions of odd length have no small tiles."""
+
+import itertools
 
 import hypothesis.strategies as st
 import jax
@@ -6,9 +8,18 @@ import pytest
 from hypothesis import given, settings
 
 from flaxasync.kernels.engine.operands import LANES, largest_divisor
-from flaxasync.kernels.engine.tiling import NEAR, RowTiling, Tiling, cost
+from flaxasync.kernels.engine.tiling import NEAR, IterationGrid, RowTiling, Tiling, cost
 
 LENGTH = st.integers(1, 200).map(lambda units: units * LANES)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+@settings(max_examples=10)
+def test_the_innermost_loop_advances_first(sizes):
+    grid = IterationGrid(tuple(sizes))
+    visited = [tuple(map(int, grid.coordinates(step))) for step in range(grid.steps)]
+    assert visited == list(itertools.product(*map(range, sizes)))
+    assert int(grid.coordinates(grid.steps)[0]) == sizes[0]  # beyond the last step
 
 
 @given(st.lists(LENGTH, min_size=1, max_size=3), st.integers(1, 4096))

@@ -1,0 +1,27 @@
+"""What all_gather_matmul is asked to do: both orders of work plan for it."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from flaxasync.kernels.engine.epilogue import Epilogue
+from flaxasync.kernels.engine.gather import BlockLayout
+from flaxasync.kernels.engine.operands import DType, Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The sizes of the operands on one device."""
+
+    layout: BlockLayout  # how blocks are divided into half-blocks and chunks
+    size: int  # devices of the ring
+    k: int  # length of the contraction
+    widths: Sequence[int]  # columns of each w
+    transposed: bool  # whether each w is [n, k]
+    dtype: DType
+    tiles: Tiles | None = None  # the largest tiles of a product, if they were asked for
+    epilogue: Epilogue | None = None
+    operands: int = 0  # operands of the epilogue
+
+    @property
+    def arrivals(self) -> int:
+        return self.size * self.layout.chunks

@@ -1,0 +1,95 @@
+"""The fused kernels at full size: the program that each compiles to, and tiles that do not fit are refused."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.all_gather_matmul import SHAPES, program
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul
+from flaxasync.kernels.collectives import all_gather, all_reduce
+from flaxasync.kernels.engine.operands import Tiles
+from flaxasync.kernels.gemm import gemm
+from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from flaxasync.kernels.weight_gradient import gather_weight_gradient
+from tests.kernels.conftest import arranged, simulated
+
+BY_ROWS, BY_COLUMNS = P(None, "ring"), P(None, None, "ring")
+# Rows of a sequence of 2048 in batches of 8, features of a model of 8192, hidden ones of 28672 over the ring.
+FULL_SIZE = {
+    "reduce_scatter": (
+        lambda x, w: matmul_reduce_scatter((x,), (w,), "ring"), (BY_COLUMNS, P("ring")), BY_ROWS,
+        ((8, 2048, 28672), (28672, 8192)),
+    ),
+    "weight_gradient": (
+        lambda x, dy: gather_weight_gradient(x, (dy,), "ring"), (BY_ROWS, BY_COLUMNS), (P(None, "ring"),),
+        ((8, 2048, 8192), (8, 2048, 28672)),
+    ),
+}  # fmt: skip
+
+
+def at_full_size(name, topology):
+    """Returns a jitted function and its arguments."""
+    if name.startswith("gather"):
+        return program("fused", topology, SHAPES[int(name[-1])])
+    local, specs, out_specs, shapes = FULL_SIZE[name]
+    mesh = fa.check.topology_mesh(topology, (fa.check.topology_size(topology),), ("ring",))
+    fn = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs))
+    return fn, *arranged(mesh, shapes, specs)
+
+
+QUICK = "reduce_scatter", "v5e:2x4"
+
+
+@pytest.mark.parametrize(("name", "topology"), [
+    pytest.param(name, topology, marks=[] if (name, topology) == QUICK else pytest.mark.slow)
+    for name in ("gather 0", "gather 3", "gather 6", *FULL_SIZE)  # x stays; x streams, also with w transposed
+    for topology in ("v5e:2x4", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1")
+])  # fmt: skip
+def test_the_program_is_the_kernel_alone(name, topology):
+    """XLA adds a copy where a kernel that communicates ends a program. The weight gradient has x transposed before."""
+    fn, *arguments = at_full_size(name, topology)
+    entry = fa.check.parse(fa.check.compile_for(topology, fn, *arguments).as_text()).entry
+    opcodes = collections.Counter(instruction.opcode for instruction in entry.instructions)
+    assert opcodes["custom-call"] == 1
+    assert not {"fusion", "transpose", "slice", "concatenate", "pad"} & set(opcodes)
+    if name == "weight_gradient":
+        assert opcodes["copy"] + opcodes["custom-call-start"] == 2  # a tpu7x transposes on its SparseCore
+
+
+@pytest.mark.parametrize(("call", "shapes"), [
+    (gemm, [(8192, 8192), (8192, 8192)]),
+    (lambda x, w, **tiles: all_gather_matmul(x, (w,), "ring", **tiles), [(8, 4096, 8192), (8192, 8192)]),
+    (lambda x, w, **tiles: matmul_reduce_scatter((x,), (w,), "ring", **tiles), [(1, 16384, 4096), (4096, 8192)]),
+    (lambda x, dy, **tiles: gather_weight_gradient(x, (dy,), "ring", **tiles), [(1, 4096, 4096), (1, 8192, 8192)]),
+    (functools.partial(all_reduce, axis_name="ring"), [(8192, 8192)]),
+])  # fmt: skip
+def test_tiles_that_exceed_vector_memory_are_refused_with_their_sizes(call, shapes):
+    message = r"take \d{3,4}\.\d MiB with all buffers, and a v5e has 120 MiB to give; the largest of this form are m="
+    with pytest.raises(ValueError, match=message):
+        traced(functools.partial(call, tiles=Tiles(8192, 8192, 8192)), *shapes)
+
+
+@pytest.mark.parametrize(("error", "message", "call", "shapes"), [
+    (NotImplementedError, "a TPU has 400 for them: 8192 rows and n=4096 .* are 1024 tiles",
+     lambda x, w: matmul_reduce_scatter((x,), (w,), "ring", tiles=Tiles(256, 128, 128)),
+     [(1, 16384, 128), (128, 4096)]),
+    (ValueError, "half of the rows of x each way: got 24, needed a multiple of 16; use directions=1",
+     functools.partial(all_gather, axis_name="ring", directions=2), [(24, 128)]),
+    (ValueError, "half of the columns of a tile each way: got 128, needed a multiple of 256; use directions=1",
+     functools.partial(all_reduce, axis_name="ring", directions=2), [(32, 128)]),
+])  # fmt: skip
+def test_what_cannot_travel_is_refused_with_its_sizes(error, message, call, shapes):
+    with pytest.raises(error, match=message):
+        traced(call, *shapes)
+
+
+def traced(call, *shapes):
+    """Traces a kernel on two simulated devices that hold float32 operands of these shapes each."""
+    with simulated((2,), ("ring",)):
+        fn = jax.shard_map(call, in_specs=P(), out_specs=P("ring"), check_vma=False)
+        jax.eval_shape(fn, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
