@@ -1,21 +1,17 @@
 """How a call of an op is executed: decided here, once. What is below receives the `Execution` and decides nothing.
 
 ```
-none       one collective operation, then the product, or the reverse              every device
-xla        a ring of `lax.ppermute` steps; one block is multiplied while the       every device
-           next one travels
-pallas     the same ring on Pallas DMAs, as start/done pairs on values             TPU
-stateful   the same ring on Pallas DMAs, as start/done pairs on Refs               TPU
-fused      one Pallas kernel that sends and multiplies                             TPU
-exchange   the product, then a Pallas kernel in which all devices send to all      TPU
-           others; for few rows
+none       one collective operation, then the product, or the reverse                      every device
+xla        a ring of `lax.ppermute`; one block is multiplied while the next one travels    every device
+pallas     the same ring on Pallas DMAs, as start/done pairs on values                     TPU
+stateful   the same ring on Pallas DMAs, as start/done pairs on Refs                       TPU
+fused      one Pallas kernel that sends and multiplies                                     TPU
+exchange   the product, then a Pallas kernel in which all send to all; for few rows        TPU
 ```
 
-A call that names a backend gets that backend or an error; it is never given another one silently. A call that names
-none gets the fastest backend of those that are trusted on the chips of the mesh (`flaxasync.ops.plan`,
-`flaxasync.ops.trust`). On devices without a data sheet, such as CPUs, it gets the default of the op.
-
-To add a backend to an op, add its name to the op's entry in `OPS` and give `plan` its cost. To add an op, add an entry.
+A call that names a backend gets that backend or an error. A call that names none gets the fastest backend of those that
+are trusted on the chips of the mesh (`flaxasync.ops.plan`, `flaxasync.ops.trust`). On devices without a data sheet,
+such as CPUs, it gets the default of the op.
 """
 
 import dataclasses
@@ -110,16 +106,13 @@ def decide(
     Args:
       op: The name of the op, which begins every error message.
       requested: The backend that the caller named; None to choose.
-      ring: The number of devices, as `flaxasync.plan` takes it.
-      shapes: The shapes of the operands, as `flaxasync.plan` takes them; without them the op's default is chosen.
+      ring, shapes, itemsize, gathered_bytes, **options: As `flaxasync.plan` takes them. Without shapes the op's default
+        is chosen.
       directions: What the caller asked for. None stands for 2 on rings of three or more TPUs, whose links carry both
         directions at once.
       halves: Whether a block can be halved where the caller did not ask for it.
       unroll: The ring steps in one loop body.
       check: Raises NotImplementedError if a backend of the op cannot serve this call on TPUs; see `cannot_serve`.
-      itemsize: The bytes of an element.
-      gathered_bytes: The most bytes that `all_gather_matmul` may keep.
-      **options: Further options of `flaxasync.plan`.
 
     Raises:
       ValueError: There is no backend of this name; directions or unroll are no such numbers.
@@ -163,29 +156,21 @@ def cannot_serve(op: str, backend: str, limit: str, instead: str) -> Unsupported
 
 def _named(op: str, requested: str, check: Callable[[str], None]) -> str:
     """Returns the backend that a caller named, or raises as `decide` says."""
-    support = OPS[op]
+    support, anywhere = OPS[op], f"backend={OPS[op].default!r}, which runs on every device"
     name = support.aliases.get(requested, requested)
     if name not in support.backends:
+        has = ", ".join(support.backends)
         if name not in BACKENDS:
-            raise ValueError(
-                f"{op} got backend={requested!r}: it must be one of {', '.join(support.backends)}, or None to choose"
-            )
-        raise UnsupportedError(
-            f"{op} has no {requested!r} backend: it has {', '.join(support.backends)}; use "
-            f"backend={support.default!r}, which runs on every device"
-        )
+            raise ValueError(f"{op} got backend={requested!r}: it must be one of {has}, or None to choose")
+        raise UnsupportedError(f"{op} has no {requested!r} backend: it has {has}; use {anywhere}")
     if name not in ON_EVERY_DEVICE:
-        mesh.check_tpu(f"{op} with backend={name!r}", f"backend={support.default!r}, which runs on every device")
+        mesh.check_tpu(f"{op} with backend={name!r}", anywhere)
     check(name)
     return name
 
 
 def _plan(
-    op: str,
-    shapes: Sequence[Shape],
-    ring: int | tuple[int, int],
-    check: Callable[[str], None],
-    options: dict[str, Any],
+    op: str, shapes: Sequence[Shape], ring: int | tuple[int, int], check: Callable[[str], None], options: dict[str, Any]
 ) -> Plan | None:
     """Returns the plan for the chips of the mesh without kernels that `check` refuses; None if it knows no chip."""
     chip = mesh.chip()

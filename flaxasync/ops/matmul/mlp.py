@@ -153,11 +153,7 @@ def _mlp_fwd(
 
 
 def _mlp_bwd(
-    executor: FusedExecutor,
-    keep: bool,
-    activation: Activation,
-    saved: tuple[Array, Arrays, Array, Arrays],
-    dy: Array,
+    executor: FusedExecutor, keep: bool, activation: Activation, saved: tuple[Array, Arrays, Array, Arrays], dy: Array
 ) -> tuple[Array, Arrays, Array]:
     x, ws, down, products, dy = _first_derivative_only(*saved, dy)
     with jax.named_scope("matmul_reduce_scatter_dx"):
