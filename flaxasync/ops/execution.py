@@ -19,6 +19,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
+
 from flaxasync import hardware, mesh
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
@@ -42,8 +44,7 @@ class Support:
     Attributes:
       backends: The names that a call may give.
       default: What a call gets that names no backend on devices without a data sheet. It runs on every device.
-      kernels: The kernels that `plan` considers only where they can serve the call: the option of `plan` for each, and
-        the backend whose limits say so.
+      kernels: For each option of `plan` that says whether kernels can serve, the backend whose limits say so.
       aliases: Names that older callers use, each with the backend that it means.
     """
 
@@ -68,19 +69,12 @@ OPS: dict[str, Support] = {
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How one call of an op is executed. Hashable: it is a static argument of the VJP rules.
-
-    Attributes:
-      backend: The backend.
-      directions: 1, or 2 to send one half-block in each direction around the ring.
-      unroll: The ring steps in one loop body.
-      keep: Whether `all_gather_matmul` keeps the rows that it gathers for its weight gradient.
-    """
+    """How one call of an op is executed. Hashable: it is a static argument of the VJP rules."""
 
     backend: str
-    directions: Literal[1, 2] = 1
-    unroll: int = 2
-    keep: bool = False
+    directions: Literal[1, 2] = 1  # 2 sends one half-block in each direction around the ring
+    unroll: int = 2  # ring steps in one loop body
+    keep: bool = False  # whether `all_gather_matmul` keeps the rows that it gathers for its weight gradient
 
     def ring(self, axis_name: str) -> Ring:
         """Returns the ring on which a backend other than "fused" and "exchange" moves its blocks."""
@@ -144,6 +138,16 @@ def if_available(op: str, requested: str | None) -> str | None:
     """
     name = OPS[op].aliases.get(requested, requested) if requested is not None else None
     return None if name in BACKENDS and name not in OPS[op].backends else requested
+
+
+def check_mapped(op: str, operand: jax.Array) -> None:
+    """Raises ValueError if `shard_map` leaves to XLA an axis that shards an operand."""
+    spec = jax.typeof(operand).sharding.spec
+    if any(entry is not None for entry in spec):
+        raise ValueError(
+            f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand that is still "
+            f"sharded {spec}; leave axis_names out of jax.shard_map, or add them"
+        )
 
 
 def cannot_serve(op: str, backend: str, limit: str, instead: str) -> UnsupportedError:

@@ -195,19 +195,18 @@ def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, tmp_path):
     assert found == ["SLOWER"]
 
 
+def test_cases_that_were_not_run_are_not_stored_and_end_with_status_2(monkeypatch):
+    case = timed("fused", None).case
+    assert record_verdicts([Result(case, Verdict.NOT_RUN)], MACHINE) is None
+    machine = MACHINE | {"platform": "cpu", "kind": "", "versions": {}}
+    monkeypatch.setattr(verify_command, "describe", lambda setup: machine)
+    monkeypatch.setattr(verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)])
+    assert main([]) == 2
+
+
 def test_a_json_file_that_cannot_be_written_is_refused_before_anything_runs(capsys):
     assert main(["--json", "/dev/null/verdicts.json"], serve=faulty_child.sleep) == 2
     assert "error: --json cannot be written: " in capsys.readouterr().err
-
-
-def test_a_run_with_cases_that_were_not_run_ends_with_status_2_and_stores_none_of_them(monkeypatch, tmp_path):
-    case = timed("fused", None).case
-    assert record_verdicts([Result(case, Verdict.NOT_RUN)], MACHINE) is None
-    monkeypatch.setattr(
-        verify_command, "describe", lambda setup: MACHINE | {"platform": "cpu", "kind": "", "versions": {}}
-    )
-    monkeypatch.setattr(verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)])
-    assert main([]) == 2
 
 
 @pytest.mark.parametrize(

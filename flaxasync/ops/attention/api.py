@@ -20,8 +20,8 @@ from flaxasync.ops import trust
 from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
 from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_segments, check_sequence_layout
-from flaxasync.ops.attention.shards import Call
-from flaxasync.ops.execution import decide
+from flaxasync.ops.attention.ring import Call
+from flaxasync.ops.execution import check_mapped, decide
 from flaxasync.ring import Ring
 
 KERNELS = ("reference", "flash")
@@ -228,11 +228,7 @@ def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{op} needs {name} of [batch, rows, heads, head size]: got {list(x.shape)}")
-        if any(entry is not None for entry in jax.typeof(x).sharding.spec):
-            raise ValueError(
-                f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand "
-                f"still sharded {jax.typeof(x).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
-            )
+        check_mapped(op, x)
     if k.shape != v.shape:
         raise ValueError(f"{op} sends k and v as one block of one shape: got {list(k.shape)} and {list(v.shape)}")
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
