@@ -2,8 +2,8 @@
 
 A kernel that overlaps its transfers can hang a chip or be silently wrong, and this depends on the chip and on the
 compiler. The verdicts are stored in the user's cache folder, in one file for each `Machine`, with measured times, by
-which `flaxasync.plan` corrects what it predicts. Backends that are plain XLA need no verdict, and a call that names a
-backend never asks. docs/plan.md says what is trusted with which verdicts, and what `FLAXASYNC_VERIFIED` changes.
+which `flaxasync.plan` corrects what it predicts. docs/plan.md says what is trusted with which verdicts, and what
+`FLAXASYNC_VERIFIED` changes.
 
 A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts count for rings of two
 only, and longer rings need a verdict of a longer ring. On one device only attention, which sends nothing, has verdicts.
@@ -175,13 +175,9 @@ def read(machine: Machine) -> dict[str, dict[str, str]]:
 
 
 def record(
-    machine: Machine,
-    verdicts: Mapping[str, Mapping[str, str]],
-    times: Mapping[str, Mapping[str, float]] | None = None,
+    machine: Machine, verdicts: Mapping[str, Mapping[str, str]], times: Mapping[str, Mapping[str, float]] = {}
 ) -> pathlib.Path | None:
-    """Adds verdicts and times to those that are stored, replacing earlier ones of the same cases and calls.
-
-    Verdicts are those of each case, under a text that identifies it, for each name of `key`.
+    """Adds verdicts, as `read` returns them, and times, replacing earlier ones of the same cases and calls.
 
     Returns:
       The file; None where it cannot be written, or `VARIABLE` names a file of another machine. Both are said.
@@ -193,7 +189,7 @@ def record(
             say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored")
             return None
         content: dict[str, Any] = {"format": FORMAT, "machine": dataclasses.asdict(machine)}
-        for kind, new in (("verdicts", verdicts), ("times", times or {})):
+        for kind, new in (("verdicts", verdicts), ("times", times)):
             old = stored[kind]
             content[kind] = {name: {**old.get(name, {}), **new.get(name, {})} for name in {*old, *new}}
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -59,8 +59,6 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a child is to do."""
-
     setup: Setup
     cases: tuple[Case, ...]
     log: str  # the file for what it prints

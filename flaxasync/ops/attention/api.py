@@ -1,7 +1,4 @@
-"""The public attention ops: their checks, and the choice of backend and kernel.
-
-Both ops are made of products of two blocks (`blocks`), by the same kernels. `flaxasync.nn` has the modules.
-"""
+"""The public attention ops: their checks, and the choice of backend and kernel. `flaxasync.nn` has the modules."""
 
 import math
 from typing import Literal
@@ -61,9 +58,7 @@ def ring_attention(
     no row attends to cost no compute. The gradient of a ring has no gradient: a second derivative is refused.
 
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
+      q, k, v: Queries, keys and values.
       axis_name: The mesh axis over which the sequence is split. For whole sequences use `flaxasync.attention`.
       causal: Whether a row attends only to itself and to earlier rows.
       layout: Which rows this device holds: "contiguous", or "zigzag", which shares causal work out equally. All arrays
@@ -136,15 +131,9 @@ def attention(
     are q, k, v, o and the log-sum-exp of each row.
 
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
-      causal: As in `ring_attention`, like `scale`, `segment_ids`, `window` and `precision`.
-      scale: The factor of the scores.
-      segment_ids: The segment of each row.
-      window: The distance, in positions, at which rows no longer attend to each other.
+      q, k, v: Queries, keys and values.
+      causal, scale, segment_ids, window, precision: As in `ring_attention`.
       kernel: As in `ring_attention`. "reference" has a second derivative, "flash" has none.
-      precision: The precision of the matmuls.
 
     Returns:
       o, in the dtype of q.
