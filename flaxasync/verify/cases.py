@@ -167,9 +167,7 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     return "needs several devices" if case.devices == 1 and case.op != "platform" else None
 
 
-def _case(
-    op: str, backend: str, devices: int, size: str, dtype: str, simulate: bool, *, pairs: bool = True
-) -> Case:  # fmt: skip
+def _case(op: str, backend: str, devices: int, size: str, dtype: str, simulate: bool, *, pairs: bool = True) -> Case:
     """Returns a case; a ring that is simulated is a pair, unless `pairs` is False."""
     if op == "platform":
         return Case(op, backend, (1,), (DEFECTS[backend].shape,), "float32", gradient=False, simulate=simulate)
