@@ -1,27 +1,25 @@
 """How a call of an op is executed: decided here, once. What is below receives the `Execution` and decides nothing.
 
 ```
-none       one collective operation, then the product, or the reverse              every device
-xla        a ring of `lax.ppermute` steps; one block is multiplied while the       every device
-           next one travels
-pallas     the same ring on Pallas DMAs, as start/done pairs on values             TPU
-stateful   the same ring on Pallas DMAs, as start/done pairs on Refs               TPU
-fused      one Pallas kernel that sends and multiplies                             TPU
-exchange   the product, then a Pallas kernel in which all devices send to all      TPU
-           others; for few rows
+none       one collective operation, then the product, or the reverse                      every device
+xla        a ring of `lax.ppermute`; one block is multiplied while the next one travels    every device
+pallas     the same ring on Pallas DMAs, as start/done pairs on values                     TPU
+stateful   the same ring on Pallas DMAs, as start/done pairs on Refs                       TPU
+fused      one Pallas kernel that sends and multiplies                                     TPU
+exchange   the product, then a Pallas kernel in which all send to all; for few rows        TPU
 ```
 
-A call that names a backend gets that backend or an error; it is never given another one silently. A call that names
-none gets the fastest backend of those that are trusted on the chips of the mesh (`flaxasync.ops.plan`,
-`flaxasync.ops.trust`). On devices without a data sheet, such as CPUs, it gets the default of the op.
-
-To add a backend to an op, add its name to the op's entry in `OPS` and give `plan` its cost. To add an op, add an entry.
+A call that names a backend gets that backend or an error. A call that names none gets the fastest backend of those that
+are trusted on the chips of the mesh (`flaxasync.ops.plan`, `flaxasync.ops.trust`). On devices without a data sheet,
+such as CPUs, it gets the default of the op.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+
+import jax
 
 from flaxasync import hardware, mesh
 from flaxasync.mesh import UnsupportedError
@@ -46,8 +44,7 @@ class Support:
     Attributes:
       backends: The names that a call may give.
       default: What a call gets that names no backend on devices without a data sheet. It runs on every device.
-      kernels: The kernels that `plan` considers only where they can serve the call: the option of `plan` for each, and
-        the backend whose limits say so.
+      kernels: For each option of `plan` that says whether kernels can serve, the backend whose limits say so.
       aliases: Names that older callers use, each with the backend that it means.
     """
 
@@ -72,19 +69,12 @@ OPS: dict[str, Support] = {
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How one call of an op is executed. Hashable: it is a static argument of the VJP rules.
-
-    Attributes:
-      backend: The backend.
-      directions: 1, or 2 to send one half-block in each direction around the ring.
-      unroll: The ring steps in one loop body.
-      keep: Whether `all_gather_matmul` keeps the rows that it gathers for its weight gradient.
-    """
+    """How one call of an op is executed. Hashable: it is a static argument of the VJP rules."""
 
     backend: str
-    directions: Literal[1, 2] = 1
-    unroll: int = 2
-    keep: bool = False
+    directions: Literal[1, 2] = 1  # 2 sends one half-block in each direction around the ring
+    unroll: int = 2  # ring steps in one loop body
+    keep: bool = False  # whether `all_gather_matmul` keeps the rows that it gathers for its weight gradient
 
     def ring(self, axis_name: str) -> Ring:
         """Returns the ring on which a backend other than "fused" and "exchange" moves its blocks."""
@@ -110,16 +100,13 @@ def decide(
     Args:
       op: The name of the op, which begins every error message.
       requested: The backend that the caller named; None to choose.
-      ring: The number of devices, as `flaxasync.plan` takes it.
-      shapes: The shapes of the operands, as `flaxasync.plan` takes them; without them the op's default is chosen.
+      ring, shapes, itemsize, gathered_bytes, **options: As `flaxasync.plan` takes them. Without shapes the op's default
+        is chosen.
       directions: What the caller asked for. None stands for 2 on rings of three or more TPUs, whose links carry both
         directions at once.
       halves: Whether a block can be halved where the caller did not ask for it.
       unroll: The ring steps in one loop body.
       check: Raises NotImplementedError if a backend of the op cannot serve this call on TPUs; see `cannot_serve`.
-      itemsize: The bytes of an element.
-      gathered_bytes: The most bytes that `all_gather_matmul` may keep.
-      **options: Further options of `flaxasync.plan`.
 
     Raises:
       ValueError: There is no backend of this name; directions or unroll are no such numbers.
@@ -153,6 +140,16 @@ def if_available(op: str, requested: str | None) -> str | None:
     return None if name in BACKENDS and name not in OPS[op].backends else requested
 
 
+def check_mapped(op: str, operand: jax.Array) -> None:
+    """Raises ValueError if `shard_map` leaves to XLA an axis that shards an operand."""
+    spec = jax.typeof(operand).sharding.spec
+    if any(entry is not None for entry in spec):
+        raise ValueError(
+            f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand that is still "
+            f"sharded {spec}; leave axis_names out of jax.shard_map, or add them"
+        )
+
+
 def cannot_serve(op: str, backend: str, limit: str, instead: str) -> UnsupportedError:
     """Returns the error for a backend that cannot serve a call.
 
@@ -163,29 +160,21 @@ def cannot_serve(op: str, backend: str, limit: str, instead: str) -> Unsupported
 
 def _named(op: str, requested: str, check: Callable[[str], None]) -> str:
     """Returns the backend that a caller named, or raises as `decide` says."""
-    support = OPS[op]
+    support, anywhere = OPS[op], f"backend={OPS[op].default!r}, which runs on every device"
     name = support.aliases.get(requested, requested)
     if name not in support.backends:
+        has = ", ".join(support.backends)
         if name not in BACKENDS:
-            raise ValueError(
-                f"{op} got backend={requested!r}: it must be one of {', '.join(support.backends)}, or None to choose"
-            )
-        raise UnsupportedError(
-            f"{op} has no {requested!r} backend: it has {', '.join(support.backends)}; use "
-            f"backend={support.default!r}, which runs on every device"
-        )
+            raise ValueError(f"{op} got backend={requested!r}: it must be one of {has}, or None to choose")
+        raise UnsupportedError(f"{op} has no {requested!r} backend: it has {has}; use {anywhere}")
     if name not in ON_EVERY_DEVICE:
-        mesh.check_tpu(f"{op} with backend={name!r}", f"backend={support.default!r}, which runs on every device")
+        mesh.check_tpu(f"{op} with backend={name!r}", anywhere)
     check(name)
     return name
 
 
 def _plan(
-    op: str,
-    shapes: Sequence[Shape],
-    ring: int | tuple[int, int],
-    check: Callable[[str], None],
-    options: dict[str, Any],
+    op: str, shapes: Sequence[Shape], ring: int | tuple[int, int], check: Callable[[str], None], options: dict[str, Any]
 ) -> Plan | None:
     """Returns the plan for the chips of the mesh without kernels that `check` refuses; None if it knows no chip."""
     chip = mesh.chip()

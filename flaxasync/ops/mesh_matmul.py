@@ -1,12 +1,10 @@
 """`mesh_matmul`: a matmul whose two operands split the contraction over different axes of a mesh.
 
-It is for use inside `jax.shard_map`, on local shards. The kernels are in `flaxasync.kernels`; docs/kernels has
-their schedules and predicted times.
+docs/kernels has the schedules of the kernels, and predicted times.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +29,7 @@ def mesh_matmul(
     tiles: Tiles | None = None,
     directions: Directions = None,
 ) -> Float[Array, "m n"]:
-    """Multiplies LHS[M_X, K_Y] by RHS[K_X, N], which gives O[M_X, N], on a mesh of X x Y devices.
+    """Multiplies LHS[M_X, K_Y] by RHS[K_X, N], which gives O[M_X, N], on a mesh of X x Y devices, in `jax.shard_map`.
 
     ```
     lhs  [M/X, K/Y]    rows by mesh row, contraction by mesh column
@@ -122,26 +120,18 @@ def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, y: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The static half of a call.
-
-    Attributes:
-      backend: The backend.
-      axis_names: (x, y), the mesh axes of rows and of columns.
-      sizes: The numbers of devices on them.
-      tiles: The tiles of the kernels' matmul, at most; None for the default.
-      directions: The directions of the kernels' transfers; None lets each kernel choose.
-    """
+    """What is static in a call of `mesh_matmul`."""
 
     backend: str
-    axis_names: tuple[str, str]
-    sizes: tuple[int, int]
+    axis_names: tuple[str, str]  # (x, y), of rows and of columns
+    sizes: tuple[int, int]  # the devices on them
     tiles: Tiles | None
-    directions: int | None
+    directions: int | None  # None lets each kernel choose
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mesh_matmul(call: _Call, lhs: Array, rhs: Array) -> Array:
-    return _VARIANTS[call.backend](call, lhs, rhs)
+    return _forward(call, lhs, rhs)
 
 
 def _mesh_matmul_fwd(call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -156,6 +146,23 @@ def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tupl
 _mesh_matmul.defvjp(_mesh_matmul_fwd, _mesh_matmul_bwd)
 
 
+def _forward(call: _Call, lhs: Array, rhs: Array) -> Array:
+    """Runs the backend of the call."""
+    (x, y), (rows, columns), whole = call.sizes, call.axis_names, call.backend == "overlapped"
+    if call.backend == "none":
+        return _none(call, lhs, rhs)
+    if call.backend == "xla_gemm":
+        return lax.psum(_gemm(call, lhs, lax.all_gather(rhs, rows, axis=0, tiled=True)), columns)
+    if call.backend != "serial" and (x > 1 or (whole and y > 1)):
+        product = overlapped(lhs, rhs, call.axis_names, reduce=whole, tiles=call.tiles, directions=call.directions)
+        if whole:
+            return product
+    else:
+        gathered = rhs if x == 1 else all_gather(rhs, rows, directions=call.directions)
+        product = _gemm(call, lhs, gathered)
+    return lax.psum(product, columns) if y == 1 else all_reduce(product, columns, directions=call.directions)
+
+
 def _none(call: _Call, lhs: Array, rhs: Array) -> Array:
     """On a square mesh the block that column y contracts with lies in row y, so one permute transposes the mesh."""
     x, y = call.sizes
@@ -168,39 +175,6 @@ def _none(call: _Call, lhs: Array, rhs: Array) -> Array:
     return lax.psum(product, call.axis_names[1])
 
 
-def _xla_gemm(call: _Call, lhs: Array, rhs: Array) -> Array:
-    gathered = lax.all_gather(rhs, call.axis_names[0], axis=0, tiled=True)
-    return lax.psum(_gemm(call, lhs, gathered), call.axis_names[1])
-
-
-def _serial(call: _Call, lhs: Array, rhs: Array) -> Array:
-    x, _ = call.sizes
-    gathered = rhs if x == 1 else all_gather(rhs, call.axis_names[0], directions=call.directions)
-    return _sum_over_columns(call, _gemm(call, lhs, gathered))
-
-
-def _fused(call: _Call, lhs: Array, rhs: Array) -> Array:
-    if call.sizes[0] == 1:
-        return _sum_over_columns(call, _gemm(call, lhs, rhs))
-    product = overlapped(lhs, rhs, call.axis_names, reduce=False, tiles=call.tiles, directions=call.directions)
-    return _sum_over_columns(call, product)
-
-
-def _overlapped(call: _Call, lhs: Array, rhs: Array) -> Array:
-    if call.sizes == (1, 1):
-        return _sum_over_columns(call, _gemm(call, lhs, rhs))
-    return overlapped(lhs, rhs, call.axis_names, tiles=call.tiles, directions=call.directions)
-
-
-_VARIANTS: dict[str, Callable[[_Call, Array, Array], Array]] = {
-    "none": _none,
-    "xla_gemm": _xla_gemm,
-    "serial": _serial,
-    "fused": _fused,
-    "overlapped": _overlapped,
-}
-
-
 def _gemm(call: _Call, lhs: Array, gathered: Array) -> Array:
     return gemm(lhs, _contracted_rows(call, gathered, lhs), tiles=call.tiles or TILES)
 
@@ -209,9 +183,3 @@ def _contracted_rows(call: _Call, gathered: Array, lhs: Array) -> Array:
     """Returns the rows of the whole RHS that this mesh column contracts with."""
     rows = lhs.shape[1]
     return lax.dynamic_slice_in_dim(gathered, lax.axis_index(call.axis_names[1]) * rows, rows, axis=0)
-
-
-def _sum_over_columns(call: _Call, product: Array) -> Array:
-    """Returns the sum over the mesh columns."""
-    name, devices = call.axis_names[1], call.sizes[1]
-    return lax.psum(product, name) if devices == 1 else all_reduce(product, name, directions=call.directions)

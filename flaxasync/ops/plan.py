@@ -2,8 +2,6 @@
 
 A prediction is made of data-sheet rates (`flaxasync.hardware`) and of a few numbers read from played programs
 (`flaxasync.ops.costs`). It ranks backends; it does not say how long a run will take.
-
-Each op has a function in `MODELS` that returns the `Cost` of each of its backends. Everything else here serves all ops.
 """
 
 import dataclasses
@@ -15,22 +13,19 @@ from typing import Any
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 from flaxasync.ops import trust
+from flaxasync.ops.costs import collective_matmul
 from flaxasync.ops.costs.attention import ring_attention_costs
-from flaxasync.ops.costs.collective_matmul import (
-    all_gather_matmul_costs,
-    matmul_all_reduce_costs,
-    matmul_reduce_scatter_costs,
-)
 from flaxasync.ops.costs.cost import Cost, Shape
 from flaxasync.ops.costs.mesh_matmul import mesh_matmul_costs
 
 MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
-    "all_gather_matmul": all_gather_matmul_costs,
-    "matmul_all_reduce": matmul_all_reduce_costs,
-    "matmul_reduce_scatter": matmul_reduce_scatter_costs,
+    "all_gather_matmul": collective_matmul.all_gather_matmul_costs,
+    "matmul_all_reduce": collective_matmul.matmul_all_reduce_costs,
+    "matmul_reduce_scatter": collective_matmul.matmul_reduce_scatter_costs,
     "mesh_matmul": mesh_matmul_costs,
     "ring_attention": ring_attention_costs,
 }
+"""For each op, what returns the cost of each of its backends. Everything else here serves all ops."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +65,9 @@ class Plan:
                 f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} MiB{mark}"
             )
         if self.trusted != self.backend:
-            why = f"until {self.backend!r} is verified there"
-            why = why if self.backend in self.unverified else f"by times that {trust.COMMAND!r} measured there"
-            lines.append(f"a call without a backend takes {self.trusted!r} {why}")
+            measured = self.backend not in self.unverified
+            why = f"by times that {trust.COMMAND!r} measured" if measured else f"until {self.backend!r} is verified"
+            lines.append(f"a call without a backend takes {self.trusted!r} {why} there")
         return "\n".join(lines)
 
 
@@ -103,39 +98,21 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
       ValueError: There is no such op or chip; the ring has no devices; the op lacks an option; the shapes do not fit.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    if name not in MODELS:
-        raise ValueError(f"plan knows {', '.join(sorted(MODELS))}: got {name!r}")
-    sizes = ring if isinstance(ring, tuple) else (ring,)
-    if any(not isinstance(size, numbers.Integral) or size < 1 for size in sizes):
-        raise ValueError(f"plan needs a ring of 1 device or more: got ring={ring}")
-    if (name == "mesh_matmul") != isinstance(ring, tuple):
-        raise ValueError(f"plan needs ring=(x, y) for mesh_matmul, and one number for other ops: got ring={ring}")
     spec = chip if isinstance(chip, Chip) else chip_named(chip)
-    for shape in shapes:
-        if any(not isinstance(size, numbers.Integral) or size < 1 for size in shape):
-            raise ValueError(f"plan needs dimensions of 1 or more: got {list(shape)}")
-    try:
-        inspect.signature(MODELS[name]).bind(spec, ring, *shapes, **options)
-    except TypeError as error:
-        raise ValueError(f"plan cannot take these shapes or options for {name}: {error}") from error
-    if wrong := _misfit(name, sizes, *shapes):
-        raise ValueError(f"plan cannot take these shapes or options for {name}: {wrong}")
+    _check(name, spec, ring, shapes, options)
     costs = MODELS[name](spec, ring, *shapes, **options)
     fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes}
     candidates = fitting or costs
     first, *others = sorted(candidates, key=lambda backend: candidates[backend].seconds)
-    reason = _reason(first, others, costs, candidates, ring, spec)
+    reason = _reason(first, others, costs, ring, spec)
     if not fitting:
         least = min(costs, key=lambda backend: costs[backend].held)
-        held = costs[least].held / 2**30
-        reason = (
-            f"nothing fits: even {least} would hold {held:.1f} GiB beside its operands, more than a {spec.name} has; "
-            f"{reason}"
-        )
+        reason = f"nothing fits: even {least} {_too_much(costs[least], spec)}; {reason}"
     if costs[first].kept:
         reason += f"; it keeps the gathered x, {costs[first].kept / 2**20:.0f} MiB, which spares its second trip"
     evidence = trust.Evidence("none") if costs.keys() <= trust.PLAIN else trust.known(spec.name)
-    unverified = tuple(b for b in costs if trust.verdict_by(evidence, name, b, ring) != trust.PASSED)
+    kernels = [backend for backend in costs if backend not in trust.PLAIN]
+    unverified = tuple(b for b in kernels if evidence.verdict(trust.key(name, b, ring)) != trust.PASSED)
     call = trust.call_key(name, ring, shapes, options.get("itemsize", 2))
     expected = _correct(candidates, evidence.times.get(call, {}) if options.get("backward", True) else {})
     verified = [backend for backend in (first, *others) if backend not in unverified]
@@ -151,6 +128,28 @@ def _correct(costs: Mapping[str, Cost], times: Mapping[str, float]) -> dict[str,
     scale = times["none"] / costs["none"].seconds if {"none"} <= times.keys() & costs.keys() else 1.0
     measured = {backend: time for backend, time in times.items() if backend in costs and not costs[backend].kept}
     return {backend: scale * cost.seconds for backend, cost in costs.items()} | measured
+
+
+def _check(
+    op: str, chip: Chip, ring: int | tuple[int, int], shapes: tuple[Shape, ...], options: Mapping[str, Any]
+) -> None:
+    """Raises ValueError for a call of `plan` about which the op could not be called."""
+    if op not in MODELS:
+        raise ValueError(f"plan knows {', '.join(sorted(MODELS))}: got {op!r}")
+    sizes = ring if isinstance(ring, tuple) else (ring,)
+    if any(not isinstance(size, numbers.Integral) or size < 1 for size in sizes):
+        raise ValueError(f"plan needs a ring of 1 device or more: got ring={ring}")
+    if (op == "mesh_matmul") != isinstance(ring, tuple):
+        raise ValueError(f"plan needs ring=(x, y) for mesh_matmul, and one number for other ops: got ring={ring}")
+    for shape in shapes:
+        if any(not isinstance(size, numbers.Integral) or size < 1 for size in shape):
+            raise ValueError(f"plan needs dimensions of 1 or more: got {list(shape)}")
+    try:
+        inspect.signature(MODELS[op]).bind(chip, ring, *shapes, **options)
+    except TypeError as error:
+        raise ValueError(f"plan cannot take these shapes or options for {op}: {error}") from error
+    if wrong := _misfit(op, sizes, *shapes):
+        raise ValueError(f"plan cannot take these shapes or options for {op}: {wrong}")
 
 
 def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | None:
@@ -169,43 +168,41 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
     return None
 
 
-def _reason(
-    first: str,
-    others: list[str],
-    costs: Mapping[str, Cost],
-    fitting: Mapping[str, Cost],
-    ring: int | tuple[int, int],
-    chip: Chip,
-) -> str:
-    """Says why `first` is chosen, of those that fit into memory, over the best of the others."""
+def _reason(first: str, others: list[str], costs: Mapping[str, Cost], ring: int | tuple[int, int], chip: Chip) -> str:
+    """Says why `first` is chosen over the best of the others that fit into memory."""
     if ring in (1, (1, 1)):
         return "one device has every row: there is nothing to transfer"
-    too_large = [backend for backend in costs if backend not in fitting]
-    if not others and not too_large:
+    chosen = costs[first]
+    too_large = [backend for backend in costs if backend not in (first, *others)]
+    if too_large and (not others or any(costs[backend].seconds < chosen.seconds for backend in too_large)):
+        return f"{too_large[0]} {_too_much(costs[too_large[0]], chip)}"
+    if not others:
         return "no other backend can serve this call"
-    if any(costs[backend].seconds < costs[first].seconds for backend in too_large) or not others:
-        held = costs[too_large[0]].held / 2**30
-        return f"{too_large[0]} would hold {held:.1f} GiB beside its operands, more than a {chip.name} has"
-    chosen, other = costs[first], costs[others[0]]
-    ratio, mesh = other.seconds / chosen.seconds, " x ".join(map(str, ring)) if isinstance(ring, tuple) else ring
+    second, other = others[0], costs[others[0]]
     if first == "none":
         steps = f"{other.steps} steps of {other.step_seconds * 1e6:.1f} us" if other.steps > 1 else "a kernel"
         steps += f", {other.fixed * 1e6:.1f} us to begin and end," if other.fixed else ""
         why = (
-            f"overlap loses here: {others[0]} needs {steps} and still waits {_ms(other.exposed)} for transfers, where "
+            f"overlap loses here: {second} needs {steps} and still waits {_ms(other.exposed)} for transfers, where "
             f"{first} waits {_ms(chosen.exposed)}"
         )
     elif chosen.exposed < other.exposed:
-        why = f"it waits {_ms(chosen.exposed)} for transfers where {others[0]} waits {_ms(other.exposed)}"
+        why = f"it waits {_ms(chosen.exposed)} for transfers where {second} waits {_ms(other.exposed)}"
     elif chosen.compute < other.compute:
-        why = f"its products take {_ms(chosen.compute)} where those of {others[0]} take {_ms(other.compute)}"
+        why = f"its products take {_ms(chosen.compute)} where those of {second} take {_ms(other.compute)}"
     else:
         rest, other_rest = (cost.seconds - cost.compute - cost.exposed for cost in (chosen, other))
         why = (
             f"{chosen.steps} steps, and to begin and end, take {_ms(rest)} beside products and transfers where "
-            f"{other.steps} of {others[0]} take {_ms(other_rest)}"
+            f"{other.steps} of {second} take {_ms(other_rest)}"
         )
-    return f"{why}: {others[0]} is predicted to take {ratio:.2f} times as long on {mesh} {chip.name}"
+    mesh = " x ".join(map(str, ring)) if isinstance(ring, tuple) else ring
+    ratio = other.seconds / chosen.seconds
+    return f"{why}: {second} is predicted to take {ratio:.2f} times as long on {mesh} {chip.name}"
+
+
+def _too_much(cost: Cost, chip: Chip) -> str:
+    return f"would hold {cost.held / 2**30:.1f} GiB beside its operands, more than a {chip.name} has"
 
 
 def _ms(seconds: float) -> str:

@@ -1,9 +1,8 @@
 """The names of what ops and layers compute forward, and policies of `jax.checkpoint` that keep it.
 
 A policy sees a collective matmul as one operation that is no `dot_general`, because it has a VJP rule of its own. So
-JAX's policies for matmuls compute it again, and its transfers with it. The rules of matmuls, of attention and of fully
-sharded parameters therefore name their results with `jax.ad_checkpoint.checkpoint_name`. Policies that do not ask for
-these names ignore them.
+JAX's policies for matmuls compute it again, and its transfers with it. The rules therefore name their results with
+`jax.ad_checkpoint.checkpoint_name`.
 """
 
 from typing import Any
@@ -14,7 +13,6 @@ PRODUCT = "flaxasync_product"
 """The result of a collective matmul: y of `all_gather_matmul`, `matmul_reduce_scatter` and `matmul_all_reduce`."""
 GATHERED = "flaxasync_gathered"
 """The all_gather(x) that `all_gather_matmul` keeps for its weight gradient, where `gathered_bytes` allows it."""
-
 ATTENTION = "flaxasync_attention"
 """The result of attention, and the log-sum-exp of each row, from which its gradient computes the weights again."""
 PARAMETER = "flaxasync_parameter"
@@ -35,13 +33,7 @@ def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     It is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, and keeps what the ops of this package return as
     well, with the rows that `gathered_bytes` lets `all_gather_matmul` keep. So the backward pass repeats neither their
     products nor the transfers of their forward pass. Attention and the gathers of fully sharded kernels are repeated.
-
-    ```
-    jax.checkpoint(layer, policy=fa.save_matmuls)
-    ```
-
-    `jax.checkpoint` calls it with an operation, the types of its operands, and its parameters, and asks whether the
-    result is kept.
+    `jax.checkpoint(layer, policy=fa.save_matmuls)` uses it.
     """
     return _matmuls(primitive, *operands, **parameters)
 

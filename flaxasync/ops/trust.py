@@ -1,25 +1,16 @@
 """Which TPU kernels a call without a backend may take: those that passed `python -m flaxasync.verify` on such a chip.
 
 A kernel that overlaps its transfers can hang a chip or be silently wrong, and this depends on the chip and on the
-compiler. The verdicts are therefore stored in the user's cache folder, in one file for each `Machine`: the chip, the
-versions of the software, the options of libtpu, and the sources of the kernels and ops. Beside them are the measured
-times, by which `flaxasync.plan` corrects what it predicts for such a call. A call that names a backend never asks, and
-backends that are plain XLA need no verdict.
+compiler. The verdicts are stored in the user's cache folder, in one file for each `Machine`, with measured times, by
+which `flaxasync.plan` corrects what it predicts. docs/plan.md says what is trusted with which verdicts, and what
+`FLAXASYNC_VERIFIED` changes.
 
-A ring of two devices does not show whether a kernel tells its directions apart. Its verdicts count for rings of two
-only, and longer rings need a verdict of a longer ring. On one device nothing is sent, so there only attention, which
-sends nothing, has verdicts.
+A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts count for rings of two
+only, and longer rings need a verdict of a longer ring. On one device only attention, which sends nothing, has verdicts.
 
-| FLAXASYNC_VERIFIED | what is trusted |
-|---|---|
-| not set | what passed on this chip with these versions, by the file in the cache folder |
-| all | every kernel |
-| none | no kernel |
-| the path of a file | what passed by that file, if it is of this chip and these versions |
-
-Where several processes share the chips, as on a pod, they trust what passed in all of them, on machines with the same
-versions and options, and with the same variable. They exchange this at the first question about a chip, or when
-`known` is called, and wait for each other. A difference is logged, and calls then take plain XLA in every process.
+Where several processes share the chips, they trust what passed in all of them, on machines with the same versions and
+options, and with the same variable. They exchange this at the first question about their chip, or when `known` is
+called. A difference is logged, and calls then take plain XLA in every process.
 
 Where no TPU is attached, a mesh of TPUs is one of described devices: nothing runs there, and calls take what is
 predicted to be fastest, unless the variable is set. `trusting` says for a block of code which of the two holds.
@@ -44,18 +35,19 @@ from typing import Any, Literal
 
 import jax
 
+from flaxasync import hardware
 from flaxasync.ops import agreement
-from flaxasync.ops.agreement import Evidence
+from flaxasync.ops.agreement import PASSED, Evidence
 
 FORMAT = 3  # of the file
 VARIABLE = "FLAXASYNC_VERIFIED"
-PASSED = "PASS"
 PLAIN = frozenset(("none", "xla", "reference"))
 """Backends that are made of XLA's own operations."""
 SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
+LIMIT = 300  # seconds to wait for the other processes, as long as `jax.distributed.initialize` waits for them
 
-type Times = Mapping[str, Mapping[str, float]]  # for each call, under a name of `call_key`, the seconds of each backend
+type Axes = int | tuple[int, ...]  # the devices of a ring, or of the axes of a mesh
 Mode = Literal["predicted", "verified"]
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("flaxasync_trust", default=None)
 _agreed: dict[str, Evidence] = {}  # of chips, where several processes share them
@@ -65,13 +57,9 @@ _log = logging.getLogger("flaxasync")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a verdict depends on: the chip, the versions of the software, and its options.
+    """What a verdict depends on: the chip, versions ("none" for what is not installed as a package) and options.
 
-    Attributes:
-      chip: The name of the chip.
-      libtpu, jax, jaxlib, flaxasync: Versions; that of libtpu is "none" where it is not installed as a package.
-      libtpu_options: The environment variable LIBTPU_INIT_ARGS.
-      sources: A digest of the sources of flaxasync on which kernels and ops depend, for checkouts that are edited.
+    `libtpu_options` is the variable LIBTPU_INIT_ARGS; `sources` is a digest of the sources on which kernels depend.
     """
 
     chip: str
@@ -121,10 +109,10 @@ def is_assumed() -> bool:
     return not os.environ.get(VARIABLE) and jax.default_backend() != "tpu"
 
 
-def key(op: str, backend: str, ring: int | tuple[int, ...]) -> str:
-    """Returns the name under which verdicts of a backend, or of a kernel of attention, are stored.
+def key(op: str, backend: str, ring: Axes) -> str:
+    """Returns the name of a verdict: op, backend, and the class of the longest axis, "1", "2" or "3+".
 
-    It has the class of the ring, of its longest axis: "2" or "3+"; "1", which is never stored; attention has no ring.
+    Attention, which has no ring, has no class.
     """
     if op == "attention":
         return f"{op}/{backend}"
@@ -132,60 +120,53 @@ def key(op: str, backend: str, ring: int | tuple[int, ...]) -> str:
     return f"{op}/{backend}/{size if size < 3 else '3+'}"
 
 
-def call_key(op: str, ring: int | tuple[int, ...], shapes: Sequence[Sequence[int]], itemsize: int) -> str:
+def call_key(op: str, ring: Axes, shapes: Sequence[Sequence[int]], itemsize: int) -> str:
     """Returns the name under which times are stored: the op with its gradients at these shapes of one device."""
     devices = ring if isinstance(ring, int) else "x".join(map(str, ring))
     return f"{op} on {devices}: {' '.join('x'.join(map(str, shape)) for shape in shapes)} of {itemsize} bytes"
 
 
-def verdict(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> str | None:
-    """Returns "PASS" if a backend may be trusted, a verdict of the cases that failed, and None without any verdict."""
-    return PASSED if backend in PLAIN else verdict_by(known(chip), op, backend, ring)
-
-
-def verdict_by(evidence: Evidence, op: str, backend: str, ring: int | tuple[int, ...]) -> str | None:
-    """Returns the verdict of a backend by what is known about the kernels of a chip."""
-    if backend in PLAIN:
-        return PASSED
-    if evidence.rule != "stored":
-        return PASSED if evidence.rule == "all" else None
-    return evidence.verdicts.get(key(op, backend, ring))
-
-
-def is_trusted(op: str, backend: str, chip: str, ring: int | tuple[int, ...]) -> bool:
+def is_trusted(op: str, backend: str, chip: str, ring: Axes) -> bool:
     """Says whether a call of `op` without a backend may take this one; the rules are those of the file's head."""
-    return is_assumed() or verdict(op, backend, chip, ring) == PASSED
+    return is_assumed() or backend in PLAIN or known(chip).verdict(key(op, backend, ring)) == PASSED
 
 
 def known(chip: str) -> Evidence:
     """Returns what is known about the kernels of a chip; several processes must all ask, and get the same answer.
 
     The first question of each process waits for those of the others. A program in which one process asks alone should
-    call this in all of them, after `jax.distributed.initialize`. Nothing is exchanged about described devices, on which
-    nothing runs, outside of `trusting("verified")`.
+    call this in all of them, after `jax.distributed.initialize`. Nothing is exchanged about chips that are not
+    attached, on which nothing runs, outside of `trusting("verified")`.
     """
-    mode = _mode.get()
-    if not agreement.has_several_processes() or mode == "predicted" or (not mode and jax.default_backend() != "tpu"):
+    if not agreement.has_several_processes() or not (_is_attached(chip) if _mode.get() is None else not is_assumed()):
         return _known_here(chip)
     with _agreeing:
         if chip not in _agreed:
-            _agreed[chip], reason = agreement.agree(_known_here(chip), dataclasses.asdict(Machine.here(chip)))
+            _agreed[chip], reason = _agree(chip)
             if reason:
                 say_once(reason)
         return _agreed[chip]
 
 
-def announce(
-    op: str, wanted: str, taken: str, chip: str, ring: int | tuple[int, ...], *, faster: float | None = None
-) -> None:
-    """Logs once that a call takes `taken`, because `wanted`, which is `faster` times as fast, was not verified."""
-    found = verdict(op, wanted, chip, ring)
+def announce(op: str, wanted: str, taken: str, chip: str, ring: Axes, *, faster: float | None = None) -> None:
+    """Logs once that a call takes `taken`, because `wanted`, which is `faster` times as fast, is not trusted."""
     several = agreement.has_several_processes()
-    why = f"was {found}" if found is not None else "was not verified" + (" in every process" if several else "")
-    gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
+    everywhere = " in every process" if several else ""
     command = f"`{COMMAND} --distributed`, started on every host," if several else f"`{COMMAND}`"
-    advice = f"{command} verifies it; naming it, or {VARIABLE}=all, takes it unverified"
-    say_once(f"{op} takes {taken!r} and not {wanted!r}, which {why} on {Machine.here(chip)}{gain}. {advice}")
+    advice = f"{command} verifies it; naming it, or"
+    evidence = known(chip)
+    if evidence.rule == "stored":
+        found = evidence.verdict(key(op, wanted, ring))
+        why = f"was {found or 'not verified' + everywhere} on {Machine.here(chip)}"
+    else:  # more verdicts would change nothing
+        advice = "Naming it, or"
+        none = os.environ.get(VARIABLE) == "none"
+        why = f"{VARIABLE}=none excludes" if none else "is not trusted because the processes did not agree"
+    gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
+    say_once(
+        f"{op} takes {taken!r} and not {wanted!r}, which {why}{gain}. {advice} {VARIABLE}=all{everywhere}, takes it "
+        "unverified"
+    )
 
 
 def read(machine: Machine) -> dict[str, dict[str, str]]:
@@ -194,11 +175,9 @@ def read(machine: Machine) -> dict[str, dict[str, str]]:
 
 
 def record(
-    machine: Machine, verdicts: Mapping[str, Mapping[str, str]], times: Times | None = None
+    machine: Machine, verdicts: Mapping[str, Mapping[str, str]], times: Mapping[str, Mapping[str, float]] = {}
 ) -> pathlib.Path | None:
-    """Adds verdicts and times to those that are stored, replacing earlier ones of the same cases and calls.
-
-    Verdicts are those of each case, under a text that identifies it, for each name of `key`.
+    """Adds verdicts, as `read` returns them, and times, replacing earlier ones of the same cases and calls.
 
     Returns:
       The file; None where it cannot be written, or `VARIABLE` names a file of another machine. Both are said.
@@ -210,7 +189,7 @@ def record(
             say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored")
             return None
         content: dict[str, Any] = {"format": FORMAT, "machine": dataclasses.asdict(machine)}
-        for kind, new in (("verdicts", verdicts), ("times", times or {})):
+        for kind, new in (("verdicts", verdicts), ("times", times)):
             old = stored[kind]
             content[kind] = {name: {**old.get(name, {}), **new.get(name, {})} for name in {*old, *new}}
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -238,6 +217,43 @@ def digest_of_sources() -> str:
     for file in sorted(file for pattern in SOURCES for file in package.glob(pattern)):
         digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def version(package: str) -> str:
+    """Returns the version of a package, "none" where it is not installed as one."""
+    if package == "flaxasync":
+        return str(sys.modules["flaxasync"].__version__)  # installed from a checkout, its metadata can be older
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _agree(chip: str) -> tuple[Evidence, str]:
+    """Returns what all processes agree on about the kernels of a chip, and why that is less than they know, or ""."""
+    own = _known_here(chip)
+    settings = {VARIABLE: os.environ.get(VARIABLE) or "not set"} | dataclasses.asdict(Machine.here(chip))
+    try:
+        texts = agreement.exchange(
+            f"kernels of {chip}", json.dumps(dataclasses.asdict(own) | {"settings": settings}), LIMIT
+        )
+    except agreement.MeetingError as error:
+        # What another process set is not known. Without a coordinator the variable is the only way to trust a kernel.
+        follows = isinstance(error, agreement.NoCoordinatorError) and own.rule != "stored"
+        lack = f"each follows its own {VARIABLE}" if follows else "no kernel is trusted"
+        evidence = Evidence(own.rule if follows else "none")
+        return evidence, f"the processes did not agree on the kernels to trust, and {lack}: {error}"
+    return agreement.combine([json.loads(text) for text in texts])
+
+
+def _is_attached(chip: str) -> bool:
+    """Says whether the devices are TPUs of this name, or of this kind where the table of chips lacks them."""
+    if jax.default_backend() != "tpu":
+        return False
+    kind = jax.devices()[0].device_kind
+    found = hardware.chip_of_device(kind)
+    return chip == (found.name if found else kind)
 
 
 def _named_file() -> pathlib.Path | None:
@@ -287,14 +303,3 @@ def _read(machine: Machine) -> dict[str, dict]:
 
 def _is_table(part: Any) -> bool:
     return isinstance(part, dict) and all(isinstance(row, dict) for row in part.values())
-
-
-@functools.cache
-def version(package: str) -> str:
-    """Returns the version of a package, "none" where it is not installed as one."""
-    if package == "flaxasync":
-        return str(sys.modules["flaxasync"].__version__)  # installed from a checkout, its metadata can be older
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"

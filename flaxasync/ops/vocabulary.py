@@ -1,7 +1,6 @@
-"""Look-up and cross-entropy over a vocabulary that is split over a mesh axis.
+"""Look-up and cross-entropy over a vocabulary that is split over a mesh axis, for use inside `jax.shard_map`.
 
-They are for use inside `jax.shard_map`, on local shards: device i of R on `axis_name` holds entries i * V/R ..
-(i + 1) * V/R. No device ever holds the whole table, or whole logits.
+Device i of R on `axis_name` holds entries i * V/R .. (i + 1) * V/R. No device holds the whole table, or whole logits.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019).
 """

@@ -8,6 +8,7 @@ nothing could be verified, or not everything because the devices could not be op
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import pathlib
 import sys
@@ -20,9 +21,9 @@ from flaxasync import check
 from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
-from flaxasync.verify.child import Serve, serve
+from flaxasync.verify.child import Serve, Setup, serve
 from flaxasync.verify.rehearsal import check_aside, read_back, stored_aside
-from flaxasync.verify.supervisor import Setup, describe, run_cases
+from flaxasync.verify.supervisor import describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
 FORMAT = 2  # of the JSON file
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
     parser.add_argument("--ops", default="", help="what to verify, such as all_gather_matmul/fused,attention")
     parser.add_argument("--json", metavar="FILE", help="write everything that was found to a file")
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="where JAX must run (default: it chooses)")
-    parser.add_argument("--cpu-devices", type=int, default=4, help="devices that a CPU is divided into (default: 4)")
+    parser.add_argument("--cpu-devices", type=int, help="devices that a CPU is divided into (default: 4)")
     parser.add_argument(
         "--limit", type=float, help="seconds after which a case hangs (default: 300; quick, on devices: 90)"
     )
@@ -47,9 +48,10 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
         "are those of small shapes on CPU devices, and no run trusts the verdicts",
     )
     chosen = parser.parse_args(arguments)
-    if chosen.rehearse and (chosen.platform or chosen.distributed):
-        other = f"--platform {chosen.platform}" if chosen.platform else "--distributed"
-        parser.error(f"--rehearse and {other} exclude each other: a rehearsal runs on CPU devices of this machine")
+    for option in ("platform", "distributed", "cpu_devices"):
+        if chosen.rehearse and (value := getattr(chosen, option)):
+            other = f"--{option.replace('_', '-')}" + (f" {value}" if option != "distributed" else "")
+            parser.error(f"--rehearse and {other} exclude each other: a rehearsal runs on four CPU devices")
     with stored_aside() if chosen.rehearse else contextlib.nullcontext():
         return _run(chosen, serve)
 
@@ -58,7 +60,7 @@ def _run(chosen: argparse.Namespace, serve: Serve) -> int:
     """Runs the command with the options that were chosen, and returns its exit status."""
     setup = Setup(
         platform={"gpu": "cuda"}.get(chosen.platform, chosen.platform),
-        cpu_devices=chosen.cpu_devices,
+        cpu_devices=chosen.cpu_devices or Setup.cpu_devices,
         repeats=1 if chosen.quick else 3,
         limit=chosen.limit or (90 if chosen.quick and not chosen.rehearse else 300),
         serve=serve,
@@ -66,36 +68,35 @@ def _run(chosen: argparse.Namespace, serve: Serve) -> int:
         rehearse=chosen.rehearse,
     )
     began = time.monotonic()
-    if chosen.json:
-        try:
-            pathlib.Path(chosen.json).open("a").close()  # not after an hour of measurements
-        except OSError as error:
-            print(f"error: --json cannot be written: {error}", file=sys.stderr)
-            return 2
+    only = [name for name in chosen.ops.split(",") if name]
     try:
-        only = [name for name in chosen.ops.split(",") if name]
+        if chosen.json:
+            try:
+                pathlib.Path(chosen.json).open("a").close()  # not after an hour of measurements
+            except OSError as error:
+                raise ValueError(f"--json cannot be written: {error}") from error
         list_cases("cpu", 1, quick=True, only=only)  # a wrong name is reported before the devices are opened
         if chosen.rehearse:
             check.topology_devices(chosen.rehearse)  # says what is wrong with the name, or that libtpu is missing
         machine = describe(setup)
-        platform, devices = machine["platform"], machine["devices"]
-        cases = list_cases(platform, devices, quick=chosen.quick, only=only, rehearse=bool(chosen.rehearse))
     except (RuntimeError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    cases = list_cases(
+        machine["platform"], machine["devices"], quick=chosen.quick, only=only, rehearse=bool(chosen.rehearse)
+    )
     print(describe_in_words(machine))
     results = verify(cases, machine, setup, quick=chosen.quick)
     print(f"{summarize(results, machine)}\n{time.monotonic() - began:.0f} s")
     stored = record_verdicts(results, machine)
-    if stored is not None and chosen.rehearse:
-        print(read_back(verdicts_of(results), machine["chip"]))
-    elif stored is not None:
-        print(f"the verdicts are in {stored}")
+    if stored is not None:
+        verdicts = verdicts_of(results)
+        print(read_back(verdicts, machine["chip"]) if chosen.rehearse else f"the verdicts are in {stored}")
     if chosen.json:
         content = {"format": FORMAT, "machine": machine}
         if chosen.rehearse:
             content["rehearsal"] = chosen.rehearse
-        content["results"] = [result.to_json() for result in results]
+        content["results"] = [dataclasses.asdict(result) for result in results]
         pathlib.Path(chosen.json).write_text(json.dumps(content, indent=1) + "\n")
     if any(result.verdict is Verdict.NOT_RUN for result in results):
         return 2
@@ -129,10 +130,6 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
     """Stores verdicts of TPU kernels, and times, where calls without a backend find them; returns the file, or None.
 
-    A case of ring attention is stored for the kernel "flash", too, if it used that. Only its results matter there,
-    because its time is that of its transfers. A case of one device sends nothing, so it says nothing about a kernel
-    that sends, and is not stored.
-
     Raises:
       RuntimeError: The verdicts are those of a rehearsal, and would be stored where runs find them.
     """
@@ -146,19 +143,23 @@ def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.P
 
 
 def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
-    """Returns what is stored of some results: for each name of `trust.key`, the verdict of each case."""
+    """Returns what is stored of some results: for each name of `trust.key`, the verdict of each case.
+
+    A case of ring attention is stored for the kernel "flash", too, if it used that. Only its results matter there,
+    because its time is that of its transfers. A case of one device sends nothing, so it says nothing about a kernel
+    that sends, and is not stored.
+    """
     verdicts: dict[str, dict[str, str]] = {}
     for result in results:
         case = result.case
         alone = case.devices == 1 and case.op != "attention"
         if alone or result.verdict in (Verdict.UNSUPPORTED, Verdict.NOT_RUN):
             continue
-        name = json.dumps(case.to_json(), sort_keys=True)
         if case.backend not in trust.PLAIN:
-            verdicts.setdefault(trust.key(case.op, case.backend, case.mesh), {})[name] = str(result.verdict)
+            verdicts.setdefault(trust.key(case.op, case.backend, case.mesh), {})[case.text] = str(result.verdict)
         if case.takes_flash:
             right = Verdict.PASS if result.verdict is Verdict.SLOWER else result.verdict
-            verdicts.setdefault(trust.key("attention", "flash", 1), {})[name] = str(right)
+            verdicts.setdefault(trust.key("attention", "flash", 1), {})[case.text] = str(right)
     return verdicts
 
 
@@ -166,12 +167,10 @@ def times_of(results: list[Result]) -> dict[str, dict[str, float]]:
     """Returns the measured seconds of each op with its gradients, as calls without other options execute it."""
     times: dict[str, dict[str, float]] = {}
     for result in results:
-        case, seconds = result.case, result.seconds
-        if seconds is None or result.clock != "device" or not case.gradient or case.directions == 1:
-            continue
-        ring = case.mesh if case.op == "mesh_matmul" else case.devices
-        call = trust.call_key(case.op, ring, case.shapes, jnp.dtype(case.dtype).itemsize)
-        times.setdefault(call, {})[case.backend] = seconds
+        case = result.case
+        if result.seconds is not None and result.clock == "device" and case.gradient and case.directions != 1:
+            call = trust.call_key(case.op, case.ring, case.shapes, jnp.dtype(case.dtype).itemsize)
+            times.setdefault(call, {})[case.backend] = result.seconds
     return times
 
 

@@ -1,6 +1,7 @@
 """The cases that are verified: every op with every backend, on shapes of one device."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,14 @@ PLAIN = {"ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "attention
 PAIRS = ("pallas", "stateful")
 """Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels cannot do."""
 FORGETS = "JAX's simulator forgets transfers that outlive a kernel"
+MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+SIZES = {  # rows, features, head size and heads
+    "cpu": (32, 64, 16, 4),
+    "simulated": (16, 256, 64, 2),
+    "rehearsed": (128, 512, 128, 4),
+    "quick": (512, 1024, 128, 8),
+    "full": (1024, 4096, 128, 16),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +70,11 @@ class Case:
         return math.prod(self.mesh)
 
     @property
+    def ring(self) -> Any:
+        """The number of devices, or those on both axes, as `flaxasync.plan` takes them."""
+        return self.mesh if self.op == "mesh_matmul" else self.devices
+
+    @property
     def plain(self) -> bool:
         """Whether this is the backend that the others of the op are compared with."""
         return self.backend == PLAIN.get(self.op, "none")
@@ -77,14 +91,16 @@ class Case:
         return flash_lacks(jnp.dtype(self.dtype), head, rows, rows // (self.directions or 1)) is None
 
     @property
+    def text(self) -> str:
+        """The case as JSON, under which its verdict is stored."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @property
     def label(self) -> str:
         ways = {None: "", 1: "1 direction", 2: "2 directions"}[self.directions]
         if self.op == "matmul_all_reduce" and self.shapes[0][0] == 1 and self.backend in ("none", "exchange"):
             ways = f"{self.shapes[0][1]} rows"
         return f"{self.op:22} {self.backend:10} {ways:13}{'' if self.gradient else 'forward'}".rstrip()
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def list_cases(
@@ -110,39 +126,17 @@ def list_cases(
             raise ValueError(f"--ops got {name!r}: it must be OP or OP/BACKEND of {known}")
     cases = []
     for op, names in BACKENDS.items():
+        some = any(name.startswith(f"{op}/") for name in only)
         for backend in names:
-            chosen = op in only or f"{op}/{backend}" in only
-            beside = backend == PLAIN.get(op, "none") and any(name.startswith(f"{op}/") for name in only)
-            if only and not chosen and not beside:
+            beside = some and backend == PLAIN.get(op, "none")
+            if only and not beside and op not in only and f"{op}/{backend}" not in only:
                 continue
             simulate = platform != "tpu" and backend not in trust.PLAIN
-            if op == "platform":
-                operand = DEFECTS[backend].shape
-                cases.append(Case(op, backend, (1,), (operand,), "float32", gradient=False, simulate=simulate))
-                continue
-            ring = min(devices, 2) if simulate else devices
-            size = "simulated" if simulate else "full" if not quick else "rehearsed" if rehearse else "quick"
-            if platform == "cpu" and not simulate:
-                size = "cpu"
-            mesh = _near_square(min(devices, 4) if simulate else devices) if op == "mesh_matmul" else (ring,)
-            case = Case(
-                op,
-                backend,
-                mesh,
-                _shapes(op, size, mesh),
-                dtype="bfloat16" if platform != "cpu" else "float32",
-                simulate=simulate,
-            )
-            ways: tuple[int | None, ...] = (None,)
-            if ring > 2 and _is_ring(op, backend):
-                ways = (1, 2)
-            gradients = (False,) if op in ("all_gather", "all_to_all") else (True,) if quick else (False, True)
-            these = [case]
-            if backend == "exchange":  # in one step and in two, each beside XLA's sum of the same rows
-                shapes = [_few_rows(case, count) for count in (1, 2)]
-                names = (backend,) if simulate else (PLAIN.get(op, "none"), backend)
-                these = [dataclasses.replace(case, backend=n, shapes=s) for s in shapes for n in names]
-            cases += [dataclasses.replace(c, directions=w, gradient=g) for c in these for w in ways for g in gradients]
+            size = "rehearsed" if quick and rehearse else "quick" if quick else "full"
+            size = "simulated" if simulate else "cpu" if platform == "cpu" else size
+            dtype = "float32" if platform == "cpu" else "bfloat16"
+            case = _case(op, backend, devices, size, dtype, simulate)
+            cases += _variants(case, quick)
     return cases
 
 
@@ -150,16 +144,11 @@ def stand_in(case: Case) -> Case:
     """Returns the case whose values stand for those of a TPU case in a rehearsal.
 
     It is the same op, backend and directions with small shapes on up to four CPU devices, where kernels are simulated.
-    The program of a known defect of the platform is small already.
     """
     simulate = case.backend not in trust.PLAIN
-    if case.op == "platform":
-        return dataclasses.replace(case, simulate=simulate)
-    ring = min(case.devices, 4)
-    mesh = _near_square(ring) if case.op == "mesh_matmul" else (ring,)
-    shapes = _shapes(case.op, "simulated" if simulate else "cpu", mesh)
-    ways = case.directions if ring > 2 else None
-    small = dataclasses.replace(case, mesh=mesh, shapes=shapes, dtype="float32", directions=ways, simulate=simulate)
+    devices = min(case.devices, 4)
+    small = _case(case.op, case.backend, devices, "simulated" if simulate else "cpu", "float32", simulate, pairs=False)
+    small = dataclasses.replace(small, directions=case.directions if devices > 2 else None, gradient=case.gradient)
     if case.backend == "exchange":
         small = dataclasses.replace(small, shapes=_few_rows(small, 1 if case.shapes[0][1] == 1 else 2))
     return small
@@ -167,8 +156,7 @@ def stand_in(case: Case) -> Case:
 
 def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     """Returns why a case cannot run on a machine, or None if it can."""
-    if case.devices == 1 and case.op not in ("attention", "all_gather_matmul", "matmul_reduce_scatter",
-                                             "matmul_all_reduce", "mesh_matmul", "platform"):  # fmt: skip
+    if case.devices == 1 and case.op not in ("attention", "platform", "mesh_matmul", *MATMULS):
         return "needs several devices"
     if not case.simulate:
         return None
@@ -179,16 +167,31 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     return "needs several devices" if case.devices == 1 and case.op != "platform" else None
 
 
-def _is_ring(op: str, backend: str) -> bool:
-    return backend not in ("none", "exchange") and op in (
-        "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention",
-    )  # fmt: skip
+def _case(op: str, backend: str, devices: int, size: str, dtype: str, simulate: bool, *, pairs: bool = True) -> Case:
+    """Returns a case; a ring that is simulated is a pair, unless `pairs` is False."""
+    if op == "platform":
+        return Case(op, backend, (1,), (DEFECTS[backend].shape,), "float32", gradient=False, simulate=simulate)
+    mesh: tuple[int, ...] = (min(devices, 2) if simulate and pairs else devices,)
+    if op == "mesh_matmul":  # the sides that differ least, x the smaller one
+        devices = min(devices, 4) if simulate else devices
+        x = max(n for n in range(1, math.isqrt(devices) + 1) if devices % n == 0)
+        mesh = (x, devices // x)
+    return Case(op, backend, mesh, _shapes(op, size, mesh), dtype, simulate=simulate)
 
 
-def _near_square(devices: int) -> tuple[int, int]:
-    """Returns the sides of the mesh (x, y) with x * y devices whose sides differ least, x the smaller one."""
-    x = max(n for n in range(1, math.isqrt(devices) + 1) if devices % n == 0)
-    return x, devices // x
+def _variants(case: Case, quick: bool) -> list[Case]:
+    """Returns a case in each direction, with and without gradients, and with few rows in one step and in two."""
+    if case.op == "platform":
+        return [case]
+    is_ring = case.op in (*MATMULS, "ring_attention") and case.backend not in ("none", "exchange")
+    ways: tuple[int | None, ...] = (1, 2) if is_ring and case.devices > 2 else (None,)
+    gradients = (False,) if case.op in ("all_gather", "all_to_all") else (True,) if quick else (False, True)
+    cases = [case]
+    if case.backend == "exchange":  # each beside XLA's sum of the same rows
+        names = ("exchange",) if case.simulate else ("none", "exchange")
+        shapes = [_few_rows(case, count) for count in (1, 2)]
+        cases = [dataclasses.replace(case, backend=name, shapes=s) for s in shapes for name in names]
+    return [dataclasses.replace(c, directions=way, gradient=g) for c in cases for way in ways for g in gradients]
 
 
 def _few_rows(case: Case, count: int) -> tuple[Shape, ...]:
@@ -207,27 +210,22 @@ def _few_rows(case: Case, count: int) -> tuple[Shape, ...]:
 
 def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:
     """Returns the shapes on one device; every size is a multiple of what the kernels of the op need."""
-    rows, wide, head, heads = {
-        "cpu": (32, 64, 16, 4),
-        "simulated": (16, 256, 64, 2),
-        "rehearsed": (128, 512, 128, 4),
-        "quick": (512, 1024, 128, 8),
-        "full": (1024, 4096, 128, 16),
-    }[size]
-    ring, batch = math.prod(mesh), 1 if size == "simulated" else 2
-    sequence = 256 if size == "simulated" else rows
-    if op == "all_gather_matmul":
-        return (batch, rows, wide), (wide, wide)
-    if op in ("matmul_reduce_scatter", "matmul_all_reduce"):
-        return (batch, ring * rows, wide), (wide, wide)
+    rows, wide, head, heads = SIZES[size]
+    ring, small = math.prod(mesh), size in ("cpu", "simulated")
+    batch, sequence = (1, 256) if size == "simulated" else (2, rows)
     if op == "mesh_matmul":
         x, y = mesh
-        k = 128 * x * y if size in ("cpu", "simulated") else wide * x * y // 2
-        return (32 * y if size in ("cpu", "simulated") else rows * y, k // y), (k // x, wide)
-    if op in ("ring_attention", "attention"):
-        return (batch, sequence, heads, head), (batch, sequence, heads // 2, head)
-    if op == "lookup_reduce_scatter":
-        return (batch, ring * rows), (wide, wide)
-    if op == "all_to_all":
-        return ((ring * rows, wide),)
-    return ((rows, wide),)
+        k = 128 * x * y if small else wide * x * y // 2
+        return (32 * y if small else rows * y, k // y), (k // x, wide)
+    attention = (batch, sequence, heads, head), (batch, sequence, heads // 2, head)
+    gathered: tuple[Shape, ...] = (batch, ring * rows, wide), (wide, wide)
+    by_op: dict[str, tuple[Shape, ...]] = {
+        "all_gather_matmul": ((batch, rows, wide), (wide, wide)),
+        "matmul_reduce_scatter": gathered,
+        "matmul_all_reduce": gathered,
+        "ring_attention": attention,
+        "attention": attention,
+        "lookup_reduce_scatter": ((batch, ring * rows), (wide, wide)),
+        "all_to_all": ((ring * rows, wide),),
+    }
+    return by_op.get(op, ((rows, wide),))

@@ -1,9 +1,8 @@
 """The process that opens the devices and runs cases, started by supervisor.py.
 
 It sends a description of the machine, and then an outcome for each case: {"measurement": {...}}, or "unsupported",
-"error" or "not_run" with a message. What kernels and libraries print goes to the log. It ends when its parent has
-ended, because a child that outlived it would keep the chips. It may hang or crash at any point: the supervisor knows
-from what was sent which case did it.
+"error" or "not_run" with a message. It may hang or crash at any point: the supervisor knows from what was sent which
+case did it.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ import functools
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,25 +23,46 @@ from flaxasync.ops import trust
 from flaxasync.verify import pod
 from flaxasync.verify.cases import Case
 
+START_LIMIT = 300
+"""Seconds for a child to open the devices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How children are started.
+
+    Attributes:
+      platform: What JAX runs on, such as "tpu"; None leaves the choice to JAX.
+      cpu_devices: The number of devices that a CPU is divided into.
+      repeats: On how many random inputs each case runs.
+      limit: Seconds after which a case is ended.
+      pauses: The seconds to wait before each further attempt to open the devices.
+      distributed: Whether a child joins those of the other hosts of a pod.
+      rehearse: A topology, such as "v5e:2x4", for which cases are compiled and simulated instead of run.
+      serve: What a child does.
+    """
+
+    platform: str | None = None
+    cpu_devices: int = 4
+    repeats: int = 3
+    limit: float = 300
+    pauses: Sequence[float] = (5, 30, 60)
+    distributed: bool = False
+    rehearse: str | None = None
+    serve: "Serve" = dataclasses.field(default_factory=lambda: serve)
+
+    @property
+    def start_limit(self) -> float:
+        """Seconds for a child to open the devices; those of other hosts may first have to reach their time limit."""
+        return START_LIMIT + (self.limit if self.distributed else 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a child is to do; see `flaxasync.verify.supervisor.Setup`.
-
-    Attributes:
-      log: The file for what it prints.
-      number: How many children this host started before, where it joins those of other hosts; otherwise None.
-      start_limit: Seconds to wait for the children of other hosts.
-    """
-
-    log: str
-    platform: str | None
-    cpu_devices: int
-    repeats: int
+    setup: Setup
     cases: tuple[Case, ...]
-    rehearse: str | None
-    number: int | None
-    start_limit: float
+    log: str  # the file for what it prints
+    number: int  # how many children this host started before
 
 
 type Serve = Callable[[Connection, Request], None]
@@ -51,38 +71,41 @@ type Serve = Callable[[Connection, Request], None]
 def serve(messages: Connection, request: Request) -> None:
     """Serves one request, in a process of its own."""
     begin(messages, request)
-    jax.config.update("jax_num_cpu_devices", 4 if request.rehearse else request.cpu_devices)  # as `stand_in` needs
-    if platform := "cpu" if request.rehearse else request.platform:
+    setup = request.setup
+    jax.config.update("jax_num_cpu_devices", setup.cpu_devices)
+    if platform := "cpu" if setup.rehearse else setup.platform:
         jax.config.update("jax_platforms", platform)
     from flaxasync.verify.measure import run_case
     from flaxasync.verify.rehearsal import rehearse_case
 
-    run: Callable = functools.partial(rehearse_case, topology=request.rehearse) if request.rehearse else run_case
-    distributed = request.number is not None
-    if request.number is not None:
-        pod.join(request.number, request.start_limit)
-    machine = describe_machine(request.rehearse)
+    run: Callable = functools.partial(rehearse_case, topology=setup.rehearse) if setup.rehearse else run_case
+    if setup.distributed:
+        pod.join(request.number, setup.start_limit)
+    machine = describe_machine(setup.rehearse)
     messages.send(machine)
-    if machine["processes"] > 1 and not distributed:
+    if machine["processes"] > 1 and not setup.distributed:
         return  # the parent says how to verify the chips of several machines
-    refusal = pod.refusal(request.cases) if distributed else None
+    refusal = pod.refusal(request.cases) if setup.distributed else None
     for number, case in enumerate(request.cases):
         if refusal:
             messages.send({"not_run": refusal})
             continue
         outcome: dict[str, Any]
         try:
-            outcome = {"measurement": dataclasses.asdict(run(case, repeats=request.repeats))}
+            outcome = {"measurement": dataclasses.asdict(run(case, repeats=setup.repeats))}
         except UnsupportedError as error:  # other NotImplementedErrors are of the compiler of kernels, and errors
             outcome = {"unsupported": str(error)}
         except Exception as error:
             outcome = {"error": f"{type(error).__name__}: {error}"[:2000]}
             traceback.print_exc()
-        messages.send(pod.share(number, outcome) if distributed else outcome)
+        messages.send(pod.share(number, outcome) if setup.distributed else outcome)
 
 
 def begin(messages: Connection, request: Request) -> None:
-    """Makes this process the first of a group, whose output goes to the log, and which ends with its parent."""
+    """Makes this process the first of a group, whose output goes to the log, and which ends with its parent.
+
+    A child that outlived its parent would keep the chips.
+    """
     os.setsid()
     log = os.open(request.log, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -101,8 +124,7 @@ def begin(messages: Connection, request: Request) -> None:
 def describe_machine(topology: str | None = None) -> dict[str, Any]:
     """Returns what results depend on: the devices, in a rehearsal those of `topology`, their links, and versions."""
     devices = fa.check.topology_devices(topology) if topology else jax.devices()
-    device = devices[0]
-    chip = chip_of_device(device.device_kind)
+    device, chip = devices[0], chip_of_device(devices[0].device_kind)
     ring = fa.make_mesh((len(devices),), ("ring",), devices=devices)
     versions = {name: trust.version(name) for name in ("flaxasync", "jax", "jaxlib", "libtpu")}
     return {

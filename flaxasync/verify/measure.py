@@ -24,39 +24,26 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "attention": 1e-4}
 """The largest deviation relative to the largest value. float32 differs by the order of additions, attention also by its
 softmax in base 2; bfloat16 keeps 8 bits, and partial sums travel in it."""
 BACK_TO_BACK = 8
-"""How often a program runs on its first input without a wait in between.
-
-A semaphore that a run leaves at a wrong count, or a device that runs ahead, shows only in the next run."""
+"""How often a program runs on its first input without a wait in between. A semaphore that a run leaves at a wrong
+count, or a device that runs ahead, shows only in the next run."""
+PHASES = 40  # instructions whose seconds are told, the longest first
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The time of a program.
-
-    Attributes:
-      seconds: The median of its runs, on the slowest device.
-      clock: Whose clock it is: "device" or "host".
-      phases: The seconds of each instruction on one device in one run, where the device's clock was read.
-    """
+    """The time of a program; see `flaxasync.verify.verdict.Result`."""
 
     seconds: float
     clock: str
-    phases: dict[str, float]
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What running a case gave.
-
-    Attributes:
-      errors: The largest deviation of each result from the reference over all inputs, relative to its largest value.
-      tolerance: The deviation that is allowed.
-      timing: Its time; None for a case that was simulated.
-      missing: Why there are no values or no time, under "values" and "time".
-    """
+    """What running a case gave; see `flaxasync.verify.verdict.Result`."""
 
     errors: dict[str, float]
-    tolerance: float
+    tolerance: float  # the error that is allowed
     timing: Timing | None
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -124,25 +111,21 @@ def compare_results(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -
 def time_program(run: Callable[[], Any], name: str, runs: int = RUNS) -> Timing:
     """Measures the program that `run` starts by the device's clock, on CPUs by the host's; a profile shows its name."""
     jax.block_until_ready(run())
-    if jax.default_backend() == "cpu":
-        spent = []
-        for _ in range(runs):
-            begin = time.perf_counter()
-            jax.block_until_ready(run())
-            spent.append(time.perf_counter() - begin)
-        return Timing(statistics.median(spent), "host", {})
+    spent = []
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
-        begin = time.perf_counter()
-        with jax.profiler.trace(folder):
+        on_device = jax.default_backend() != "cpu"
+        with jax.profiler.trace(folder) if on_device else contextlib.nullcontext():
             for _ in range(runs):
+                begin = time.perf_counter()
                 jax.block_until_ready(run())
-        host = (time.perf_counter() - begin) / runs
-        with contextlib.suppress(ValueError):
-            devices = read_profile(folder)
-            measured = median_seconds(devices, name, runs)
-            if measured is not None:
-                phases: Counter[str] = Counter()
-                for event in devices[0].events:
-                    phases[event.name] += (event.end - event.start) / runs  # type: ignore[assignment]
-                return Timing(measured, "device", dict(phases.most_common(40)))
-    return Timing(host, "host", {})
+                spent.append(time.perf_counter() - begin)
+        if on_device:
+            with contextlib.suppress(ValueError):
+                devices = read_profile(folder)
+                measured = median_seconds(devices, name, runs)
+                if measured is not None:
+                    phases: Counter[str] = Counter()
+                    for event in devices[0].events:
+                        phases[event.name] += (event.end - event.start) / runs  # type: ignore[assignment]
+                    return Timing(measured, "device", dict(phases.most_common(PHASES)))
+    return Timing(statistics.median(spent), "host")

@@ -1,9 +1,7 @@
 """Known defects of the platform: small programs that gave wrong results on a TPU, by public reports.
 
-Each is a case of the op "platform", which shows whether the chip and the software at hand have the defect. A program is
-what its report has, with the smallest changes: the operand is random, and no compiler option is set. Some are not
-jitted here, because the defect shows only without. A report says on which chip and version it was seen; on another one
-a program that passes says nothing about that.
+Each is a case of the op "platform". A program is what its report has, with the smallest changes: the operand is random,
+and no compiler option is set. Some are not jitted here, because the defect shows only without.
 """
 
 import dataclasses
@@ -19,25 +17,14 @@ HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """A defect that was reported.
+    """A defect that was reported."""
 
-    Attributes:
-      name: Its name, which is the backend of its case.
-      report: The address of the report.
-      symptom: What is wrong where the defect is.
-      workaround: What to do about it, in one sentence.
-      shape: The shape of the operand of the program, float32.
-      program: What gives a wrong result, a function of the operand on one device.
-      reference: What it should compute.
-    """
-
-    name: str
-    report: str
+    report: str  # its address
     symptom: str
     workaround: str
-    shape: tuple[int, ...]
-    program: Callable[[jax.Array], jax.Array]
-    reference: Callable[[jax.Array], jax.Array]
+    shape: tuple[int, ...]  # of the operand of the program, float32
+    program: Callable[[jax.Array], jax.Array]  # what gives a wrong result, on one device
+    reference: Callable[[jax.Array], jax.Array]  # what it should compute
 
     def __str__(self) -> str:
         return f"{self.symptom} ({self.report}): {self.workaround}"
@@ -87,10 +74,10 @@ def gradient_of_gather(dy: jax.Array) -> jax.Array:
     return jax.vjp(lambda x: x[:, rows, :], jnp.zeros_like(dy))[1](dy)[0]
 
 
-_FOUND = (
-    Defect(
-        "unused",
-        "https://github.com/jax-ml/jax/issues/39744",
+_ISSUES = "https://github.com/jax-ml/jax/issues"
+DEFECTS = {
+    "unused": Defect(
+        f"{_ISSUES}/39744",
         "a DMA from HBM in a kernel that has an unused operand gives zeros",
         "give kernels no operand that they do not read, and pass each operand in HBM through "
         "pltpu.with_memory_space_constraint(x, pltpu.HBM)",
@@ -98,24 +85,21 @@ _FOUND = (
         copy_beside_an_unused_operand,
         lambda x: x[:1],
     ),
-    Defect(
-        "bytes4",
-        "https://github.com/jax-ml/jax/issues/39505",
+    "bytes4": Defect(
+        f"{_ISSUES}/39505",
         "a DMA of 4 bytes between HBM and VMEM gives zero",
         "pad what a DMA moves to a whole tile, or keep scalars in SMEM",
         (1,),
         copy_of_four_bytes,
         lambda x: x,
     ),
-    Defect(
-        "gather",
-        "https://github.com/jax-ml/jax/issues/39025",
+    "gather": Defect(
+        f"{_ISSUES}/39025",
         "the gradient of a gather outside jax.jit has rows of zeros",
         "take gradients of array indexing inside jax.jit",
         (256, 8, 128),
         gradient_of_gather,
         lambda dy: dy,
     ),
-)
-DEFECTS = {defect.name: defect for defect in _FOUND}
-"""The defects by their names."""
+}
+"""The defects by their names, which are the backends of their cases."""

@@ -21,13 +21,9 @@ LIMIT = 24 * 3600  # seconds: the parent ends a child that waits, after a time l
 
 
 def join(number: int, limit: float) -> None:
-    """Joins the children with this number of the other hosts, as JAX finds them on a TPU pod, under SLURM or Open MPI.
+    """Joins the children with this number of the other hosts, as JAX finds them, and waits `limit` seconds for them.
 
     Each number has a port of its own, because a child that hangs still holds its port when other hosts start the next.
-
-    Args:
-      number: How many children this host started before.
-      limit: Seconds to wait for the others.
     """
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     host, _, port = (address or f":{os.environ.get('JAX_COORDINATOR_PORT', PORT)}").rpartition(":")

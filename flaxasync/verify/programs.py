@@ -30,17 +30,16 @@ NAME = "verified"
 """The name of the jitted function, by which a profile shows its runs."""
 
 
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Computes causal attention of whole sequences in float32."""
+def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     wide = (x.astype(jnp.float32) for x in (q, k, v))
     return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
 
 
-def transpose_blocks(x: jax.Array) -> jax.Array:
+def _transpose_blocks(x: jax.Array) -> jax.Array:
     """Gives device d, as block d of the columns, block d of the rows of every device."""
     blocks = x.reshape(_devices(), _devices(), -1, x.shape[1])
     return blocks.transpose(0, 2, 1, 3).reshape(-1, _devices() * x.shape[1])
@@ -48,33 +47,26 @@ def transpose_blocks(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What an op computes, and how it splits its arrays.
-
-    Attributes:
-      operands: The partition of each operand.
-      result: The partition of the result.
-      names: The names of the operands that have gradients.
-      formula: The result as a function of the global operands.
-    """
+    """What an op computes, and how it splits its arrays."""
 
     operands: tuple[P, ...]
     result: P
-    names: tuple[str, ...]
-    formula: Callable[..., jax.Array]
+    names: tuple[str, ...]  # of the operands that have gradients
+    formula: Callable[..., jax.Array]  # the result as a function of the global operands
 
 
 FORMS = {
-    "all_gather_matmul": Form((BY_ROWS, P(None, AXIS)), BY_COLUMNS, ("x", "w"), product),
-    "matmul_reduce_scatter": Form((BY_COLUMNS, P(AXIS, None)), BY_ROWS, ("x", "w"), product),
-    "matmul_all_reduce": Form((BY_COLUMNS, P(AXIS, None)), P(), ("x", "w"), product),
-    "mesh_matmul": Form((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs"), product),
-    "ring_attention": Form((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v"), causal_attention),
-    "attention": Form((P(AXIS),) * 3, P(AXIS), ("q", "k", "v"), causal_attention),
+    "all_gather_matmul": Form((BY_ROWS, P(None, AXIS)), BY_COLUMNS, ("x", "w"), _product),
+    "matmul_reduce_scatter": Form((BY_COLUMNS, P(AXIS, None)), BY_ROWS, ("x", "w"), _product),
+    "matmul_all_reduce": Form((BY_COLUMNS, P(AXIS, None)), P(), ("x", "w"), _product),
+    "mesh_matmul": Form((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs"), _product),
+    "ring_attention": Form((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v"), _causal_attention),
+    "attention": Form((P(AXIS),) * 3, P(AXIS), ("q", "k", "v"), _causal_attention),
     "lookup_reduce_scatter": Form((P(), P(AXIS, None)), BY_ROWS, ("table",), lambda ids, table: table[ids]),
     "ppermute": Form((P(AXIS),), P(AXIS), ("x",), lambda x: jnp.roll(x, x.shape[0] // _devices(), axis=0)),
     # Block d of the columns is what device d gathers.
     "all_gather": Form((P(AXIS),), P(None, AXIS), ("x",), lambda x: jnp.tile(x, (1, _devices()))),
-    "all_to_all": Form((P(AXIS),), P(None, AXIS), ("x",), transpose_blocks),
+    "all_to_all": Form((P(AXIS),), P(None, AXIS), ("x",), _transpose_blocks),
 }
 
 
@@ -171,22 +163,21 @@ def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array
 
 def _op(case: Case) -> Callable:
     """Returns the op of a case on the arrays of one device."""
-    if case.op == "attention":
-        return lambda q, k, v: fa.attention(q, k, v, kernel=case.backend)
-    if case.op == "mesh_matmul":
-        return lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=case.backend)
-    if case.op == "ppermute":
-        return lambda x: fa.ppermute(x, AXIS, 1, case.backend)
-    if case.op in DIRECT and case.backend == "pallas":
+    backend = case.backend
+    if case.op in DIRECT and backend == "pallas":
         return functools.partial(_direct, DIRECT[case.op])
-    if case.op == "all_gather":
-        return lambda x: lax.all_gather(x, AXIS, tiled=True)
-    if case.op == "all_to_all":
-        return lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True)
-    if case.op == "lookup_reduce_scatter":
-        return lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=case.backend)
+    others: dict[str, Callable] = {
+        "attention": lambda q, k, v: fa.attention(q, k, v, kernel=backend),
+        "mesh_matmul": lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=backend),
+        "ppermute": lambda x: fa.ppermute(x, AXIS, 1, backend),
+        "all_gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
+        "all_to_all": lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
+        "lookup_reduce_scatter": lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=backend),
+    }
+    if case.op in others:
+        return others[case.op]
     fn = getattr(fa, case.op)
-    return lambda *operands: fn(*operands, AXIS, backend=case.backend, directions=case.directions)
+    return lambda *operands: fn(*operands, AXIS, backend=backend, directions=case.directions)
 
 
 def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:

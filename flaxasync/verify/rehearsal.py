@@ -2,13 +2,12 @@
 
 Two things are replaced, both in the child process that runs the cases. Values are those of small shapes on CPU devices,
 where kernels run in JAX's simulator; times are those of the compiled program of the case, in the simulator of compiled
-programs. Whatever follows is the code that follows a measurement on chips. Its verdicts are stored aside, where no run
-finds them.
+programs. Its verdicts are stored aside, where no run finds them.
 """
 
 import contextlib
-import contextvars
 import os
+import pathlib
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from flaxasync.verify import measure, programs
 from flaxasync.verify.cases import FORGETS, PAIRS, Case, stand_in
 from flaxasync.verify.measure import Measurement, Timing
 
-_aside: contextvars.ContextVar[bool] = contextvars.ContextVar("flaxasync_verdicts_aside", default=False)
+ASIDE = "flaxasync-rehearsal-"  # how the names of folders begin in which verdicts of rehearsals are stored
 
 
 def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
@@ -37,22 +36,20 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
       UnsupportedError: The op cannot serve the case, the compiler refuses its program, or no simulator can execute it.
       ProtocolError: The program would hang, halt or corrupt memory on a TPU.
     """
-    missing = {}
-    timing = None
-    if case.op == "platform":
-        missing["time"] = "a known defect of the platform shows on a chip alone"
-    else:
-        try:
-            seconds, phases = play_case(case, topology)
-            timing = Timing(seconds, "simulated", phases)
-        except ProtocolError:
-            raise
-        except PlayerError as error:
-            missing["time"] = str(error)
-        except RuntimeError as error:
-            if isinstance(error, NotImplementedError):
-                raise
-            raise UnsupportedError(str(error)) from error
+    missing, timing = {}, None
+    try:
+        if case.op == "platform":
+            missing["time"] = "a known defect of the platform shows on a chip alone"
+        else:
+            timing = play_case(case, topology)
+    except ProtocolError:
+        raise
+    except PlayerError as error:
+        missing["time"] = str(error)
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:
+        raise UnsupportedError(str(error)) from error
     small = stand_in(case)
     errors: dict[str, float] = {}
     if case.backend in PAIRS:
@@ -64,11 +61,8 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
     return Measurement(errors, measure.tolerance(small), timing, missing)
 
 
-def play_case(case: Case, topology: str) -> tuple[float, dict[str, float]]:
+def play_case(case: Case, topology: str) -> Timing:
     """Compiles the program of a case in a child process, which opens no TPU, and simulates it.
-
-    Returns:
-      Its seconds, and those of its longest instructions on the slowest device.
 
     Raises:
       RuntimeError: The compiler refused the program.
@@ -81,27 +75,23 @@ def play_case(case: Case, topology: str) -> tuple[float, dict[str, float]]:
     phases: Counter[str] = Counter()
     for phase in played.slowest.phases:
         phases[phase.name] += phase.seconds  # type: ignore[assignment]
-    return played.seconds, dict(phases.most_common(40))
+    return Timing(played.seconds, "simulated", dict(phases.most_common(measure.PHASES)))
 
 
 @contextlib.contextmanager
 def stored_aside() -> Iterator[None]:
     """Makes a block of code store verdicts in a temporary folder, and read none of the user's."""
     with (
-        tempfile.TemporaryDirectory(prefix="flaxasync-rehearsal-") as folder,
+        tempfile.TemporaryDirectory(prefix=ASIDE) as folder,
         mock.patch.dict(os.environ, XDG_CACHE_HOME=folder),
     ):
         os.environ.pop(trust.VARIABLE, None)
-        token = _aside.set(True)
-        try:
-            yield
-        finally:
-            _aside.reset(token)
+        yield
 
 
 def check_aside() -> None:
     """Raises RuntimeError outside of `stored_aside`, so that no run finds the verdicts of a rehearsal."""
-    if not _aside.get():
+    if not pathlib.Path(os.environ.get("XDG_CACHE_HOME", "")).name.startswith(ASIDE):
         raise RuntimeError(
             "the verdicts of a rehearsal must not be stored where runs find them: rehearse within "
             "flaxasync.verify.rehearsal.stored_aside()"
@@ -109,11 +99,7 @@ def check_aside() -> None:
 
 
 def read_back(verdicts: Mapping[str, Mapping[str, str]], chip: str) -> str:
-    """Reads the stored verdicts as a run on such chips does, and says in a line what it would trust.
-
-    Args:
-      verdicts: What was stored: for each name of `trust.key` the verdict of each case.
-      chip: The name of the chip.
+    """Reads stored verdicts, {name of `trust.key`: {case: verdict}}, as a run on such chips does; says what it trusts.
 
     Raises:
       RuntimeError: What is read is not what was stored.
@@ -121,9 +107,8 @@ def read_back(verdicts: Mapping[str, Mapping[str, str]], chip: str) -> str:
     trusted = []
     with trust.trusting("verified"):
         for name, found in verdicts.items():
-            op, backend, *ring = name.split("/")
             passed = set(found.values()) == {trust.PASSED}
-            if trust.is_trusted(op, backend, chip, int(ring[0].rstrip("+")) if ring else 1) is not passed:
+            if (trust.known(chip).verdict(name) == trust.PASSED) is not passed:
                 raise RuntimeError(f"{name} is stored as {found} and read as {'un' * passed}trusted")
             trusted += [name] * passed
     return f"read back, a run would trust {len(trusted)} of {len(verdicts)} kernels: {', '.join(sorted(trusted))}"

@@ -1,17 +1,14 @@
 """Runs cases in child processes with a time limit for each, so that a hang or a crash is a verdict and not the end.
 
-A TPU belongs to one process at a time. This process therefore never opens one, and runs one child after the other. A
-child runs as many cases as it can; the case that hangs or crashes ends it, and the next child goes on with the rest.
-A hang can leave the chips occupied. Opening them is then tried again after pauses, and if it keeps failing, the cases
-that are left are reported as not run, which says nothing about them.
+A TPU belongs to one process at a time. This process therefore never opens one, and runs one child after the other. The
+case that hangs or crashes ends its child, and the next child goes on with the rest. A hang can leave the chips
+occupied. Opening them is then tried again after pauses, and if it keeps failing, the cases that are left are not run.
 
-On a pod every host has such a process, and the child that is the third, say, on one host joins those that are the third
-on the others. They run each case together, and what they report is the same on every host: see pod.py. When a child
-dies, those of the other hosts wait for it until the time limit of the case ends them. Then the next ones meet.
+On a pod every host has such a process, and the children with one number on all hosts run each case together: see
+pod.py. When a child dies, those of the other hosts wait for it until the time limit of the case ends them.
 """
 
 import contextlib
-import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -22,10 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flaxasync.verify.cases import Case
-from flaxasync.verify.child import Request, Serve, serve
+from flaxasync.verify.child import Request, Setup
 
-START_LIMIT = 300
-"""Seconds for a child to open the devices."""
 END_LIMIT = 60
 """Seconds for a child that has sent everything, or was killed, to end and to release the devices."""
 ON_EVERY_HOST = (
@@ -38,36 +33,6 @@ _started = itertools.count()
 
 class MachineError(RuntimeError):
     """The devices could not be opened or released. The message says what the process did that tried."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """How children are started.
-
-    Attributes:
-      platform: What JAX runs on, such as "tpu"; None leaves the choice to JAX.
-      cpu_devices: The number of devices that a CPU is divided into.
-      repeats: On how many random inputs each case runs.
-      limit: Seconds after which a case is ended.
-      pauses: The seconds to wait before each further attempt to open the devices.
-      distributed: Whether a child joins those of the other hosts of a pod.
-      rehearse: A topology, such as "v5e:2x4", for which cases are compiled and simulated instead of run.
-      serve: What a child does.
-    """
-
-    platform: str | None = None
-    cpu_devices: int = 8
-    repeats: int = 3
-    limit: float = 300
-    pauses: Sequence[float] = (5, 30, 60)
-    distributed: bool = False
-    rehearse: str | None = None
-    serve: Serve = serve
-
-    @property
-    def start_limit(self) -> float:
-        """Seconds for a child to open the devices; those of other hosts may first have to reach their time limit."""
-        return START_LIMIT + (self.limit if self.distributed else 0)
 
 
 def describe(setup: Setup) -> dict[str, Any]:
@@ -92,8 +57,8 @@ def run_cases(
 ) -> list[dict[str, Any]]:
     """Runs cases, and returns the outcome of each: what its child sent, or why there is nothing.
 
-    "hung", "crashed" and "not_run" are outcomes of this process. A case is "not_run" if the devices could not be opened
-    again after an earlier one. `report` is called with each case that ran as soon as its outcome is known.
+    "hung", "crashed" and "not_run" are outcomes of this process. `report` is called with each case that ran as soon as
+    its outcome is known.
     """
     outcomes: list[dict[str, Any]] = []
 
@@ -140,11 +105,8 @@ class _Child:
 
     def __init__(self, setup: Setup, cases: Sequence[Case]):
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115, it is closed with the process
-        number = next(_started) if setup.distributed else None
-        request = Request(
-            self._log.name, setup.platform, setup.cpu_devices, setup.repeats, tuple(cases), setup.rehearse, number,
-            setup.start_limit,
-        )  # fmt: skip
+        number = next(_started) if setup.distributed else 0
+        request = Request(setup, tuple(cases), self._log.name, number)
         context = multiprocessing.get_context("spawn")
         self._messages, theirs = context.Pipe()
         self._process = context.Process(target=setup.serve, args=(theirs, request))
@@ -155,11 +117,7 @@ class _Child:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the child with all processes that it started.
-
-        Raises:
-          MachineError: The child did not end, so it still holds the devices.
-        """
+        """Ends the child with all processes that it started; raises MachineError if it does not end."""
         pid = self._process.pid
         assert pid is not None
         if self.running:

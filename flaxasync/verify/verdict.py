@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flaxasync as fa
-from flaxasync.ops import execution, trust
+from flaxasync.ops import trust
 from flaxasync.ops.plan import MODELS
 from flaxasync.verify.cases import Case
 from flaxasync.verify.platform import DEFECTS
@@ -44,7 +44,7 @@ WITHOUT_MEASUREMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A case with its verdict.
+    """A case with its verdict. These are the fields of the JSON file.
 
     Attributes:
       case: The case.
@@ -52,7 +52,7 @@ class Result:
       reason: Why, where the verdict is not PASS; otherwise an empty string.
       errors: The largest relative deviation of each result; empty where the case did not end.
       seconds: The measured time; None for a case that was simulated or did not end.
-      clock: Whose clock that is, "device" or "host".
+      clock: Whose clock that is: "device", "host", or "simulated".
       phases: The measured seconds of each instruction, where the device's clock was read.
       plain: The measured time of the plain backend on the same operands.
       planned: The times that `flaxasync.plan` predicts for this backend and for the plain one, on TPUs.
@@ -71,8 +71,9 @@ class Result:
     planned: tuple[float, float] | None = None
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    @property
+    def name(self) -> str:
+        return f"{self.case.op}/{self.case.backend}"
 
     def __str__(self) -> str:
         parts = [f"{self.verdict:13} {self.case.label:56}"]
@@ -85,10 +86,8 @@ class Result:
             parts.append(f"{_ms(self.seconds)}{where}" + (f" ({', '.join(beside)})" if beside else ""))
         elif self.case.simulate and self.errors:
             parts.append("in the simulator")
-        if self.reason:
-            parts.append(self.reason)
-        parts += [f"no {what}: {why}" for what, why in self.missing.items()]
-        return "  ".join(parts).rstrip()
+        parts += [self.reason] if self.reason else []
+        return "  ".join(parts + [f"no {what}: {why}" for what, why in self.missing.items()]).rstrip()
 
 
 def judge(outcome: dict[str, Any], case: Case) -> Result:
@@ -99,7 +98,7 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
     if kind in WITHOUT_MEASUREMENT:
         return Result(case, WITHOUT_MEASUREMENT[kind], found)
     measured = outcome["measurement"]
-    tolerance, timing = measured["tolerance"], measured["timing"] or {}
+    tolerance = measured["tolerance"]
     wrong = {name: error for name, error in measured["errors"].items() if not error <= tolerance}
     reason = ""
     if wrong:
@@ -107,62 +106,51 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
         reason = f"differs from the reference: {worst} of the largest value, where {tolerance:.0e} is allowed"
         if case.op == "platform":
             reason = f"{DEFECTS[case.backend]}; {reason}"
-    return Result(
-        case,
-        Verdict.WRONG if wrong else Verdict.PASS,
-        reason,
-        measured["errors"],
-        timing.get("seconds"),
-        timing.get("clock", ""),
-        timing.get("phases", {}),
-        missing=measured.get("missing", {}),
-    )
+    verdict = Verdict.WRONG if wrong else Verdict.PASS
+    timing, missing = measured["timing"] or {}, measured.get("missing", {})
+    return Result(case, verdict, reason, measured["errors"], missing=missing, **timing)
 
 
 def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Result]:
     """Returns the results with the plain backend's times beside them, and calls those slower that lose to it.
 
-    Losing to the plain backend is a verdict only where that matters: on a TPU where `flaxasync.plan` predicts the
-    opposite, and on a GPU for the backend that a call without a backend gets. Simulated CPU devices share their
-    cores, so a ring on them hides nothing, and its time says nothing.
+    Losing to the plain backend is a verdict only on a TPU where `flaxasync.plan` predicts the opposite. Simulated CPU
+    devices share their cores, so a ring on them hides nothing, and its time says nothing.
     """
     plain = {
         _key(r.case): r.seconds for r in results if r.case.plain and r.seconds is not None and r.verdict is Verdict.PASS
     }
     found = []
     for result in results:
-        case, base = result.case, plain.get(_key(result.case))
+        base = plain.get(_key(result.case))
         result = dataclasses.replace(result, plain=base)
-        planned = None
         if machine["platform"] == "tpu":
-            planned, why = planned_seconds(case, machine["chip"])
-            missing = result.missing if planned else result.missing | {"plan": why}
-            result = dataclasses.replace(result, planned=planned, missing=missing)
-        expected = planned[0] < planned[1] if planned else machine["platform"] == "gpu" and _default(case)
-        loses = base is not None and result.seconds is not None and result.seconds > MARGIN * base + NOISE
-        if result.verdict is Verdict.PASS and loses and expected and not case.plain:
-            assert base is not None
-            assert result.seconds is not None
-            result = dataclasses.replace(
-                result, verdict=Verdict.SLOWER, reason=f"takes {result.seconds / base:.2f} times as long as plain XLA"
-            )
+            planned = planned_seconds(result.case, machine["chip"])
+            if isinstance(planned, str):
+                result = dataclasses.replace(result, missing=result.missing | {"plan": planned})
+            else:
+                result = dataclasses.replace(result, planned=planned)
+        should_win = result.planned is not None and result.planned[0] < result.planned[1]
+        if result.verdict is Verdict.PASS and should_win and base is not None and result.seconds is not None:
+            reason = f"takes {result.seconds / base:.2f} times as long as plain XLA"
+            if result.seconds > MARGIN * base + NOISE:
+                result = dataclasses.replace(result, verdict=Verdict.SLOWER, reason=reason)
         found.append(result)
     return found
 
 
-def planned_seconds(case: Case, chip: str | None) -> tuple[tuple[float, float] | None, str]:
+def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | str:
     """Returns the seconds that `flaxasync.plan` predicts for the backend of a case and for "none", or why it cannot."""
     if chip is None:
-        return None, "the table of chips lacks this one"
+        return "the table of chips lacks this one"
     if case.op not in MODELS:
-        return None, f"fa.plan has no cost model of {case.op}"
-    ring = (case.mesh[0], case.mesh[1]) if case.op == "mesh_matmul" else case.devices
+        return f"fa.plan has no cost model of {case.op}"
     itemsize = 2 if case.dtype == "bfloat16" else 4
     options = {} if case.op == "mesh_matmul" else {"backward": case.gradient}
-    seconds = fa.plan(case.op, *case.shapes, chip=chip, ring=ring, itemsize=itemsize, **options).seconds
+    seconds = fa.plan(case.op, *case.shapes, chip=chip, ring=case.ring, itemsize=itemsize, **options).seconds
     if case.backend not in seconds:
-        return None, f"fa.plan does not weigh {case.backend!r} for this call"
-    return (seconds[case.backend], seconds["none"]), ""
+        return f"fa.plan does not weigh {case.backend!r} for this call"
+    return seconds[case.backend], seconds["none"]
 
 
 def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
@@ -170,23 +158,21 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
     counts = {verdict: sum(r.verdict is verdict for r in results) for verdict in Verdict}
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "nothing was verified"]
     defects = [r for r in results if r.case.op == "platform" and r.verdict is Verdict.WRONG]
-    bad = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict.bad and r not in defects})
-    plain = [name for name in bad if name.partition("/")[2] in trust.PLAIN]
-    kernels = [name for name in bad if name not in plain]
-    slower = sorted({f"{r.case.op}/{r.case.backend}" for r in results if r.verdict is Verdict.SLOWER})
     lines += [f"Known defect of this platform: {DEFECTS[r.case.backend]}." for r in defects]
-    still_taken = "This is plain XLA, which calls still take: name another backend."
-    for names, advice in ((kernels, "A call without a backend does not take them."), (plain, still_taken)):
-        if names:
+    bad = [r for r in results if r.verdict.bad and r not in defects]
+    for is_plain, advice in (
+        (False, "A call without a backend does not take them."),
+        (True, "This is plain XLA, which calls still take: name another backend."),
+    ):
+        if names := sorted({r.name for r in bad if (r.case.backend in trust.PLAIN) == is_plain}):
             lines.append(f"Do not use here: {', '.join(names)}. {advice}")
     if bad:
         lines.append("Please open an issue and attach the file that --json writes.")
-    if slower:
+    if slower := sorted({r.name for r in results if r.verdict is Verdict.SLOWER}):
         lines.append(
             f"Right, but slower than plain XLA where the opposite is predicted: {', '.join(slower)}. See docs/tpu.md."
         )
-    not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
-    if not_run:
+    if not_run := [r.reason for r in results if r.verdict is Verdict.NOT_RUN]:
         lines.append(f"{len(not_run)} cases have no verdict: {not_run[0]}")
     if machine.get("rehearsal"):
         unchecked = sum("values" in r.missing for r in results)
@@ -203,12 +189,6 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
 
 def _key(case: Case) -> tuple:
     return case.op, case.mesh, case.shapes, case.dtype, case.gradient
-
-
-def _default(case: Case) -> bool:
-    if case.op == "attention":
-        return case.backend == "reference"
-    return case.op in execution.OPS and execution.OPS[case.op].default == case.backend
 
 
 def _ms(seconds: float | None) -> str:

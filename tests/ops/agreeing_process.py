@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import flaxasync as fa
-from flaxasync.ops import agreement, execution, trust
+from flaxasync.ops import execution, trust
 
 OP, ROWS, WIDTH = "all_gather_matmul", 256, 4096
 
@@ -48,7 +48,7 @@ def main():
         assert trust.record(trust.Machine.here("v5e"), {f"{OP}/fused/3+": {"a case": os.environ["VERDICT"]}})
     if late := os.environ.get("LATE"):
         time.sleep(float(late))
-    agreement.LIMIT = 2 if os.environ["SHORT"] else 60
+    trust.LIMIT = 2 if os.environ["SHORT"] else 60
     with jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))), trust.trusting("verified"):
         taken = [execution.decide(OP, None, shapes=[(ROWS, WIDTH), (WIDTH, WIDTH)], ring=16).backend for _ in range(2)]
         taken.append(takes_kernel())

@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
-from flaxasync.verify import cases, measure, platform, supervisor
+from flaxasync.verify import cases, child, measure, platform, supervisor
 from flaxasync.verify.__main__ import record_verdicts
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 from tests.verify import faulty_child
@@ -37,7 +37,7 @@ def test_a_chip_is_tried_alone_and_a_gpu_not_at_all():
 
 def test_a_planted_defect_is_wrong_and_named_with_its_report_and_its_workaround():
     tried = cases.list_cases("cpu", 1, quick=True, only=["platform"])
-    setup = supervisor.Setup(cpu_devices=1, repeats=1, limit=90, serve=faulty_child.serve)
+    setup = child.Setup(cpu_devices=1, repeats=1, limit=90, serve=faulty_child.serve)
     results = list(map(judge, supervisor.run_cases(tried, setup), tried))
     verdicts = {result.case.backend: result.verdict for result in results}
     assert verdicts == dict.fromkeys(platform.DEFECTS, Verdict.PASS) | {"unused": Verdict.WRONG}
@@ -62,8 +62,8 @@ def test_a_defect_is_no_verdict_on_a_kernel():
 
 def test_the_page_has_every_report_and_workaround():
     page = " ".join((pathlib.Path(__file__).parents[2] / "docs" / "tpu.md").read_text().split())
-    for defect in platform.DEFECTS.values():
-        assert f"| `{defect.name}` | " in page
+    for name, defect in platform.DEFECTS.items():
+        assert f"| `{name}` | " in page
         assert f"({defect.report})" in page
 
 

@@ -29,11 +29,7 @@ def test_the_outcome_of_a_case_is_that_of_the_slowest_host_with_the_largest_erro
 
 
 def test_an_error_on_one_host_is_that_of_all_and_names_its_process():
-    fine, error, lacks = (
-        measurement(1.0, y=0.0),
-        {"error": "no"},
-        {"unsupported": "needs squares"},
-    )
+    fine, error, lacks = (measurement(1.0, y=0.0), {"error": "no"}, {"unsupported": "needs squares"})
     assert pod.combine([fine, lacks, error]) == {"error": "in process 2: no"}
     assert pod.combine([fine, lacks]) == {"unsupported": "in process 1: needs squares"}
     assert pod.combine([lacks, lacks]) == lacks

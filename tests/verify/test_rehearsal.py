@@ -36,7 +36,7 @@ def rehearse(topology, ops, folder, capsys):
     assert content["machine"]["devices"] == 8
     results = content["results"]
     listed = cases.list_cases("tpu", 8, quick=True, only=ops.split(","), rehearse=True)
-    assert [result["case"] for result in results] == json.loads(json.dumps([case.to_json() for case in listed]))
+    assert [result["case"] for result in results] == [json.loads(case.text) for case in listed]
     for case, result in zip(listed, results, strict=True):
         missing = result["missing"]
         if result["verdict"] == "NOT SUPPORTED":
@@ -65,7 +65,7 @@ def test_a_rehearsal_goes_the_whole_way_and_nothing_of_it_is_trusted(tmp_path, c
     assert {r["clock"] for r in results if r["seconds"] is not None} == {"simulated"}
     assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "cache")
     monkeypatch.setenv(trust.VARIABLE, str(tmp_path / "verdicts.json"))
-    assert trust.verdict("ppermute", "pallas", "v5e", 8) is None
+    assert trust.known("v5e").verdict("ppermute/pallas/3+") is None
 
 
 @pytest.mark.slow
@@ -119,11 +119,12 @@ def test_a_rehearsal_needs_libtpu(capsys, monkeypatch):
     assert "error: compiling for a TPU needs libtpu, no TPU: install flaxasync with" in capsys.readouterr().err
 
 
-def test_a_rehearsal_on_a_platform_is_refused(capsys):
+@pytest.mark.parametrize("other", ["--platform tpu", "--distributed", "--cpu-devices 2"])
+def test_a_rehearsal_runs_on_four_cpu_devices_alone(other, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["--rehearse", "v5e:2x4", "--platform", "tpu"])
+        main(["--rehearse", "v5e:2x4", *other.split()])
     assert ended.value.code == 2
-    assert "--rehearse and --platform tpu exclude each other" in capsys.readouterr().err
+    assert f"--rehearse and {other} exclude each other" in capsys.readouterr().err
 
 
 def test_a_program_that_the_compiler_refuses_is_not_supported_in_its_words():

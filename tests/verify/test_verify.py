@@ -16,7 +16,7 @@ import flaxasync as fa
 from flaxasync.ops import trust
 from flaxasync.ops.costs.few_rows import steps
 from flaxasync.verify import __main__ as verify_command
-from flaxasync.verify import cases, measure, programs, supervisor
+from flaxasync.verify import cases, child, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 from tests.verify import faulty_child
@@ -163,7 +163,7 @@ def test_chips_that_cannot_be_opened_after_a_hang_are_tried_again_and_the_rest_h
 ):
     opened = tmp_path / "opened"
     serve = functools.partial(faulty_child.open_once, opened, works_at)
-    setup = supervisor.Setup(limit=2, serve=serve, pauses=(0.1, 0.1))
+    setup = child.Setup(limit=2, serve=serve, pauses=(0.1, 0.1))
     pair = every_case("cpu", 4)[:2]
     first, second = map(judge, supervisor.run_cases(pair, setup), pair)
     assert (first.verdict, second.verdict) == (Verdict.HUNG, verdict)
@@ -186,28 +186,27 @@ def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, tmp_path):
     def run_cases(cases, setup, *, report):
         for case, seconds in ((plain, 2e-3), (fused, 3e-3)):
             report(case, {"measurement": measured | {"timing": {"seconds": seconds}}})
-        found.append(trust.verdict(fused.op, "fused", "v5e", 8))
+        found.append(trust.known("v5e").verdict(trust.key(fused.op, "fused", 8)))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify_command, "run_cases", run_cases)
     with trust.trusting("verified"), pytest.raises(KeyboardInterrupt):
-        verify_command.verify([plain, fused], MACHINE | {"kind": "TPU v5 lite"}, supervisor.Setup(), quick=True)
+        verify_command.verify([plain, fused], MACHINE | {"kind": "TPU v5 lite"}, child.Setup(), quick=True)
     assert found == ["SLOWER"]
+
+
+def test_cases_that_were_not_run_are_not_stored_and_end_with_status_2(monkeypatch):
+    case = timed("fused", None).case
+    assert record_verdicts([Result(case, Verdict.NOT_RUN)], MACHINE) is None
+    machine = MACHINE | {"platform": "cpu", "kind": "", "versions": {}}
+    monkeypatch.setattr(verify_command, "describe", lambda setup: machine)
+    monkeypatch.setattr(verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)])
+    assert main([]) == 2
 
 
 def test_a_json_file_that_cannot_be_written_is_refused_before_anything_runs(capsys):
     assert main(["--json", "/dev/null/verdicts.json"], serve=faulty_child.sleep) == 2
     assert "error: --json cannot be written: " in capsys.readouterr().err
-
-
-def test_a_run_with_cases_that_were_not_run_ends_with_status_2_and_stores_none_of_them(monkeypatch, tmp_path):
-    case = timed("fused", None).case
-    assert record_verdicts([Result(case, Verdict.NOT_RUN)], MACHINE) is None
-    monkeypatch.setattr(
-        verify_command, "describe", lambda setup: MACHINE | {"platform": "cpu", "kind": "", "versions": {}}
-    )
-    monkeypatch.setattr(verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)])
-    assert main([]) == 2
 
 
 @pytest.mark.parametrize(
@@ -225,14 +224,15 @@ def test_a_run_with_cases_that_were_not_run_ends_with_status_2_and_stores_none_o
     ],
 )
 def test_the_chips_of_several_hosts_need_a_command_on_each(serve, message, monkeypatch, capsys):
-    monkeypatch.setattr(supervisor, "START_LIMIT", 0.1 if serve is faulty_child.sleep else 60)
+    monkeypatch.setattr(child, "START_LIMIT", 0.1 if serve is faulty_child.sleep else 60)
     assert main([], serve=serve) == 2
     assert message in capsys.readouterr().err
 
 
 PARENT = """
 import functools, sys, time
-from flaxasync.verify.supervisor import Setup, _Child
+from flaxasync.verify.child import Setup
+from flaxasync.verify.supervisor import _Child
 from tests.verify.faulty_child import live_on
 child = _Child(Setup(serve=functools.partial(live_on, sys.argv[1])), [])
 time.sleep(600)

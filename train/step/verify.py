@@ -8,7 +8,6 @@ A run of several processes verifies nothing: its processes agree on what is stor
 
 import glob
 import importlib.util
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -20,7 +19,8 @@ from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import trust
 from flaxasync.verify.__main__ import record_verdicts, verify
 from flaxasync.verify.cases import PAIRS, Case, list_cases
-from flaxasync.verify.supervisor import MachineError, Setup, describe
+from flaxasync.verify.child import Setup
+from flaxasync.verify.supervisor import MachineError, describe
 from flaxasync.verify.verdict import Verdict
 from train.config import Config
 from train.lifecycle.errors import InputError
@@ -125,7 +125,7 @@ def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
         machine = trust.Machine.here(chip)
         if machine.file.exists():
             stored = trust.read(machine)
-            names = [(trust.key(c.op, c.backend, c.mesh), json.dumps(c.to_json(), sort_keys=True)) for c in kernels]
+            names = [(trust.key(c.op, c.backend, c.mesh), c.text) for c in kernels]
             if all(stored.get(name, {}).get(case) in enough for name, case in names):
                 return True
     return False

@@ -1,7 +1,4 @@
-"""The public attention ops: their checks, and the choice of backend and kernel.
-
-Both ops are made of products of two blocks (`blocks`), by the same kernels. `flaxasync.nn` has the modules.
-"""
+"""The public attention ops: their checks, and the choice of backend and kernel. `flaxasync.nn` has the modules."""
 
 import math
 from typing import Literal
@@ -20,8 +17,8 @@ from flaxasync.ops import trust
 from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
 from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_segments, check_sequence_layout
-from flaxasync.ops.attention.shards import Call
-from flaxasync.ops.execution import decide
+from flaxasync.ops.attention.ring import Call
+from flaxasync.ops.execution import check_mapped, decide
 from flaxasync.ring import Ring
 
 KERNELS = ("reference", "flash")
@@ -61,9 +58,7 @@ def ring_attention(
     no row attends to cost no compute. The gradient of a ring has no gradient: a second derivative is refused.
 
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
+      q, k, v: Queries, keys and values.
       axis_name: The mesh axis over which the sequence is split. For whole sequences use `flaxasync.attention`.
       causal: Whether a row attends only to itself and to earlier rows.
       layout: Which rows this device holds: "contiguous", or "zigzag", which shares causal work out equally. All arrays
@@ -136,15 +131,9 @@ def attention(
     are q, k, v, o and the log-sum-exp of each row.
 
     Args:
-      q: Queries.
-      k: Keys.
-      v: Values.
-      causal: As in `ring_attention`, like `scale`, `segment_ids`, `window` and `precision`.
-      scale: The factor of the scores.
-      segment_ids: The segment of each row.
-      window: The distance, in positions, at which rows no longer attend to each other.
+      q, k, v: Queries, keys and values.
+      causal, scale, segment_ids, window, precision: As in `ring_attention`.
       kernel: As in `ring_attention`. "reference" has a second derivative, "flash" has none.
-      precision: The precision of the matmuls.
 
     Returns:
       o, in the dtype of q.
@@ -228,11 +217,7 @@ def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{op} needs {name} of [batch, rows, heads, head size]: got {list(x.shape)}")
-        if any(entry is not None for entry in jax.typeof(x).sharding.spec):
-            raise ValueError(
-                f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand "
-                f"still sharded {jax.typeof(x).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
-            )
+        check_mapped(op, x)
     if k.shape != v.shape:
         raise ValueError(f"{op} sends k and v as one block of one shape: got {list(k.shape)} and {list(v.shape)}")
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):

@@ -120,14 +120,7 @@ def _add_tile(scores: Scores, q: Array, kv: Array, segments: Segments, tile: Pro
 
 
 def _add_gradient_tile(
-    scores: Scores,
-    q: Array,
-    kv: Array,
-    segments: Segments,
-    do: Array,
-    rows: Array,
-    tile: Product,
-    gradients: Gradients,
+    scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, rows: Array, tile: Product, gradients: Gradients
 ) -> Gradients:
     """Adds what a tile contributes to dq of its queries, and to dkv of its keys and values."""
 

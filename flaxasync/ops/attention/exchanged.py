@@ -1,9 +1,8 @@
 """A whole attention block in which weights and heads travel, where the usual form sends rows.
 
-A block that gathers rows sends all features of all rows four times in a forward and backward pass: before the
-projections of queries, keys and values, after that of the output, and for the gradients of both. Here every device
-projects its own rows, with the weights of all devices, which travel behind the products. An all-to-all turns its rows
-of all heads into all rows of its heads, and a second one turns the result back.
+Every device projects its own rows, with the weights of all devices, which travel behind the products. An all-to-all
+turns its rows of all heads into all rows of its heads, and a second one turns the result back. Where the rows of all
+devices are more than the features of the weights, less travels in this form.
 
 ```
 x       [r, k]       for each sequence, this device's rows                          (R devices on the axis)
@@ -24,11 +23,8 @@ backward   dheads = all_gather(out) @ dy.T                   the all-to-alls aga
 The sequences of the batch are exchanged one by one. While one of them attends, the next ones arrive and the one before
 leaves. The first arrival has the projection of the last sequence beside it, and backward the product of dout. The last
 departure of the backward pass has the products of dx beside it, if w was kept; that of the forward pass has nothing.
-To gather `out` beside attention, so that the products of the other sequences could hide it, was slower: the exchanges
-need those links.
 
-Where the rows of all devices are more than the features of the weights, less travels in this form. The all-to-all is
-that of Jacobs et al., "DeepSpeed Ulysses" (2023), where the weights are whole on every device.
+The all-to-all is that of Jacobs et al., "DeepSpeed Ulysses" (2023), where the weights are whole on every device.
 """
 
 import dataclasses
@@ -41,7 +37,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from flaxasync.ops.attention.vjp import refusing
+from flaxasync.ops.derivatives import first_only
 from flaxasync.ops.matmul.products import Arrays, dot, row_major, weight_gradient
 from flaxasync.ops.matmul.vjp import Executor
 from flaxasync.ops.saved import GATHERED, PRODUCT
@@ -105,15 +101,9 @@ class ExchangedAttention:
 def exchanged_attention(
     block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
 ) -> Arrays:
-    """Returns y [r, k] of this device's rows of each sequence.
+    """Returns y [r, k] of this device's rows [r, k] of each sequence; the head of this file has w and out.
 
-    Args:
-      block: What is static.
-      xs: This device's rows of each sequence, [r, k].
-      w: The projections of this device's heads, transposed, [n, k].
-      out: This device's rows of the output projection, [m, k].
-      constants: What `attend` is given beside each sequence and has no gradient.
-      shared: What it is given beside all of them, such as the scales of norms.
+    `attend` is given `constants`, which have no gradient, beside each sequence, and `shared` beside all of them.
     """
     return _forward(block, xs, w, out, constants, shared)[0]
 
@@ -182,8 +172,8 @@ def _first_derivative_only(block: ExchangedAttention, arrays: Arrays) -> Arrays:
     return _one_derivative(*arrays) if block.direct else arrays
 
 
-_one_derivative = refusing(
-    "attention with exchange_heads", "its copies have no gradient of their own; exchange_heads=False has none of them"
+_one_derivative = first_only(
+    "attention with exchange_heads", "its copies have no gradient of their own", "exchange_heads=False has none of them"
 )
 
 

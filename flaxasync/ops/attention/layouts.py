@@ -8,7 +8,7 @@ contiguous   device i holds rows i*s .. (i+1)*s           the last device has R 
 zigzag       device i holds chunks i and 2R-1-i of 2R     every device has two products of chunks in every hop
 ```
 
-Everything here is arithmetic on positions, for Python ints and traced ones alike. It knows nothing about transfers.
+Everything here is arithmetic on positions, for Python ints and traced ones alike.
 
 Source of the zigzag layout: Brandon et al., "Striped Attention" (2023), balances with stripes; Llama 3 (Grattafiori et
 al., 2024, section 3.3.2) balances with pairs of chunks, as this module does.

@@ -16,7 +16,6 @@ again. `ring` has the loops over the blocks.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,10 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync import transport
-from flaxasync.mesh import UnsupportedError
 from flaxasync.ops.attention import ring
 from flaxasync.ops.attention.blocks import Reference, finish
-from flaxasync.ops.attention.shards import Call, Shards
+from flaxasync.ops.attention.ring import Call, Shards
+from flaxasync.ops.derivatives import first_only
 from flaxasync.ops.saved import ATTENTION
 
 
@@ -82,24 +81,10 @@ def _first_derivative_only(call: Call) -> Callable[..., tuple[Array, ...]]:
     return (lambda *arrays: arrays) if isinstance(call.kernel, Reference) else _one_derivative_of_a_kernel
 
 
-def refusing(op: str, why: str) -> Callable[..., tuple[Array, ...]]:
-    """Returns the identity with a derivative that raises NotImplementedError."""
-
-    @jax.custom_jvp
-    def identity(*arrays: Array) -> tuple[Array, ...]:
-        return arrays
-
-    @identity.defjvp
-    def refuse(primals: tuple, tangents: tuple) -> Any:
-        raise UnsupportedError(
-            f"{op} has a first derivative only: {why}. For a Hessian or a gradient penalty use "
-            "jax.nn.dot_product_attention"
-        )
-
-    return identity
-
-
-_one_derivative_of_a_ring = refusing("ring_attention", "its gradient is a ring of its own, which has no gradient")
-_one_derivative_of_a_kernel = refusing(
-    "attention", "its gradient is a kernel, which has no gradient; kernel='reference' has one"
+_INSTEAD = "for a Hessian or a gradient penalty use jax.nn.dot_product_attention"
+_one_derivative_of_a_ring = first_only(
+    "ring_attention", "its gradient is a ring of its own, which has no gradient", _INSTEAD
+)
+_one_derivative_of_a_kernel = first_only(
+    "attention", "its gradient is a kernel, which has no gradient; kernel='reference' has one", _INSTEAD
 )

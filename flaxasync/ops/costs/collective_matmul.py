@@ -1,8 +1,6 @@
-"""The costs of the collective matmuls: one collective and one product, rings of blocks, and one kernel for each trip.
+"""The costs of the collective matmuls, whose gradients are further `trips` around the ring.
 
-An op and its gradients are a list of `trips.Trip`; `serial`, `rings` and `fused` say what each backend takes for them.
-Sums over other mesh axes, such as those of gradients over the data axis, are not counted, because every backend has
-them.
+Sums over other mesh axes, such as those of gradients over the data axis, are not counted: every backend has them.
 """
 
 import dataclasses
@@ -11,26 +9,19 @@ import numbers
 from typing import Any
 
 from flaxasync.hardware import Chip
-from flaxasync.ops.costs import few_rows, fused
+from flaxasync.ops.costs import few_rows
 from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
-from flaxasync.ops.costs.rings import ring_of_blocks
-from flaxasync.ops.costs.serial import serial
-from flaxasync.ops.costs.trips import Trip, directions
+from flaxasync.ops.costs.trips import Trip, directions, kernels_serve, ring_of_blocks, serial
+from flaxasync.ops.costs.trips import kernels as fused
 
 KEEPING_GAINS = 0.05
 """The share of its time that an op has to gain for keeping what it gathers: predictions are no better than that."""
 
 
 def all_gather_matmul_costs(
-    chip: Chip,
-    ring: int,
-    x: Shape,
-    *ws: Shape,
-    itemsize: int = 2,
-    backward: bool = True,
-    kernels: bool = True,
-    gathered_bytes: int = 0,
-) -> dict[str, Cost]:
+    chip: Chip, ring: int, x: Shape, *ws: Shape,
+    itemsize: int = 2, backward: bool = True, kernels: bool = True, gathered_bytes: int = 0,
+) -> dict[str, Cost]:  # fmt: skip
     """Returns the cost of each backend for x [..., m, k] and each w [k, n] of one device.
 
     Where `gathered_bytes` suffice for all_gather(x), a backend keeps it for dw if the chip has as much memory and that
@@ -48,8 +39,12 @@ def all_gather_matmul_costs(
     costs = _costs(chip, ring, [gather, reduce, Trip("dw", sent, k, rows, n)], itemsize, kernels)
     if ring == 1 or ring * sent > gathered_bytes:
         return costs
-    kept = _costs(chip, ring, [gather, reduce, Trip("gathered", 0, k, ring * rows, n)], itemsize, kernels)
-    return {name: _faster(chip, cost, kept[name], ring * sent) for name, cost in costs.items()}
+    keeping = _costs(chip, ring, [gather, reduce, Trip("gathered", 0, k, ring * rows, n)], itemsize, kernels)
+    for name, cost in costs.items():
+        kept = dataclasses.replace(keeping[name], held=max(keeping[name].held, ring * sent), kept=ring * sent)
+        if kept.held < chip.hbm_bytes and kept.seconds <= (1 - KEEPING_GAINS) * cost.seconds:
+            costs[name] = kept
+    return costs
 
 
 def check_gathered_bytes(caller: str, gathered_bytes: Any) -> None:
@@ -59,14 +54,6 @@ def check_gathered_bytes(caller: str, gathered_bytes: Any) -> None:
             f"{caller} needs gathered_bytes to be an integer of 0 or more: got {gathered_bytes!r}; use 2**27 for "
             "128 MiB, or 0 to keep nothing"
         )
-
-
-def _faster(chip: Chip, cost: Cost, kept: Cost, kept_bytes: int) -> Cost:
-    """Returns the cost of keeping gathered rows if they fit into memory and save more than predictions are wrong."""
-    held = max(kept.held, kept_bytes)
-    if held >= chip.hbm_bytes or kept.seconds > (1 - KEEPING_GAINS) * cost.seconds:
-        return cost
-    return dataclasses.replace(kept, held=held, kept=kept_bytes)
 
 
 def matmul_reduce_scatter_costs(
@@ -80,22 +67,14 @@ def matmul_reduce_scatter_costs(
     sent = rows * n * itemsize
     trips = [Trip("reduce", sent, rows, k, n, behind=math.inf if backward else 0.0)]
     if backward:  # before the reduction stands XLA's product of what was gathered, never shorter than fetching w
-        trips.append(Trip("gather", sent, rows, n, k))
-        trips.append(Trip("gathered", 0, k, ring * rows, n))
+        trips += [Trip("gather", sent, rows, n, k), Trip("gathered", 0, k, ring * rows, n)]
     return _costs(chip, ring, trips, itemsize, kernels)
 
 
 def matmul_all_reduce_costs(
-    chip: Chip,
-    ring: int,
-    x: Shape,
-    w: Shape,
-    *,
-    itemsize: int = 2,
-    backward: bool = True,
-    kernels: bool = True,
-    exchange: bool = True,
-) -> dict[str, Cost]:
+    chip: Chip, ring: int, x: Shape, w: Shape, *,
+    itemsize: int = 2, backward: bool = True, kernels: bool = True, exchange: bool = True,
+) -> dict[str, Cost]:  # fmt: skip
     """Returns the cost of each backend for x [..., m, k] and w [k, n] of one device.
 
     A ring scatters the sums, and one collective operation gathers them. The gradients are local products. "exchange" is
@@ -119,6 +98,6 @@ def _costs(chip: Chip, ring: int, trips: list[Trip], itemsize: int, kernels: boo
     costs = {"none": serial(chip, ring, trips, itemsize)}
     if ring > 1:
         costs |= {backend: ring_of_blocks(chip, ring, trips, itemsize, backend) for backend in ("xla", "pallas")}
-        if kernels and fused.serves(trips):
-            costs["fused"] = fused.kernels(chip, ring, trips, itemsize)
+        if kernels and kernels_serve(trips):
+            costs["fused"] = fused(chip, ring, trips, itemsize)
     return costs

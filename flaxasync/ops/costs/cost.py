@@ -35,10 +35,14 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """All seconds together."""
         return self.compute + self.exposed + self.steps * self.step_seconds + self.fixed
 
 
 def hop_seconds(chip: Chip, size: float, directions: int) -> float:
     """Returns the seconds of one hop of `size` bytes, of which each direction carries an equal share."""
     return chip.hop_latency + size / (directions * chip.link_bandwidth)
+
+
+def hbm(chip: Chip) -> float:
+    """Returns the bytes a second that a program moves to and from HBM."""
+    return chip.hbm_bandwidth * chip.hbm_efficiency

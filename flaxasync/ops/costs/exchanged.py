@@ -1,26 +1,16 @@
 """Is an attention block faster if weights and heads travel instead of rows? See `flaxasync.ops.attention.exchanged`.
 
-Both forms compute the same attention, which is left out as far as it hides nothing. `plan` predicts the rest as
-collective matmuls:
-
-```
-rows travel      all_gather_matmul of the rows, matmul_reduce_scatter of the heads
-heads travel     all_gather_matmul of the weights of the inputs, and of those of the output
-                 + the exchanges of heads that nothing hides, and the transposes
-```
-
-The sequences of a batch are exchanged one after the other, so attention to one hides the exchange of the next. Only the
-first arrival and the last departure lack that. Forward, the projection of the last sequence hides the first arrival.
-Backward, the product of dout does so; and the products of dx hide the last departure if the gathered weights were kept.
-Products have features as rows and attention has positions as rows, so XLA transposes the inputs and results of
-attention, w, y and their gradients.
+`plan` predicts the rows that travel as an all_gather_matmul and a matmul_reduce_scatter, and the weights as two
+all_gather_matmuls. Both forms compute the same attention. The exchanges of heads come on top, as far as nothing hides
+them: attention to one sequence of the batch hides the exchange of the next, but the first arrival and the last
+departure lack that. So do the transposes: products have features as rows, and attention has positions as rows.
 """
 
 import dataclasses
 from typing import Any
 
 from flaxasync.hardware import Chip
-from flaxasync.ops.costs.cost import hop_seconds
+from flaxasync.ops.costs.cost import hbm, hop_seconds
 from flaxasync.ops.plan import plan
 
 WORTH = 1.05
@@ -64,25 +54,34 @@ def times_as_fast(block: Block, chip: Chip, ring: int, itemsize: int, gathered_b
         plan("all_gather_matmul", (block.out, k), (k, b * r), **options),
     ]
     travelling_rows, travelling_weights = (sum(p.seconds[p.backend] for p in plans) for plans in (rows, weights))
-    keep = ring * block.inputs * k * itemsize <= gathered_bytes
-    exposed = _exposed_seconds(block, chip, ring, itemsize, keep)
     attended = ring * b * r * (block.inputs + block.out)
     transposed = 2 * 2 * (attended + block.inputs * k + b * r * k) * itemsize  # bytes, with those of the gradients
-    hbm = chip.hbm_bandwidth * chip.hbm_efficiency
-    return travelling_rows / (travelling_weights + exposed + transposed / hbm)
+    keep = ring * block.inputs * k * itemsize <= gathered_bytes
+    exposed = _exposed_seconds(block, chip, ring, itemsize, keep)
+    return travelling_rows / (travelling_weights + exposed + transposed / hbm(chip))
 
 
 def _exposed_seconds(block: Block, chip: Chip, ring: int, itemsize: int, keep: bool) -> float:
-    """Returns the seconds in which the exchanges have nothing beside them, forward and backward."""
+    """Returns the seconds in which the exchanges have nothing beside them, forward and backward.
+
+    Forward, the projection of the last sequence hides the first arrival. Backward, the product of dout does so; and the
+    products of dx hide the last departure if the gathered weights were kept.
+    """
 
     def one_sequence(features: int) -> float:  # over the middle of a ring go ring**2 / 4 blocks each way, on two links
         return hop_seconds(chip, ring**2 / 4 * features * block.rows * itemsize, 2)
 
-    first, last = one_sequence(block.inputs), one_sequence(block.out)
-    middle = block.batch * (first + last) - first - last
-    attention = 2 * 2 * block.batch * block.out * (ring * block.rows) ** 2 / 2 / (ATTENTION * chip.flops)
-    products = 2 * block.batch * ring * block.rows * block.features / chip.flops
-    ends = [max(0.0, first - products * block.inputs / block.batch) if block.batch > 1 else first, last]
-    ends.append(max(0.0, last - products * block.out))
-    ends.append(max(0.0, first - products * block.inputs * (block.batch - 1) / block.batch) if keep else first)
-    return sum(ends) + sum(max(0.0, middle - part) for part in (attention, 2 * attention))
+    batch, inputs, out = block.batch, block.inputs, block.out
+    first, last = one_sequence(inputs), one_sequence(out)
+    middle = (batch - 1) * (first + last)
+    attention = 2 * 2 * batch * out * (ring * block.rows) ** 2 / 2 / (ATTENTION * chip.flops)
+    products = 2 * batch * ring * block.rows * block.features / chip.flops  # for each of the features of a weight
+    hidden = {
+        "projection": (first, products * inputs / batch if batch > 1 else 0.0),
+        "heads of the output": (last, 0.0),
+        "dout": (last, products * out),
+        "dx": (first, products * inputs * (batch - 1) / batch if keep else 0.0),
+        "attention": (middle, attention),
+        "gradient of attention": (middle, 2 * attention),
+    }
+    return sum(max(0.0, exchange - beside) for exchange, beside in hidden.values())

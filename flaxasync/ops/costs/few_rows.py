@@ -8,18 +8,14 @@ two steps        every device sends a share to each other one, and then its sum 
 ```
 
 All of them begin with a barrier, a signal to another device. The constants are those of played programs
-(benchmarks/few_rows.py). There a transfer to another chip takes 1 us however many links it crosses. `gains` says where
-the exchange is offered to `flaxasync.plan`: where it was played, and is predicted to gain clearly. On a v5e:4x4 with a
-ring of 16 it took up to one and a half times as long as XLA's sum. Naming the backend works on any ring.
+(benchmarks/few_rows.py). There a transfer to another chip takes 1 us however many links it crosses. On a v5e:4x4 with a
+ring of 16 the exchange took up to one and a half times as long as XLA's sum.
 """
-
-import math
 
 from flaxasync.hardware import Chip
 from flaxasync.kernels.exchange import vmem_bytes
 from flaxasync.ops.costs.cost import Cost, hop_seconds
-from flaxasync.ops.costs.serial import REDUCE_SCATTER_TRAFFIC
-from flaxasync.ops.costs.trips import RESIDENT, Trip, directions, hbm, product
+from flaxasync.ops.costs.trips import Trip, directions, product
 
 TABLE = 0.45e-6
 """The seconds in which XLA's all-reduce fetches the table of its neighbours."""
@@ -52,32 +48,26 @@ def all_reduce_seconds(chip: Chip, ring: int, size: int) -> float:
     rate, hops = directions(ring) * chip.link_bandwidth, ring // 2
     gathered = hops * chip.hop_latency + (ring - 1) * max(size, LEAST) / rate
     reduced = 2 * hops * chip.hop_latency + 2 * (ring - 1) / ring * size / rate
-    in_hbm = REDUCE_SCATTER_TRAFFIC * size / hbm(chip) if size > RESIDENT * chip.vmem_bytes else 0.0
-    return TABLE + chip.hop_latency + min(gathered, reduced) + in_hbm
+    return TABLE + chip.hop_latency + min(gathered, reduced)
 
 
 def exchange_seconds(chip: Chip, ring: int, rows: int, row_bytes: int) -> float:
     """Returns the seconds of the exchange kernel for `rows` rows."""
-    size = rows * row_bytes
-    count = steps(ring, size)
+    count = steps(ring, rows * row_bytes)
     unit = TILE_BYTES * (ring if count == 2 else 1)
-    sent = -(-size // unit) * unit
-    # Half of the devices send a block to each of the other half, over one link on a ring of two, and else over two.
-    least = math.ceil((ring // 2) * (ring - ring // 2) / directions(ring))
-    blocks = max(least, CROSSING[count] * ring**2 / 8)  # on the busiest link
+    sent = -(-rows * row_bytes // unit) * unit
+    blocks = CROSSING[count] * ring**2 / 8  # on the busiest link
     each = hop_seconds(chip, blocks * sent / (ring if count == 2 else 1), 1)
     return chip.hop_latency + count * each + (LAYOUT if rows % 16 else 0.0)
 
 
 def gains(chip: Chip, ring: int, rows: int, row_bytes: int) -> bool:
-    """Says whether the exchange of `rows` rows was played, and is clearly faster than XLA's sum, as predicted.
-
-    The product is the same before both, so the sums alone are compared.
-    """
-    size = rows * row_bytes
-    if ring not in PLAYED_RINGS or rows > PLAYED_ROWS or size > PLAYED_BYTES:
+    """Says whether the exchange of `rows` rows was played, and is clearly faster than XLA's sum, as predicted."""
+    if ring not in PLAYED_RINGS or rows > PLAYED_ROWS or rows * row_bytes > PLAYED_BYTES:
         return False
-    return exchange_seconds(chip, ring, rows, row_bytes) <= (1 - GAINS) * all_reduce_seconds(chip, ring, size)
+    return exchange_seconds(chip, ring, rows, row_bytes) <= (1 - GAINS) * all_reduce_seconds(
+        chip, ring, rows * row_bytes
+    )
 
 
 def exchange(chip: Chip, ring: int, rows: int, k: int, n: int, itemsize: int, local: list[Trip]) -> Cost:

@@ -6,7 +6,7 @@ Only the forward pass is counted: the gradients are those of XLA, whatever the b
 import functools
 
 from flaxasync.hardware import Chip
-from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
+from flaxasync.ops.costs.cost import Cost, Shape, hbm, hop_seconds
 
 EFFICIENCY = {"none": 0.95, "xla_gemm": 0.94, "serial": 0.94, "overlapped": 0.97}
 """The share of the peak FLOP/s that the product reaches, played on v5e (docs/kernels/mesh_matmul.md)."""
@@ -19,17 +19,16 @@ def mesh_matmul_costs(
 ) -> dict[str, Cost]:
     """Returns the cost of each backend for lhs [m, k] and rhs [k', n] of one device; ring is (devices on x, on y)."""
     (x, y), (m, k), (rhs_rows, n) = ring, lhs, rhs
-    hbm = chip.hbm_bandwidth * chip.hbm_efficiency
     whole, needed, result = x * rhs_rows * n * itemsize, k * n * itemsize, m * n * itemsize
     gathered = (x - 1) * hop_seconds(chip, rhs_rows * n * itemsize, 1)  # one kernel, or XLA: every block to everyone
     permuted = hop_seconds(chip, needed, 1) if x == y > 1 else (x - 1) * hop_seconds(chip, needed / x, 1)
     reduced = 2 * (y - 1) * hop_seconds(chip, result / y, 1) if y > 1 else 0.0
-    summed = 3 * result / hbm if y > 1 else 0.0
-    sliced = 2 * needed / hbm if x > 1 and y > 1 else 0.0
+    summed = 3 * result / hbm(chip) if y > 1 else 0.0
+    sliced = 2 * needed / hbm(chip) if x > 1 and y > 1 else 0.0
 
     def product(backend: str) -> float:
         moved, cores = (m * k + k * n + m * n) * itemsize, chip.cores if backend == "overlapped" else 1
-        return max(2 * m * k * n * cores / (chip.flops * EFFICIENCY[backend]), moved / hbm)
+        return max(2 * m * k * n * cores / (chip.flops * EFFICIENCY[backend]), moved / hbm(chip))
 
     cost = functools.partial(Cost, step_seconds=STEP_SECONDS)
     first = gathered + sliced if x != y else permuted

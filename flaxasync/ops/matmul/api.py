@@ -4,7 +4,7 @@ They are for use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,11 @@ from jaxtyping import Array, Float
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 from flaxasync.ops.costs.cost import Shape
-from flaxasync.ops.execution import Directions, Execution, decide
+from flaxasync.ops.execution import Directions, Execution, check_mapped, decide
 from flaxasync.ops.matmul import vjp
-from flaxasync.ops.matmul.exchange import ExchangeExecutor, check_exchange
 from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
 from flaxasync.ops.matmul.products import Arrays
-from flaxasync.ops.matmul.ring import RingExecutor
+from flaxasync.ops.matmul.ring import ExchangeExecutor, RingExecutor, check_exchange
 from flaxasync.ops.matmul.vjp import Executor
 
 type OneOrMore = Float[Array, "..."] | tuple[Float[Array, "..."], ...]
@@ -80,10 +79,7 @@ def all_gather_matmul(
       gathered_bytes: The most bytes of memory that all_gather(x) may take from the forward to the backward pass; it
         needs R times those of x. Where they suffice, the op keeps all_gather(x) if `flaxasync.plan` predicts a gain,
         and always on devices that `plan` does not know. With 0, the default, the op keeps x, which travels again for
-        dw. XLA may keep more: with "none", and with "xla" on rings of two to four, it merges the two trips of x unless
-        a scan over layers separates them. Under `jax.checkpoint`, policies for matmuls do not see this op. The
-        backward pass then runs it again, x travels again for y, and dw uses the rows of that trip.
-        `flaxasync.save_matmuls` is a policy that keeps y and the gathered rows.
+        dw; docs/plan.md tells when XLA keeps more, and what happens under `jax.checkpoint`.
 
     Returns:
       y, in the dtype of x; a tuple if w is one.
@@ -144,18 +140,8 @@ def matmul_reduce_scatter(
         backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    op, options = "matmul_reduce_scatter", Options(backend, directions, unroll, precision, reduce_dtype)
-    xs, ws = _as_tuple(x), _as_tuple(w)
-    size = check_operands(op, xs, ws, axis_name)
-    _check_pairs(op, xs, ws)
-    rows = xs[0].shape[-2]
-    if rows % size:
-        raise ValueError(
-            f"{op} gives each of the {size} devices on {axis_name!r} an equal share of x's rows: "
-            f"got {rows} rows, needed a multiple of {size}; pad x, or use matmul_all_reduce"
-        )
-    executor = _executor_of_sum(op, xs, ws, axis_name, size, options)
-    return vjp.multiply_and_scatter(executor, *cast_to_vary_alike(xs, ws, axis_name))
+    options = Options(backend, directions, unroll, precision, reduce_dtype)
+    return _sum_of_products("matmul_reduce_scatter", vjp.multiply_and_scatter, x, w, axis_name, options)
 
 
 def matmul_all_reduce(
@@ -202,40 +188,23 @@ def matmul_all_reduce(
       ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    op, options = "matmul_all_reduce", Options(backend, directions, unroll, precision, reduce_dtype)
-    xs, ws = _as_tuple(x), _as_tuple(w)
-    size = check_operands(op, xs, ws, axis_name)
-    _check_pairs(op, xs, ws)
-    executor = _executor_of_sum(op, xs, ws, axis_name, size, options)
-    return vjp.multiply_and_reduce(executor, *cast_to_vary_alike(xs, ws, axis_name))
+    options = Options(backend, directions, unroll, precision, reduce_dtype)
+    return _sum_of_products("matmul_all_reduce", vjp.multiply_and_reduce, x, w, axis_name, options)
 
 
 def executor_for_weights(
     op: str, w: Array, rows: int, axis_name: str, *, backend: str | None, precision: lax.PrecisionLike
 ) -> Executor:
-    """Returns what executes products of all_gather(w), [R*m, k], with rows of this device.
+    """Returns what executes products of all_gather(w), where w is [m, k], with `rows` rows of this device.
 
-    Args:
-      op: The name in messages.
-      w: This device's part of the weight, [m, k].
-      rows: The number of rows of this device.
-      axis_name: The mesh axis along which w is sharded.
-      backend: As in `all_gather_matmul`; None stands for what is predicted to be fastest there, for the same shapes.
-      precision: The precision of the matmuls.
-
-    Raises:
-      ValueError: No `shard_map` maps `axis_name`; the backend is unknown.
-      NotImplementedError: The backend cannot serve this call.
+    A backend of None stands for what is predicted to be fastest in `all_gather_matmul` of the same shapes. `op` is the
+    name in messages.
     """
     options = Options(backend, precision=precision)
     size = check_operands(op, (w,), (w,), axis_name)
     shapes = [w.shape, (w.shape[1], rows)]
     execution = decide_matmul("all_gather_matmul", shapes, w.dtype, axis_name, size, options)
     return make_executor(execution, axis_name, options)
-
-
-def _as_tuple(value: OneOrMore) -> Arrays:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def decide_matmul(
@@ -259,16 +228,8 @@ def make_executor(execution: Execution, axis_name: str, options: Options) -> Exe
     """Returns what executes a call as it was decided."""
     if execution.backend == "fused":
         return FusedExecutor(axis_name, execution.directions)
-    ring = execution.ring(axis_name)
     kind = ExchangeExecutor if execution.backend == "exchange" else RingExecutor
-    return kind(ring, options.precision, options.reduce_dtype)
-
-
-def _executor_of_sum(op: str, xs: Arrays, ws: Arrays, axis_name: str, size: int, options: Options) -> Executor:
-    """Returns what executes a sum of products, which is one longer product."""
-    k = sum(w.shape[0] for w in ws)
-    shapes = [(*xs[0].shape[:-1], k), (k, ws[0].shape[1])]
-    return make_executor(decide_matmul(op, shapes, xs[0].dtype, axis_name, size, options), axis_name, options)
+    return kind(execution.ring(axis_name), options.precision, options.reduce_dtype)
 
 
 def cast_to_vary_alike(xs: Arrays, ws: Arrays, axis_name: str) -> tuple[Arrays, Arrays]:
@@ -295,12 +256,40 @@ def check_operands(op: str, xs: Arrays, ws: Arrays, axis_name: str) -> int:
             "cast them before the call (the modules of flaxasync.nn do)"
         )
     for operand in (*xs, *ws):
-        if any(entry is not None for entry in jax.typeof(operand).sharding.spec):
-            raise ValueError(
-                f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand that is "
-                f"still sharded {jax.typeof(operand).sharding.spec}; leave axis_names out of jax.shard_map, or add them"
-            )
+        check_mapped(op, operand)
     return size
+
+
+def _as_tuple(value: OneOrMore) -> Arrays:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _sum_of_products(
+    op: str, rule: Callable[[Executor, Arrays, Arrays], Array], x: OneOrMore, w: OneOrMore, axis_name: str,
+    options: Options,
+) -> Array:  # fmt: skip
+    """Checks and executes an op that sums products over pairs of x and w, which is one longer product."""
+    xs, ws = _as_tuple(x), _as_tuple(w)
+    size = check_operands(op, xs, ws, axis_name)
+    if len(xs) != len(ws):
+        raise ValueError(f"{op} sums x @ w over pairs: got {len(xs)} x and {len(ws)} w")
+    for i, (x_shard, w_shard) in enumerate(zip(xs, ws, strict=True)):
+        _check_contraction(op, x_shard, w_shard, i)
+        if x_shard.shape[:-1] != xs[0].shape[:-1] or w_shard.shape[1] != ws[0].shape[1]:
+            raise ValueError(
+                f"{op} sums x @ w over pairs of one shape: got {list(xs[0].shape)} @ {list(ws[0].shape)} "
+                f"and {list(x_shard.shape)} @ {list(w_shard.shape)}"
+            )
+    *batch, rows, _ = xs[0].shape
+    if op == "matmul_reduce_scatter" and rows % size:
+        raise ValueError(
+            f"{op} gives each of the {size} devices on {axis_name!r} an equal share of x's rows: "
+            f"got {rows} rows, needed a multiple of {size}; pad x, or use matmul_all_reduce"
+        )
+    k = sum(w_shard.shape[0] for w_shard in ws)
+    shapes = [(*batch, rows, k), (k, ws[0].shape[1])]
+    executor = make_executor(decide_matmul(op, shapes, xs[0].dtype, axis_name, size, options), axis_name, options)
+    return rule(executor, *cast_to_vary_alike(xs, ws, axis_name))
 
 
 def _check_contraction(op: str, x: Array, w: Array, position: int) -> None:
@@ -309,15 +298,3 @@ def _check_contraction(op: str, x: Array, w: Array, position: int) -> None:
             f"{op} contracts x's last dimension with w's first: got x {list(x.shape)} and w {list(w.shape)}"
             + (f" (w number {position})" if position else "")
         )
-
-
-def _check_pairs(op: str, xs: Arrays, ws: Arrays) -> None:
-    if len(xs) != len(ws):
-        raise ValueError(f"{op} sums x @ w over pairs: got {len(xs)} x and {len(ws)} w")
-    for i, (x, w) in enumerate(zip(xs, ws, strict=True)):
-        _check_contraction(op, x, w, i)
-        if x.shape[:-1] != xs[0].shape[:-1] or w.shape[1] != ws[0].shape[1]:
-            raise ValueError(
-                f"{op} sums x @ w over pairs of one shape: got {list(xs[0].shape)} @ {list(ws[0].shape)} "
-                f"and {list(x.shape)} @ {list(w.shape)}"
-            )

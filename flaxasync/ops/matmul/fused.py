@@ -21,36 +21,22 @@ from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays
 
-INSTEAD = "use backend='xla'"
-
 
 @dataclasses.dataclass(frozen=True)
 class FusedExecutor:
-    """Calls one kernel for each method; see `flaxasync.ops.matmul.vjp.Executor`.
-
-    Attributes:
-      axis_name: The mesh axis of the ring.
-      directions: 1, or 2 to send one half-block in each direction.
-    """
+    """Calls one kernel for each method; see `flaxasync.ops.matmul.vjp.Executor`."""
 
     axis_name: str
     directions: int
 
     @property
-    def precision(self) -> None:
-        """The matrix unit's default, which is the only one that the kernels have."""
+    def precision(self) -> None:  # the matrix unit's default, the only one that the kernels have
         return None
 
     def gather(
-        self,
-        x: Array,
-        ws: Arrays,
-        *,
-        transposed: bool = False,
-        keep: bool = False,
-        epilogue: Epilogue | None = None,
-        operands: Arrays = (),
-    ) -> tuple[Arrays, Array | None]:
+        self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False,
+        epilogue: Epilogue | None = None, operands: Arrays = (),
+    ) -> tuple[Arrays, Array | None]:  # fmt: skip
         """Returns what any executor does; with an epilogue, its results in place of the products.
 
         Its operands are [..., R*m, n], as are the products. Where these are padded, the epilogue sees zeros, and what
@@ -120,38 +106,25 @@ class FusedExecutor:
 
 
 def check_kernels(
-    op: str,
-    axis_name: str,
-    size: int,
-    dtype: jnp.dtype,
-    unroll: int,
-    precision: lax.PrecisionLike,
+    op: str, axis_name: str, size: int, dtype: jnp.dtype, unroll: int, precision: lax.PrecisionLike,
     reduce_dtype: DTypeLike | None,
-) -> None:
+) -> None:  # fmt: skip
     """Raises NotImplementedError if the kernels cannot serve a call of `op` on a ring of `size` TPUs."""
-    name, reduce_name = jnp.dtype(dtype).name, jnp.dtype(reduce_dtype or dtype).name
-    limits = [
-        (size > 1, f"exchanges blocks between devices: got an axis {axis_name!r} of size 1", "use backend='none'"),
-        (name in DTYPES, f"has kernels for {' and '.join(DTYPES)}: got {name}", f"cast the operands, or {INSTEAD}"),
-        (
-            precision in (None, lax.Precision.DEFAULT, "default"),
-            f"multiplies with the matrix unit's default precision: got precision={precision}",
-            f"leave it out, or {INSTEAD}",
-        ),
-        (
-            reduce_name == name,
-            f"sends partial sums in the operands' dtype, {name}: got reduce_dtype={reduce_name}",
-            f"leave it out, or {INSTEAD}",
-        ),
-        (
-            unroll == 2,
-            f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}",
-            f"leave it out, or {INSTEAD}",
-        ),
-    ]
-    for kept, limit, instead in limits:
-        if not kept:
-            raise cannot_serve(op, "fused", limit, instead)
+    name, reduce_name, limit = jnp.dtype(dtype).name, jnp.dtype(reduce_dtype or dtype).name, None
+    instead = "leave it out, or use backend='xla'"
+    if size == 1:
+        limit, instead = f"exchanges blocks between devices: got an axis {axis_name!r} of size 1", "use backend='none'"
+    elif name not in DTYPES:
+        limit = f"has kernels for {' and '.join(DTYPES)}: got {name}"
+        instead = "cast the operands, or use backend='xla'"
+    elif precision not in (None, lax.Precision.DEFAULT, "default"):
+        limit = f"multiplies with the matrix unit's default precision: got precision={precision}"
+    elif reduce_name != name:
+        limit = f"sends partial sums in the operands' dtype, {name}: got reduce_dtype={reduce_name}"
+    elif unroll != 2:
+        limit = f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}"
+    if limit is not None:
+        raise cannot_serve(op, "fused", limit, instead)
 
 
 def _block(x: Array) -> Array:

@@ -19,14 +19,13 @@ Saved for the backward pass are x, or all_gather(x), and the products up and gat
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.kernels.engine.epilogue import Values
-from flaxasync.mesh import UnsupportedError
+from flaxasync.ops.derivatives import first_only
 from flaxasync.ops.matmul import api, vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, weight_gradient
@@ -35,10 +34,7 @@ from flaxasync.ops.saved import GATHERED, PRODUCT
 type Activation = Callable[[Array], Array]
 
 FUSED: tuple[Activation, ...] = (jax.nn.silu, jax.nn.gelu, jax.nn.relu)
-"""The activations that the kernels compute; those of `nnx` are the same.
-
-Another function may not lower for a TPU, or may close over arrays.
-"""
+"""The activations that the kernels compute. Another function may not lower for a TPU, or may close over arrays."""
 
 
 def activate(activation: Activation, products: Values) -> Array:
@@ -118,18 +114,9 @@ class ActivateGradient:
         return *pull(*products), h
 
 
-@jax.custom_jvp
-def _first_derivative_only(*operands: Any) -> tuple[Any, ...]:
-    """Returns its operands; refuses a derivative of the rules that does not exist."""
-    return operands
-
-
-@_first_derivative_only.defjvp
-def _refuse(primals: tuple, tangents: tuple) -> Any:
-    raise UnsupportedError(
-        "ParallelMLP with backend='fused' has a first derivative only: its gradient is a kernel, which has no "
-        "gradient; use backend='xla'"
-    )
+_first_derivative_only = first_only(
+    "ParallelMLP with backend='fused'", "its gradient is a kernel, which has no gradient", "use backend='xla'"
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -153,11 +140,7 @@ def _mlp_fwd(
 
 
 def _mlp_bwd(
-    executor: FusedExecutor,
-    keep: bool,
-    activation: Activation,
-    saved: tuple[Array, Arrays, Array, Arrays],
-    dy: Array,
+    executor: FusedExecutor, keep: bool, activation: Activation, saved: tuple[Array, Arrays, Array, Arrays], dy: Array
 ) -> tuple[Array, Arrays, Array]:
     x, ws, down, products, dy = _first_derivative_only(*saved, dy)
     with jax.named_scope("matmul_reduce_scatter_dx"):

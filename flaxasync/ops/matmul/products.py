@@ -50,7 +50,6 @@ def scatter_then_gather(reduce: Callable[[Arrays], Array], xs: Arrays, axis_name
     """Returns the all-reduce of what `reduce` reduce-scatters; rows are padded to a multiple of the ring.
 
     Where the ring does not divide the rows of a batch, the batches are merged first, so that one of them is padded.
-    Operands without elements have nothing to merge.
     """
     size, (*batch, rows, _) = lax.axis_size(axis_name), xs[0].shape
     if batch and rows % size and xs[0].size:

@@ -1,8 +1,5 @@
 """The VJP rules of the collective matmuls, over an `Executor` that sends and multiplies the blocks.
 
-R devices lie on the ring. Each holds m rows of what is sharded by rows, and n or k columns of what is sharded by
-columns.
-
 ```
 all_gather_matmul        x [..., m, k]     w [k, n]   y [..., R*m, n]
     forward   y  = all_gather(x) @ w
@@ -18,15 +15,13 @@ matmul_all_reduce        x [..., m, k]     w [k, n]   y [..., m, n]
               dw = x.T @ dy                             no communication
 ```
 
-The rules assume valid input in which all operands vary over the same mesh axes. Saved for the backward pass are x and w
-as they were given, both of them shards. Only where `all_gather_matmul` is told to keep what it gathers, it saves
-all_gather(x) instead of x, which spares the second trip. Several w share one trip of x, and several products are summed
-before they travel. The forward rules name y and the kept all_gather(x) for policies of `jax.checkpoint`: `ops.saved`.
+The rules assume valid input in which all operands vary over the same mesh axes. Saved are x and w as they were given,
+both of them shards; or all_gather(x) instead of x, where that is kept. Several w share one trip of x, and several
+products are summed before they travel. `ops.saved` has the names of what is computed.
 
-The weight gradient is summed over the blocks in one of two ways. `all_gather_matmul` has nothing but these products to
-hide the second trip of x behind, so it multiplies each block while the next one travels. `matmul_reduce_scatter` has
-the products of dx for that. It keeps the blocks of dy and multiplies once, because each addition to a float32
-accumulator reads and writes all of it.
+`all_gather_matmul` has nothing but the products of dw to hide the second trip of x behind, so it multiplies each block
+while the next one travels. `matmul_reduce_scatter` has the products of dx for that. It keeps the blocks of dy and
+multiplies once, because each addition to a float32 accumulator reads and writes all of it.
 
 The algebra follows Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
 Learning Models" (ASPLOS 2023).
@@ -45,33 +40,20 @@ from flaxasync.ops.saved import GATHERED, PRODUCT
 
 
 class Executor(Protocol):
-    """What sends and multiplies the blocks of a call. Hashable: it is the static argument of the rules.
-
-    `ring.RingExecutor` does it with one collective operation or with a ring of blocks, `fused.FusedExecutor` with one
-    Pallas kernel for each method.
-    """
+    """What sends and multiplies the blocks of a call. Hashable: it is the static argument of the rules."""
 
     @property
-    def axis_name(self) -> str:
-        """The mesh axis of the ring."""
-        ...
+    def axis_name(self) -> str: ...
 
     @property
-    def precision(self) -> lax.PrecisionLike:
-        """The precision of the matmuls, as in `lax.dot_general`."""
-        ...
+    def precision(self) -> lax.PrecisionLike: ...
 
     def gather(
         self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False
     ) -> tuple[Arrays, Array | None]:
-        """Returns all_gather(x) @ w for each w, and all_gather(x) if `keep`, else None.
+        """Returns all_gather(x) @ w for each w [k, n], or @ w.T for w [n, k], and all_gather(x) if `keep`, else None.
 
-        Args:
-          x: This device's rows, [..., m, k].
-          ws: Each [k, n], or [n, k] where `transposed`: then the products are with w.T.
-          transposed: Whether the products are with w.T.
-          keep: Whether to return all_gather(x): [..., R*m, k], or with any of its leading dimensions merged if
-            `weight_gradient` is faster on it so.
+        Leading dimensions of all_gather(x) [..., R*m, k] are merged where a weight gradient is faster on it so.
         """
         ...
 
@@ -97,7 +79,6 @@ def gather_and_multiply(executor: Executor, keep: bool, x: Array, ws: Arrays) ->
 def _gather_and_multiply_fwd(
     executor: Executor, keep: bool, x: Array, ws: Arrays
 ) -> tuple[Arrays, tuple[Array, Arrays]]:
-    """Saves all_gather(x) if `keep`, and x if not."""
     if not keep:
         return checkpoint_name(gather_and_multiply(executor, keep, x, ws), PRODUCT), (x, ws)
     ys, gathered = _gather_and_keep(executor, x, ws)

@@ -122,6 +122,17 @@ def test_any_ring_any_rows_any_dtype(op, backend, size, rows, batch, dtype, dire
     parity(op, size, rows=rows, batch=batch, dtype=dtype, backend=backend, directions=directions, unroll=unroll)
 
 
+def on_ring(fn, in_specs, out_specs, size=4):
+    """Returns the function that maps `fn` over a ring of devices and applies a jitted transformation to it."""
+
+    def run(transform, *arrays):
+        with jax.set_mesh(jax.make_mesh((size,), ("model",), devices=jax.devices()[:size])):
+            placed = [jax.device_put(array, spec) for array, spec in zip(arrays, in_specs, strict=True)]
+            return transform(jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs))(*placed)
+
+    return run
+
+
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_partial_sums_travel_in_reduce_dtype(op):
     """With reduce_dtype=float32 the bfloat16 result is rounded once: within half a unit in the last place, 2**-9."""
@@ -130,13 +141,11 @@ def test_partial_sums_travel_in_reduce_dtype(op):
     w = np.asarray(np.random.default_rng(1).standard_normal((64 * size, 16)), jnp.bfloat16)
     want = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
     errors = {}
-    with jax.set_mesh(jax.make_mesh((size,), ("model",))):
-        placed = jax.device_put(x, P(None, "model")), jax.device_put(w, P("model", None))
-        for dtype in (None, jnp.float32):
-            fn = functools.partial(getattr(fa, op), axis_name="model", reduce_dtype=dtype)
-            out = P("model", None) if op == "matmul_reduce_scatter" else P()
-            y = jax.jit(jax.shard_map(fn, in_specs=(P(None, "model"), P("model", None)), out_specs=out))(*placed)
-            errors[dtype] = np.abs(np.asarray(y, np.float32) - want) / np.maximum(np.abs(want), 1.0)
+    for dtype in (None, jnp.float32):
+        fn = functools.partial(getattr(fa, op), axis_name="model", reduce_dtype=dtype)
+        out = P("model", None) if op == "matmul_reduce_scatter" else P()
+        y = on_ring(fn, (P(None, "model"), P("model", None)), out, size)(jax.jit, x, w)
+        errors[dtype] = np.abs(np.asarray(y, np.float32) - want) / np.maximum(np.abs(want), 1.0)
     assert errors[jnp.float32].max() <= 2**-8
     assert errors[None].mean() > 1.5 * errors[jnp.float32].mean()
 
@@ -147,52 +156,39 @@ def dense_pair():
     return [np.asarray(rng.standard_normal(shape), np.float32) for shape in shapes]
 
 
-def mlp_loss(x, gate, up, down, **options):
-    """Returns the loss of a gated MLP, whose first two weights share one trip of x."""
-    a, b = fa.all_gather_matmul(x, (gate, up), "model", **options)
-    y = fa.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "model", **options)
-    return jax.lax.psum(jnp.sum(y * y), "model")
-
-
 MLP_SPECS = (P(None, "model", None), P(None, "model"), P(None, "model"), P("model", None))
 
 
-def mlp_gradients(wrap, **options):
-    args = dense_pair()
-    with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
-        placed = [jax.device_put(a, s) for a, s in zip(args, MLP_SPECS, strict=True)]
-        loss = wrap(functools.partial(mlp_loss, **options))
-        fn = jax.shard_map(loss, in_specs=MLP_SPECS, out_specs=P())
-        return jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2, 3)))(*placed)
-
-
-@functools.cache
-def reference_gradients():
-    def loss(x, gate, up, down):
-        y = (jax.nn.silu(x @ gate) * (x @ up)) @ down
-        return jnp.sum(y * y)
-
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*dense_pair())
+def compare(got, want):
+    for i, (g, w) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
+        assert_close(g, w, "float32", f"result {i}")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
 def test_a_gated_mlp_and_its_gradients(backend, wrap):
-    got, want = mlp_gradients(wrap, backend=backend), reference_gradients()
-    for name, g, w in zip(
-        ["loss", "dx", "dgate", "dup", "ddown"], jax.tree.leaves(got), jax.tree.leaves(want), strict=True
-    ):
-        assert_close(g, w, "float32", name)
+    """The first two weights share one trip of x."""
+
+    def loss(x, gate, up, down):
+        a, b = fa.all_gather_matmul(x, (gate, up), "model", backend=backend)
+        y = fa.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "model", backend=backend)
+        return jax.lax.psum(jnp.sum(y * y), "model")
+
+    def dense(x, gate, up, down):
+        y = (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        return jnp.sum(y * y)
+
+    gradients = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3))
+    got = on_ring(wrap(loss), MLP_SPECS, P())(lambda fn: jax.jit(gradients(fn)), *dense_pair())
+    compare(got, jax.jit(gradients(dense))(*dense_pair()))
 
 
 def test_a_shared_trip_sends_x_once():
     """Two weights in one call need as many permutes as one weight; in two calls they need twice as many."""
 
     def permutes(fn, *args):
-        with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
-            placed = [jax.device_put(a, s) for a, s in zip(args, MLP_SPECS, strict=False)]
-            mapped = jax.shard_map(fn, in_specs=MLP_SPECS[: len(args)], out_specs=P(None, None, "model"))
-            return jax.jit(mapped).lower(*placed).as_text().count("collective_permute")
+        lowered = on_ring(fn, MLP_SPECS[: len(args)], P(None, None, "model"))(lambda fn: jax.jit(fn).lower, *args)
+        return lowered.as_text().count("collective_permute")
 
     x, gate, up, _ = dense_pair()
     one = permutes(lambda x, w: fa.all_gather_matmul(x, w, "model"), x, gate)
@@ -220,13 +216,11 @@ def test_under_scan_over_layers():
             x = jnp.tanh(x @ w) @ w.T
         return x
 
-    with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
-        placed = jax.device_put(x, MLP_SPECS[0]), jax.device_put(w, P(None, None, "model"))
-        mapped = jax.shard_map(layers, in_specs=(MLP_SPECS[0], P(None, None, "model")), out_specs=MLP_SPECS[0])
-        got = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(mapped(x, w) ** 2), argnums=(0, 1)))(*placed)
-    want = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(dense(x, w) ** 2), argnums=(0, 1)))(x, w)
-    for name, g, r in zip(["loss", "dx", "dw"], jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_close(g, r, "float32", name)
+    def gradients(fn):
+        return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(fn(x, w) ** 2), argnums=(0, 1)))
+
+    got = on_ring(layers, (MLP_SPECS[0], P(None, None, "model")), MLP_SPECS[0])(gradients, x, w)
+    compare(got, gradients(dense)(x, w))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -235,54 +229,57 @@ def test_under_vmap(op):
     xs, ws = np.stack([x, 2 * x, -x]), np.stack([w, w + 1, 3 * w])
     x_spec, w_spec, y_spec = (P(None, *(None if a == "data" else a for a in s)) for s in specs(op))
     fn = jax.vmap(functools.partial(getattr(fa, op), axis_name="model"))
-    with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
-        mapped = jax.jit(jax.shard_map(fn, in_specs=(x_spec, w_spec), out_specs=y_spec))
-        y = mapped(jax.device_put(xs, x_spec), jax.device_put(ws, w_spec))
+    y = on_ring(fn, (x_spec, w_spec), y_spec)(jax.jit, xs, ws)
     assert_close(y, np.einsum("vbmk,vkn->vbmn", xs, ws), "float32", "y")
 
 
 def test_nothing_gathered_is_saved():
     """What the backward pass keeps is only the shards that the op was given."""
     x, w, _ = dense_pair()[:3]
-    with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
-        fn = jax.shard_map(
-            lambda x, w: fa.all_gather_matmul(x, w, "model"), in_specs=MLP_SPECS[:2], out_specs=P(None, None, "model")
-        )
-        vjp = jax.jit(lambda *xs: jax.vjp(fn, *xs)[1])(jax.device_put(x, MLP_SPECS[0]), jax.device_put(w, MLP_SPECS[1]))
-        saved = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size > 1]
+    op = on_ring(lambda x, w: fa.all_gather_matmul(x, w, "model"), MLP_SPECS[:2], P(None, None, "model"))
+    vjp = op(lambda fn: jax.jit(lambda *xs: jax.vjp(fn, *xs)[1]), x, w)
+    saved = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size > 1]
     assert sorted(leaf.addressable_shards[0].data.size for leaf in saved) == sorted([x.size // 4, w.size // 4])
 
 
-BAD = {
-    "contracts x's last dimension": {"w": jnp.ones((7, 4))},
-    r"all operands of one floating dtype: got bfloat16, float32": {"w": jnp.ones((8, 4), jnp.bfloat16)},
-    r"one floating dtype: got int32": {"x": jnp.ones((4, 8), jnp.int32), "w": jnp.ones((8, 4), jnp.int32)},
-    r"x of two dimensions or more": {"x": jnp.ones(8)},
-    r"w of two dimensions, \[k, n\]": {"w": jnp.ones((8, 4, 2))},
-    r"backend='ring': it must be one of none, xla, pallas, stateful, fused": {"backend": "ring"},
-    "directions to be 1, 2 or None: got 3": {"directions": 3},
-    "unroll to be 1 or more: got 0": {"unroll": 0},
-    "mesh axis 'tensor' inside jax.shard_map": {"axis_name": "tensor"},
-}
+X, W = np.ones((4, 8), np.float32), np.ones((8, 4), np.float32)
+
+
+def refused(error, message, x=X, w=W, op="all_gather_matmul", axis_name="model", **options):
+    with (
+        jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])),
+        pytest.raises(error, match=message),
+    ):
+        jax.shard_map(lambda: getattr(fa, op)(x, w, axis_name, **options), in_specs=(), out_specs=P())()
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("message", BAD)
-def test_bad_input_is_named(op, message):
-    call = {"x": jnp.ones((4, 8)), "w": jnp.ones((8, 4)), "axis_name": "model"} | BAD[message]
-    x, w = call.pop("x"), call.pop("w")
-    with (
-        jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])),
-        pytest.raises(ValueError, match=message),
-    ):
-        jax.eval_shape(jax.shard_map(lambda x, w: getattr(fa, op)(x, w, **call), in_specs=P(), out_specs=P()), x, w)
+@pytest.mark.parametrize(("message", "call"), [
+    ("contracts x's last dimension", {"w": jnp.ones((7, 4))}),
+    ("all operands of one floating dtype: got bfloat16, float32", {"w": jnp.ones((8, 4), jnp.bfloat16)}),
+    ("one floating dtype: got int32", {"x": jnp.ones((4, 8), jnp.int32), "w": jnp.ones((8, 4), jnp.int32)}),
+    ("x of two dimensions or more", {"x": jnp.ones(8)}),
+    (r"w of two dimensions, \[k, n\]", {"w": jnp.ones((8, 4, 2))}),
+    ("backend='ring': it must be one of none, xla, pallas, stateful, fused", {"backend": "ring"}),
+    ("directions to be 1, 2 or None: got 3", {"directions": 3}),
+    ("unroll to be 1 or more: got 0", {"unroll": 0}),
+    ("mesh axis 'tensor' inside jax.shard_map", {"axis_name": "tensor"}),
+])  # fmt: skip
+def test_bad_input_is_named(op, message, call):
+    refused(ValueError, message, op=op, **call)
 
 
-def test_rows_that_cannot_be_shared_out_are_refused_with_the_numbers():
-    with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
-        fn = jax.shard_map(lambda x, w: fa.matmul_reduce_scatter(x, w, "model"), in_specs=P(), out_specs=P("model"))
-        with pytest.raises(ValueError, match="got 6 rows, needed a multiple of 4"):
-            jax.eval_shape(fn, jnp.ones((6, 8)), jnp.ones((8, 4)))
+def test_rows_and_pairs_that_do_not_fit_are_refused_with_the_numbers():
+    refuse = functools.partial(refused, ValueError, op="matmul_reduce_scatter")
+    one, xs = jnp.ones((8, 4)), (jnp.ones((4, 8)),) * 2
+    refuse("got 6 rows, needed a multiple of 4", jnp.ones((6, 8)))
+    refuse("got 2 x and 1 w", xs, (one,))
+    refuse(r"pairs of one shape: got \[4, 8\] @ \[8, 4\] and \[4, 8\] @ \[8, 2\]", xs, (one, jnp.ones((8, 2))))
+
+
+@pytest.mark.parametrize("backend", ["fused", "pallas", "stateful"])
+def test_a_backend_that_cannot_serve_is_not_swapped(backend):
+    refused(NotImplementedError, "'xla'", backend=backend)
 
 
 def test_an_axis_that_shard_map_leaves_unmapped_is_named():
@@ -292,34 +289,8 @@ def test_an_axis_that_shard_map_leaves_unmapped_is_named():
     ):
         jax.shard_map(
             lambda x, w: fa.all_gather_matmul(x, w, "model"),
-            in_specs=(P(None, "model"), P(None, "model")),
-            out_specs=P(None, None, "model"),
-            axis_names={"model"},
+            in_specs=(P(None, "model"), P(None, "model")), out_specs=P(None, None, "model"), axis_names={"model"},
         )(
             jax.device_put(jnp.ones((2, 8, 8)), P("data", "model", None)),
             jax.device_put(jnp.ones((8, 4)), P(None, "model")),
-        )
-
-
-def test_pairs_must_match():
-    def sums(xs, ws):
-        return jax.shard_map(lambda *_: fa.matmul_reduce_scatter(xs, ws, "model"), in_specs=P(), out_specs=P("model"))(
-            0
-        )
-
-    with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
-        with pytest.raises(ValueError, match="got 2 x and 1 w"):
-            sums((jnp.ones((4, 8)), jnp.ones((4, 8))), (jnp.ones((8, 4)),))
-        with pytest.raises(ValueError, match=r"pairs of one shape: got \[4, 8\] @ \[8, 4\] and \[4, 8\] @ \[8, 2\]"):
-            sums((jnp.ones((4, 8)), jnp.ones((4, 8))), (jnp.ones((8, 4)), jnp.ones((8, 2))))
-
-
-@pytest.mark.parametrize("backend", ["fused", "pallas", "stateful"])
-def test_a_backend_that_cannot_serve_is_not_swapped(backend):
-    with (
-        jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])),
-        pytest.raises(NotImplementedError, match="'xla'"),
-    ):
-        jax.shard_map(
-            lambda x, w: fa.all_gather_matmul(x, w, "model", backend=backend), in_specs=P(), out_specs=P(None, "model")
-        )(jnp.ones((4, 8)), jnp.ones((8, 4)))
+        )  # fmt: skip

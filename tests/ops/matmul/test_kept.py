@@ -111,25 +111,6 @@ def test_what_xla_merges(form, trips):
 
 
 @pytest.mark.usefixtures("ring")
-def test_a_checkpoint_that_saves_products_sees_one_operation():
-    """With a policy that saves products, what is saved are the operands: no products of blocks, no gathered rows.
-
-    So y is computed again, for which x travels a third time; where rows are kept, dw takes them from this trip.
-    """
-    permutes, policy = {}, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    x, (w, *_), _ = placed(NARROW)
-    for gathered_bytes in (0, KEPT):
-        fn = functools.partial(fa.all_gather_matmul, axis_name="model", backend="xla", gathered_bytes=gathered_bytes)
-        op = jax.shard_map(fn, in_specs=(X, W), out_specs=Y)
-        loss = jax.checkpoint(lambda x, w, op=op: jnp.sum(jnp.sin(op(x, w))), policy=policy)
-        saved = jax.tree.leaves(jax.eval_shape(lambda *xs, loss=loss: jax.vjp(loss, *xs)[1], x, w))
-        assert sorted(leaf.size for leaf in saved if leaf.size > 1) == sorted([x.size, w.size])
-        traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w)
-        permutes[gathered_bytes] = str(traced).count("ppermute")
-    assert 4 * permutes[KEPT] == 3 * permutes[0] > 0
-
-
-@pytest.mark.usefixtures("ring")
 def test_what_is_saved():
     """What the backward pass keeps is the gathered x and w, and not x."""
     fn = jax.shard_map(

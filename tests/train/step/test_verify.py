@@ -11,8 +11,9 @@ import flaxasync as fa
 from flaxasync.hardware import CHIPS
 from flaxasync.ops import trust
 from flaxasync.verify import programs
+from flaxasync.verify.child import Setup
 from flaxasync.verify.rehearsal import stored_aside
-from flaxasync.verify.supervisor import MachineError, Setup
+from flaxasync.verify.supervisor import MachineError
 from flaxasync.verify.verdict import Result, Verdict
 from models.config import TransformerConfig
 from tests.verify.test_what_follows import follow, machine_of
