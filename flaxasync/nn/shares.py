@@ -1,12 +1,10 @@
-"""Says which heads or vocabulary entries each device computes with, when the axis size does not divide their number, or
-when several devices need the same head.
+"""Which heads or vocabulary entries each device computes with, also where the axis does not divide their number.
 
-A parameter keeps the shape of the dense model, also where its split dimension cannot be shared out equally: 6 heads or
-50257 entries on 4 devices, or 2 key-value heads that 2 devices need each. It is sharded along its other dimension;
-where the axis does not divide that either, every device holds all of it. One all-to-all turns a sharded one into the
-shares that the devices compute with, of which some are padding (zeros) or copies. The transpose of this drops the
-padding and sums the copies, so gradients and optimizer states have the dense shape too, and a checkpoint shows nothing
-of it.
+A parameter keeps the shape of the dense model where its split dimension cannot be shared out equally: 6 heads or 50257
+entries on 4 devices, or 2 key-value heads that 2 devices need each. It is sharded along its other dimension; where the
+axis does not divide that either, every device holds all of it. One all-to-all turns a sharded one into the shares that
+the devices compute with, of which some are padding (zeros) or copies. The transpose of this drops the padding and sums
+the copies, so gradients, optimizer states and checkpoints have the dense shape too.
 """
 
 import dataclasses

@@ -118,7 +118,7 @@ def test_functions_that_a_layer_cannot_use(mesh_of):
             lambda **options: fa.nn.ParallelMLP(8, 16, rngs=nnx.Rngs(0), **options),
             lambda **options: fa.nn.ParallelAttention(8, 4, rngs=nnx.Rngs(0), **options),
         ):
-            message = "ParallelLinear with a dot_general of its own lacks backend='xla', .* use backend='none' or None"
+            message = r"Parallel\w+ with a dot_general of its own lacks backend='xla', .* use backend='none' or None"
             with pytest.raises(NotImplementedError, match=message):
                 make(dot_general=differentiable, backend="xla")
         product = fa.nn.parallel_dot_general("column")
@@ -172,10 +172,7 @@ class Frozen:
         (Scaled, "a dot_general that is the nnx.Module Scaled, whose state .* give it a pure function"),
         (lambda: Scaled().__call__, "a dot_general that is the nnx.Module Scaled"),
         (Unhashable, "a dot_general of type Unhashable, which is not hashable: .* a dataclass with frozen=True"),
-        (
-            lambda: fa.nn.parallel_dot_general("row", layout="replicated"),
-            "parallel_dot_general as dot_general, and",
-        ),
+        (lambda: fa.nn.parallel_dot_general("row", layout="replicated"), "parallel_dot_general as dot_general, and"),
     ],
 )
 def test_functions_with_state_or_collectives(mesh_of, make, message):

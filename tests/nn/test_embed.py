@@ -100,17 +100,7 @@ def attend(layer, x):
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_attend_is_that_of_nnx_embed(parity, spec, axis_type):
     make, plain = embed_pair(4)
-    parity(
-        make,
-        plain,
-        (2, 8, 8),
-        size=4,
-        data=2,
-        axis_type=axis_type,
-        x_spec=spec,
-        y_spec=LOGITS,
-        apply=attend,
-    )
+    parity(make, plain, (2, 8, 8), size=4, data=2, axis_type=axis_type, x_spec=spec, y_spec=LOGITS, apply=attend)
 
 
 @pytest.mark.parametrize(("size", "axis_type"), [

@@ -75,11 +75,7 @@ def test_parallelize_turns_nnx_lora_into_parallel_lora(mesh_of, axis_type, base)
 
 
 @pytest.mark.parametrize(
-    ("cls", "spec"),
-    [
-        (fa.nn.RowParallelLinear, COLUMNS),
-        (fa.nn.ColumnParallelLinear, P("data", None, None)),
-    ],
+    ("cls", "spec"), [(fa.nn.RowParallelLinear, COLUMNS), (fa.nn.ColumnParallelLinear, P("data", None, None))]
 )
 def test_nnx_lora_itself(mesh_of, cls, spec):
     """It works around layers whose output may be added to one that is sharded as the input's rows are."""

@@ -18,19 +18,12 @@ type Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `load` did. Names are paths with dots: "layers.0.mlp.up.kernel".
+    """What `load` did. Names are paths with dots: "layers.0.mlp.up.kernel"."""
 
-    Attributes:
-      names: The parameters that were loaded.
-      missing: The parameters of the model that the source lacks. They keep their values.
-      unexpected: The names of the source that the model lacks. They were left out.
-      reshaped: The parameters whose dimensions were merged or split, with their shapes in the source and in the model.
-    """
-
-    names: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    names: tuple[str, ...]  # the parameters that were loaded
+    missing: tuple[str, ...]  # those of the model that the source lacks; they keep their values
+    unexpected: tuple[str, ...]  # names of the source that the model lacks; they were left out
+    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # shapes in the source and in the model, if not one
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.names)} parameters"]

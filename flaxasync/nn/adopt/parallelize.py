@@ -18,7 +18,6 @@ from flaxasync.nn.adopt.replacement import (
     keep_metadata,
     lacking,
     parallel_form,
-    replaced_types,
     variables_of,
 )
 from flaxasync.nn.placement import is_eager
@@ -26,21 +25,13 @@ from flaxasync.nn.placement import is_eager
 
 @dataclasses.dataclass(frozen=True)
 class Replaced:
-    """A layer that `parallelize` replaced.
+    """A layer that `parallelize` replaced."""
 
-    Attributes:
-      path: Its path in the model, with dots.
-      rule: The name of the rule.
-      before: The type of the layer that was there.
-      after: The type of the layer that is there now.
-      shapes: The shapes of its parameters, by their names; they are those of before, but for merged heads.
-    """
-
-    path: str
+    path: str  # in the model, with dots
     rule: str
-    before: str
-    after: str
-    shapes: Mapping[str, tuple[int, ...]]
+    before: str  # the type of the layer that was there
+    after: str  # the type of the layer that is there now
+    shapes: Mapping[str, tuple[int, ...]]  # of its parameters, by name; those of before, but for merged heads
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
@@ -168,8 +159,9 @@ def _new_layer(
     path: str, rule: Rule, options: Options, modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]
 ) -> nnx.Module:
     """Returns the parallel layer for the layer at a path. The layers that it may adapt are in `new` already."""
-    old = modules[path]
-    if type(old) not in (kinds := replaced_types(rule)):
+    old, replaced = modules[path], RULES[rule][0]
+    kinds = (nnx.Linear, nnx.LoRA) if replaced is nnx.Linear else (replaced,)
+    if type(old) not in kinds:
         names = " and ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}")
     if reason := lacking(old):
@@ -186,9 +178,7 @@ def _new_layer(
 
 
 def _check_adapted(
-    modules: Mapping[str, nnx.Module],
-    chosen: Mapping[str, Rule],
-    places: Mapping[str, list[tuple[nnx.Module, str]]],
+    modules: Mapping[str, nnx.Module], chosen: Mapping[str, Rule], places: Mapping[str, list[tuple[nnx.Module, str]]]
 ) -> None:
     """Raises ValueError for an `nnx.LoRA` that would stay around a layer that is replaced."""
     paths = {id(module): path for path, module in modules.items()}
@@ -248,7 +238,7 @@ def _layers_in(value: Any) -> list[nnx.Module]:
 
 
 def _is_abstract(layer: nnx.Module) -> bool:
-    """Says whether a layer has shapes in the place of arrays, as `nnx.eval_shape` makes it."""
+    """Says whether a layer has shapes in place of arrays, as `nnx.eval_shape` makes it."""
     return any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for variable in variables_of(layer).values())
 
 

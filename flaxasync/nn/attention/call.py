@@ -8,47 +8,29 @@ from jax import Array
 
 from flaxasync.nn import shards
 from flaxasync.nn.attention.heads import HeadAttention, Inputs
-from flaxasync.nn.options import LinearSettings
-from flaxasync.nn.shares import Shares
+from flaxasync.nn.shards import Linear
 
 
-class Projections[T](NamedTuple):
-    """One value for each projection of a layer: its kernel and bias, or how the two are stored."""
+class Weights(NamedTuple):
+    """The kernels and biases of a layer's projections."""
 
-    query: T
-    key: T
-    value: T
-    out: T
-
-
-type Weights = Projections[shards.Linear]
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Linear
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
-    """What is static in a call. Hashable."""
+class Call(shards.Call):
+    """What is static in a call. Hashable. The parts are in the order of `Weights`."""
 
-    settings: LinearSettings  # of the projections, with the dtype of the computation
     attention: HeadAttention
-    stored: Projections[shards.Stored]
-    rows_sharded: bool  # whether the layer's axis shards the rows that the projection of queries needs
-    kv_rows_sharded: bool  # the same for keys and values
-    query_shares: Shares | None  # which query heads each device has; None where every device has all heads
-    kv_shares: Shares | None  # which key-value heads each device has
+    kv_rows_sharded: bool  # whether the layer's axis shards the rows that the projections of keys and values need
 
-
-def take_weights(call: Call, x: Array, stored: Weights) -> Weights:
-    """Returns the kernels and biases with which this device computes, gathered if they are fully sharded."""
-    w = Projections(*(shards.gather(p, spec, x, call.settings) for p, spec in zip(stored, call.stored, strict=True)))
-    if call.query_shares is None or call.kv_shares is None:
-        return w
-    axis_name = call.settings.axis_name
-    return Projections(
-        query=shards.take_columns(w.query, call.query_shares, axis_name),
-        key=shards.take_columns(w.key, call.kv_shares, axis_name),
-        value=shards.take_columns(w.value, call.kv_shares, axis_name),
-        out=shards.take_rows(w.out, call.query_shares, axis_name),
-    )
+    @property
+    def splits_heads(self) -> bool:
+        """Whether each device has a share of the heads, and not all of them."""
+        return self.parts[0].shares is not None
 
 
 def project_inputs(call: Call, x: Array, w: Weights, inputs: Inputs[Array]) -> tuple[Array, ...]:
@@ -63,14 +45,14 @@ def project_inputs(call: Call, x: Array, w: Weights, inputs: Inputs[Array]) -> t
     return *query, *keys, *shards.column(value, (w.value,), call.settings, rows_sharded=call.kv_rows_sharded)
 
 
-def project_output(call: Call, heads: Array, out: shards.Linear) -> Array:
+def project_output(call: Call, heads: Array, out: Linear) -> Array:
     """Returns the output of the layer from that of the heads, [b, s, h, d]."""
 
     @jax.checkpoint  # otherwise the output of the heads would be saved twice: as it is, and flattened
-    def project(heads: Array, out: shards.Linear) -> Array:
+    def project(heads: Array, out: Linear) -> Array:
         heads = heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1])
-        if call.query_shares is None:
-            return shards.column(heads, (out,), call.settings, rows_sharded=False)[0]
-        return shards.row(heads, out, call.settings, layout="sequence" if call.rows_sharded else "replicated")
+        if call.splits_heads:
+            return shards.row(heads, out, call.settings, layout=call.layout)
+        return shards.column(heads, (out,), call.settings, rows_sharded=False)[0]
 
     return project(heads, out)
