@@ -271,9 +271,8 @@ def multiply(caller: str, x: Array, kernel: Array, settings: LinearSettings, spl
     check_sharded(caller, "kernel", kernel, spec)
     shares = Shares.equal(kernel.shape[int(column)], mesh_axis_size(caller, axis_name))
     part = Part(spec, None, shares, dim=int(column))
-    return _Product(settings, (part,), layout == "sequence", split=split).bind(
-        caller, x, kernel.shape[0], (kernel, None)
-    )()
+    product = _Product(settings, (part,), layout == "sequence", split=split)
+    return product.bind(caller, x, kernel.shape[0], (kernel, None))()
 
 
 def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:

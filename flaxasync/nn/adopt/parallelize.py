@@ -66,11 +66,10 @@ def parallelize(
     ```
 
     The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA`; around a parallel layer, that layer
-    stays as it is. A layer that several modules share is replaced in all of them. A layer that `nnx.vmap` made, whose
-    parameters have leading dimensions of layers, becomes a stack of parallel layers, for `nnx.scan`.
-
-    A function that makes a model and calls this may be traced: by `nnx.jit`, which makes the parameters sharded, and by
-    `nnx.eval_shape`, for a checkpoint that is restored onto another mesh.
+    stays as it is. A layer that several modules share is replaced in all of them. A layer that `nnx.vmap` made becomes
+    a stack of parallel layers, for `nnx.scan`. A function that makes a model and calls this may be traced: by
+    `nnx.jit`, which makes the parameters sharded, and by `nnx.eval_shape`, for a checkpoint that is restored onto
+    another mesh.
 
     Args:
       model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers. The
@@ -103,7 +102,8 @@ def parallelize(
     _check_adapted(modules, chosen, places)
     _check_parameters_not_shared({"": model} | modules, new)
     for path, layer in new.items():
-        if not _is_abstract(modules[path]):
+        values = [variable.get_value() for variable in variables_of(modules[path]).values()]
+        if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):  # as `nnx.eval_shape` makes them
             load(layer, modules[path])
         keep_metadata(layer, modules[path])
     done = []
@@ -220,7 +220,8 @@ def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, li
             if id(value) in paths:
                 places[paths[id(value)]].append((parent, name))
             else:
-                nested |= {paths[id(layer)] for layer in _layers_in(value) if id(layer) in paths}
+                inside = jax.tree.leaves(value, is_leaf=lambda value: isinstance(value, nnx.Module))
+                nested |= {paths[id(layer)] for layer in inside if id(layer) in paths}
     for path, found in places.items():
         if path in nested or not found:
             raise ValueError(
@@ -229,26 +230,10 @@ def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, li
     return places
 
 
-def _layers_in(value: Any) -> list[nnx.Module]:
-    """Returns the modules in plain containers, which may be nested."""
-    if isinstance(value, nnx.Module):
-        return [value]
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [layer for entry in entries for layer in _layers_in(entry)]
-
-
-def _is_abstract(layer: nnx.Module) -> bool:
-    """Says whether a layer has shapes in place of arrays, as `nnx.eval_shape` makes it."""
-    return any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for variable in variables_of(layer).values())
-
-
 def _place_rest(model: nnx.Module) -> None:
-    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere.
-
-    While a program is traced, all that it computes is on the mesh already.
-    """
+    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere."""
     if not is_eager():
-        return
+        return  # all that a traced program computes is on the mesh already
     mesh = jax.sharding.get_mesh()
     replicated = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
 

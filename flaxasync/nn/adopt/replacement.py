@@ -76,7 +76,8 @@ def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.
 
     Raises ValueError for a rule that would make another layer than a parallel one that is there already.
     """
-    if base is old.base_module:
+    stays = base is old.base_module
+    if stays:
         if isinstance(base, ColumnParallelLinear):
             fitting: tuple[Rule, ...] = ("column", "logits")
         else:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from flaxasync.nn.attention import exchange
-from flaxasync.nn.attention.call import Call, Weights, project_inputs, project_output
+from flaxasync.nn.attention.exchange import Call, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.checks import check_input
 from flaxasync.nn.fully_sharded import StoredLayer, stored_spec

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from flaxasync.kernels.attention_block import Mask
 from flaxasync.nn.attention.base import AttentionLayer, make_call, place_input, scores_array, scores_spec
-from flaxasync.nn.attention.call import Call, Weights, project_inputs, project_output
+from flaxasync.nn.attention.exchange import Call, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import Inputs, Norms
 from flaxasync.nn.shards import Linear
 from flaxasync.ops.attention.dense import cached_attention
