@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.placement import Layout, Placement, axes_of, axis_types
+from flaxasync.nn.placement import Entry, Layout, Placement, axes_of, axis_types
 
 
 def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
@@ -35,11 +35,12 @@ def check_sharded(layer: str, name: str, parameter: jax.Array, spec: PartitionSp
     if not types or any(kind != AxisType.Explicit for kind in types.values()):
         return  # `place` tells that there is no mesh
     typed = PartitionSpec(*jax.typeof(parameter).sharding.spec)
-    found, needed = (
-        [tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1) for entry in given]
-        for given in ([*typed, *(None,) * (parameter.ndim - len(typed))], spec)
-    )
-    if found != needed:
+
+    def axes_that_split(spec: PartitionSpec) -> list[Entry]:
+        return [tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1) for entry in spec]
+
+    whole = PartitionSpec(*typed, *(None,) * (parameter.ndim - len(typed)))
+    if axes_that_split(whole) != axes_that_split(spec):
         raise ValueError(
             f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; arrays that nnx.update "
             "or an assignment put into a layer keep the sharding that they have, and their gradients get the same: put "

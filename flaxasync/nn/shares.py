@@ -58,16 +58,12 @@ class Shares:
             expanded = self._expand(parameter, dim)
             if parameter.ndim == 2 and axis_name in jax.typeof(parameter).mat.varying:
                 return lax.all_to_all(expanded, axis_name, split_axis=dim, concat_axis=1 - dim, tiled=True)
-            rows = self.local * self.block
-            return lax.dynamic_slice_in_dim(
-                cast_to_varying(expanded, {axis_name}), lax.axis_index(axis_name) * rows, rows, dim
-            )
+            return self._slice(expanded, axis_name, dim)
 
     def local_entries(self, x: Array, axis_name: str, dim: int) -> Array:
         """Returns this device's entries of an array with one element an entry, the same on all devices."""
         per_entry = dataclasses.replace(self, block=1)
-        expanded = cast_to_varying(per_entry._expand(x, dim), {axis_name})
-        return lax.dynamic_slice_in_dim(expanded, lax.axis_index(axis_name) * self.local, self.local, dim)
+        return per_entry._slice(per_entry._expand(x, dim), axis_name, dim)
 
     def mask_padding(self, logits: Array, axis_name: str) -> Array:
         """Returns this device's logits [..., local] with the least number in the padding, so that it wins no argmax."""
@@ -75,6 +71,11 @@ class Shares:
             return logits
         entries = lax.axis_index(axis_name) * self.local + jnp.arange(self.local, dtype=jnp.int32)
         return jnp.where(entries < self.size, logits, jnp.finfo(logits.dtype).min)
+
+    def _slice(self, expanded: Array, axis_name: str, dim: int) -> Array:
+        rows = self.local * self.block
+        expanded = cast_to_varying(expanded, {axis_name})
+        return lax.dynamic_slice_in_dim(expanded, lax.axis_index(axis_name) * rows, rows, dim)
 
     def _expand(self, x: Array, dim: int) -> Array:
         """Returns the entries of all devices along `dim`."""

@@ -116,9 +116,9 @@ def test_a_shared_layer_stays_shared(mesh_of, rules):
 
 class Odd(nnx.Module):
     def __init__(self):
-        linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
-        self.plain, self.alone = lora(linear), lora(None)
-        self.other = nnx.LoRA(16, 2, 16, base_module=linear, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        first, second = (nnx.Linear(16, 16, rngs=nnx.Rngs(0)) for _ in range(2))
+        self.plain, self.alone = lora(first), lora(None)
+        self.other = nnx.LoRA(16, 2, 16, base_module=second, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(("make", "rules", "message"), [
