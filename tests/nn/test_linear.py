@@ -111,16 +111,17 @@ def test_the_same_seed_gives_the_parameters_of_nnx_linear_and_eval_shape_keeps_t
 
 
 def test_inside_a_shard_map_of_the_caller(mesh_of):
-    """If the axis is mapped already, input and parameters are local shards."""
+    """If the axis is mapped already, input and parameters are local shards; types say how the input is sharded."""
     x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
     with jax.set_mesh(mesh_of(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
-        fn = jax.shard_map(
-            lambda state, x: nnx.merge(graph, state)(x), in_specs=(P(None, "model"), ROWS), out_specs=COLUMNS
-        )
-        y = jax.jit(fn)(state, jax.device_put(x, ROWS))
+        apply, form = lambda state, x: nnx.merge(graph, state)(x), {"in_specs": (P(None, "model"), ROWS)}
+        y = jax.jit(jax.shard_map(apply, **form, out_specs=COLUMNS))(state, jax.device_put(x, ROWS))
         np.testing.assert_allclose(y, x @ np.asarray(layer.kernel[...]), rtol=1e-4, atol=1e-5)
+        untyped = jax.shard_map(apply, **form, out_specs=COLUMNS, check_vma=False)
+        with pytest.raises(ValueError, match="check_vma=False hides it"):
+            jax.eval_shape(untyped, state, jax.device_put(x, ROWS))
 
 
 @pytest.mark.optimized
@@ -181,15 +182,6 @@ def test_a_mesh_is_needed(mesh_of):
         layer = drawn(lambda: ROW(12, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="RowParallelLinear needs a mesh with the axis 'model'"):
         layer(np.ones((2, 4, 12), np.float32))
-
-
-def test_inside_a_shard_map_without_varying_types(mesh_of):
-    with jax.set_mesh(mesh_of(1, 4)):
-        graph, state = nnx.split(drawn(lambda: COLUMN(8, 12, use_bias=False, rngs=nnx.Rngs(0))))
-        apply, specs = lambda state, x: nnx.merge(graph, state)(x), (P(None, "model"), ROWS)
-        fn = jax.shard_map(apply, in_specs=specs, out_specs=COLUMNS, check_vma=False)
-        with pytest.raises(ValueError, match="check_vma=False hides it"):
-            jax.eval_shape(fn, state, ones((2, 8, 8), ROWS))
 
 
 def test_the_keywords_are_those_of_nnx_with_its_defaults_and_every_option_has_a_setting():
