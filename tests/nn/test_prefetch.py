@@ -133,14 +133,10 @@ def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
     assert kept == [[]]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layers", "policy"),
-    [
-        ((1, 4, 1, 1), 2, None),
-        pytest.param((1, 4, 1, 1), 1, None, marks=pytest.mark.slow),
-        pytest.param((2, 2, 1, 1), 3, "costly", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "layers", "policy"), [
+    ((1, 4, 1, 1), 2, None), pytest.param((1, 4, 1, 1), 1, None, marks=pytest.mark.slow),
+    pytest.param((2, 2, 1, 1), 3, "costly", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_direct_copies_in_the_simulator(sizes, layers, policy):
     """Four devices with race detection. The up and down projections travel along rows and along columns."""
     kinds = direct.all_gather, direct.all_to_all

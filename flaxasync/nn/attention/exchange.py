@@ -1,6 +1,6 @@
 """How a call of an attention layer runs inside shard_map: rows of its input travel, or weights and heads do.
 
-The second form is `flaxasync.ops.attention.exchanged`, and for self-attention alone.
+The second form, which only self-attention has, is `flaxasync.ops.attention.exchanged`.
 """
 
 import dataclasses
