@@ -1,17 +1,12 @@
-"""What layers refuse before they run: sizes, features, rows and parameters that do not fit the mesh.
-
-Each message begins with the name of the layer.
-"""
+"""What layers refuse before they run: sizes, features, rows and parameters that do not fit the mesh."""
 
 import math
 
 import jax
-from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.options import LinearSettings
-from flaxasync.nn.placement import Layout, Placement, axes_of, axis_types
+from flaxasync.nn.placement import Entry, Layout, Placement, axes_of, axis_types
 
 
 def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
@@ -29,7 +24,6 @@ def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
 def check_sharded(layer: str, name: str, parameter: jax.Array, spec: PartitionSpec) -> None:
     """Raises ValueError for a parameter that lost its sharding, which under Explicit axes its gradient would lack too.
 
-    The same goes for a stack of parameters, which `nnx.vmap` makes, outside of the scan that takes it apart.
     Under Auto axes no type says how a parameter is sharded, and XLA shards its gradient as the layer uses it.
     """
     if parameter.ndim > len(spec):
@@ -38,14 +32,15 @@ def check_sharded(layer: str, name: str, parameter: jax.Array, spec: PartitionSp
             f"{len(spec)}: this is a stack of layers, as nnx.vmap makes it; call it inside nnx.scan or nnx.vmap"
         )
     mesh, types = jax.sharding.get_abstract_mesh(), axis_types()
-    if any(kind != AxisType.Explicit for kind in types.values()):
-        return
+    if not types or any(kind != AxisType.Explicit for kind in types.values()):
+        return  # `place` tells that there is no mesh
     typed = PartitionSpec(*jax.typeof(parameter).sharding.spec)
-    found, needed = (
-        [tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1) for entry in given]
-        for given in ([*typed, *(None,) * (parameter.ndim - len(typed))], spec)
-    )
-    if found != needed:
+
+    def axes_that_split(spec: PartitionSpec) -> list[Entry]:
+        return [tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1) for entry in spec]
+
+    whole = PartitionSpec(*typed, *(None,) * (parameter.ndim - len(typed)))
+    if axes_that_split(whole) != axes_that_split(spec):
         raise ValueError(
             f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; arrays that nnx.update "
             "or an assignment put into a layer keep the sharding that they have, and their gradients get the same: put "
@@ -80,13 +75,4 @@ def check_output_rows(layer: str, rows: int, layout: Layout, placement: Placemen
             f"{layer} with layout='sequence' shards the rows of its output over {', '.join(map(repr, axes))}: "
             f"got {rows} rows on {devices} devices; pad them to {-(-rows // devices) * devices}, "
             "or use layout='replicated'"
-        )
-
-
-def check_dot_general(layer: str, settings: LinearSettings) -> None:
-    """Raises NotImplementedError for a `dot_general` and a backend that multiplies with products of its own."""
-    if settings.dot_general is not lax.dot_general and settings.backend not in (None, "none"):
-        raise NotImplementedError(
-            f"{layer} with a dot_general of its own lacks backend={settings.backend!r}, whose blocks and gradients are "
-            "products of lax.dot_general; use backend='none' or None, or leave dot_general out"
         )

@@ -1,6 +1,5 @@
 """An embedding whose vocabulary is split over a mesh axis, and the loss that goes with it."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,16 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
 from jax import lax
-from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn import fully_sharded, shards
+from flaxasync.nn import shards
 from flaxasync.nn.checks import check_divides, check_input, check_output_layout, check_output_rows
 from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
 from flaxasync.nn.options import LayerOptions, LayerSettings, LinearSettings, of_settings, settings_of
-from flaxasync.nn.placement import Layout, Placement, place, place_tokens
+from flaxasync.nn.placement import Layout, place, place_tokens
+from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.shares import Shares
 from flaxasync.ops import execution, vocabulary
 
@@ -52,13 +50,10 @@ class VocabParallelEmbed(StoredLayer):
       **options: See `flaxasync.nn.LayerOptions`. `dtype` is that of the parameter by default; `in_spec` is that of ids
         [..., s].
 
-    Raises:
-      TypeError: A keyword is unknown.
-      ValueError: No mesh is set, or it lacks the axis.
     """
 
     names = ("embedding",)
-    stored: tuple[P]
+    stored: tuple[jax.P]
     dtype, param_dtype, promote_dtype = map(of_settings, ("dtype", "param_dtype", "promote_dtype"))
 
     def __init__(
@@ -84,11 +79,6 @@ class VocabParallelEmbed(StoredLayer):
         )
         self.stored = (stored,)
 
-    def _dtype(self, *arrays: Array, **options: bool) -> Any:
-        """Returns the dtype of the computation with these arrays, as `nnx.Embed` promotes them."""
-        promote = functools.partial(self.settings.promote_dtype, dtype=self.settings.dtype, **options)
-        return jax.eval_shape(promote, arrays)[0].dtype
-
     def __call__(self, ids: Int[Array, "*batch s"], *, layout: Layout | None = None) -> Float[Array, "*batch s d"]:
         """Looks up `ids`. An id outside 0 .. V-1 gives zeros.
 
@@ -97,38 +87,37 @@ class VocabParallelEmbed(StoredLayer):
           layout: How the rows of this output lie; by default what the layer was built with.
 
         Raises:
-          ValueError: No mesh is set, it lacks the axis, ids are not integers, are sharded over the axis, or have rows
-            that cannot be shared out equally.
+          ValueError: ids are not integers, are sharded over the axis, or have rows that cannot be shared out equally.
         """
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"VocabParallelEmbed looks up integers: got ids of {ids.dtype}")
-        axis_name = self.settings.axis_name
         layout = self.layout if layout is None else check_output_layout("VocabParallelEmbed", layout)
-        placement = place_tokens("VocabParallelEmbed", ids, axis_name, self.settings.in_spec)
+        placement = place_tokens("VocabParallelEmbed", ids, self.settings.axis_name, self.settings.in_spec)
         check_output_rows("VocabParallelEmbed", ids.shape[-1], layout, placement)
-        ((table,), (stored,)) = self.parameters(), self.stored
+        (table,) = self.parameters()
         backend = execution.if_available("lookup_reduce_scatter", self.settings.backend)
-        dtype = self._dtype(table, inexact=False)
-        settings = dataclasses.replace(self.settings, backend=backend, dtype=dtype)
-        call = _Call(settings, stored, self.shares, layout)
-        return placement.run(_lookup, call, (ids, table), (placement.token_spec(), stored), placement.spec(layout))
+        call = self._call(layout == "sequence", table, backend=backend, inexact=False)
+        in_specs = placement.token_spec(), call.specs[0]
+        return placement.bind(_lookup, call, (ids, (table, None)), in_specs, placement.spec(layout))()
 
     def attend(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s v"]:
         """Returns the logits of `x` against every entry, x @ embedding.T: all rows, sharded by entries.
 
-        Args:
-          x: Activations, sharded by rows over the axis, or the same on all of its devices.
-
-        Raises:
-          ValueError: No mesh is set, it lacks the axis, or x has other features.
+        Like that of `ColumnParallelLinear`, x is sharded by rows over the axis, or the same on all of its devices.
         """
         placement = place("VocabParallelEmbed.attend", x, self.settings.axis_name, None, sharded="rows")
         check_input("VocabParallelEmbed.attend", x, self.features, placement)
-        ((table,), (stored,)) = self.parameters(), self.stored
-        settings = LinearSettings(**vars(self.settings) | {"dtype": self._dtype(x, table)})
-        call = _Call(settings, stored, self.shares, placement.layout)
-        out_spec = placement.spec(features=True)
-        return placement.run(_attend, call, (x, table), (placement.in_spec, stored), out_spec)
+        (table,) = self.parameters()
+        call = self._call(placement.rows_sharded, x, table, backend=self.settings.backend)
+        in_specs, out_spec = (placement.in_spec, call.specs[0]), placement.spec(features=True)
+        return placement.bind(_attend, call, (x, (table, None)), in_specs, out_spec)()
+
+    def _call(self, rows_sharded: bool, *arrays: Array, backend: str | None, **promotion: bool) -> Call:
+        """Returns what is static in a computation with these arrays, whose dtype is promoted as `nnx.Embed` does it."""
+        promote = functools.partial(self.settings.promote_dtype, dtype=self.settings.dtype, **promotion)
+        dtype = jax.eval_shape(promote, arrays)[0].dtype
+        settings = LinearSettings(**vars(self.settings) | {"dtype": dtype, "backend": backend})
+        return Call(settings, (Part(self.stored[0], None, self.shares, dim=0),), rows_sharded)
 
 
 def softmax_cross_entropy(
@@ -162,7 +151,7 @@ def softmax_cross_entropy(
       ValueError: No mesh is set, it lacks the axis, the axis does not divide V, the shapes do not match, targets are
         not integers, or vocab_size is not one of 1 .. V.
     """
-    placement: Placement = place("softmax_cross_entropy", logits, axis_name, None, sharded="features")
+    placement = place("softmax_cross_entropy", logits, axis_name, None, sharded="features")
     if not placement.manual:
         check_divides("softmax_cross_entropy", axis_name, vocabulary=logits.shape[-1])
     elif placement.size > 1 and not placement.features_sharded:
@@ -186,39 +175,27 @@ def softmax_cross_entropy(
         )
     options = vocabulary.LossOptions(ignore, label_smoothing, z_loss, vocab_size)
     args, in_specs = (logits, targets), (placement.in_spec, placement.token_spec())
-    return placement.run(_cross_entropy, (axis_name, options), args, in_specs, placement.token_spec())
+    return placement.bind(_cross_entropy, (axis_name, options), args, in_specs, placement.token_spec())()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call[S: LayerSettings]:
-    """What is static in a call. The settings have the dtype and the backend of the computation."""
-
-    settings: S
-    stored: P
-    shares: Shares
-    layout: Layout  # how the rows of the activations lie: the output of a look-up, or the input of `attend`
-
-    def take_entries(self, table: Array, like: Array, dtype: DTypeLike | None) -> Array:
-        """Returns the entries that this device computes with, in `dtype` if they had to be gathered."""
-        axis_name = self.settings.axis_name
-        return self.shares.take(fully_sharded.gather(table, self.stored, like, axis_name, dtype), axis_name, 0)
+def _lookup(call: Call, ids: Array, linear: Linear) -> Array:
+    settings, axis_name = call.settings, call.settings.axis_name
+    # A sum over all devices is cast after the look-up, so that the gradients of a frequent id are summed in the dtype
+    # of the parameter.
+    dtype = settings.dtype if call.rows_sharded else linear[0].dtype
+    ((table, _),) = call.take(ids, (linear,), dtype)
+    table = shards.cast(table, ids, dtype)
+    if call.rows_sharded:
+        return vocabulary.lookup_reduce_scatter(ids, table, axis_name, backend=settings.backend)
+    return lax.psum(vocabulary.lookup(ids, table, axis_name).astype(settings.dtype), axis_name)
 
 
-def _lookup(call: _Call[LayerSettings], ids: Array, table: Array) -> Array:
-    axis_name, dtype, backend = call.settings.axis_name, call.settings.dtype, call.settings.backend
-    if call.layout == "sequence":
-        table = shards.cast(call.take_entries(table, ids, dtype), ids, dtype)
-        return vocabulary.lookup_reduce_scatter(ids, table, axis_name, backend=backend)
-    # Cast after the look-up, so that the gradients of a frequent id are summed in the dtype of the parameter.
-    table = shards.cast(call.take_entries(table, ids, table.dtype), ids, table.dtype)
-    return lax.psum(vocabulary.lookup(ids, table, axis_name).astype(dtype), axis_name)
-
-
-def _attend(call: _Call[LinearSettings], x: Array, table: Array) -> Array:
-    settings = call.settings
-    table = call.take_entries(table, x, settings.dtype)
-    logits = shards.column(x, ((table.T, None),), settings, rows_sharded=call.layout == "sequence")[0]
-    return call.shares.mask_padding(logits, settings.axis_name)
+def _attend(call: Call, x: Array, linear: Linear) -> Array:
+    ((table, _),) = call.take(x, (linear,))
+    logits = shards.column(x, ((table.T, None),), call.settings, rows_sharded=call.rows_sharded)[0]
+    shares = call.parts[0].shares
+    assert shares is not None
+    return shares.mask_padding(logits, call.settings.axis_name)
 
 
 def _cross_entropy(static: tuple[str, vocabulary.LossOptions], logits: Array, targets: Array) -> Array:

@@ -1,8 +1,7 @@
 """Fully sharded parameters: how they are stored between uses, and how a layer gathers them when it needs them.
 
-A parameter is *stored* sharded over the layer's axis and over further axes, of which the batch is one: with
-`fsdp_axis="fsdp"` each device keeps 1 / (fsdp x model) of it, and so of its gradient and of the state of its optimizer.
-A layer *needs* it sharded over the layer's axis alone. For a kernel [in, out] on devices of fsdp x model:
+With `fsdp_axis="fsdp"` each device keeps 1 / (fsdp x model) of a parameter, and so of its gradient and of the state of
+its optimizer. A layer needs the parameter sharded over its own axis alone. For a kernel [in, out]:
 
 ```
                   stored              needed            gathered along
@@ -18,7 +17,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -66,44 +65,31 @@ def stored_parameter(
         metadata = dict(metadata) | dict(value.metadata)
         value = value.raw_value
     annotation = metadata.get("out_sharding")
-    spec = stored_spec(layer, name, value.shape, needed, settings.axis_name, settings.fsdp_axis, annotation)
+    spec = stored_spec(layer, name, value.shape, needed, settings, annotation)
     return nnx.Param(value, **(dict(metadata) | {"out_sharding": tuple(spec)})), spec
-
-
-def metadata_spec(variable: nnx.Variable, ndim: int) -> P:
-    """Returns how a parameter of `ndim` dimensions is stored, by its metadata; a stack has more dimensions in front."""
-    spec = tuple(variable.get_metadata().get("out_sharding") or ())[-ndim:]
-    return P(*spec, *(None,) * (ndim - len(spec)))
 
 
 def without_axis(module: nnx.Module, axis: str) -> None:
     """Makes the layers of a module, in place, take parameters that were gathered over an axis before."""
 
-    def without(spec: Iterable[object]) -> P:
+    def without(spec: P) -> P:
         return spec_of(tuple(name for name in axes_of(entry) if name != axis) for entry in spec)
 
     for _, layer in nnx.iter_modules(module):
         if isinstance(layer, StoredLayer):
             layer.stored = tuple(spec and without(spec) for spec in layer.stored)
-        for variable in vars(layer).values():  # the parameters of an nnx.Linear are stored as their metadata says
-            if isinstance(variable, nnx.Param) and (spec := variable.get_metadata().get("out_sharding")):
-                variable.set_metadata(out_sharding=tuple(without(spec)))
 
 
 def stored_spec(
-    layer: str, name: str, shape: tuple[int, ...], needed: P, axis_name: str, fsdp_axis: str | None, annotation: object
+    layer: str, name: str, shape: tuple[int, ...], needed: P, settings: LayerSettings, annotation: Any
 ) -> P:
     """Returns how a parameter is stored.
 
     The layer needs it sharded as `needed` says, and `fsdp_axis` shards it as well: along the first dimension that is
     whole and that the axis divides, or else along one that is sharded. A bias that the axis does not divide is not
-    sharded over it. An annotation is the `out_sharding` that the user gave. Its axes other than `axis_name` are then
-    taken, and `fsdp_axis` is not. If it has `axis_name` along the other dimension of a kernel, its entries are swapped.
-
-    Raises:
-      ValueError: The mesh lacks an axis, an axis is named twice, no dimension is divisible, or the annotation does not
-        fit.
+    sharded over it. `annotation` is the `out_sharding` that the user gave; see `flaxasync.nn.LinearOptions`.
     """
+    axis_name, fsdp_axis = settings.axis_name, settings.fsdp_axis
     entries = [axes_of(entry) for entry in needed] + [()] * (len(shape) - len(needed))
     if annotation is not None:
         extra = _extra_axes(layer, name, shape, entries, axis_name, annotation)
@@ -173,15 +159,10 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 def _extra_axes(
-    layer: str,
-    name: str,
-    shape: tuple[int, ...],
-    needed: list[Entry],
-    axis_name: str,
-    annotation: object,
+    layer: str, name: str, shape: tuple[int, ...], needed: list[Entry], axis_name: str, annotation: Any
 ) -> list[Entry]:
     """Returns the axes of an annotation other than the layer's, for each dimension."""
-    given = [axes_of(entry) for entry in annotation]  # type: ignore[attr-defined]
+    given = [axes_of(entry) for entry in annotation]
     if len(given) > len(shape):
         raise ValueError(
             f"{layer}: the {name} {list(shape)} has {len(shape)} dimensions: got out_sharding={annotation}"

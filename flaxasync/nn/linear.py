@@ -5,7 +5,7 @@ sharded by features; around them, by rows of the sequence, so that norms and res
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Unpack
 
 import jax
@@ -15,27 +15,21 @@ from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
-from flaxasync.nn.checks import (
-    check_divides,
-    check_dot_general,
-    check_input,
-    check_output_layout,
-    check_output_rows,
-    check_sharded,
-)
-from flaxasync.nn.fully_sharded import StoredLayer, metadata_spec, stored_parameter
+from flaxasync.nn.checks import check_divides, check_input, check_output_layout, check_output_rows, check_sharded
+from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
 from flaxasync.nn.options import LinearOptions, LinearSettings, of_settings, settings_of
 from flaxasync.nn.placement import Layout, place
+from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.shares import Shares
 
 type Split = Literal["in_features", "out_features"]
 
 
 class _ParallelLinear(StoredLayer):
-    """The parameters of `nnx.Linear`, under its names and in its global shapes, split over one mesh axis or two."""
+    """The parameters of `nnx.Linear`, under its names and in its global shapes, so that its checkpoints load."""
 
     names = ("kernel", "bias")
-    stored: shards.Stored
+    stored: tuple[P, P | None]
     split: ClassVar[Split]
     layout: Layout = "replicated"
     pad: bool = False
@@ -54,39 +48,38 @@ class _ParallelLinear(StoredLayer):
         **options: Unpack[LinearOptions],
     ):
         layer, features = type(self).__name__, {"in_features": in_features, "out_features": out_features}
-        self.settings = settings_of(LinearSettings, layer, options)
-        check_dot_general(layer, self.settings)
-        size, axis_name = features[self.split], self.settings.axis_name
+        self.settings = settings = settings_of(LinearSettings, layer, options)
+        size, axis_name = features[self.split], settings.axis_name
         if shares is None:
             check_divides(layer, axis_name, **{self.split: size})
         self.shares = shares or Shares.equal(size, mesh_axis_size(layer, axis_name))
         self.in_features, self.out_features = in_features, out_features
-        dtype, shape = self.settings.param_dtype, (in_features, out_features)
-        column = self.split == "out_features"
-        needed = self.shares.spec(axis_name, shape, 1 if column else 0)
-        kernel = self.settings.kernel_init(rngs.params(), shape, dtype)
-        self.kernel, kernel_spec = stored_parameter(
-            layer, "kernel", kernel, self.settings, needed, self.settings.kernel_metadata
-        )
+        dtype, shape, column = settings.param_dtype, (in_features, out_features), self.split == "out_features"
+        kernel, needed = settings.kernel_init(rngs.params(), shape, dtype), self.shares.spec(axis_name, shape, column)
+        self.kernel, kernel_spec = stored_parameter(layer, "kernel", kernel, settings, needed, settings.kernel_metadata)
         self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
         bias_spec = None
-        if self.settings.use_bias:
+        if settings.use_bias:
             needed = self.shares.spec(axis_name, shape[1:], 0) if column else P(None)
-            bias = self.settings.bias_init(rngs.params(), shape[1:], dtype)
-            self.bias, bias_spec = stored_parameter(
-                layer, "bias", bias, self.settings, needed, self.settings.bias_metadata
-            )
+            bias = settings.bias_init(rngs.params(), shape[1:], dtype)
+            self.bias, bias_spec = stored_parameter(layer, "bias", bias, settings, needed, settings.bias_metadata)
         self.stored = kernel_spec, bias_spec
+
+    @property
+    def part(self) -> Part:
+        """How the parameters are stored, and which part of them a device computes with."""
+        return Part(*self.stored, self.shares, dim=int(self.split == "out_features"))
 
     def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
         """Applies the layer.
 
         Raises:
-          ValueError: No mesh is set, it lacks the axis, x has other features, is sharded as this layer does not take
-            it, or, for a row-parallel layer, has rows that cannot be shared out equally.
+          ValueError: x has other features, is sharded as this layer does not take it, or, for a row-parallel layer, has
+            rows that cannot be shared out equally.
         """
-        product = _Product(self.split, self.settings, self.stored, self.shares, self.layout, self.pad)
-        return product.bind(type(self).__name__, x, self.in_features, self.parameters)()
+        padded = self.shares if self.pad else None
+        product = _Product(self.settings, (self.part,), self.layout == "sequence", split=self.split, padded=padded)
+        return product.bind(type(self).__name__, x, self.in_features, self.parameters())()
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -102,8 +95,7 @@ class ColumnParallelLinear(_ParallelLinear):
              dkernel  = x.T @ dy                       summed over the axes that shard the batch
     ```
 
-    If x is sharded by rows, this is `flaxasync.all_gather_matmul`: some rows travel while others are multiplied. The
-    parameters have the names and global shapes of those of `nnx.Linear`, so its checkpoints load.
+    If x is sharded by rows, this is `flaxasync.all_gather_matmul`: some rows travel while others are multiplied.
 
     Args:
       in_features: The features of the input.
@@ -114,12 +106,11 @@ class ColumnParallelLinear(_ParallelLinear):
         `softmax_cross_entropy` leaves the padding out (`vocab_size`).
       shares: For layers that pad in other ways; see `flaxasync.nn.shares`.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default. If you give `in_spec`,
-        its rows dimension names `axis_name`, or no axis where every device has all rows.
+      **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its rows dimension names `axis_name`, or no
+        axis where every device has all rows.
 
     Raises:
-      TypeError: A keyword is unknown.
-      ValueError: No mesh is set, it lacks the axis, or the axis does not divide out_features.
+      ValueError: The axis does not divide out_features.
     """
 
     split = "out_features"
@@ -146,7 +137,7 @@ class RowParallelLinear(_ParallelLinear):
 
     ```
     x       [..., s, in]     all rows, sharded by features over axis_name
-    kernel  [in, out]        sharded by rows: [in/R, out] a device
+    kernel  [in, out]        sharded by rows: [in/R, out] a device; every device has the whole bias
     y       [..., s, out]    layout="sequence": sharded by rows; "replicated": the same on all devices of axis_name
 
     forward  y        = x @ kernel + bias              summed over axis_name
@@ -155,8 +146,7 @@ class RowParallelLinear(_ParallelLinear):
     ```
 
     This is `flaxasync.matmul_reduce_scatter` ("sequence") or `flaxasync.matmul_all_reduce` ("replicated"): some partial
-    sums travel while others are computed. The parameters have the names and global shapes of those of `nnx.Linear`, so
-    its checkpoints load.
+    sums travel while others are computed.
 
     Args:
       in_features: The features of the input; a multiple of the axis.
@@ -164,12 +154,10 @@ class RowParallelLinear(_ParallelLinear):
       layout: How the rows of the output lie: "sequence" or "replicated".
       shares: For layers that pad their input; see `flaxasync.nn.shares`.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is True by default, and all devices have the whole bias.
-        If you give `in_spec`, its features dimension must name `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its features dimension must name `axis_name`.
 
     Raises:
-      TypeError: A keyword is unknown.
-      ValueError: No mesh is set, it lacks the axis, or the axis does not divide in_features.
+      ValueError: The axis does not divide in_features, or the layout is unknown.
     """
 
     split = "in_features"
@@ -188,39 +176,103 @@ class RowParallelLinear(_ParallelLinear):
         self.layout: Layout = check_output_layout("RowParallelLinear", layout)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """What is static in the product of a layer."""
+class ColumnParallelProjections(nnx.Module):
+    """Several column-parallel Dense layers that share one gather of their input.
+
+    ```python
+    qkv = fa.nn.ColumnParallelProjections(64, {"query": 64, "key": 32, "value": 32}, rngs=rngs)
+    q, k, v = qkv(x)
+    ```
+
+    Each layer is an attribute: qkv.query is a `ColumnParallelLinear`, whose options and errors these are.
+
+    Args:
+      in_features: The features of the input.
+      out_features: The features of each output by its name; multiples of the axis.
+      rngs: The random streams; the layers draw from `params` in the order of the names.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: Mapping[str, int], *, rngs: nnx.Rngs, **options: Unpack[LinearOptions]
+    ):
+        if not out_features:
+            raise ValueError("ColumnParallelProjections needs one output or more, by its name: got none")
+        self.names = tuple(out_features)
+        for name, features in out_features.items():
+            setattr(self, name, ColumnParallelLinear(in_features, features, rngs=rngs, **options))
+
+    def __call__(self, x: Float[Array, "*batch s in"]) -> tuple[Float[Array, "*batch s out"], ...]:
+        """Applies the layers, and returns their outputs in the order of their names."""
+        layers = [getattr(self, name) for name in self.names]
+        check_no_adapter("ColumnParallelProjections", *layers)
+        settings = layers[0].settings
+        placement = place("ColumnParallelProjections", x, settings.axis_name, settings.in_spec, sharded="rows")
+        check_input("ColumnParallelProjections", x, layers[0].in_features, placement)
+        linears = tuple(layer.parameters() for layer in layers)
+        parts = tuple(layer.part for layer in layers)
+        call = Call(with_dtype(settings, x, *linears[0]), parts, placement.rows_sharded)
+        out_specs = (placement.spec(features=True),) * len(layers)
+        return placement.bind(_project, call, (x, linears), (placement.in_spec, call.specs), out_specs)()
+
+
+def _project(call: Call, x: Array, linears: tuple[Linear, ...]) -> tuple[Array, ...]:
+    return shards.column(x, call.take(x, linears), call.settings, rows_sharded=call.rows_sharded)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Product(Call):
+    """What is static in the product of one layer. For split output features `bind` says whether rows are sharded."""
 
     split: Split
-    settings: LinearSettings
-    stored: shards.Stored
-    shares: Shares
-    layout: Layout = "replicated"  # of the output's rows, or of the input's where the output features are split
-    pad: bool = False  # whether the last output features are padding, which wins no argmax
+    padded: Shares | None = None  # those of the output features, where the last ones are padding, which wins no argmax
 
-    def bind(self, caller: str, x: Array, in_features: int, read: Callable[[], tuple[Any, Any]]) -> Callable[[], Array]:
-        """Returns the function that multiplies x with the kernel and adds the bias, which `read` returns."""
-        axis_name, in_spec = self.settings.axis_name, self.settings.in_spec
-        column = self.split == "out_features"
-        placement = place(caller, x, axis_name, in_spec, sharded="rows" if column else "features")
+    def bind(self, caller: str, x: Array, in_features: int, linear: Linear) -> Callable[[], Array]:
+        """Returns the function that multiplies x with the kernel and adds the bias.
+
+        A layer calls that function itself, which keeps this method out of the tracebacks of what happens in the layer.
+        """
+        settings, column, layout = self.settings, self.split == "out_features", self.layout
+        sharded: Literal["rows", "features"] = "rows" if column else "features"
+        placement = place(caller, x, settings.axis_name, settings.in_spec, sharded=sharded)
         check_input(caller, x, in_features, placement)
-        layout = placement.layout if column else self.layout
         if not column:
             check_output_rows(caller, x.shape[-2], layout, placement)
-        linear = read()
-        product = dataclasses.replace(self, settings=with_dtype(self.settings, x, *linear), layout=layout)
+        product = dataclasses.replace(
+            self,
+            settings=with_dtype(settings, x, *linear),
+            rows_sharded=placement.rows_sharded if column else self.rows_sharded,
+        )
         out_spec = placement.spec(features=True) if column else placement.spec(layout)
-        in_specs = placement.in_spec, self.stored
-        return placement.bind(_column if column else _row, product, (x, linear), in_specs, out_spec)
+        in_specs = placement.in_spec, self.specs
+        return placement.bind(_column if column else _row, product, (x, (linear,)), in_specs, out_spec)
 
 
-def parameters(linear: _ParallelLinear | nnx.Linear) -> shards.Linear:
-    """Returns the kernel and the bias (or None): global or, inside shard_map, local."""
-    if isinstance(linear, nnx.Linear):
-        return linear.kernel[...], None if linear.bias is None else linear.bias[...]
-    kernel, bias = linear.parameters()
-    return kernel, bias
+def _column(product: _Product, x: Array, linears: tuple[Linear]) -> Array:
+    settings, (linear,) = product.settings, product.take(x, linears)
+    multiply = shards.bind_columns(x, (linear,), settings, rows_sharded=product.rows_sharded)
+    y = shards.finish(multiply()[0], linear[1], settings)
+    return y if product.padded is None else product.padded.mask_padding(y, settings.axis_name)
+
+
+def _row(product: _Product, x: Array, linears: tuple[Linear]) -> Array:
+    (linear,) = product.take(x, linears)
+    return shards.row(x, linear, product.settings, layout=product.layout)
+
+
+def multiply(caller: str, x: Array, kernel: Array, settings: LinearSettings, split: Split, layout: Layout) -> Array:
+    """Returns x @ kernel as the layer does that splits these features; the messages of its errors begin with `caller`.
+
+    `layout` is that of the rows of the output where the input features are split.
+    """
+    column, axis_name = split == "out_features", settings.axis_name
+    if column:
+        check_divides(caller, axis_name, out_features=kernel.shape[1])
+    spec = P(None, axis_name) if column else P(axis_name, None)
+    check_sharded(caller, "kernel", kernel, spec)
+    shares = Shares.equal(kernel.shape[int(column)], mesh_axis_size(caller, axis_name))
+    part = Part(spec, None, shares, dim=int(column))
+    product = _Product(settings, (part,), layout == "sequence", split=split)
+    return product.bind(caller, x, kernel.shape[0], (kernel, None))()
 
 
 def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
@@ -232,19 +284,6 @@ def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
             )
 
 
-def parameter_specs(linear: _ParallelLinear | nnx.Linear) -> tuple[P, P | None]:
-    """Returns how `parameters` are stored. Those of an `nnx.Linear` are stored as their metadata says."""
-    if not isinstance(linear, nnx.Linear):
-        return linear.stored
-    kernel = metadata_spec(linear.kernel, 2)
-    return kernel, None if linear.bias is None else metadata_spec(linear.bias, 1)
-
-
-def compute_settings(linear: _ParallelLinear, x: Array) -> LinearSettings:
-    """Returns the settings of a layer with the dtype in which it multiplies `x`."""
-    return with_dtype(linear.settings, x, *parameters(linear))
-
-
 def with_dtype(settings: LinearSettings, x: Array, *params: Array | None) -> LinearSettings:
     """Returns the settings with the dtype in which `x` is multiplied with these parameters."""
 
@@ -252,39 +291,3 @@ def with_dtype(settings: LinearSettings, x: Array, *params: Array | None) -> Lin
         return settings.promote_dtype(arrays, dtype=settings.dtype)
 
     return dataclasses.replace(settings, dtype=jax.eval_shape(promote, x, *params)[0].dtype)
-
-
-def multiply_columns(caller: str, x: Array, kernel: Array, settings: LinearSettings) -> Array:
-    """Returns x @ kernel as `ColumnParallelLinear` does; the messages of its errors begin with `caller`."""
-    check_divides(caller, settings.axis_name, out_features=kernel.shape[1])
-    return _multiply(caller, x, kernel, "out_features", P(None, settings.axis_name), settings, "replicated")
-
-
-def multiply_rows(caller: str, x: Array, kernel: Array, settings: LinearSettings, *, layout: Layout) -> Array:
-    """Returns x @ kernel as `RowParallelLinear` does; the messages of its errors begin with `caller`."""
-    return _multiply(caller, x, kernel, "in_features", P(settings.axis_name, None), settings, layout)
-
-
-def _multiply(
-    caller: str, x: Array, kernel: Array, split: Split, spec: P, settings: LinearSettings, layout: Layout
-) -> Array:
-    size = kernel.shape[1 if split == "out_features" else 0]
-    shares = Shares.equal(size, mesh_axis_size(caller, settings.axis_name))
-    check_sharded(caller, "kernel", kernel, spec)
-    product = _Product(split, settings, (spec, None), shares, layout)
-    return product.bind(caller, x, kernel.shape[0], lambda: (kernel, None))()
-
-
-def _column(product: _Product, x: Array, linear: shards.Linear) -> Array:
-    settings, shares = product.settings, product.shares
-    linear = shards.take_columns(shards.gather(linear, product.stored, x, settings), shares, settings.axis_name)
-    multiply = shards.bind_columns(x, (linear,), settings, rows_sharded=product.layout == "sequence")
-    y = shards.finish(multiply()[0], linear[1], settings)
-    return shares.mask_padding(y, settings.axis_name) if product.pad else y
-
-
-def _row(product: _Product, x: Array, linear: shards.Linear) -> Array:
-    settings = product.settings
-    linear = shards.gather(linear, product.stored, x, settings)
-    linear = shards.take_rows(linear, product.shares, settings.axis_name)
-    return shards.row(x, linear, settings, layout=product.layout)

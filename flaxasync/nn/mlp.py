@@ -9,16 +9,10 @@ from jaxtyping import Array, Float
 
 from flaxasync.nn import shards
 from flaxasync.nn.checks import check_input
-from flaxasync.nn.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    check_no_adapter,
-    compute_settings,
-    parameter_specs,
-    parameters,
-)
+from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, check_no_adapter, with_dtype
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
 from flaxasync.nn.placement import place
+from flaxasync.nn.shards import Call, Linear
 from flaxasync.ops.matmul.mlp import Activation, activate
 
 
@@ -31,10 +25,10 @@ class ParallelMLP(nnx.Module):
     y  [..., s, features]          h @ down; sharded as x is
     ```
 
-    Gate and up share one trip of x. Nothing between the two rings leaves the device. Where both products have one fused
-    kernel each and no bias, the first kernel computes the activation, and the second its gradient. Saved for the
-    backward pass are x and the products of gate and up; what lies between them and h is computed again. The parameters
-    are those of three `nnx.Linear`: `gate`, `up` and `down`.
+    Gate and up share one trip of x. Where both products have one fused kernel each and no bias, the first kernel
+    computes the activation, and the second its gradient. Saved for the backward pass are x and the products of gate and
+    up; what lies between them and h is computed again. The parameters are those of three `nnx.Linear`: `gate`, `up` and
+    `down`.
 
     Args:
       features: The features of input and output.
@@ -42,12 +36,8 @@ class ParallelMLP(nnx.Module):
       gated: Whether there is a gate.
       activation: The activation of the gate, or of up where there is no gate. It is elementwise.
       rngs: The random streams; the layer draws from `params`.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default. If you give `in_spec`,
-        its rows dimension names `axis_name`, or no axis where every device has all rows.
-
-    Raises:
-      TypeError: A keyword is unknown.
-      ValueError: No mesh is set, it lacks the axis, or the axis does not divide hidden_features.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default. `in_spec` and errors are those of
+        `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -68,46 +58,34 @@ class ParallelMLP(nnx.Module):
         self.down = RowParallelLinear(hidden_features, features, rngs=rngs, **options)
 
     def __call__(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s d"]:
-        """Applies the MLP.
-
-        Raises:
-          ValueError: No mesh is set, it lacks the axis, or x has other features.
-          NotImplementedError: A projection was adapted.
-        """
-        check_no_adapter("ParallelMLP", self.up, self.gate, self.down)
+        """Applies the MLP. Raises NotImplementedError if a projection was adapted, and ValueError as `up` does."""
+        columns = (self.up,) if self.gate is None else (self.up, self.gate)
+        check_no_adapter("ParallelMLP", *columns, self.down)
         placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
         check_input("ParallelMLP", x, self.up.in_features, placement)
-        columns = (self.up,) if self.gate is None else (self.up, self.gate)
-        stored = tuple(map(parameter_specs, columns))
-        call = _Call(
-            compute_settings(self.up, x), stored, parameter_specs(self.down), self.activation, placement.rows_sharded
-        )
-        args = x, tuple(map(parameters, columns)), parameters(self.down)
-        return placement.run(_mlp, call, args, (placement.in_spec, stored, call.stored_down), placement.in_spec)
+        linears = tuple(layer.parameters() for layer in (*columns, self.down))
+        parts = tuple(layer.part for layer in (*columns, self.down))
+        settings = with_dtype(self.settings, x, *linears[0])
+        call = _Call(settings, parts, placement.rows_sharded, self.activation)
+        return placement.bind(_mlp, call, (x, linears), (placement.in_spec, call.specs), placement.in_spec)()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """What is static in a call: the settings with the dtype of the computation, and how the parameters are stored."""
+class _Call(Call):
+    """What is static in a call."""
 
-    settings: LinearSettings
-    stored: tuple[shards.Stored, ...]
-    stored_down: shards.Stored
     activation: Activation
-    rows_sharded: bool
 
 
-def _mlp(call: _Call, x: Array, columns: tuple[shards.Linear, ...], down: shards.Linear) -> Array:
+def _mlp(call: _Call, x: Array, linears: tuple[Linear, ...]) -> Array:
     settings = call.settings
-    columns = tuple(shards.gather(p, spec, x, settings) for p, spec in zip(columns, call.stored, strict=True))
-    down = shards.gather(down, call.stored_down, x, settings)
+    *columns, down = call.take(x, linears)
     y = shards.mlp(x, columns, down, call.activation, settings) if call.rows_sharded else None
     if y is not None:
         return y
 
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
-    def finish(products: tuple[Array, ...], down: shards.Linear) -> Array:
-        hidden = activate(call.activation, products)
-        return shards.row(hidden, down, settings, layout="sequence" if call.rows_sharded else "replicated")
+    def finish(products: tuple[Array, ...], down: Linear) -> Array:
+        return shards.row(activate(call.activation, products), down, settings, layout=call.layout)
 
     return finish(shards.column(x, columns, settings, rows_sharded=call.rows_sharded), down)

@@ -1,8 +1,7 @@
-"""The keywords that the layers share, and their defaults.
+"""The keywords that the layers share, their defaults, and what is refused.
 
-`LayerOptions` and `LinearOptions` name and document the keywords; type checkers and editors read them from the layers'
-signatures (PEP 692). `LayerSettings` and `LinearSettings` are what a layer keeps of them. A new keyword is one line in
-each of the two.
+`LayerOptions` and `LinearOptions` name and document the keywords, which type checkers read from the layers' signatures
+(PEP 692). `LayerSettings` and `LinearSettings` are what a layer keeps of them.
 """
 
 import dataclasses
@@ -19,16 +18,14 @@ from jax.typing import DTypeLike
 
 from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 
-default_kernel_init = nnx.initializers.lecun_normal()  # as nnx.Linear
-default_bias_init = nnx.initializers.zeros_init()
-
 
 class LayerOptions(TypedDict, total=False):
-    """Keywords of every layer.
+    """Keywords of every layer. An unknown one is a TypeError. A layer is built, and called, on the ambient mesh.
+
+    Every layer raises ValueError where no mesh is set, or where it lacks an axis that the layer names.
 
     Attributes:
-      axis_name: The mesh axis that splits the layer; "model" by default. The mesh is the ambient one, of
-        `jax.set_mesh`.
+      axis_name: The axis that splits the layer, of the mesh of `jax.set_mesh`; "model" by default.
       fsdp_axis: A mesh axis over which the parameters are stored sharded as well, one of those that split the batch;
         None, the default, for none. The layer gathers them, in the dtype of the computation, and their gradients are
         scattered as they are summed; see `flaxasync.nn.fully_sharded`.
@@ -109,8 +106,8 @@ class LinearSettings(LayerSettings):
     """The values of `LinearOptions` in a layer. Layers that differ in initializers alone compare equal."""
 
     use_bias: bool = True
-    kernel_init: Initializer = dataclasses.field(default=default_kernel_init, compare=False)
-    bias_init: Initializer = dataclasses.field(default=default_bias_init, compare=False)
+    kernel_init: Initializer = dataclasses.field(default=nnx.initializers.lecun_normal(), compare=False)
+    bias_init: Initializer = dataclasses.field(default=nnx.initializers.zeros_init(), compare=False)
     kernel_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     bias_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     dot_general: DotGeneralT = lax.dot_general
@@ -121,9 +118,7 @@ class LinearSettings(LayerSettings):
 def settings_of[S: LayerSettings](kind: type[S], layer: str, options: Mapping[str, Any]) -> S:
     """Returns the settings of a layer: the options that it was given, and the defaults of the others.
 
-    Raises:
-      TypeError: The layer has no keyword of this name. The message begins with `layer`.
-      ValueError: A function among the options cannot be used, or `gathered_bytes` is no integer of 0 or more.
+    Raises TypeError, ValueError or NotImplementedError, with messages that begin with `layer`, for what it cannot use.
     """
     known = [field.name for field in dataclasses.fields(kind)]
     for name in options:
@@ -132,12 +127,19 @@ def settings_of[S: LayerSettings](kind: type[S], layer: str, options: Mapping[st
                 f"{layer} got an unexpected keyword argument {name!r}; the keywords that layers share are "
                 f"{', '.join(known)}"
             )
-    for name in ("dot_general", "promote_dtype"):
-        _check_function(layer, name, options.get(name))
-    check_gathered_bytes(layer, options.get("gathered_bytes", 0))
     if options.get("dot_general", ...) is None:  # as `nnx.MultiHeadAttention` has it by default
         options = {name: value for name, value in options.items() if name != "dot_general"}
-    return kind(**options)
+    settings = kind(**options)
+    _check_function(layer, "promote_dtype", settings.promote_dtype)
+    if isinstance(settings, LinearSettings):
+        _check_function(layer, "dot_general", settings.dot_general)
+        check_gathered_bytes(layer, settings.gathered_bytes)
+        if settings.dot_general is not lax.dot_general and settings.backend not in (None, "none"):
+            raise NotImplementedError(
+                f"{layer} with a dot_general of its own lacks backend={settings.backend!r}, whose blocks and gradients "
+                "are products of lax.dot_general; use backend='none' or None, or leave dot_general out"
+            )
+    return settings
 
 
 def _check_function(layer: str, name: str, function: Any) -> None:

@@ -57,10 +57,8 @@ class Placement:
         """Returns a function without arguments that runs `fn(static, *shards)` on the shards of `args`.
 
         It runs `fn` under `jax.shard_map`, or directly inside one. The layer calls it, so that no function of this file
-        is between the layer and `fn` in a traceback.
-
-        Outside of `jax.jit` the program is compiled once for each `fn`, `static` and type of `args`. So `fn` must be a
-        function of a module and not a closure, which would be a new one in every call.
+        is between the layer and `fn` in a traceback. Outside of `jax.jit` the program is compiled once for each `fn`,
+        `static` and type of `args`, so `fn` must not be a closure, which would be a new one in every call.
         """
         if self.manual:
             mapped: Callable = functools.partial(fn, static)
@@ -70,27 +68,17 @@ class Placement:
                 args = jax.tree.map(_reshard, args, in_specs)
             axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
             if len(axes) == len(types):
-                axes = frozenset()  # This stands for all axes but those of `jax.vmap`, which takes an axis away.
+                axes = frozenset()  # stands for all axes but those of `jax.vmap`, which takes an axis away
             mapped = (_compiled if is_eager() else _mapped)(fn, static, in_specs, out_specs, axes)
         if args[0].size:
             return functools.partial(mapped, *args)
         return functools.partial(_empty, jax.eval_shape(mapped, *args))
 
-    def run(self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any) -> Any:
-        """Runs `fn(static, *shards)` on the shards of `args`; see `bind`."""
-        return self.bind(fn, static, args, in_specs, out_specs)()
-
 
 def place(
     layer: str, x: jax.Array, axis_name: str, in_spec: PartitionSpec | None, *, sharded: Literal["rows", "features"]
 ) -> Placement:
-    """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded`, and no other one.
-
-    Under Auto axes `in_spec` says how x is sharded; None stands for the usual sharding.
-
-    Raises:
-      ValueError: There is no mesh, no such axis, too few dimensions, or a spec that the layer cannot take.
-    """
+    """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded` alone."""
     size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
         raise ValueError(f"{layer} needs an input [..., rows, features]: got {list(x.shape)}; add a dimension of rows")
@@ -114,11 +102,7 @@ def place(
 
 
 def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionSpec | None) -> Placement:
-    """Reads how `ids` [..., rows] is sharded; every device of `axis_name` must have all of them.
-
-    Raises:
-      ValueError: There is no mesh, no such axis, no dimension, or the ids are sharded over `axis_name`.
-    """
+    """Reads how `ids` [..., rows] is sharded; every device of `axis_name` must have all of them."""
     size = mesh_axis_size(layer, axis_name)
     if ids.ndim < 1:
         raise ValueError(f"{layer} needs ids [..., rows]: got a scalar; add a dimension")
@@ -137,13 +121,7 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
 
 
 def _entries(
-    layer: str,
-    x: jax.Array,
-    in_spec: PartitionSpec | None,
-    axis_name: str,
-    *,
-    batch_dims: int,
-    split: int | None,
+    layer: str, x: jax.Array, in_spec: PartitionSpec | None, axis_name: str, *, batch_dims: int, split: int | None
 ) -> list[Entry]:
     """Returns the mesh axes of every dimension of x: by the type, by `in_spec`, or by the usual sharding.
 
@@ -180,8 +158,7 @@ def _mapped(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, axe
 def _compiled(*given: Any) -> Callable:
     """Returns the program of a layer that is called outside of jit. A second call of the layer finds it here.
 
-    While a program is traced, the layers do not use this: a trace that several layers share has the source locations of
-    the first one.
+    While a program is traced, this is not used: layers that share a trace would share its source locations.
     """
     return jax.jit(_mapped(*given), inline=True)
 
@@ -211,11 +188,7 @@ def put(x: Any, spec: PartitionSpec) -> jax.Array:
 
 
 def _varies(layer: str, x: jax.Array, axis_name: str) -> bool:
-    """Says whether `x`, inside shard_map, varies over an axis.
-
-    Raises:
-      ValueError: Under check_vma=False no type says what varies over an axis.
-    """
+    """Says whether `x`, inside shard_map, varies over an axis. Under check_vma=False no type says it."""
     if axis_name not in jax.typeof(lax.axis_index(axis_name)).mat.varying:
         raise ValueError(
             f"{layer} inside jax.shard_map reads from its input's type whether that is sharded over {axis_name!r}, and "

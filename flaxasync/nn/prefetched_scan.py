@@ -7,13 +7,11 @@ backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   w_{i-
 ```
 
 The two columns do not depend on each other, so the transfers of a turn have the whole turn to finish. All turns are
-alike. Therefore two gathers are made that a plain scan does not make. The last turn forward gathers the last layer
-again, and the backward pass begins with that copy. The last turn backward gathers the first layer again, and nothing
-uses that copy.
+alike, so the last turn of each pass gathers a layer that a plain scan would not gather.
 
-The scan keeps the input of each layer for the backward pass, which computes the layer again, as `jax.checkpoint` does.
-With a policy of `jax.checkpoint` it keeps what the policy saves in each layer. The gathered weights are kept for the
-last layer alone. At any time, the weights of two layers and the gradients of two layers are whole.
+The scan keeps the input of each layer for the backward pass, or what a policy of `jax.checkpoint` saves in each layer.
+The gathered weights are kept for the last layer alone. At any time, the weights and the gradients of two layers are
+whole.
 
 What follows the layers, such as the output projection, can be part of the scan. Its weights arrive while the layers
 run forward, and its gradients leave while they run backward.

@@ -4,6 +4,7 @@ Each parameter is first cast, in its own dtype, to vary over the mesh axes of th
 the one sum of its gradient over the data axes, in the dtype of the parameter.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying
 from flaxasync.nn import fully_sharded
-from flaxasync.nn.options import LayerSettings, LinearSettings
+from flaxasync.nn.options import LinearSettings
 from flaxasync.nn.placement import Layout
 from flaxasync.nn.shares import Shares
 from flaxasync.ops.matmul.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -24,22 +25,52 @@ from flaxasync.ops.matmul.mlp import Activation, parallel_mlp
 from flaxasync.ops.matmul.products import dot
 
 type Linear = tuple[Array, Array | None]  # kernel, bias
-type Stored = tuple[P, P | None]  # how the two are stored
 
 
-def gather(linear: Linear, stored: Stored, x: Array, settings: LayerSettings) -> Linear:
-    """Returns a kernel and a bias as a layer needs them, from their shards; see `flaxasync.nn.fully_sharded`.
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """How the kernel and the bias of a Dense layer are stored, and which part of them a device computes with."""
 
-    The dtype in `settings` is that of the computation; it is not None.
-    """
-    (kernel, bias), (kernel_spec, bias_spec) = linear, stored
-    kernel = fully_sharded.gather(kernel, kernel_spec, x, settings.axis_name, settings.dtype)
-    if bias is not None:
-        bias = fully_sharded.gather(bias, bias_spec, x, settings.axis_name, settings.dtype)
-    return kernel, bias
+    kernel: P
+    bias: P | None
+    shares: Shares | None = None  # of dimension `dim` of the kernel; None where every device has the whole kernel
+    dim: int = 1
 
 
-def column(x: Array, linears: tuple[Linear, ...], settings: LinearSettings, *, rows_sharded: bool) -> tuple[Array, ...]:
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static in a call of a layer that is made of Dense layers. Hashable."""
+
+    settings: LinearSettings  # with the dtype of the computation
+    parts: tuple[Part, ...]  # one for each Dense layer
+    rows_sharded: bool  # whether the layer's axis shards the rows of its activations, where their features are whole
+
+    @property
+    def specs(self) -> tuple[tuple[P, P | None], ...]:
+        """How the kernel and the bias of each Dense layer are stored."""
+        return tuple((part.kernel, part.bias) for part in self.parts)
+
+    @property
+    def layout(self) -> Layout:
+        """How the rows of those activations lie."""
+        return "sequence" if self.rows_sharded else "replicated"
+
+    def take(self, x: Array, linears: Sequence[Linear], dtype: DTypeLike | None = None) -> list[Linear]:
+        """Returns the parameters with which this device computes.
+
+        Those that are fully sharded are gathered in `dtype`, which is that of the computation by default.
+        """
+        axis_name, dtype = self.settings.axis_name, self.settings.dtype if dtype is None else dtype
+        gathered = []
+        for part, (kernel, bias) in zip(self.parts, linears, strict=True):
+            kernel = fully_sharded.gather(kernel, part.kernel, x, axis_name, dtype)
+            if bias is not None:
+                bias = fully_sharded.gather(bias, part.bias, x, axis_name, dtype)
+            gathered.append((kernel, bias))
+        return [_take_share(linear, part, axis_name) for linear, part in zip(gathered, self.parts, strict=True)]
+
+
+def column(x: Array, linears: Sequence[Linear], settings: LinearSettings, *, rows_sharded: bool) -> tuple[Array, ...]:
     """Multiplies one input with several column-parallel kernels [k, n]: all rows, this device's columns of each.
 
     The dtype in `settings` is that of the computation; it is not None.
@@ -49,7 +80,7 @@ def column(x: Array, linears: tuple[Linear, ...], settings: LinearSettings, *, r
 
 
 def bind_columns(
-    x: Array, linears: tuple[Linear, ...], settings: LinearSettings, *, rows_sharded: bool
+    x: Array, linears: Sequence[Linear], settings: LinearSettings, *, rows_sharded: bool
 ) -> Callable[[], Any]:
     """Returns the function of the products of `column` without biases. Its caller calls it, as that of `bind`."""
     x = x.astype(settings.dtype)
@@ -83,7 +114,7 @@ def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -
 
 
 def mlp(
-    x: Array, columns: tuple[Linear, ...], down: Linear, activation: Activation, settings: LinearSettings
+    x: Array, columns: Sequence[Linear], down: Linear, activation: Activation, settings: LinearSettings
 ) -> Array | None:
     """Applies an MLP to this device's rows of x.
 
@@ -101,16 +132,13 @@ def mlp(
     return finish(y, down[1], settings)
 
 
-def take_columns(linear: Linear, shares: Shares, axis_name: str) -> Linear:
-    """Returns this device's columns of a kernel and of its bias."""
+def _take_share(linear: Linear, part: Part, axis_name: str) -> Linear:
+    """Returns this device's share of a kernel, and of its bias where that is split as well."""
     kernel, bias = linear
-    return shares.take(kernel, axis_name, 1), None if bias is None else shares.take(bias, axis_name, 0)
-
-
-def take_rows(linear: Linear, shares: Shares, axis_name: str) -> Linear:
-    """Returns this device's rows of a kernel, and the bias, which every device has whole."""
-    kernel, bias = linear
-    return shares.take(kernel, axis_name, 0), bias
+    if part.shares is None:
+        return linear
+    kernel = part.shares.take(kernel, axis_name, part.dim)
+    return kernel, bias if bias is None or part.dim == 0 else part.shares.take(bias, axis_name, 0)
 
 
 def cast(parameter: Array, x: Array, dtype: DTypeLike | None) -> Array:

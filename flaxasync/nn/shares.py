@@ -1,12 +1,10 @@
-"""Says which heads or vocabulary entries each device computes with, when the axis size does not divide their number, or
-when several devices need the same head.
+"""Which heads or vocabulary entries each device computes with, also where the axis does not divide their number.
 
-A parameter keeps the shape of the dense model, also where its split dimension cannot be shared out equally: 6 heads or
-50257 entries on 4 devices, or 2 key-value heads that 2 devices need each. It is sharded along its other dimension;
-where the axis does not divide that either, every device holds all of it. One all-to-all turns a sharded one into the
-shares that the devices compute with, of which some are padding (zeros) or copies. The transpose of this drops the
-padding and sums the copies, so gradients and optimizer states have the dense shape too, and a checkpoint shows nothing
-of it.
+A parameter keeps the shape of the dense model where its split dimension cannot be shared out equally: 6 heads or 50257
+entries on 4 devices, or 2 key-value heads that 2 devices need each. It is sharded along its other dimension; where the
+axis does not divide that either, every device holds all of it. One all-to-all turns a sharded one into the shares that
+the devices compute with, of which some are padding (zeros) or copies. The transpose of this drops the padding and sums
+the copies, so gradients, optimizer states and checkpoints have the dense shape too.
 """
 
 import dataclasses
@@ -60,16 +58,12 @@ class Shares:
             expanded = self._expand(parameter, dim)
             if parameter.ndim == 2 and axis_name in jax.typeof(parameter).mat.varying:
                 return lax.all_to_all(expanded, axis_name, split_axis=dim, concat_axis=1 - dim, tiled=True)
-            rows = self.local * self.block
-            return lax.dynamic_slice_in_dim(
-                cast_to_varying(expanded, {axis_name}), lax.axis_index(axis_name) * rows, rows, dim
-            )
+            return self._slice(expanded, axis_name, dim)
 
     def local_entries(self, x: Array, axis_name: str, dim: int) -> Array:
         """Returns this device's entries of an array with one element an entry, the same on all devices."""
         per_entry = dataclasses.replace(self, block=1)
-        expanded = cast_to_varying(per_entry._expand(x, dim), {axis_name})
-        return lax.dynamic_slice_in_dim(expanded, lax.axis_index(axis_name) * self.local, self.local, dim)
+        return per_entry._slice(per_entry._expand(x, dim), axis_name, dim)
 
     def mask_padding(self, logits: Array, axis_name: str) -> Array:
         """Returns this device's logits [..., local] with the least number in the padding, so that it wins no argmax."""
@@ -77,6 +71,11 @@ class Shares:
             return logits
         entries = lax.axis_index(axis_name) * self.local + jnp.arange(self.local, dtype=jnp.int32)
         return jnp.where(entries < self.size, logits, jnp.finfo(logits.dtype).min)
+
+    def _slice(self, expanded: Array, axis_name: str, dim: int) -> Array:
+        rows = self.local * self.block
+        expanded = cast_to_varying(expanded, {axis_name})
+        return lax.dynamic_slice_in_dim(expanded, lax.axis_index(axis_name) * rows, rows, dim)
 
     def _expand(self, x: Array, dim: int) -> Array:
         """Returns the entries of all devices along `dim`."""

@@ -1,4 +1,4 @@
-"""Decoding with the cache gives the logits of recomputing the whole sequence."""
+"""Decoding with the cache gives the logits of recomputing the whole sequence; which tokens may be drawn."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from models.generation import keep_most_likely
 from models.transformer import Transformer
 from tests.models.test_hugging_face import CONFIGS
 from tests.models.test_transformer import make_mesh
@@ -45,18 +46,13 @@ def decode(config, tokens, mesh, prompt):
     return got[..., : config.vocab_size], want[..., : config.vocab_size]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "batch"),
-    [
-        ("gemma2", (2, 4), 1),
-        pytest.param("llama", (2, 4), 2, marks=pytest.mark.slow),
-        pytest.param("llama", (1, 1), 2, marks=pytest.mark.slow),
-        pytest.param("qwen3", (1, 8), 1, marks=pytest.mark.slow),
-        pytest.param("qwen3", (2, 2), 3, marks=pytest.mark.slow),
-        pytest.param("gemma", (2, 4), 2, marks=pytest.mark.slow),
-        pytest.param("gemma2", (1, 8), 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "shape", "batch"), [
+    ("gemma2", (2, 4), 1),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("llama", (2, 4), 2), ("llama", (1, 1), 2), ("qwen3", (1, 8), 1), ("qwen3", (2, 2), 3), ("gemma", (2, 4), 2),
+        ("gemma2", (1, 8), 2),
+    ]),
+])  # fmt: skip
 def test_decoding_equals_recomputing_the_prefix(name, shape, batch):
     tokens = np.random.default_rng(0).integers(0, 30, (batch, PROMPT + STEPS)).astype(np.int32)
     got, want = decode(CONFIGS[name], tokens, make_mesh(*shape), PROMPT)
@@ -96,3 +92,13 @@ def test_bad_calls_are_refused():
         model.init_cache(1, 16)
         with pytest.raises(ValueError, match="a cache for 1 sequences of 16 rows: got 1 sequences and 17 new rows"):
             model.decode(tokens)
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [
+    (0.1, [1]), (0.5, [1]), (0.6, [1, 2]), (0.9, [0, 1, 2]), (1.0, [0, 1, 2, 3]),
+])  # fmt: skip
+def test_the_most_likely_tokens_that_add_up_to_top_p_are_kept(top_p, kept):
+    logits = jnp.log(jnp.asarray([[0.15, 0.5, 0.3, 0.05]], jnp.float32))
+    limited = np.asarray(keep_most_likely(logits, jnp.float32(top_p)))[0]
+    assert np.flatnonzero(np.isfinite(limited)).tolist() == kept
+    np.testing.assert_array_equal(limited[kept], np.asarray(logits)[0, kept])

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from models.config import TransformerConfig, check_fits
 from models.transformer import Transformer
+from tests.models.plain_decoder import plain_logits
 from tests.nn.conftest import drawn
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -51,37 +52,9 @@ def loss_and_gradients(config, axis_type):
     return float(value), jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), nnx.to_pure_dict(params)
 
 
-def plain_loss(params, config, tokens, targets):
-    """Computes the loss of the same decoder on whole arrays, layer by layer, without any of the model's code."""
-
-    def norm(x, scale):
-        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + config.norm_epsilon) * scale
-
-    def rotate(x):
-        half = x.shape[-1] // 2
-        angle = np.arange(x.shape[1])[:, None, None] * config.rope_theta ** (-np.arange(half) / half)
-        turned = jax.lax.complex(x[..., :half], x[..., half:]) * np.exp(1j * angle).astype(np.complex64)
-        return jnp.concatenate([turned.real, turned.imag], axis=-1)
-
-    def heads(x, kernel):
-        return (x @ kernel).reshape(*x.shape[:2], -1, config.width // config.heads)
-
-    x = params["embed"]["embedding"][tokens]
-    for i in range(config.layers):
-        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
-        attention, mlp = layer["attention"], layer["mlp"]
-        h = norm(x, layer["attention_norm"]["scale"])
-        q, k, v = (heads(h, attention[name]["kernel"]) for name in ("query", "key", "value"))
-        k, v = (jnp.repeat(z, config.heads // config.kv_heads, axis=2) for z in (k, v))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), rotate(k)) / np.float32(np.sqrt(q.shape[-1]))
-        scores = jnp.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
-        x = x + out @ attention["out"]["kernel"]
-        h = norm(x, layer["mlp_norm"]["scale"])
-        x = x + (jax.nn.silu(h @ mlp["gate"]["kernel"]) * (h @ mlp["up"]["kernel"])) @ mlp["down"]["kernel"]
-    output = params["embed"]["embedding"].T if config.tie_embeddings else params["output"]["kernel"]
-    logits = norm(x, params["final_norm"]["scale"]) @ output
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1))
+def plain_loss(params, config):
+    log_probabilities = jax.nn.log_softmax(plain_logits(params, config, TOKENS, jnp))
+    return -jnp.mean(jnp.take_along_axis(log_probabilities, TARGETS[..., None], -1))
 
 
 def assert_gradients_close(got, want, tolerance=2e-5):
@@ -112,7 +85,7 @@ def test_sizes_that_the_axis_does_not_divide(axis_type, tie_embeddings, heads, k
 def check_against_the_plain_decoder(config, axis_type, tolerance=2e-5):
     loss, grads, params = loss_and_gradients(config, axis_type)
     params = jax.tree.map(np.asarray, params)
-    fn = jax.jit(jax.value_and_grad(functools.partial(plain_loss, config=config, tokens=TOKENS, targets=TARGETS)))
+    fn = jax.jit(jax.value_and_grad(functools.partial(plain_loss, config=config)))
     want, want_grads = fn(params)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     assert_gradients_close(grads, want_grads, tolerance)
@@ -171,43 +144,38 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
         batch = place(P("data", None))
         value, grads = float(jax.jit(loss)(params, *batch)), jax.eval_shape(jax.grad(loss), params, *batch)
     whole = jax.tree.map(np.asarray, nnx.to_pure_dict(params))
-    want = float(jax.jit(functools.partial(plain_loss, config=CONFIG, tokens=TOKENS, targets=TARGETS))(whole))
+    want = float(jax.jit(functools.partial(plain_loss, config=CONFIG))(whole))
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {jnp.dtype("float32")}
     assert value != want
     np.testing.assert_allclose(value, want, rtol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heads": 8, "kv_heads": 3}, "heads must be a multiple of kv_heads: got heads=8, kv_heads=3"),
-        ({"width": 18}, "width must be an even multiple of heads, for rotary positions: got width=18, heads=4"),
-        ({"mlp_width": 25}, "mlp_width=25 on 4 devices; use 28"),
-        ({"layers": 0}, "layers must be 1 or more: got 0"),
-        ({"gathered_mib": -1}, "gathered_mib must be 0 or more: got -1"),
-    ],
-)
-def test_a_size_that_does_not_fit_is_named(change, message):
+TWO_AXES, THREE_AXES = {"data": 2, "model": 4}, {"data": 1, "context": 4, "model": 4}
+
+
+@pytest.mark.parametrize(("change", "length", "mesh_shape", "message"), [
+    ({"heads": 8, "kv_heads": 3}, 8, TWO_AXES, "heads must be a multiple of kv_heads: got heads=8, kv_heads=3"),
+    ({"width": 18}, 8, TWO_AXES, "an even multiple of heads, for rotary positions: got width=18, heads=4"),
+    ({"mlp_width": 25}, 8, TWO_AXES, "mlp_width=25 on 4 devices; use 28"),
+    ({"layers": 0}, 8, TWO_AXES, "layers must be 1 or more: got 0"),
+    ({"gathered_mib": -1}, 8, TWO_AXES, "gathered_mib must be 0 or more: got -1"),
+    ({"head_dim": 0}, 8, TWO_AXES, "head_dim must be even, for rotary positions, or None: got head_dim=0"),
+    ({"head_dim": 7}, 8, TWO_AXES, "head_dim must be even, for rotary positions, or None: got head_dim=7"),
+    ({"attention_softcap": 4}, 32, THREE_AXES, "attention_softcap needs all scores .*'context' axis of 4 devices"),
+    ({"alternating_window": 4}, 32, THREE_AXES, "alternating_window needs all scores .*'context' axis of 4 devices"),
+    ({}, 10, TWO_AXES, "sequence_length=10 on 4 devices; use 12"),
+    ({}, 40, THREE_AXES, "divisible by 16, for a 'context' axis of 4 devices in 'zigzag' layout .* use 48"),
+    ({}, 12, THREE_AXES | {"model": 1}, r"divisible by 8, .* use 16"),
+])  # fmt: skip
+def test_a_size_that_does_not_fit_is_named(change, length, mesh_shape, message):
     with pytest.raises(ValueError, match=message):
-        check_fits(dataclasses.replace(CONFIG, **change), sequence_length=8, mesh_shape={"data": 2, "model": 4})
+        check_fits(dataclasses.replace(CONFIG, **change), sequence_length=length, mesh_shape=mesh_shape)
 
 
-def test_a_sequence_that_does_not_fit_is_named():
-    check_fits(CONFIG, sequence_length=8, mesh_shape={"data": 2, "model": 4})
-    with pytest.raises(ValueError, match="sequence_length=10 on 4 devices; use 12"):
-        check_fits(CONFIG, sequence_length=10, mesh_shape={"data": 2, "model": 4})
-
-
-def test_a_sequence_that_does_not_fit_a_context_axis_is_named():
-    shape = {"data": 1, "context": 4, "model": 4}
-    check_fits(CONFIG, sequence_length=32, mesh_shape=shape)
-    with pytest.raises(
-        ValueError, match=r"divisible by 16, for a 'context' axis of 4 devices in 'zigzag' layout .* use 48"
-    ):
-        check_fits(CONFIG, sequence_length=40, mesh_shape=shape)
-    with pytest.raises(ValueError, match=r"divisible by 8, .* use 16"):
-        check_fits(CONFIG, sequence_length=12, mesh_shape=shape | {"model": 1})
-    check_fits(CONFIG, sequence_length=12, mesh_shape=shape | {"model": 1}, context_layout="contiguous")
+def test_sequences_that_fit():
+    check_fits(CONFIG, sequence_length=8, mesh_shape=TWO_AXES)
+    check_fits(CONFIG, sequence_length=32, mesh_shape=THREE_AXES)
+    check_fits(CONFIG, sequence_length=12, mesh_shape=THREE_AXES | {"model": 1}, context_layout="contiguous")
 
 
 @pytest.mark.slow  # tests/train/step/test_context.py trains with a context axis too

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 # In float32 only the order of additions differs; bfloat16 keeps 8 bits, and partial sums travel in it.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-ROWS, COLUMNS = P("data", "model", None), P("data", None, "model")
+ROWS, COLUMNS, SAME, TOKENS = P("data", "model", None), P("data", None, "model"), P("data", None, None), P("data", None)
 
 
 def make_mesh(data, model, axis_type=AxisType.Explicit):
@@ -29,6 +29,18 @@ def drawn(make, seed=0):
 
     nnx.update(module, jax.tree.map(draw, nnx.state(module)))
     return module
+
+
+def stack(make, layers=3, **more):
+    """Returns the layers that `make(rngs)` makes, stacked, for `scan`. `more` replaces arguments of `nnx.vmap`."""
+    options = {"in_axes": 0, "out_axes": 0, "transform_metadata": {nnx.PARTITION_NAME: None}} | more
+    return nnx.split_rngs(splits=layers)(nnx.vmap(make, **options))(nnx.Rngs(0))
+
+
+def scan(layers, x, *args, apply=lambda layer, x, *args: layer(x, *args)):
+    """Applies layers of a stack one after the other."""
+    options = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry, "transform_metadata": {nnx.PARTITION_NAME: None}}
+    return nnx.scan(lambda layer, x: apply(layer, x, *args), **options)(layers, x)
 
 
 def put(value, like):
@@ -135,6 +147,29 @@ def assert_model_close(got, want, tolerance=1e-5):
     for path, value in want.items():
         error = np.abs(got[path].reshape(value.shape) - value).max() / largest
         assert error <= tolerance, f"{'.'.join(map(str, path))}: relative error {error:.2e}"
+
+
+@functools.partial(nnx.jit, static_argnames="wrt")
+def sine_gradients(model, x, wrt=nnx.Param):
+    """Returns the gradients of sum(sin(y)), and y."""
+
+    def loss(model):
+        y = model(x)
+        return jnp.sum(jnp.sin(y)), y
+
+    return nnx.grad(loss, argnums=nnx.DiffState(0, wrt), has_aux=True)(model)
+
+
+def check_replaced(model, mesh, replace, *, features=16, spec=ROWS, wrt=nnx.Param):
+    """Compares y and gradients of a model with those after `replace(model)` on a mesh. Returns the latter gradients."""
+    x = np.random.default_rng(0).standard_normal((2, 8, features)).astype(np.float32)
+    want, want_y = sine_gradients(model, x, wrt=wrt)
+    with jax.set_mesh(mesh):
+        model = replace(model)
+        got, y = sine_gradients(model, jax.device_put(x, spec), wrt=wrt)
+    assert_close(y, want_y, "float32", "y")
+    assert_model_close(got, want)
+    return got
 
 
 @pytest.fixture

@@ -9,11 +9,20 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import assert_close, assert_parameters_close, drawn, gradients, load, ones, permutes
+from tests.nn.conftest import (
+    ROWS,
+    SAME,
+    assert_close,
+    assert_parameters_close,
+    drawn,
+    gradients,
+    load,
+    ones,
+    permutes,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROWS, SAME = P("data", "model", None), P("data", None, None)
 FEATURES, HEADS, KV_HEADS, LENGTH = 16, 4, 2, 24
 TENSOR, ALONE = P("data", ("context", "model"), None), P("data", "context", None)
 slow = pytest.mark.slow
@@ -67,20 +76,14 @@ def pair(heads, kv_heads, *, head_dim=4, causal=True, rope_theta=100.0, use_bias
     return make, plain
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "form", "input_form"),
-    [
-        (2, 1, {}, {"size": 1}),
-        (6, 3, {}, {"size": 3}),
-        pytest.param(16, 8, {}, {"size": 8}, marks=slow),
-        (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4, "data": 2}),
-        (8, 4, {"use_bias": True, "backend": "xla"}, {"size": 4, "data": 2, "axis_type": AxisType.Auto}),
-        (4, 4, {"causal": False, "window": 3}, {"size": 4}),
-        pytest.param(4, 4, {"rope_theta": None}, {"size": 4}, marks=slow),
-        (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
-        (4, 4, {}, {"size": 4, "x_spec": SAME, "y_spec": SAME}),
-    ],
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "form", "input_form"), [
+    (2, 1, {}, {"size": 1}), (6, 3, {}, {"size": 3}), pytest.param(16, 8, {}, {"size": 8}, marks=slow),
+    (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4, "data": 2}),
+    (8, 4, {"use_bias": True, "backend": "xla"}, {"size": 4, "data": 2, "axis_type": AxisType.Auto}),
+    (4, 4, {"causal": False, "window": 3}, {"size": 4}),
+    pytest.param(4, 4, {"rope_theta": None}, {"size": 4}, marks=slow),
+    (4, 4, {}, {"size": 4, "dtype": "bfloat16"}), (4, 4, {}, {"size": 4, "x_spec": SAME, "y_spec": SAME}),
+])  # fmt: skip
 def test_parity(parity, heads, kv_heads, form, input_form):
     rows = 7 if "x_spec" in input_form else 3 * input_form["size"]
     parity(*pair(heads, kv_heads, **form), (4, rows, 8), **input_form)
@@ -116,13 +119,10 @@ def ring(**told):
     return lambda *sizes, **options: fa.nn.RingSelfAttention(*sizes, **options, **told)
 
 
-@pytest.mark.parametrize(
-    ("told", "sizes", "axis_type", "form"),
-    [
-        ({"layout": "zigzag", "in_spec": ALONE}, (2, 2, 1), AxisType.Auto, {"layout": "zigzag", "use_bias": True}),
-        ({}, (1, 3, 1), AxisType.Explicit, {"layout": "contiguous", "window": 7, "segments": True}),
-    ],
-)
+@pytest.mark.parametrize(("told", "sizes", "axis_type", "form"), [
+    ({"layout": "zigzag", "in_spec": ALONE}, (2, 2, 1), AxisType.Auto, {"layout": "zigzag", "use_bias": True}),
+    ({}, (1, 3, 1), AxisType.Explicit, {"layout": "contiguous", "window": 7, "segments": True}),
+])  # fmt: skip
 def test_ring_alone(told, sizes, axis_type, form):
     check_split(ring(**told), make_mesh(*sizes, axis_type), ALONE, **form)
 
@@ -133,15 +133,12 @@ def test_a_wrong_layout_gives_other_numbers():
         check_split(ring(layout="contiguous"), make_mesh(2, 2, 1), ALONE, layout="zigzag")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "axis_type", "form"),
-    [
-        ((2, 2, 2), AxisType.Auto, {"layout": "zigzag"}),
-        pytest.param((1, 3, 2), AxisType.Explicit, {"layout": "zigzag", "segments": True, "window": 9}, marks=slow),
-        pytest.param((1, 4, 2), AxisType.Explicit, {"layout": "contiguous", "use_bias": True}, marks=slow),
-        pytest.param((2, 1, 2), AxisType.Explicit, {"layout": "zigzag"}, marks=slow),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "axis_type", "form"), [
+    ((2, 2, 2), AxisType.Auto, {"layout": "zigzag"}),
+    pytest.param((1, 3, 2), AxisType.Explicit, {"layout": "zigzag", "segments": True, "window": 9}, marks=slow),
+    pytest.param((1, 4, 2), AxisType.Explicit, {"layout": "contiguous", "use_bias": True}, marks=slow),
+    pytest.param((2, 1, 2), AxisType.Explicit, {"layout": "zigzag"}, marks=slow),
+])  # fmt: skip
 def test_context_and_tensor_axis(sizes, axis_type, form):
     def make(*sizes, **options):
         return fa.nn.ParallelSelfAttention(*sizes, context_axis="context", context_layout=form["layout"], **options)
@@ -216,39 +213,35 @@ def test_float64_is_computed_in_float64(mesh_of):
     np.testing.assert_allclose(y, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"heads": None}, "needs heads, or num_heads, which means the same: got None and None"),
-        ({"heads": 4, "num_heads": 4}, "needs heads, or num_heads, which means the same: got 4 and 4"),
-        ({"heads": 4, "dropout_rate": 1.5}, "needs dropout_rate to be 0 or more and less than 1: got 1.5"),
-        ({"heads": 12, "kv_heads": 8}, "heads must be a multiple of kv_heads: got heads=12, kv_heads=8"),
-        ({"heads": 12, "kv_heads": 12}, "features must be divisible by heads: got features=16, heads=12"),
-        ({"heads": 16}, "head_dim must be even: got 1"),
-        ({"heads": -4}, "needs heads to be 1 or more: got heads=-4"),
-        ({"heads": 4, "kv_heads": 0}, "needs kv_heads to be 1 or more: got kv_heads=0"),
-        ({"heads": 4, "head_dim": 0}, "needs head_dim to be 1 or more: got head_dim=0"),
-        ({"heads": 4, "window": 0}, "ParallelSelfAttention needs window to be 1 or more rows, or None: got 0"),
-        ({"heads": 4, "context_axis": "context"}, "works on the mesh axis 'context', and the mesh has 'data', 'model'"),
-        ({"heads": 4, "context_axis": "data", "context_layout": "striped"}, "layout='striped': it must be one of"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"heads": None}, "needs heads, or num_heads, which means the same: got None and None"),
+    ({"heads": 4, "num_heads": 4}, "needs heads, or num_heads, which means the same: got 4 and 4"),
+    ({"heads": 4, "dropout_rate": 1.5}, "needs dropout_rate to be 0 or more and less than 1: got 1.5"),
+    ({"heads": 12, "kv_heads": 8}, "heads must be a multiple of kv_heads: got heads=12, kv_heads=8"),
+    ({"heads": 12, "kv_heads": 12}, "features must be divisible by heads: got features=16, heads=12"),
+    ({"heads": 16}, "head_dim must be even: got 1"), ({"heads": -4}, "needs heads to be 1 or more: got heads=-4"),
+    ({"heads": 4, "kv_heads": 0}, "needs kv_heads to be 1 or more: got kv_heads=0"),
+    ({"heads": 4, "head_dim": 0}, "needs head_dim to be 1 or more: got head_dim=0"),
+    ({"heads": 4, "window": 0}, "ParallelSelfAttention needs window to be 1 or more rows, or None: got 0"),
+    ({"heads": 4, "context_axis": "context"}, "works on the mesh axis 'context', and the mesh has 'data', 'model'"),
+    ({"heads": 4, "context_axis": "data", "context_layout": "striped"}, "layout='striped': it must be one of"),
+])  # fmt: skip
 def test_heads_that_do_not_fit(mesh_of, options, message):
     with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match=message):
         fa.nn.ParallelSelfAttention(16, options.pop("heads"), **options, rngs=nnx.Rngs(0))
 
 
-def test_inputs_that_do_not_fit(mesh_of):
+@pytest.mark.parametrize(("shape", "spec", "ids", "message"), [
+    ((8, 8), P("model", None), None, r"needs an input \[batch, rows, features\]: got \[8, 8\]"),
+    ((1, 8, 8), P(None, ("data", "model"), None), None, "rows are sharded over 'data', too"),
+    ((2, 8, 8), ROWS, np.ones((2, 4), np.int32), r"one segment id a row, \[2, 8\]: got \[2, 4\]"),
+    ((2, 8, 8), ROWS, np.ones((2, 8), np.float32), "needs segment ids of an integer dtype: got float32"),
+])  # fmt: skip
+def test_inputs_that_do_not_fit(mesh_of, shape, spec, ids, message):
     with jax.set_mesh(mesh_of(2, 4)):
         layer = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match=r"needs an input \[batch, rows, features\]: got \[8, 8\]"):
-            layer(ones((8, 8), P("model", None)))
-        with pytest.raises(ValueError, match="rows are sharded over 'data', too"):
-            layer(ones((1, 8, 8), P(None, ("data", "model"), None)))
-        with pytest.raises(ValueError, match=r"one segment id a row, \[2, 8\]: got \[2, 4\]"):
-            layer(ones((2, 8, 8), ROWS), np.ones((2, 4), np.int32))
-        with pytest.raises(ValueError, match="needs segment ids of an integer dtype: got float32"):
-            layer(ones((2, 8, 8), ROWS), np.ones((2, 8), np.float32))
+        with pytest.raises(ValueError, match=message):
+            layer(ones(shape, spec), ids)
 
 
 def test_rows_that_are_not_split_as_they_have_to_be():
@@ -265,15 +258,10 @@ def test_rows_that_are_not_split_as_they_have_to_be():
             fa.nn.RingSelfAttention(FEATURES, HEADS, axis_name="seq", rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    ("options", "backend"),
-    [
-        ({"backend": "none"}, "none"),
-        ({"backend": "fused"}, None),  # which ring attention lacks: it chooses
-        ({"backend": "none", "context_backend": "xla"}, "xla"),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("options", "backend"), [
+    ({"backend": "none"}, "none"), ({"backend": "fused"}, None),  # which ring attention lacks: it chooses
+    ({"backend": "none", "context_backend": "xla"}, "xla"), ({}, None),
+])  # fmt: skip
 def test_keys_and_values_travel_as_the_layers_backend_says(options, backend):
     with jax.set_mesh(make_mesh(1, 2, 2)):
         layer = nnx.eval_shape(

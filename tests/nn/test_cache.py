@@ -51,22 +51,17 @@ def test_each_sequence_has_a_mask_of_its_own():
 
 def test_what_a_cache_lacks_is_refused():
     with jax.set_mesh(make_mesh(1, 4)):
-        layer = drawn(lambda: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match="call init_cache first"):
-            layer(X, decode=True)
+        layer, function = (drawn(lambda options=options: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0), **options))
+                           for options in ({}, {"attention_fn": nnx.dot_product_attention}))  # fmt: skip
         layer.init_cache(X.shape)
+        function.init_cache(X.shape)
         with pytest.raises(NotImplementedError, match="ParallelAttention with decode=True lacks inputs_k"):
             layer(X, X, decode=True)
+        with pytest.raises(NotImplementedError, match="lacks a cache with an attention_fn"):
+            function(X, decode=True)
         with pytest.raises(ValueError, match="a cache for 2 sequences of 6 rows: got 1 sequences and 6 new rows"):
             layer(X[:1], decode=True)
         layer.cache_index[...] = jnp.int32(4)
-        with pytest.raises(
-            ValueError, match="a cache of 6 rows, of which 4 are taken: got 3 new rows; make a larger one"
-        ):
+        message = "a cache of 6 rows, of which 4 are taken: got 3 new rows; make a larger one"
+        with pytest.raises(ValueError, match=message):
             layer(X[:, :3], decode=True)
-        function = drawn(
-            lambda: fa.nn.ParallelAttention(16, 4, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0))
-        )
-        function.init_cache(X.shape)
-        with pytest.raises(NotImplementedError, match="lacks a cache with an attention_fn"):
-            function(X, decode=True)

@@ -11,11 +11,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import assert_close, assert_model_close, drawn, ones, permutes
+from tests.nn.conftest import ROWS, assert_close, check_replaced, drawn, ones, permutes
+from tests.nn.test_linear import FORMS, column, linear
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-ROWS, COLUMNS, SAME = P("data", "model", None), P("data", None, "model"), P("data", None, None)
 
 
 @jax.custom_vjp
@@ -45,42 +44,11 @@ def differentiable(x, w, dimension_numbers, **options):
     return lax.dot_general(jnp.sin(x), jnp.sin(w), dimension_numbers, **options)
 
 
-FORMS = {
-    "column, rows sharded": (fa.nn.ColumnParallelLinear, {}, ROWS, COLUMNS),
-    "column, rows the same": (fa.nn.ColumnParallelLinear, {}, SAME, COLUMNS),
-    "row, rows sharded": (fa.nn.RowParallelLinear, {}, COLUMNS, ROWS),
-    "row, rows the same": (fa.nn.RowParallelLinear, {"layout": "replicated"}, COLUMNS, SAME),
-}
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_the_function_multiplies_and_its_rule_differentiates(parity, form):
-    cls, options, x_spec, y_spec = FORMS[form]
-    plain = drawn(lambda: nnx.Linear(16, 24, dot_general=with_a_rule, rngs=nnx.Rngs(0)))
-
-    def make(dtype):
-        return cls(16, 24, dtype=dtype, dot_general=with_a_rule, rngs=nnx.Rngs(0), **options)
-
-    parity(make, plain, (2, 8, 16), size=4, data=2, x_spec=x_spec, y_spec=y_spec)
-
-
-def test_the_function_of_a_gated_mlp(parity):
-    class Plain(nnx.Module):
-        def __init__(self):
-            make = {"use_bias": False, "dot_general": differentiable, "rngs": nnx.Rngs(0)}
-            self.up, self.gate, self.down = (
-                nnx.Linear(8, 16, **make),
-                nnx.Linear(8, 16, **make),
-                nnx.Linear(16, 8, **make),
-            )
-
-        def __call__(self, x):
-            return self.down(nnx.silu(self.gate(x)) * self.up(x))
-
-    def make(dtype):
-        return fa.nn.ParallelMLP(8, 16, dtype=dtype, dot_general=differentiable, rngs=nnx.Rngs(0))
-
-    parity(make, drawn(Plain), (2, 8, 8), size=4, data=2)
+    make, options, x_spec, y_spec = FORMS[form]
+    layer, plain = make(4, dot_general=with_a_rule, **options), linear(4, dot_general=with_a_rule)
+    parity(layer, plain, (2, 8, 16), size=4, data=2, x_spec=x_spec, y_spec=y_spec)
 
 
 def test_replaced_layers_keep_their_functions(mesh_of):
@@ -93,49 +61,30 @@ def test_replaced_layers_keep_their_functions(mesh_of):
         def __call__(self, x):
             return self.up(self.attention(x))
 
-    @nnx.jit
-    def gradients(model, x):
-        def loss(model):
-            y = model(x)
-            return jnp.sum(jnp.sin(y)), y
-
-        return nnx.grad(loss, has_aux=True)(model)
-
-    model, x = drawn(Model), np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
-    want, want_y = gradients(model, x)
-    with jax.set_mesh(mesh_of(2, 4)):
+    def replace(model):
         fa.nn.parallelize(model, {"attention": "attention", "up": "column"}, verbose=False)
         assert model.attention.query.dot_general is model.up.dot_general is differentiable
-        got, y = gradients(model, jax.device_put(x, ROWS))
-    assert_close(y, want_y, "float32", "y")
-    assert_model_close(got, want)
+        return model
+
+    check_replaced(drawn(Model), mesh_of(2, 4), replace, features=8)
 
 
 def test_functions_that_a_layer_cannot_use(mesh_of):
     with jax.set_mesh(mesh_of(2, 4)):
-        for make in (
-            lambda **options: fa.nn.RowParallelLinear(8, 8, rngs=nnx.Rngs(0), **options),
-            lambda **options: fa.nn.ParallelMLP(8, 16, rngs=nnx.Rngs(0), **options),
-            lambda **options: fa.nn.ParallelAttention(8, 4, rngs=nnx.Rngs(0), **options),
-        ):
-            message = "ParallelLinear with a dot_general of its own lacks backend='xla', .* use backend='none' or None"
+        for make in (fa.nn.RowParallelLinear, fa.nn.ParallelMLP, fa.nn.ParallelAttention):
+            message = f"{make.__name__} with a dot_general of its own lacks backend='xla', .* use backend='none' or N"
             with pytest.raises(NotImplementedError, match=message):
-                make(dot_general=differentiable, backend="xla")
+                make(8, 8, dot_general=differentiable, backend="xla", rngs=nnx.Rngs(0))
         product = fa.nn.parallel_dot_general("column")
-        collective = drawn(
-            lambda: fa.nn.ColumnParallelLinear(
-                8, 16, dot_general=lambda *given, **options: product(*given, **options), rngs=nnx.Rngs(0)
-            )
-        )
-        with pytest.raises(
-            ValueError, match=r"dot_general returned \[1, 32, \d\] .* needed \[1, 8, 4\]; it must be a local"
-        ):
+        collective = drawn(lambda: fa.nn.ColumnParallelLinear(
+            8, 16, dot_general=lambda *given, **options: product(*given, **options), rngs=nnx.Rngs(0)
+        ))  # fmt: skip
+        message = r"dot_general returned \[1, 32, \d\] .* needed \[1, 8, 4\]; it must be a local"
+        with pytest.raises(ValueError, match=message):
             collective(ones((2, 8, 8), ROWS))
-        two = nnx.eval_shape(
-            lambda: nnx.Dict(
-                x=nnx.MultiHeadAttention(4, 8, decode=False, qkv_dot_general=differentiable, rngs=nnx.Rngs(0))
-            )
-        )
+        two = nnx.eval_shape(lambda: nnx.Dict(x=nnx.MultiHeadAttention(
+            4, 8, decode=False, qkv_dot_general=differentiable, rngs=nnx.Rngs(0)
+        )))  # fmt: skip
         with pytest.raises(ValueError, match="x, a MultiHeadAttention: its qkv_dot_general is not its out_dot_general"):
             fa.nn.parallelize(two, {"x": "attention"})
 
@@ -150,34 +99,24 @@ class Scaled(nnx.Module):
         return lax.dot_general(x, w, dimension_numbers, **options) * self.scale[...]
 
 
-@dataclasses.dataclass
 class Unhashable:
-    bits: int = 8
+    __hash__ = None
 
     def __call__(self, x, w, dimension_numbers, **options):
         return lax.dot_general(x, w, dimension_numbers, **options)
 
 
 @dataclasses.dataclass(frozen=True)
-class Frozen:
+class Frozen(Unhashable):
     bits: int = 8
 
-    def __call__(self, x, w, dimension_numbers, **options):
-        return lax.dot_general(x, w, dimension_numbers, **options)
 
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (Scaled, "a dot_general that is the nnx.Module Scaled, whose state .* give it a pure function"),
-        (lambda: Scaled().__call__, "a dot_general that is the nnx.Module Scaled"),
-        (Unhashable, "a dot_general of type Unhashable, which is not hashable: .* a dataclass with frozen=True"),
-        (
-            lambda: fa.nn.parallel_dot_general("row", layout="replicated"),
-            "parallel_dot_general as dot_general, and",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (Scaled, "a dot_general that is the nnx.Module Scaled, whose state .* give it a pure function"),
+    (lambda: Scaled().__call__, "a dot_general that is the nnx.Module Scaled"),
+    (Unhashable, "a dot_general of type Unhashable, which is not hashable: .* a dataclass with frozen=True"),
+    (lambda: fa.nn.parallel_dot_general("row", layout="replicated"), "parallel_dot_general as dot_general, and"),
+])  # fmt: skip
 def test_functions_with_state_or_collectives(mesh_of, make, message):
     """They would be left out of the model, or do the collectives of a layer twice."""
     with jax.set_mesh(mesh_of(2, 4)):
@@ -193,13 +132,8 @@ def test_a_frozen_dataclass_and_none(mesh_of):
     with jax.set_mesh(mesh_of(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 8, dot_general=Frozen(), rngs=nnx.Rngs(0)))
         assert layer(ones((2, 8, 8), ROWS)).shape == (2, 8, 8)
-        for make in (
-            fa.nn.ColumnParallelLinear,
-            lambda *sizes, **options: fa.nn.ParallelAttention(8, 4, **options).out,
-        ):
-            assert (
-                drawn(lambda make=make: make(8, 8, dot_general=None, rngs=nnx.Rngs(0))).dot_general is lax.dot_general
-            )
+        layer = fa.nn.ParallelAttention(8, 4, dot_general=None, rngs=nnx.Rngs(0))
+        assert layer.query.dot_general is layer.out.dot_general is lax.dot_general
 
 
 def in_float32(x, w, dimension_numbers, **options):
@@ -210,64 +144,44 @@ def in_float32(x, w, dimension_numbers, **options):
 @pytest.mark.parametrize("form", FORMS)
 def test_products_that_are_wider_than_the_computation(mesh_of, form, given):
     """They are not rounded to the dtype of the computation on the way, as those of nnx.Linear are not."""
-    cls, options, x_spec, _ = FORMS[form]
-    common = {"use_bias": False, "dtype": jnp.bfloat16} | given
+    make, options, x_spec, _ = FORMS[form]
+    common = {"use_bias": False} | given
     x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(jnp.bfloat16)
-    plain = drawn(lambda: nnx.Linear(16, 24, rngs=nnx.Rngs(0), **common))
-    want = plain(x)
+    want = linear(4, dtype=jnp.bfloat16, **common)(x)
     with jax.set_mesh(mesh_of(2, 4)):
-        layer = drawn(lambda: cls(16, 24, rngs=nnx.Rngs(0), **common, **options))
+        layer = drawn(lambda: make(4, **common, **options)(jnp.bfloat16))
         x = jax.device_put(x, x_spec)
         y = layer(x)
         (dkernel,) = jax.tree.leaves(nnx.grad(lambda layer: layer(x).sum())(layer))
         if "dot_general" not in given:
-            named = drawn(lambda: cls(16, 24, backend="xla", rngs=nnx.Rngs(0), **common, **options))
-            message = (
-                "preferred_element_type=float32 is wider than the computation in bfloat16, and backend='xla' .* use"
-            )
+            named = drawn(lambda: make(4, backend="xla", **common, **options)(jnp.bfloat16))
+            message = "preferred_element_type=float32 is wider than the computation in bfloat16, and backend='xla' .* u"
             with pytest.raises(NotImplementedError, match=message):
                 named(x)
     assert y.dtype == want.dtype == dkernel.dtype == jnp.float32
     np.testing.assert_allclose(y, want, atol=1e-5)
 
 
-def test_a_narrower_type_keeps_the_ring(mesh_of):
+@pytest.mark.parametrize(("options", "overlaps"), [
+    ({"preferred_element_type": jnp.bfloat16}, True), ({"dot_general": lax.dot_general}, True),
+    ({"dot_general": differentiable}, False),
+])  # fmt: skip
+def test_only_a_function_of_the_callers_costs_the_ring(mesh_of, options, overlaps):
     with jax.set_mesh(mesh_of(2, 4)):
-        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 8, preferred_element_type=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        x = ones((2, 8, 8), ROWS)
-        assert layer(x).dtype == jnp.bfloat16
-        assert jax.jit(lambda x: layer(x)).lower(x).compile().as_text().count(" collective-permute(") > 0
+        layer, x = drawn(lambda: column(4, **options)(None)), ones((2, 8, 16), ROWS)
+        assert (permutes(layer, x) > 0) == overlaps
+        assert layer(x).dtype == options.get("preferred_element_type", jnp.float32)
 
 
 def test_a_low_rank_product_is_not_that_function(mesh_of):
     """The factors are multiplied as `nnx.LoRA` does it; the product of the layer is the caller's."""
-    plain = drawn(
-        lambda: nnx.LoRA(
-            8, 2, 16, base_module=nnx.Linear(8, 16, dot_general=differentiable, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)
-        )
-    )
-    x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
+    base = linear(4, dot_general=differentiable)
+    plain = drawn(lambda: nnx.LoRA(16, 2, 24, base_module=base, rngs=nnx.Rngs(1)))
+    x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
     with jax.set_mesh(mesh_of(2, 4)):
-        layer = drawn(
-            lambda: fa.nn.ParallelLoRA(
-                fa.nn.ColumnParallelLinear(8, 16, dot_general=differentiable, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1)
-            )
-        )
+        layer = drawn(lambda: fa.nn.ParallelLoRA(column(4, dot_general=differentiable)(None), 2, rngs=nnx.Rngs(1)))
         fa.nn.load(layer, plain)
         assert_close(layer(jax.device_put(x, ROWS)), plain(x), "float32", "y")
-
-
-def test_lax_dot_general_keeps_the_ring(mesh_of):
-    """Negative test: only a function of the caller's costs the overlap."""
-    with jax.set_mesh(mesh_of(2, 4)):
-        counts = [
-            permutes(
-                drawn(lambda f=f: fa.nn.ColumnParallelLinear(8, 8, dot_general=f, rngs=nnx.Rngs(0))),
-                ones((2, 8, 8), ROWS),
-            )
-            for f in (lax.dot_general, differentiable)
-        ]
-    assert counts[0] > counts[1] == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

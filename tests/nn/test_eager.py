@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import drawn, ones
+from tests.nn.conftest import COLUMNS, ROWS, TOKENS, drawn, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROWS, COLUMNS, TOKENS = P("data", "model", None), P("data", None, "model"), P("data", None)
 LAYERS = {
     "column": (lambda: fa.nn.ColumnParallelLinear(16, 32, rngs=nnx.Rngs(0)), ROWS),
     "row": (lambda: fa.nn.RowParallelLinear(16, 32, rngs=nnx.Rngs(0)), COLUMNS),

@@ -11,11 +11,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import drawn, load, ones, round_parameters
+from tests.nn.conftest import COLUMNS, ROWS, SAME, TOKENS, drawn, load, ones, round_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-TOKENS, ROWS, SAME, LOGITS = P("data", None), P("data", "model", None), P("data", None, None), P("data", None, "model")
 
 
 def embed_pair(size, **options):
@@ -68,7 +66,7 @@ def test_ids_of_a_small_type_are_not_cut_off(mesh_of, size):
         layer = drawn(lambda: fa.nn.VocabParallelEmbed(512, 4, rngs=nnx.Rngs(0)))
         ids, row = np.array([[0, 7, 200, 255]], np.uint8), 5.0 * (np.arange(512) == 200).astype(np.float32)
         y = nnx.jit(lambda layer, ids: layer(ids))(layer, jax.device_put(ids, TOKENS))
-        logits = jax.device_put(np.broadcast_to(row, (1, 4, 512)), LOGITS)
+        logits = jax.device_put(np.broadcast_to(row, (1, 4, 512)), COLUMNS)
         losses = jax.jit(fa.nn.softmax_cross_entropy)(logits, jax.device_put(ids, TOKENS))
     np.testing.assert_array_equal(y, np.asarray(layer.embedding[...])[ids.astype(int)])
     want = (np.log(np.exp(row).sum()) - row)[ids.astype(int)]
@@ -99,18 +97,8 @@ def attend(layer, x):
 @pytest.mark.parametrize("spec", [ROWS, SAME])
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_attend_is_that_of_nnx_embed(parity, spec, axis_type):
-    make, plain = embed_pair(4)
-    parity(
-        make,
-        plain,
-        (2, 8, 8),
-        size=4,
-        data=2,
-        axis_type=axis_type,
-        x_spec=spec,
-        y_spec=LOGITS,
-        apply=attend,
-    )
+    form = {"axis_type": axis_type, "x_spec": spec, "y_spec": COLUMNS}
+    parity(*embed_pair(4), (2, 8, 8), size=4, data=2, apply=attend, **form)
 
 
 @pytest.mark.parametrize(("size", "axis_type"), [
@@ -119,20 +107,18 @@ def test_attend_is_that_of_nnx_embed(parity, spec, axis_type):
 ])  # fmt: skip
 def test_cross_entropy_and_its_gradient(mesh_of, size, axis_type):
     rng = np.random.default_rng(size)
-    logits = 10 * rng.standard_normal((2, 6, 4 * size)).astype(np.float32)
+    logits, dloss = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 6, 4 * size), (2, 6)))
     targets = rng.integers(0, 4 * size, (2, 6)).astype(np.int32)
-    dloss = rng.standard_normal((2, 6)).astype(np.float32)
 
     def plain(logits):
         return jnp.sum(-jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0] * dloss)
 
     with jax.set_mesh(mesh_of(1, size, axis_type)):
-        placed = jax.device_put(targets, TOKENS), jax.device_put(dloss, TOKENS)
-        fn = jax.jit(
-            jax.value_and_grad(lambda logits, targets, d: jnp.sum(fa.nn.softmax_cross_entropy(logits, targets) * d))
+        placed = jax.device_put(10 * logits, COLUMNS), *(jax.device_put(a, TOKENS) for a in (targets, dloss))
+        loss, dlogits = jax.jit(jax.value_and_grad(lambda x, t, d: jnp.sum(fa.nn.softmax_cross_entropy(x, t) * d)))(
+            *placed
         )
-        loss, dlogits = fn(jax.device_put(logits, LOGITS), *placed)
-    want, want_dlogits = jax.jit(jax.value_and_grad(plain))(logits)
+    want, want_dlogits = jax.jit(jax.value_and_grad(plain))(10 * logits)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     np.testing.assert_allclose(dlogits, want_dlogits, atol=1e-5)
 
@@ -163,7 +149,7 @@ def test_options_of_cross_entropy(mesh_of, dtype):
         logits = rng.standard_normal((2, 6, 16)).astype(dtype)
         want = jax.jit(lambda logits: derivatives(plain, logits))(logits)
         with jax.set_mesh(mesh_of(1, 4)):
-            got = jax.jit(lambda logits: derivatives(ours, logits))(jax.device_put(logits, LOGITS))
+            got = jax.jit(lambda logits: derivatives(ours, logits))(jax.device_put(logits, COLUMNS))
     for ours, theirs in zip(got, want, strict=True):
         assert ours.dtype == dtype
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 if dtype == "float32" else 1e-12)
@@ -176,12 +162,12 @@ def test_options_of_cross_entropy(mesh_of, dtype):
 ])  # fmt: skip
 def test_targets_that_are_refused(mesh_of, shape, dtype, options, error):
     with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match=error):
-        fa.nn.softmax_cross_entropy(ones((2, 6, 8), LOGITS), np.zeros(shape, dtype), **options)
+        fa.nn.softmax_cross_entropy(ones((2, 6, 8), COLUMNS), np.zeros(shape, dtype), **options)
 
 
 def test_cross_entropy_of_huge_logits_is_finite(mesh_of):
     with jax.set_mesh(mesh_of(1, 4)):
-        logits = jax.device_put(np.where(np.arange(8) == 5, 1e30, -1e30).astype(np.float32)[None, None], LOGITS)
+        logits = jax.device_put(np.where(np.arange(8) == 5, 1e30, -1e30).astype(np.float32)[None, None], COLUMNS)
         targets = jax.device_put(np.array([[5]], np.int32), TOKENS)
         assert np.asarray(jax.jit(fa.nn.softmax_cross_entropy)(logits, targets)).item() == 0.0
 
@@ -227,8 +213,3 @@ def test_ids_and_logits_inside_a_shard_map(mesh_of):
         loss = jax.shard_map(fa.nn.softmax_cross_entropy, in_specs=(P(), P()), out_specs=P())
         with pytest.raises(ValueError, match="got logits that are the same on all of its devices"):
             jax.eval_shape(loss, np.ones((2, 4, 8), np.float32), np.zeros((2, 4), np.int32))
-
-
-def test_without_a_mesh():
-    with pytest.raises(ValueError, match="VocabParallelEmbed needs a mesh"):
-        fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0))

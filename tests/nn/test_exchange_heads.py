@@ -14,27 +14,22 @@ from flaxasync.ops import trust
 from flaxasync.ops.attention import exchanged
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers
-from tests.nn.conftest import ROWS, assert_close, assert_parameters_close, drawn, gradients, ones
+from tests.nn.conftest import ROWS, SAME, assert_close, assert_parameters_close, drawn, gradients, ones
 from tests.nn.test_attention import pair
 from tests.simulator.split_pairs import session
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SAME = P("data", None, None)
 
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "options", "form"),
-    [
-        (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4}),
-        (6, 3, {"backend": "xla", "gathered_bytes": 2**20}, {"size": 3}),
-        (8, 4, {"backend": "none", "causal": False, "window": 3}, {"size": 4, "data": 2, "axis_type": AxisType.Auto}),
-        (6, 2, {"backend": "none"}, {"size": 4}),  # heads that the axis does not divide
-        (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
-        (4, 4, {"gathered_bytes": 2**20}, {"size": 4, "dtype": "bfloat16"}),
-        pytest.param(16, 8, {"rope_theta": None, "backend": "xla"}, {"size": 8}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "options", "form"), [
+    (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4}),
+    (6, 3, {"backend": "xla", "gathered_bytes": 2**20}, {"size": 3}),
+    (8, 4, {"backend": "none", "causal": False, "window": 3}, {"size": 4, "data": 2, "axis_type": AxisType.Auto}),
+    (6, 2, {"backend": "none"}, {"size": 4}),  # heads that the axis does not divide
+    (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
+    (4, 4, {"gathered_bytes": 2**20}, {"size": 4, "dtype": "bfloat16"}),
+    pytest.param(16, 8, {"rope_theta": None, "backend": "xla"}, {"size": 8}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_parity(parity, heads, kv_heads, options, form):
     make, plain = pair(heads, kv_heads, exchange_heads=True, **options)
     parity(make, plain, (2, 3 * form["size"] if heads != 6 else 12, 8), **form)
@@ -127,23 +122,19 @@ def forgetful(exchange):
     return start
 
 
-@pytest.mark.parametrize(
-    ("x_spec", "options", "more", "lacking"),
-    [
-        (SAME, {}, {}, "an input that every device has whole"),
-        (ROWS, {}, {"mask": np.ones((8, 8), bool)}, "mask"),
-        (ROWS, {}, {"bias": np.zeros((1, 1, 8, 8), np.float32)}, "bias"),
-        (ROWS, {"preferred_element_type": "float32", "dtype": "bfloat16"}, {}, "a wider preferred_element_type"),
-    ],
-)
+@pytest.mark.parametrize(("x_spec", "options", "more", "lacking"), [
+    (SAME, {}, {}, "an input that every device has whole"),
+    (ROWS, {}, {"mask": np.ones((8, 8), bool)}, "mask"),
+    (ROWS, {}, {"bias": np.zeros((1, 1, 8, 8), np.float32)}, "bias"),
+    (ROWS, {"preferred_element_type": "float32", "dtype": "bfloat16"}, {}, "a wider preferred_element_type"),
+])  # fmt: skip
 def test_what_this_form_lacks_is_refused_by_name_or_left_to_rows(mesh_of, x_spec, options, more, lacking):
     with jax.set_mesh(mesh_of(1, 4)):
         x = ones((2, 8, 8), x_spec)
 
         def make(exchange):
-            return drawn(
-                lambda: fa.nn.ParallelSelfAttention(8, 4, exchange_heads=exchange, rngs=nnx.Rngs(0), **options)
-            )
+            options_of = {"exchange_heads": exchange, **options}
+            return drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0), **options_of))
 
         assert make(None)(x, **more).shape == x.shape
         with pytest.raises(NotImplementedError, match=f"exchange_heads=True lacks .*{lacking}"):

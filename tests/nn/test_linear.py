@@ -14,11 +14,9 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.nn.options import LayerSettings, LinearSettings
 from tests.grids import sparse
-from tests.nn.conftest import drawn, ones
+from tests.nn.conftest import COLUMNS, ROWS, SAME, drawn, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-ROWS, COLUMNS, SAME = P("data", "model", None), P("data", None, "model"), P("data", None, None)
 
 
 def linear(size, **options):
@@ -74,8 +72,7 @@ def test_parity_on_a_sub_axis(parity, form, axis):
 
 
 def test_rows_need_not_divide_where_they_are_not_sharded(parity):
-    layer = row(4, layout="replicated")
-    parity(layer, linear(4), (2, 7, 16), size=4, x_spec=COLUMNS, y_spec=SAME)
+    parity(row(4, layout="replicated"), linear(4), (2, 7, 16), size=4, x_spec=COLUMNS, y_spec=SAME)
 
 
 def test_two_dimensions_are_enough(parity):
@@ -104,77 +101,27 @@ def test_parameters_are_sharded_and_their_metadata_says_so(mesh_of, axis_type):
     assert up.kernel[...].addressable_shards[0].data.shape == (8, 3)
 
 
-def test_the_same_seed_gives_the_parameters_of_nnx_linear(mesh_of):
-    plain = nnx.Linear(8, 12, rngs=nnx.Rngs(3))
-    with jax.set_mesh(mesh_of(1, 4)):
-        layer = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(3))
-    np.testing.assert_array_equal(layer.kernel[...], plain.kernel[...])
-
-
-def test_eval_shape_keeps_sharding(mesh_of):
-    with jax.set_mesh(mesh_of(2, 4)):
-        layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)))
-        kernel = layer.kernel.get_value()
-        assert (kernel.shape, kernel.sharding.spec) == ((8, 12), P(None, "model"))
-
-
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_scan_over_stacked_layers(mesh_of, remat):
-    """Compares a scan over three stacked column-row pairs with a loop over the same parameters."""
-
-    class Pair(nnx.Module):
-        def __init__(self, rngs):
-            self.up = fa.nn.ColumnParallelLinear(8, 12, rngs=rngs)
-            self.down = fa.nn.RowParallelLinear(12, 8, rngs=rngs)
-
-        def __call__(self, x):
-            return x + self.down(jnp.tanh(self.up(x)))
-
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
-    def stack(rngs):
-        return Pair(rngs)
-
-    def one(pair, x):
-        return pair(x)
-
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
-    def run(pair, x):
-        return (nnx.remat(one) if remat else one)(pair, x)
-
-    x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
-
-    def looped(state, x):
-        for i in range(3):
-            up, down = (jax.tree.map(lambda leaf: leaf[i], state[name]) for name in ("up", "down"))
-            x = x + jnp.tanh(x @ up["kernel"] + up["bias"]) @ down["kernel"] + down["bias"]
-        return jnp.sum(x**2)
+def test_the_same_seed_gives_the_parameters_of_nnx_linear_and_eval_shape_keeps_their_sharding(mesh_of):
+    def make():
+        return fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(3))
 
     with jax.set_mesh(mesh_of(2, 4)):
-        pairs = drawn(lambda: stack(nnx.Rngs(0)))
-        loss = nnx.value_and_grad(lambda pairs, x: jnp.sum(run(pairs, x) ** 2))
-        value, grads = nnx.jit(loss)(pairs, jax.device_put(x, ROWS))
-    plain = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(pairs, nnx.Param)))
-    want, want_grads = jax.jit(jax.value_and_grad(looped))(plain, x)
-    np.testing.assert_allclose(value, want, rtol=1e-5)
-    jax.tree.map(
-        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-4 * np.abs(w).max()),
-        jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(grads))),
-        want_grads,
-    )
+        np.testing.assert_array_equal(make().kernel[...], nnx.Linear(8, 12, rngs=nnx.Rngs(3)).kernel[...])
+        assert nnx.eval_shape(make).kernel.get_value().sharding.spec == P(None, "model")
 
 
 def test_inside_a_shard_map_of_the_caller(mesh_of):
-    """If the axis is mapped already, input and parameters are local shards."""
+    """If the axis is mapped already, input and parameters are local shards; types say how the input is sharded."""
     x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
     with jax.set_mesh(mesh_of(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
-        fn = jax.shard_map(
-            lambda state, x: nnx.merge(graph, state)(x), in_specs=(P(None, "model"), ROWS), out_specs=COLUMNS
-        )
-        y = jax.jit(fn)(state, jax.device_put(x, ROWS))
+        apply, form = lambda state, x: nnx.merge(graph, state)(x), {"in_specs": (P(None, "model"), ROWS)}
+        y = jax.jit(jax.shard_map(apply, **form, out_specs=COLUMNS))(state, jax.device_put(x, ROWS))
         np.testing.assert_allclose(y, x @ np.asarray(layer.kernel[...]), rtol=1e-4, atol=1e-5)
+        untyped = jax.shard_map(apply, **form, out_specs=COLUMNS, check_vma=False)
+        with pytest.raises(ValueError, match="check_vma=False hides it"):
+            jax.eval_shape(untyped, state, jax.device_put(x, ROWS))
 
 
 @pytest.mark.optimized
@@ -228,43 +175,25 @@ def test_inputs_that_a_layer_does_not_take(mesh_of, cls, options, shape, spec, e
 
 
 def test_a_mesh_is_needed(mesh_of):
-    with pytest.raises(ValueError, match="ColumnParallelLinear needs a mesh with the axis 'model', and none is set"):
-        COLUMN(8, 12, rngs=nnx.Rngs(0))
+    for make in (COLUMN, fa.nn.VocabParallelEmbed):
+        with pytest.raises(ValueError, match=f"{make.__name__} needs a mesh with the axis 'model', and none is set"):
+            make(8, 12, rngs=nnx.Rngs(0))
     with jax.set_mesh(mesh_of(1, 4)):
         layer = drawn(lambda: ROW(12, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="RowParallelLinear needs a mesh with the axis 'model'"):
         layer(np.ones((2, 4, 12), np.float32))
 
 
-def test_inside_a_shard_map_without_varying_types(mesh_of):
-    with jax.set_mesh(mesh_of(1, 4)):
-        graph, state = nnx.split(drawn(lambda: COLUMN(8, 12, use_bias=False, rngs=nnx.Rngs(0))))
-        apply, specs = lambda state, x: nnx.merge(graph, state)(x), (P(None, "model"), ROWS)
-        fn = jax.shard_map(apply, in_specs=specs, out_specs=COLUMNS, check_vma=False)
-        with pytest.raises(ValueError, match="check_vma=False hides it"):
-            jax.eval_shape(fn, state, ones((2, 8, 8), ROWS))
-
-
-def test_the_keywords_are_those_of_nnx_linear_with_its_defaults():
+def test_the_keywords_are_those_of_nnx_with_its_defaults_and_every_option_has_a_setting():
     plain, ours = (inspect.signature(cls.__init__).parameters for cls in (nnx.Linear, fa.nn.RowParallelLinear))
     assert list(ours)[1:3] == list(plain)[1:3] == ["in_features", "out_features"]
-    defaults = LinearSettings()
-    for name in list(plain)[3:]:
-        if name != "rngs":
-            assert name in fa.nn.LinearOptions.__annotations__
-            assert name.endswith(("_init", "_metadata")) or getattr(defaults, name) == plain[name].default
-
-
-def test_the_keywords_of_an_embedding_are_those_of_nnx_embed():
+    for name in set(list(plain)[3:]) - {"rngs"}:
+        assert name in fa.nn.LinearOptions.__annotations__
+        assert name.endswith(("_init", "_metadata")) or getattr(LinearSettings(), name) == plain[name].default
     plain, ours = (inspect.signature(cls.__init__).parameters for cls in (nnx.Embed, fa.nn.VocabParallelEmbed))
     assert set(plain) <= set(ours) | set(fa.nn.LayerOptions.__annotations__)
-
-
-def test_every_option_has_a_setting():
-    fields = [field.name for field in dataclasses.fields(LinearSettings)]
-    assert sorted(fields) == sorted(fa.nn.LinearOptions.__annotations__)
-    fields = [field.name for field in dataclasses.fields(LayerSettings)]
-    assert sorted(fields) == sorted(fa.nn.LayerOptions.__annotations__)
+    for settings, options in ((LinearSettings, fa.nn.LinearOptions), (LayerSettings, fa.nn.LayerOptions)):
+        assert {field.name for field in dataclasses.fields(settings)} == options.__annotations__.keys()
 
 
 @pytest.mark.parametrize("make", [

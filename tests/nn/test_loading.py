@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import ROWS, drawn, ones
+from tests.nn.conftest import ROWS, drawn, ones, stack
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -81,13 +81,8 @@ def test_heads_that_are_a_dimension_are_merged(mesh_of):
 
 
 def test_an_abstract_model_and_a_stack_of_layers_are_loaded(mesh_of):
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
-    def stack(rngs):
-        return fa.nn.ColumnParallelLinear(8, 12, rngs=rngs)
-
     with jax.set_mesh(mesh_of(2, 4)):
-        layers = nnx.eval_shape(lambda: stack(nnx.Rngs(0)))
+        layers = nnx.eval_shape(lambda: stack(lambda rngs: fa.nn.ColumnParallelLinear(8, 12, rngs=rngs)))
         fa.nn.load(layers, {"kernel": np.ones((3, 8, 12)), "bias": np.ones((3, 12))})
         assert layers.kernel[...].sharding.spec == P(None, None, "model")
         assert layers.kernel[...].dtype == jnp.float32

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import COLUMNS, ROWS, assert_close, assert_model_close, drawn, ones
+from tests.nn.conftest import COLUMNS, ROWS, SAME, assert_close, check_replaced, drawn, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -45,22 +45,12 @@ class Adapted(nnx.Module):
         return self.down(nnx.gelu(self.up(x)))
 
 
-@nnx.jit
-def step(model, x):
-    def loss(model):
-        y = model(x)
-        return jnp.sum(jnp.sin(y)), y
-
-    return nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam), has_aux=True)(model)
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("base", ["plain", "parallel"])
 def test_parallelize_turns_nnx_lora_into_parallel_lora(mesh_of, axis_type, base):
     """Around a plain layer, and around one that was replaced before it was adapted."""
-    model, x = drawn(Adapted), np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
-    want, want_y = step(model, x)
-    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+
+    def replace(model):
         if base == "parallel":
             for lora, cls in ((model.up, fa.nn.ColumnParallelLinear), (model.down, fa.nn.RowParallelLinear)):
                 linear = drawn(lambda lora=lora, cls=cls: cls(lora.in_features, lora.out_features, rngs=nnx.Rngs(0)))
@@ -68,31 +58,24 @@ def test_parallelize_turns_nnx_lora_into_parallel_lora(mesh_of, axis_type, base)
                 lora.base_module = linear
         done = fa.nn.parallelize(model, {"up": "column", "down": "row"}, verbose=False)
         assert [found.after for found in done] == ["ParallelLoRA"] * 2
-        got, y = step(model, jax.device_put(x, ROWS))
-    assert_close(y, want_y, "float32", "y")
-    assert_model_close(got, want)
+        return model
+
+    got = check_replaced(drawn(Adapted), mesh_of(2, 4, axis_type), replace, wrt=nnx.LoRAParam)
     assert {path[-1] for path, _ in nnx.to_flat_state(got)} == {"lora_a", "lora_b"}
 
 
-@pytest.mark.parametrize(
-    ("cls", "spec"),
-    [
-        (fa.nn.RowParallelLinear, COLUMNS),
-        (fa.nn.ColumnParallelLinear, P("data", None, None)),
-    ],
-)
+@pytest.mark.parametrize(("cls", "spec"), [(fa.nn.RowParallelLinear, COLUMNS), (fa.nn.ColumnParallelLinear, SAME)])
 def test_nnx_lora_itself(mesh_of, cls, spec):
     """It works around layers whose output may be added to one that is sharded as the input's rows are."""
-    plain = drawn(lambda: nnx.LoRA(16, 2, 16, base_module=nnx.Linear(16, 16, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)))
-    x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
-    want, want_y = step(plain, x)
-    with jax.set_mesh(mesh_of(2, 4)):
+
+    def replace(plain):
         base = drawn(lambda: cls(16, 16, rngs=nnx.Rngs(0)))
-        layer = drawn(lambda: nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(0)))
+        layer = drawn(lambda: lora(base))
         fa.nn.load(layer, plain)
-        got, y = step(layer, jax.device_put(x, spec))
-    assert_close(y, want_y, "float32", "y")
-    assert_model_close(got, want)
+        return layer
+
+    plain = drawn(lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
+    check_replaced(plain, mesh_of(2, 4), replace, spec=spec, wrt=nnx.LoRAParam)
 
 
 def test_nnx_lora_around_a_column_parallel_layer_is_an_error_of_jax(mesh_of):
@@ -102,29 +85,6 @@ def test_nnx_lora_around_a_column_parallel_layer_is_an_error_of_jax(mesh_of):
         layer = nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(0))
         with pytest.raises(Exception, match=r"add operation .* illegally sharded result"):
             layer(ones((2, 8, 16), ROWS))
-
-
-def test_adaptations_that_cannot_be_replaced(mesh_of):
-    class Odd(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            linear = nnx.Linear(16, 16, rngs=rngs)
-            self.plain = nnx.LoRA(16, 2, 16, base_module=linear, rngs=rngs)
-            self.alone = nnx.LoRA(16, 2, 16, rngs=rngs)
-            self.other = nnx.LoRA(16, 2, 16, base_module=nnx.Linear(16, 16, rngs=rngs), dtype=jnp.bfloat16, rngs=rngs)
-
-    with jax.set_mesh(mesh_of(2, 4)):
-        model = nnx.eval_shape(Odd)
-        for rules, message in [
-            (
-                {"plain.base_module": "row"},
-                "plain.base_module, because nnx.LoRA .* it is at plain: give it the rule 'row', and it becomes",
-            ),
-            ({"alone": "column"}, "alone, a LoRA: it is around a NoneType, and the rules are those of nnx.Linear"),
-            ({"other": "column"}, "other, a LoRA: its dtype, param_dtype or promote_dtype is not that of the layer"),
-        ]:
-            with pytest.raises(ValueError, match=message):
-                fa.nn.parallelize(model, rules)
 
 
 def lora(base, seed=1):
@@ -142,40 +102,41 @@ class Shared(nnx.Module):
         return self.a(x) + self.b(x) + self.c(x)
 
 
-@nnx.jit
-def whole_step(model, x):
-    return nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))))(model)
-
-
 @pytest.mark.parametrize("rules", [{"b": "column", "c": "column"}, {"a": "column", "b": "column", "c": "column"}])
 def test_a_shared_layer_stays_shared(mesh_of, rules):
-    model, x = drawn(Shared), np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
-    want = whole_step(model, x)
-    with jax.set_mesh(mesh_of(2, 4)):
+    def replace(model):
         done = fa.nn.parallelize(model, rules, verbose=False)
         assert type(model.a) is fa.nn.ColumnParallelLinear
         assert model.a is model.b.base_module is model.c.base_module
-        got = whole_step(model, jax.device_put(x, ROWS))
-    assert sorted(found.path for found in done) == ["a", "b", "c"]
-    assert_model_close(got, want)
+        assert sorted(found.path for found in done) == ["a", "b", "c"]
+        return model
+
+    check_replaced(drawn(Shared), mesh_of(2, 4), replace)
 
 
-def test_a_shared_layer_has_one_rule_and_no_plain_adapter(mesh_of):
+class Odd(nnx.Module):
+    def __init__(self):
+        first, second = (nnx.Linear(16, 16, rngs=nnx.Rngs(0)) for _ in range(2))
+        self.plain, self.alone = lora(first), lora(None)
+        self.other = nnx.LoRA(16, 2, 16, base_module=second, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(("make", "rules", "message"), [
+    (Odd, {"plain.base_module": "row"}, "because nnx.LoRA .* it is at plain: give it the rule 'row', and it becomes"),
+    (Odd, {"alone": "column"}, "alone, a LoRA: it is around a NoneType, and the rules are those of nnx.Linear"),
+    (Odd, {"other": "column"}, "other, a LoRA: its dtype, param_dtype or promote_dtype is not that of the layer"),
+    (Shared, {"a": "column"}, "a, because nnx.LoRA .* it is at b: give it the rule 'column'"),
+    (Shared, {"b": "column"}, "a, because nnx.LoRA .* it is at c: give it the rule 'column'"),
+    (Shared, {"b": "column", "c": "row"}, "c by the rule 'row': it adapts a, .* says 'column'; give both"),
+    (lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))), {"base_module": "row"},
+     "base_module, because .* the model itself is it, so put it into a module, such as an nnx.Dict, and"),
+])  # fmt: skip
+def test_adaptations_that_cannot_be_replaced(mesh_of, make, rules, message):
     with jax.set_mesh(mesh_of(2, 4)):
-        for make, rules, message in [
-            (Shared, {"a": "column"}, "replace a, because nnx.LoRA .* it is at b: give it the rule 'column'"),
-            (Shared, {"b": "column"}, "replace a, because nnx.LoRA .* it is at c: give it the rule 'column'"),
-            (Shared, {"b": "column", "c": "row"}, "c by the rule 'row': it adapts a, .* says 'column'; give both"),
-            (
-                lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))),
-                {"base_module": "row"},
-                "base_module, because .* the model itself is it, so put it into a module, such as an nnx.Dict, and",
-            ),
-        ]:
-            model = nnx.eval_shape(make)
-            with pytest.raises(ValueError, match=message):
-                fa.nn.parallelize(model, rules)
-            assert not any(isinstance(module, fa.nn.ColumnParallelLinear) for _, module in nnx.iter_modules(model))
+        model = nnx.eval_shape(make)
+        with pytest.raises(ValueError, match=f"cannot replace .*{message}"):
+            fa.nn.parallelize(model, rules)
+        assert not any(isinstance(module, fa.nn.ColumnParallelLinear) for _, module in nnx.iter_modules(model))
 
 
 def test_a_parallel_layer_that_is_adapted_stays_as_it_is(mesh_of):

@@ -1,24 +1,22 @@
 """The parallel MLP against three nnx.Linear layers."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import drawn, ones, permutes
+from tests.nn.conftest import ROWS, SAME, drawn, ones, permutes
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-ROWS, SAME = P("data", "model", None), P("data", None, None)
 
 
 class PlainMLP(nnx.Module):
     """The same MLP of plain layers, with the same names."""
 
-    def __init__(self, features, hidden, *, gated, use_bias, rngs):
-        options = {"use_bias": use_bias, "rngs": rngs}
+    def __init__(self, features, hidden, *, gated=True, **options):
         self.up = nnx.Linear(features, hidden, **options)
         self.gate = nnx.Linear(features, hidden, **options) if gated else None
         self.down = nnx.Linear(hidden, features, **options)
@@ -29,13 +27,13 @@ class PlainMLP(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-def pair(size, *, gated=True, use_bias=False, **options):
-    plain = drawn(lambda: PlainMLP(8, 6 * size, gated=gated, use_bias=use_bias, rngs=nnx.Rngs(0)))
+def pair(size, *, backend=None, **options):
+    options = {"use_bias": False} | options
 
     def make(dtype):
-        return fa.nn.ParallelMLP(8, 6 * size, gated=gated, use_bias=use_bias, dtype=dtype, rngs=nnx.Rngs(0), **options)
+        return fa.nn.ParallelMLP(8, 6 * size, dtype=dtype, backend=backend, rngs=nnx.Rngs(0), **options)
 
-    return make, plain
+    return make, drawn(lambda: PlainMLP(8, 6 * size, rngs=nnx.Rngs(0), **options))
 
 
 @pytest.mark.parametrize(("size", "gated"), [(1, True), (2, False), (3, True), (5, False), (8, True)])
@@ -54,8 +52,15 @@ def test_parity_on_a_sub_axis(parity, axis_type, backend, dtype):
 
 
 def test_an_input_that_is_the_same_on_all_devices_gives_such_an_output(parity):
-    make, plain = pair(4, use_bias=True)
-    parity(make, plain, (2, 7, 8), size=4, x_spec=SAME, y_spec=SAME)
+    parity(*pair(4, use_bias=True), (2, 7, 8), size=4, x_spec=SAME, y_spec=SAME)
+
+
+def test_a_product_of_the_caller(parity):
+    parity(*pair(4, dot_general=sine), (2, 8, 8), size=4, data=2)
+
+
+def sine(x, w, dimension_numbers, **options):
+    return lax.dot_general(jnp.sin(x), jnp.sin(w), dimension_numbers, **options)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -73,32 +78,22 @@ def test_only_products_of_the_hidden_features_are_saved(mesh_of, gated):
 
 
 @pytest.mark.optimized
-def test_a_ring_whose_result_is_saved_is_not_run_again(mesh_of):
-    """The backward pass computes h again, not y: R - 1 permutes each for x, y, dy and dx. XLA merges the trips of x."""
+def test_gate_and_up_share_one_trip_and_no_ring_is_run_again(mesh_of):
+    """R - 1 permutes each for x and y, and for dy and dx: the backward pass computes h again, not y."""
     with jax.set_mesh(mesh_of(1, 4)):
-        mlp = drawn(lambda: fa.nn.ParallelMLP(8, 16, backend="xla", rngs=nnx.Rngs(0)))
-        assert permutes(mlp, ones((2, 8, 8), ROWS)) == 4 * 3
-
-
-@pytest.mark.optimized
-def test_gate_and_up_share_one_trip(mesh_of):
-    """With and without a gate the forward pass has as many permutes: R - 1 for x and R - 1 for y."""
-    for gated in (True, False):
-        with jax.set_mesh(mesh_of(1, 4)):
-            mlp = drawn(lambda: fa.nn.ParallelMLP(8, 16, gated=gated, backend="xla", rngs=nnx.Rngs(0)))
+        x = ones((2, 8, 8), ROWS)
+        for gated in (True, False):
+            mlp = drawn(lambda gated=gated: fa.nn.ParallelMLP(8, 16, gated=gated, backend="xla", rngs=nnx.Rngs(0)))
             graph, state = nnx.split(mlp)
-            x = ones((2, 8, 8), ROWS)
-            text = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
-        assert text.count(" collective-permute(") == 6
+            text = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
+            assert text.count(" collective-permute(") == 2 * 3
+            assert not gated or permutes(mlp, x) == 4 * 3  # XLA merges the trips of x
 
 
-def test_hidden_features_that_do_not_divide(mesh_of):
-    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match="out_features=10 on 4 devices; use 8 or 12"):
-        fa.nn.ParallelMLP(8, 10, rngs=nnx.Rngs(0))
-
-
-def test_a_wrong_feature_size(mesh_of):
+def test_features_that_do_not_fit(mesh_of):
     with jax.set_mesh(mesh_of(1, 4)):
+        with pytest.raises(ValueError, match="out_features=10 on 4 devices; use 8 or 12"):
+            fa.nn.ParallelMLP(8, 10, rngs=nnx.Rngs(0))
         mlp = drawn(lambda: fa.nn.ParallelMLP(8, 16, rngs=nnx.Rngs(0)))
         with pytest.raises(ValueError, match="ParallelMLP was built for 8 input features"):
             mlp(ones((2, 4, 12), ROWS))

@@ -15,13 +15,19 @@ import flaxasync as fa
 from flaxasync.nn.prefetched_scan import Scan
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import ring_all_gather, ring_reduce_scatter
+from tests.nn.conftest import scan, stack
 from tests.simulator.split_pairs import session
 
-AXES = ("data", "fsdp", "context", "model")
+AXES, BATCH = ("data", "fsdp", "context", "model"), ("data", "fsdp")
+ROWS = P(BATCH, "model", None)
 
 
 def mesh_of(*sizes, axis_type=AxisType.Explicit):
     return jax.make_mesh(sizes, AXES, (axis_type,) * 4, devices=jax.devices()[: np.prod(sizes)])
+
+
+def placed(x, spec=ROWS):
+    return jax.device_put(x.astype(np.float32), spec)
 
 
 class Block(nnx.Module):
@@ -38,35 +44,20 @@ class Block(nnx.Module):
         return x + self.mlp(y).astype(x.dtype)
 
 
-def stack(layers, fsdp_axis="fsdp", dtype=None, features=16):
-    @nnx.split_rngs(splits=layers)
-    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
-    def make(rngs):
-        return Block(fsdp_axis=fsdp_axis, dtype=dtype, features=features, rngs=rngs)
-
-    return make(nnx.Rngs(0))
+def blocks(layers, dtype=None, features=16):
+    return stack(lambda rngs: Block(fsdp_axis="fsdp", dtype=dtype, features=features, rngs=rngs), layers)
 
 
-def scan(layers, x, *ids):
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
-    def run(layer, x):
-        return layer(x, *ids)
-
-    return run(layers, x)
-
-
-def prefetch(layers, x, *ids, dtype=jnp.float32, backend="xla", **options):
-    return fa.nn.scan_with_prefetch(
-        lambda layer, x, *ids: layer(x, *ids), layers, x, *ids, fsdp_axis="fsdp", dtype=dtype, backend=backend,
-        **options,
-    )  # fmt: skip
+def prefetch(layers, x, *ids, **options):
+    options = {"fsdp_axis": "fsdp", "dtype": jnp.float32} | options
+    return fa.nn.scan_with_prefetch(lambda layer, x, *ids: layer(x, *ids), layers, x, *ids, **options)
 
 
 class Model(nnx.Module):
     """Layers, and a projection that can be part of their scan."""
 
     def __init__(self, layers, features=16):
-        self.layers = stack(layers, features=features)
+        self.layers = blocks(layers, features=features)
         self.norm = nnx.RMSNorm(features, rngs=nnx.Rngs(1))
         self.output = fa.nn.ColumnParallelLinear(features, 2 * features, fsdp_axis="fsdp", rngs=nnx.Rngs(2))
 
@@ -118,9 +109,8 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, l
         )
         if not then:
             module, runs = module.layers, (prefetch, scan)
-        x = jax.device_put(np.random.default_rng(0).standard_normal((8, 8, 16)).astype(np.float32),
-                           P(("data", "fsdp"), "model", None))  # fmt: skip
-        ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P(("data", "fsdp"), "model"))
+        x = placed(np.random.default_rng(0).standard_normal((8, 8, 16)))
+        ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P(BATCH, "model"))
         assert_alike(*(gradients(module, x, ids, run=run) for run in runs), atol=1e-3 if then else 1e-4)
 
 
@@ -139,18 +129,14 @@ def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
     with jax.set_mesh(mesh_of(1, 4, 1, 1)), mock.patch.object(Scan, "forward", watch):
         x = jax.device_put(np.ones((4, 3, 16), np.float32), P("fsdp", None, None))
         ids = jax.device_put(np.ones((4, 3), np.int32), P("fsdp", None))
-        gradients(stack(2), x, ids, run=functools.partial(prefetch, policy=POLICIES[policy]))
+        gradients(blocks(2), x, ids, run=functools.partial(prefetch, policy=POLICIES[policy]))
     assert kept == [[]]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layers", "policy"),
-    [
-        ((1, 4, 1, 1), 2, None),
-        pytest.param((1, 4, 1, 1), 1, None, marks=pytest.mark.slow),
-        pytest.param((2, 2, 1, 1), 3, "costly", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "layers", "policy"), [
+    ((1, 4, 1, 1), 2, None), pytest.param((1, 4, 1, 1), 1, None, marks=pytest.mark.slow),
+    pytest.param((2, 2, 1, 1), 3, "costly", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_direct_copies_in_the_simulator(sizes, layers, policy):
     """Four devices with race detection. The up and down projections travel along rows and along columns."""
     kinds = direct.all_gather, direct.all_to_all
@@ -172,32 +158,11 @@ def test_direct_copies_in_the_simulator(sizes, layers, policy):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
 
 
-def test_a_stack_whose_layers_are_sharded_is_refused():
-    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
-        x = jax.device_put(np.ones((8, 8, 16), np.float32), P(("data", "fsdp"), "model", None))
-        module = stack(2)
-        module.norm.scale = nnx.Param(jax.device_put(np.ones((2, 16), np.float32), P("data")))
-        with pytest.raises(ValueError, match=r"needs all layers of a stack on every device: norm\.scale is stored"):
-            prefetch(module, x)
-
-
-def test_direct_copies_need_tpus():
-    x = np.ones((4, 2, 16), np.float32)
-    with jax.set_mesh(mesh_of(1, 4, 1, 1)):
-        module, x = stack(1), jax.device_put(x, P("fsdp"))
-        with pytest.raises(
-            NotImplementedError, match="backend='pallas' is made of TPU kernels, and this mesh is of cpu"
-        ):
-            prefetch(module, x, backend="pallas")
-        with pytest.raises(ValueError, match="has the backends 'xla' and 'pallas': got 'stateful'"):
-            prefetch(module, x, backend="stateful")
-
-
 @pytest.mark.slow
 def test_transfers_are_permutes_in_the_dtype_of_the_computation_and_sums_in_that_of_the_parameters():
     """No collective but permutes is over fsdp, except the sum of the gradients of what every device has."""
     with jax.set_mesh(mesh_of(1, 4, 1, 2)):
-        graph, state = nnx.split(stack(3, dtype=jnp.bfloat16))
+        graph, state = nnx.split(blocks(3, dtype=jnp.bfloat16))
         x = jax.device_put(np.ones((8, 8, 16), np.float32), P("fsdp", "model", None))
 
         def loss(state, x):
@@ -235,38 +200,34 @@ def test_bad_input_is_refused():
     x = np.ones((8, 8, 16), np.float32)
     message = r"reads from types how arrays are sharded: .*make all of them Explicit"
     with jax.set_mesh(mesh_of(2, 2, 1, 2, axis_type=AxisType.Auto)), pytest.raises(ValueError, match=message):
-        prefetch(nnx.eval_shape(lambda: stack(2)), x)
+        prefetch(nnx.eval_shape(lambda: blocks(2)), x)
     with jax.set_mesh(mesh_of(2, 2, 1, 2)):
-        with pytest.raises(ValueError, match="scan_with_prefetch works on the mesh axis 'shards', and the mesh has"):
-            fa.nn.scan_with_prefetch(lambda layer, x: x, stack(2), x, fsdp_axis="shards", dtype=jnp.float32)
-        with pytest.raises(
-            ValueError, match=r"sharded over 'fsdp', as a part of the batch: got .*'data'.*; reshard it"
-        ):
-            prefetch(stack(2), jax.device_put(x, P("data", "model", None)))
-        x = jax.device_put(x, P(("data", "fsdp"), "model", None))
-        with pytest.raises(ValueError, match=r"must be integers or booleans: got float32\[8, 8\]; make it a parameter"):
-            prefetch(stack(2), x, x[..., 0])
-        module = stack(2)
-        module.count = nnx.BatchStat(jnp.zeros(2))
-        with pytest.raises(ValueError, match=r"takes layers that have parameters alone: got count, too; use nnx.scan"):
-            prefetch(module, x)
-
-
-def stack_of(make):
-    @nnx.split_rngs(splits=2)
-    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
-    def run(rngs):
-        return make(rngs=rngs)
-
-    return run(nnx.Rngs(0))
+        layers, counted, sharded, x = blocks(2), blocks(2), blocks(2), placed(x)
+        counted.count = nnx.BatchStat(jnp.zeros(2))
+        sharded.norm.scale = nnx.Param(placed(np.ones((2, 16)), P("data")))
+        for module, args, options, message in [
+            (layers, [x], {"fsdp_axis": "shards"}, "works on the mesh axis 'shards', and the mesh has"),
+            (layers, [x], {"backend": "stateful"}, "has the backends 'xla' and 'pallas': got 'stateful'"),
+            (layers, [placed(x, P("data"))], {}, r"over 'fsdp', as a part of the batch: got .*'data'.*; reshard it"),
+            (layers, [x, x[..., 0]], {}, r"must be integers or booleans: got float32\[8, 8\]; make it a parameter"),
+            (counted, [x], {}, "takes layers that have parameters alone: got count, too; use nnx.scan"),
+            (sharded, [x], {}, r"needs all layers of a stack on every device: norm\.scale is stored"),
+        ]:
+            with pytest.raises(ValueError, match=f"scan_with_prefetch .*{message}"):
+                prefetch(module, *args, **options)
+        with pytest.raises(NotImplementedError, match="backend='pallas' is made of TPU kernels, and this mesh is of c"):
+            prefetch(layers, x, backend="pallas")
 
 
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])
 def test_the_axis_must_be_the_last_of_a_dimension(axes):
     """A kernel of blocks ordered fsdp x data, gathered over fsdp alone, would be a permutation of it."""
-    make = functools.partial(fa.nn.ParallelMLP, 16, 32, kernel_metadata={"out_sharding": (axes, "model")})
+
+    def make(rngs):
+        return fa.nn.ParallelMLP(16, 32, kernel_metadata={"out_sharding": (axes, "model")}, rngs=rngs)
+
     with jax.set_mesh(mesh_of(2, 2, 1, 2)):
-        module, x = stack_of(make), jax.device_put(np.ones((8, 8, 16), np.float32), P(("data", "fsdp"), "model", None))
+        module, x = stack(make, 2), placed(np.ones((8, 8, 16)))
         if axes == ("data", "fsdp"):
             got, want = nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -276,32 +237,33 @@ def test_the_axis_must_be_the_last_of_a_dimension(axes):
 
 
 @pytest.mark.parametrize("execute", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_layers_whose_metadata_say_how_they_are_stored(execute):
-    """The projections of RingSelfAttention are `nnx.Linear`. Gathered twice, their kernels would not fit the input."""
-    make = functools.partial(fa.nn.RingSelfAttention, 16, 4, use_bias=True, fsdp_axis="fsdp")
+def test_layers_whose_parameters_every_device_of_their_axis_has(execute):
+    """Those of RingSelfAttention. Gathered twice, they would not fit the input."""
+
+    def make():
+        return stack(lambda rngs: fa.nn.RingSelfAttention(16, 4, use_bias=True, fsdp_axis="fsdp", rngs=rngs), 2)
+
     with jax.set_mesh(mesh_of(1, 2, 2, 2)):
-        x = np.random.default_rng(0).standard_normal((4, 8, 16)).astype(np.float32)
-        x = jax.device_put(x, P(("data", "fsdp"), "context", None))
+        x = placed(np.random.default_rng(0).standard_normal((4, 8, 16)), P(BATCH, "context", None))
         if not execute:
-            assert nnx.eval_shape(lambda x: prefetch(stack_of(make), x), x).shape == x.shape
+            assert nnx.eval_shape(lambda x: prefetch(make(), x), x).shape == x.shape
             return
-        module = stack_of(make)
-        got, want = nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x)
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        module = make()
+        np.testing.assert_allclose(nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x), rtol=1e-5, atol=1e-5)
         assert module.query.kernel.get_metadata()["out_sharding"][-2:] == ("fsdp", None)
 
 
 def test_a_cache_is_refused_until_it_is_dropped():
     def run(x):
-        module = stack_of(functools.partial(fa.nn.ParallelSelfAttention, 16, 4, fsdp_axis="fsdp"))
+        module = stack(lambda rngs: fa.nn.ParallelSelfAttention(16, 4, fsdp_axis="fsdp", rngs=rngs), 2)
         module.init_cache((2, *x.shape))
         with pytest.raises(
-            ValueError, match="to drop the cache of init_cache, set cached_key, cached_value and cache_ind"
+            ValueError, match="to drop the cache of init_cache, set cached_key, cached_value and cache_i"
         ):
             prefetch(module, x)
         module.cached_key = module.cached_value = module.cache_index = None
         return prefetch(module, x)
 
     with jax.set_mesh(mesh_of(1, 2, 1, 2)):
-        x = jax.device_put(np.ones((4, 8, 16), np.float32), P("fsdp", "model", None))
+        x = placed(np.ones((4, 8, 16)), P("fsdp", "model", None))
         assert nnx.eval_shape(run, x).shape == x.shape

@@ -1,7 +1,6 @@
 """Stacks of layers, which nnx.vmap makes for nnx.scan, become stacks of parallel layers."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -9,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import COLUMNS, ROWS, assert_close, assert_model_close, drawn, ones
+from tests.nn.conftest import COLUMNS, ROWS, check_replaced, drawn, ones, stack
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -33,55 +32,30 @@ class Scanned(nnx.Module):
 
     def __init__(self, metadata, out_axes=0):
         self.metadata = metadata
-
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(in_axes=0, out_axes=out_axes, transform_metadata=metadata)
-        def stack(rngs):
-            return Block(rngs)
-
-        self.layers = stack(nnx.Rngs(0))
+        self.layers = stack(Block, transform_metadata=metadata, out_axes=out_axes)
 
     def __call__(self, x):
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=self.metadata)
-        @nnx.remat
-        def run(layer, x):
-            return layer(x)
-
-        return run(self.layers, x)
-
-
-@nnx.jit
-def step(model, x):
-    def loss(model):
-        y = model(x)
-        return jnp.sum(jnp.sin(y)), y
-
-    return nnx.grad(loss, has_aux=True)(model)
+        options = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry, "transform_metadata": self.metadata}
+        return nnx.scan(nnx.remat(lambda layer, x: layer(x)), **options)(self.layers, x)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axis_type", "metadata"),
-    [
-        (AxisType.Explicit, {nnx.PARTITION_NAME: None}),
-        (AxisType.Explicit, {}),
-        (AxisType.Auto, {nnx.PARTITION_NAME: None}),
-    ],
-)
+@pytest.mark.parametrize(("axis_type", "metadata"), [
+    (AxisType.Explicit, {nnx.PARTITION_NAME: None}), (AxisType.Explicit, {}),
+    (AxisType.Auto, {nnx.PARTITION_NAME: None}),
+])  # fmt: skip
 def test_a_scanned_model_computes_what_it_did(mesh_of, axis_type, metadata):
-    model, x = drawn(lambda: Scanned(metadata)), np.random.default_rng(0).standard_normal((2, 8, 32)).astype(np.float32)
-    want, want_y = step(model, x)
-    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+    def replace(model):
         done = fa.nn.parallelize(model, RULES, verbose=False)
         assert [found.after for found in done] == ["ParallelAttention", "RowParallelLinear", "ParallelLoRA"]
         assert model.layers.down.kernel.shape == (3, 16, 32)
         assert model.layers.down.kernel[...].sharding.spec == P(None, "model", None)
         assert model.layers.down.kernel.get_metadata()["out_sharding"] == (None, "model", None)
-        got, y = step(model, jax.device_put(x, ROWS))
-        if axis_type == AxisType.Explicit:
-            assert jax.typeof(got["layers"]["down"]["kernel"][...]).sharding.spec == P(None, "model", None)
-    assert_close(y, want_y, "float32", "y")
-    assert_model_close(got, want)
+        return model
+
+    got = check_replaced(drawn(lambda: Scanned(metadata)), mesh_of(2, 4, axis_type), replace, features=32)
+    if axis_type == AxisType.Explicit:
+        assert jax.typeof(got["layers"]["down"]["kernel"][...]).sharding.spec == P(None, "model", None)
 
 
 def test_an_abstract_stack_is_loaded_afterwards(mesh_of):
@@ -101,18 +75,19 @@ def test_a_stack_is_called_in_a_scan(mesh_of):
         model = nnx.eval_shape(lambda: Scanned({}))
         fa.nn.parallelize(model, RULES | {"layers.up": "row"}, verbose=False)
         model = drawn(lambda: model)
-        for layer in (model.layers.down, model.layers.attention, model.layers.up):
-            x = ones(
-                (2, 8, 16 if layer is model.layers.down else 32), ROWS if layer is model.layers.attention else COLUMNS
-            )
-            with pytest.raises(ValueError, match=r"\[3, \d+, \d+\] has 3 dimensions, .* this is a stack of layers, as"):
-                layer(x)
+        layers, message = model.layers, r"\[3, \d+, \d+\] has 3 dimensions, .* this is a stack of layers, as"
+        for layer, features, spec in (
+            (layers.down, 16, COLUMNS),
+            (layers.attention, 32, ROWS),
+            (layers.up, 32, COLUMNS),
+        ):
+            with pytest.raises(ValueError, match=message):
+                layer(ones((2, 8, features), spec))
 
 
 def test_a_stack_along_another_dimension_is_refused(mesh_of):
     with jax.set_mesh(mesh_of(2, 4)):
         model = nnx.eval_shape(lambda: Scanned({}, out_axes=1))
-        with pytest.raises(
-            ValueError, match=r"its kernel is \[16, 3, 32\], .* make a stack of layers with out_axes=0 of nnx.vmap"
-        ):
+        message = r"its kernel is \[16, 3, 32\], .* make a stack of layers with out_axes=0 of nnx.vmap"
+        with pytest.raises(ValueError, match=message):
             fa.nn.parallelize(model, {"layers.down": "row"})

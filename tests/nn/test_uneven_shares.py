@@ -10,11 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.nn.shares import Shares, head_shares
-from tests.nn.conftest import ROWS, assert_close, assert_model_close, assert_parameters_close, drawn
+from tests.nn.conftest import ROWS, TOKENS, assert_close, assert_model_close, assert_parameters_close, drawn
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-TOKENS = P("data", None)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
@@ -40,15 +38,11 @@ def test_a_share_that_is_no_padding_needs_no_transfer():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "form"),
-    [
-        (4, 2, {}),
-        pytest.param(6, 6, {"mask": "heads"}, marks=pytest.mark.slow),
-        pytest.param(6, 2, {"mask": "batch", "cross": True}, marks=pytest.mark.slow),
-        pytest.param(4, 4, {"bias": True, "cross": True, "normalize_qk": True}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "form"), [
+    (4, 2, {}), pytest.param(6, 6, {"mask": "heads"}, marks=pytest.mark.slow),
+    pytest.param(6, 2, {"mask": "batch", "cross": True}, marks=pytest.mark.slow),
+    pytest.param(4, 4, {"bias": True, "cross": True, "normalize_qk": True}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_attention_is_that_of_nnx(mesh_of, heads, kv_heads, form, axis_type):
     """Outputs, and gradients of all parameters in their dense shapes, of `nnx.MultiHeadAttention`."""
     rng, cross = np.random.default_rng(0), "cross" in form

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import ROWS, assert_close, assert_model_close, drawn, make_mesh
-from tests.user.models import LanguageModel, MlpBlock
+from tests.nn.conftest import assert_close, assert_model_close, drawn, make_mesh
+from tests.user.models import LanguageModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
 
@@ -56,55 +56,6 @@ def parallel_loss(model, ids):
     return jnp.mean(fa.nn.softmax_cross_entropy(model(ids), ids, vocab_size=61))
 
 
-class Mixer(nnx.Module):
-    """Mixes tokens and channels in turn."""
-
-    def __init__(self, rngs):
-        self.tokens, self.channels = MlpBlock(8, 16, rngs=rngs), MlpBlock(16, 32, rngs=rngs)
-        self.norm = nnx.LayerNorm(16, rngs=rngs)
-
-    def __call__(self, x):
-        x = x + jnp.swapaxes(self.tokens(jnp.swapaxes(self.norm(x), 1, 2)), 1, 2)
-        return x + self.channels(self.norm(x))
-
-
-class Translator(nnx.Module):
-    """An encoder, and a decoder with cross-attention."""
-
-    def __init__(self, rngs):
-        self.encode = MlpBlock(16, 32, rngs=rngs)
-        self.attend, self.cross = (nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs) for _ in range(2))
-
-    def __call__(self, source, target):
-        source = source + self.encode(source)
-        x = target + self.attend(target, mask=np.tri(target.shape[1], dtype=bool)[None, None])
-        return x + self.cross(x, source)
-
-
-def check_gradients(plain, model, *arrays, spec):
-    def loss(model, *arrays):
-        y = model(*arrays)
-        return jnp.sum(jnp.sin(y)), y
-
-    step = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
-    with jax.set_mesh(make_mesh(1, 1)):
-        (_, want_y), want = step(plain, *arrays)
-    (_, y), got = step(model, *(jax.device_put(array, spec) for array in arrays))
-    assert_close(y, want_y, "float32", "y")
-    assert_model_close(got, want)
-
-
-def test_a_mixer():
-    rules = {"*.wi": "column", "*.wo": "row_replicated"}
-    check_gradients(*pair(lambda: Mixer(nnx.Rngs(0)), rules), draw(4, 8, 16), spec=P("data"))
-
-
-def test_an_encoder_and_a_decoder_with_cross_attention():
-    rules = {"encode.wi": "column", "encode.wo": "row", "attend": "attention", "cross": "attention"}
-    source, target = draw(4, 12, 16), draw(4, 8, 16, seed=1)
-    check_gradients(*pair(lambda: Translator(nnx.Rngs(0)), rules), source, target, spec=ROWS)
-
-
 def train(model, loss, ids, wrt=nnx.Param):
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=wrt)
 
@@ -137,53 +88,6 @@ def test_low_rank_factors_are_trained_alone():
     losses = train(model, parallel_loss, jax.device_put(tokens(4, 8), TOKENS), wrt=nnx.LoRAParam)
     assert losses[-1] < losses[0]
     np.testing.assert_array_equal(model.blocks[0].mlp.wi.base_module.kernel[...], before)
-
-
-def test_layers_in_a_scan_are_computed_again():
-    def stack(make):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
-        def layers(rngs):
-            return make(rngs)
-
-        return lambda: layers(nnx.Rngs(0))
-
-    def run(layers, x):
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
-        @nnx.remat
-        def scan(layer, x):
-            return x + layer(x)
-
-        return jnp.sum(jnp.sin(scan(layers, x)))
-
-    class Plain(nnx.Module):
-        def __init__(self, rngs):
-            self.up, self.down = (nnx.Linear(*sizes, use_bias=False, rngs=rngs) for sizes in ((16, 32), (32, 16)))
-
-        def __call__(self, x):
-            return self.down(nnx.silu(self.up(x)))
-
-    x = draw(4, 8, 16)
-    with jax.set_mesh(make_mesh(1, 1)):
-        plain = drawn(stack(Plain))
-        want = nnx.jit(nnx.grad(run))(plain, x)
-    model = drawn(stack(lambda rngs: fa.nn.ParallelMLP(16, 32, gated=False, use_bias=False, rngs=rngs)))
-    fa.nn.load(model, plain)
-    assert_model_close(nnx.jit(nnx.grad(run))(model, jax.device_put(x, ROWS)), want)
-
-
-def test_a_map_over_examples():
-    plain, model = pair(gpt, GPT)
-    ids = tokens(4, 8)
-    with jax.set_mesh(make_mesh(1, 1)):
-        want = plain(ids)
-
-    @nnx.jit
-    def each(model, ids):
-        graph, state = nnx.split(model)
-        return jax.vmap(lambda one: nnx.merge(graph, state)(one[None])[0])(ids)
-
-    assert_close(np.asarray(each(model, jax.device_put(ids, TOKENS)))[..., :61], want, "float32", "logits")
 
 
 def test_a_model_and_its_gradient_are_exported(tmp_path):

@@ -1,6 +1,9 @@
 """Puts plain arrays into a model of parallel layers, each under the sharding that its layer needs."""
 
 import dataclasses
+import itertools
+import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,19 +21,12 @@ type Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `load` did. Names are paths with dots: "layers.0.mlp.up.kernel".
+    """What `load` did. Names are paths with dots: "layers.0.mlp.up.kernel"."""
 
-    Attributes:
-      names: The parameters that were loaded.
-      missing: The parameters of the model that the source lacks. They keep their values.
-      unexpected: The names of the source that the model lacks. They were left out.
-      reshaped: The parameters whose dimensions were merged or split, with their shapes in the source and in the model.
-    """
-
-    names: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    names: tuple[str, ...]  # the parameters that were loaded
+    missing: tuple[str, ...]  # those of the model that the source lacks; they keep their values
+    unexpected: tuple[str, ...]  # names of the source that the model lacks; they were left out
+    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # shapes in the source and in the model, if not one
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.names)} parameters"]
@@ -70,7 +66,7 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
     for path in sorted(needed & source.keys()):
         value, target = source[path], targets[path].get_value()
         if value.shape != target.shape:
-            if not _merges(value.shape, target.shape) and not _merges(target.shape, value.shape):
+            if not _merges(value.shape, target.shape):
                 errors.append(f"{_name(path)} is {list(value.shape)} in the source and {list(target.shape)} here")
                 continue
             reshaped[_name(path)] = value.shape, target.shape
@@ -152,16 +148,10 @@ def _current_spec(variable: nnx.Variable) -> P:
     return sharding.spec if isinstance(sharding, jax.NamedSharding) else P()
 
 
-def _merges(longer: tuple[int, ...], shorter: tuple[int, ...]) -> bool:
+def _merges(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Says whether merging neighbouring dimensions of one shape gives the other."""
-    remaining = list(longer)
-    for size in shorter:
-        product = 1
-        while remaining and (product < size or remaining[0] == 1):
-            product *= remaining.pop(0)
-        if product != size:
-            return False
-    return not remaining
+    ends, other_ends = (set(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (one, other))
+    return math.prod(one) == math.prod(other) and (ends <= other_ends or other_ends <= ends)
 
 
 def _path(path: Any) -> Path:

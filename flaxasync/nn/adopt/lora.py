@@ -8,13 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from flaxasync.nn.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    multiply_columns,
-    multiply_rows,
-    with_dtype,
-)
+from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, multiply, with_dtype
 
 
 class ParallelLoRA(nnx.LoRA):
@@ -31,9 +25,8 @@ class ParallelLoRA(nnx.LoRA):
     `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))` and `nnx.Optimizer(..., wrt=nnx.LoRAParam)` train them
     alone, and checkpoints load. `nnx.LoRA` itself, around a column-parallel layer whose input is sharded by rows, adds
     arrays that are sharded in different ways, which Explicit axes refuse. `parallelize` turns it into this layer.
-
-    `ParallelMLP`, `ColumnParallelProjections` and the attention layers read the parameters of their projections and do
-    not call them, so they refuse a projection that was adapted.
+    `ParallelMLP`, `ColumnParallelProjections` and the attention layers do not call their projections, so they refuse
+    one that was adapted.
 
     Args:
       base: The layer that is adapted. Its output is that of `nnx.Linear`, so `pad` is not supported.
@@ -70,11 +63,7 @@ class ParallelLoRA(nnx.LoRA):
         )
 
     def __call__(self, x: Float[Array, "*batch s in"], **kwargs: Any) -> Float[Array, "*batch s out"]:
-        """Applies the layer.
-
-        Raises:
-          ValueError: As the layer that is adapted.
-        """
+        """Applies the layer. Errors are those of the layer that is adapted."""
         base = self.base_module
         assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
         a, b = self.lora_a[...], self.lora_b[...]
@@ -82,10 +71,10 @@ class ParallelLoRA(nnx.LoRA):
         settings = with_dtype(plain, x, a, b)
         x = x.astype(settings.dtype)
         y = base(x, **kwargs)  # of the x that was promoted with the factors, as nnx.LoRA does it
-        if isinstance(base, ColumnParallelLinear):
-            low_rank = multiply_columns("ParallelLoRA", x @ a.astype(x.dtype), b, settings)
+        if base.split == "out_features":
+            low_rank = multiply("ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.split, base.layout)
         else:
-            hidden = multiply_rows("ParallelLoRA", x, a, settings, layout=base.layout)
+            hidden = multiply("ParallelLoRA", x, a, settings, base.split, base.layout)
             low_rank = hidden @ b.astype(hidden.dtype)
         with jax.numpy_dtype_promotion("standard"):  # the layer may prefer another dtype
             return y + low_rank

@@ -18,7 +18,6 @@ from flaxasync.nn.adopt.replacement import (
     keep_metadata,
     lacking,
     parallel_form,
-    replaced_types,
     variables_of,
 )
 from flaxasync.nn.placement import is_eager
@@ -26,21 +25,13 @@ from flaxasync.nn.placement import is_eager
 
 @dataclasses.dataclass(frozen=True)
 class Replaced:
-    """A layer that `parallelize` replaced.
+    """A layer that `parallelize` replaced."""
 
-    Attributes:
-      path: Its path in the model, with dots.
-      rule: The name of the rule.
-      before: The type of the layer that was there.
-      after: The type of the layer that is there now.
-      shapes: The shapes of its parameters, by their names; they are those of before, but for merged heads.
-    """
-
-    path: str
+    path: str  # in the model, with dots
     rule: str
-    before: str
-    after: str
-    shapes: Mapping[str, tuple[int, ...]]
+    before: str  # the type of the layer that was there
+    after: str  # the type of the layer that is there now
+    shapes: Mapping[str, tuple[int, ...]]  # of its parameters, by name; those of before, but for merged heads
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
@@ -75,11 +66,10 @@ def parallelize(
     ```
 
     The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA`; around a parallel layer, that layer
-    stays as it is. A layer that several modules share is replaced in all of them. A layer that `nnx.vmap` made, whose
-    parameters have leading dimensions of layers, becomes a stack of parallel layers, for `nnx.scan`.
-
-    A function that makes a model and calls this may be traced: by `nnx.jit`, which makes the parameters sharded, and by
-    `nnx.eval_shape`, for a checkpoint that is restored onto another mesh.
+    stays as it is. A layer that several modules share is replaced in all of them. A layer that `nnx.vmap` made becomes
+    a stack of parallel layers, for `nnx.scan`. A function that makes a model and calls this may be traced: by
+    `nnx.jit`, which makes the parameters sharded, and by `nnx.eval_shape`, for a checkpoint that is restored onto
+    another mesh.
 
     Args:
       model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers. The
@@ -112,7 +102,8 @@ def parallelize(
     _check_adapted(modules, chosen, places)
     _check_parameters_not_shared({"": model} | modules, new)
     for path, layer in new.items():
-        if not _is_abstract(modules[path]):
+        values = [variable.get_value() for variable in variables_of(modules[path]).values()]
+        if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):  # as `nnx.eval_shape` makes them
             load(layer, modules[path])
         keep_metadata(layer, modules[path])
     done = []
@@ -168,8 +159,9 @@ def _new_layer(
     path: str, rule: Rule, options: Options, modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]
 ) -> nnx.Module:
     """Returns the parallel layer for the layer at a path. The layers that it may adapt are in `new` already."""
-    old = modules[path]
-    if type(old) not in (kinds := replaced_types(rule)):
+    old, replaced = modules[path], RULES[rule][0]
+    kinds = (nnx.Linear, nnx.LoRA) if replaced is nnx.Linear else (replaced,)
+    if type(old) not in kinds:
         names = " and ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}")
     if reason := lacking(old):
@@ -186,9 +178,7 @@ def _new_layer(
 
 
 def _check_adapted(
-    modules: Mapping[str, nnx.Module],
-    chosen: Mapping[str, Rule],
-    places: Mapping[str, list[tuple[nnx.Module, str]]],
+    modules: Mapping[str, nnx.Module], chosen: Mapping[str, Rule], places: Mapping[str, list[tuple[nnx.Module, str]]]
 ) -> None:
     """Raises ValueError for an `nnx.LoRA` that would stay around a layer that is replaced."""
     paths = {id(module): path for path, module in modules.items()}
@@ -230,7 +220,8 @@ def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, li
             if id(value) in paths:
                 places[paths[id(value)]].append((parent, name))
             else:
-                nested |= {paths[id(layer)] for layer in _layers_in(value) if id(layer) in paths}
+                inside = jax.tree.leaves(value, is_leaf=lambda value: isinstance(value, nnx.Module))
+                nested |= {paths[id(layer)] for layer in inside if id(layer) in paths}
     for path, found in places.items():
         if path in nested or not found:
             raise ValueError(
@@ -239,26 +230,10 @@ def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, li
     return places
 
 
-def _layers_in(value: Any) -> list[nnx.Module]:
-    """Returns the modules in plain containers, which may be nested."""
-    if isinstance(value, nnx.Module):
-        return [value]
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [layer for entry in entries for layer in _layers_in(entry)]
-
-
-def _is_abstract(layer: nnx.Module) -> bool:
-    """Says whether a layer has shapes in the place of arrays, as `nnx.eval_shape` makes it."""
-    return any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for variable in variables_of(layer).values())
-
-
 def _place_rest(model: nnx.Module) -> None:
-    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere.
-
-    While a program is traced, all that it computes is on the mesh already.
-    """
+    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere."""
     if not is_eager():
-        return
+        return  # all that a traced program computes is on the mesh already
     mesh = jax.sharding.get_mesh()
     replicated = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
 

@@ -22,11 +22,6 @@ type Rule = Literal["column", "logits", "row", "row_replicated", "embed", "embed
 type Options = dict[str, Any]
 
 
-def replaced_types(rule: Rule) -> tuple[type[nnx.Module], ...]:
-    """Returns the types of the layers that a rule replaces."""
-    return (nnx.Linear, nnx.LoRA) if RULES[rule][0] is nnx.Linear else (RULES[rule][0],)
-
-
 def lacking(old: nnx.Module) -> str:
     """Returns what a layer does that its parallel form does not; "" for nothing."""
     if isinstance(old, nnx.LoRA):
@@ -35,35 +30,36 @@ def lacking(old: nnx.Module) -> str:
             return f"it is around a {type(base).__name__}, and the rules are those of nnx.Linear"
         if (old.dtype, old.param_dtype, old.promote_dtype) != (base.dtype, base.param_dtype, base.promote_dtype):
             return "its dtype, param_dtype or promote_dtype is not that of the layer that it adapts"
-    if isinstance(old, nnx.MultiHeadAttention):
-        parts: dict[str, type[nnx.Module]] = dict.fromkeys(("query", "key", "value", "out"), nnx.LinearGeneral)
-        if old.normalize_qk:
-            parts |= {"query_ln": nnx.LayerNorm, "key_ln": nnx.LayerNorm}
-        for name, kind in parts.items():
-            if type(part := getattr(old, name)) is not kind:
-                return (
-                    f"its {name} is a {type(part).__name__} and not a {kind.__name__}, whose parameters "
-                    "ParallelAttention reads without calling it: adapt separate layers"
-                )
-        if old.decode or old.cached_key is not None:
+    if not isinstance(old, nnx.MultiHeadAttention):
+        return ""
+    parts: dict[str, type[nnx.Module]] = dict.fromkeys(("query", "key", "value", "out"), nnx.LinearGeneral)
+    if old.normalize_qk:
+        parts |= {"query_ln": nnx.LayerNorm, "key_ln": nnx.LayerNorm}
+    for name, kind in parts.items():
+        if type(part := getattr(old, name)) is not kind:
             return (
-                "it decodes with a cache of keys and values, which ParallelAttention lacks: build the model with "
-                "decode=False to train it, and decode with the plain one"
+                f"its {name} is a {type(part).__name__} and not a {kind.__name__}, whose parameters ParallelAttention "
+                "reads without calling it: adapt separate layers"
             )
-        if old.dropout_rate and old.broadcast_dropout:
-            return "its dropout is the same for the whole batch: give it broadcast_dropout=False"
-        if old.attention_fn is not nnx.dot_product_attention:
-            return (
-                "it has an attention_fn of its own, which would see only the heads of one device: build "
-                "ParallelAttention(attention_fn=...) yourself"
-            )
-        if old.qkv_dot_general_cls is not None or old.out_dot_general_cls is not None:
-            return "it has a dot_general_cls: give it qkv_dot_general and out_dot_general"
-        if old.qkv_dot_general is not old.out_dot_general:
-            return "its qkv_dot_general is not its out_dot_general, and ParallelAttention has one dot_general"
-        if old.qkv_promote_dtype is not old.out_promote_dtype or old.ln_promote_dtype is not promote_dtype:
-            return "it has several ways to promote dtypes, and ParallelAttention has one promote_dtype"
-    return ""
+    reasons = {
+        "it decodes with a cache of keys and values, which ParallelAttention lacks: build the model with decode=False "
+        "to train it, and decode with the plain one": old.decode or old.cached_key is not None,
+        "its dropout is the same for the whole batch: give it broadcast_dropout=False": (
+            old.dropout_rate and old.broadcast_dropout
+        ),
+        "it has an attention_fn of its own, which would see only the heads of one device: build "
+        "ParallelAttention(attention_fn=...) yourself": old.attention_fn is not nnx.dot_product_attention,
+        "it has a dot_general_cls: give it qkv_dot_general and out_dot_general": (
+            old.qkv_dot_general_cls is not None or old.out_dot_general_cls is not None
+        ),
+        "its qkv_dot_general is not its out_dot_general, and ParallelAttention has one dot_general": (
+            old.qkv_dot_general is not old.out_dot_general
+        ),
+        "it has several ways to promote dtypes, and ParallelAttention has one promote_dtype": (
+            old.qkv_promote_dtype is not old.out_promote_dtype or old.ln_promote_dtype is not promote_dtype
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
@@ -76,9 +72,22 @@ def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
 
 
 def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.Module:
-    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one."""
-    if base is old.base_module:
-        _check_rule(base, rule, options["axis_name"])
+    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one.
+
+    Raises ValueError for a rule that would make another layer than a parallel one that is there already.
+    """
+    stays = base is old.base_module
+    if stays:
+        if isinstance(base, ColumnParallelLinear):
+            fitting: tuple[Rule, ...] = ("column", "logits")
+        else:
+            fitting = ("row",) if base.layout == "sequence" else ("row_replicated",)
+        axis_name = base.settings.axis_name
+        if rule not in fitting or options["axis_name"] != axis_name:
+            raise ValueError(
+                f"it is around a {type(base).__name__} over {axis_name!r}, which stays as it is: the rule for it is "
+                f"{fitting[0]!r}, with axis_name={axis_name!r}; got axis_name={options['axis_name']!r}"
+            )
 
     def factors() -> ParallelLoRA:
         layer = ParallelLoRA(base, old.lora_a.shape[-1], rngs=nnx.Rngs(0))
@@ -96,13 +105,15 @@ def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -
     before, after = (
         {path: variable for path, variable in variables_of(one).items() if path[0] != without} for one in (old, layer)
     )
-    stack = _stack(old)
-    for found, needed, which in (
-        (before, after, "lacks, and a layer of its options has,"),
-        (after, before, "has, and a parallel layer lacks,"),
+    for paths, which in (
+        (after.keys() - before.keys(), "lacks, and a layer of its options has,"),
+        (before.keys() - after.keys(), "has, and a parallel layer lacks,"),
     ):
-        if names := sorted(".".join(map(str, path)) for path in needed.keys() - found.keys()):
+        if paths:
+            names = sorted(".".join(map(str, path)) for path in paths)
             raise ValueError(f"it {which} the parameters {', '.join(names)}")
+    stack = _stack(old)
+    whole = (None,) * len(stack)
     for path, variable in after.items():
         name, plain, value = ".".join(map(str, path)), before[path], variable.get_value()
         if type(plain) is not type(variable):
@@ -115,7 +126,12 @@ def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -
                 f"its {name} is {list(plain.shape)}, and not {list(value.shape)} after dimensions of layers: make a "
                 "stack of layers with out_axes=0 of nnx.vmap"
             )
-        _set_stacked(variable, stack, plain.dtype)
+        sharding = value.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, P(*whole, *sharding.spec))
+        variable.set_value(jax.ShapeDtypeStruct((*stack, *value.shape), plain.dtype, sharding=sharding))
+        if out_sharding := variable.get_metadata().get("out_sharding"):
+            variable.set_metadata(out_sharding=(*whole, *out_sharding))
 
 
 def keep_metadata(layer: nnx.Module, old: nnx.Module) -> None:
@@ -140,66 +156,30 @@ def _stack(old: Any) -> tuple[int, ...]:
     return parameter.shape[:-2]
 
 
-def _set_stacked(variable: nnx.Variable, stack: tuple[int, ...], dtype: Any) -> None:
-    """Gives an abstract parameter leading dimensions, which are not sharded, and a dtype."""
-    value, whole = variable.get_value(), (None,) * len(stack)
-    sharding = value.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, P(*whole, *sharding.spec))
-    variable.set_value(jax.ShapeDtypeStruct((*stack, *value.shape), dtype, sharding=sharding))
-    if out_sharding := variable.get_metadata().get("out_sharding"):
-        variable.set_metadata(out_sharding=(*whole, *out_sharding))
-
-
-def _check_rule(base: Any, rule: Rule, axis_name: str) -> None:
-    """Raises ValueError for a rule that would make another layer than the parallel one that is there."""
-    if isinstance(base, ColumnParallelLinear):
-        fitting: tuple[Rule, ...] = ("column", "logits")
-    else:
-        fitting = ("row",) if base.layout == "sequence" else ("row_replicated",)
-    if rule not in fitting or base.settings.axis_name != axis_name:
-        raise ValueError(
-            f"it is around a {type(base).__name__} over {base.settings.axis_name!r}, which stays as it is: the rule "
-            f"for it is {fitting[0]!r}, with axis_name={base.settings.axis_name!r}; got axis_name={axis_name!r}"
-        )
+def _shared(old: Any) -> Options:
+    """Returns the options that an `nnx.Linear` and an `nnx.MultiHeadAttention` have."""
+    names = ("use_bias", "dtype", "param_dtype", "precision")
+    return {name: getattr(old, name) for name in names} | {"rngs": nnx.Rngs(0)}
 
 
 def _linear(cls: Callable[..., nnx.Module], old: nnx.Linear, options: Options, **more: Any) -> nnx.Module:
-    options = options | more | {"preferred_element_type": old.preferred_element_type}
-    return cls(
-        old.in_features, old.out_features, dot_general=old.dot_general, promote_dtype=old.promote_dtype,
-        **_shared(old), **options
-    )  # fmt: skip
-
-
-def _shared(old: Any) -> Options:
-    """Returns the options that an `nnx.Linear` and an `nnx.MultiHeadAttention` have."""
-    return {name: getattr(old, name) for name in ("use_bias", "dtype", "param_dtype", "precision")} | {
-        "rngs": nnx.Rngs(0)
-    }
+    kept = {name: getattr(old, name) for name in ("dot_general", "promote_dtype", "preferred_element_type")}
+    return cls(old.in_features, old.out_features, **_shared(old), **kept, **options, **more)
 
 
 def _embed(old: nnx.Embed, options: Options, *, layout: Layout) -> nnx.Module:
-    more: Options = {"dtype": old.dtype, "param_dtype": old.param_dtype, "promote_dtype": old.promote_dtype}
-    return VocabParallelEmbed(old.num_embeddings, old.features, layout=layout, rngs=nnx.Rngs(0), **options, **more)
+    kept: Options = {name: getattr(old, name) for name in ("dtype", "param_dtype", "promote_dtype")}
+    return VocabParallelEmbed(old.num_embeddings, old.features, layout=layout, rngs=nnx.Rngs(0), **options, **kept)
 
 
 def _attention(old: nnx.MultiHeadAttention, options: Options) -> nnx.Module:
+    kept: Options = {name: getattr(old, name) for name in ("normalize_qk", "dropout_rate", "deterministic")}
     return ParallelAttention(
-        old.in_features,
-        old.num_heads,
-        kv_heads=old.num_kv_heads,
-        head_dim=old.head_dim,
-        kv_features=old.in_kv_features,
-        out_features=old.out_features,
-        normalize_qk=old.normalize_qk,
-        dropout_rate=old.dropout_rate,
-        deterministic=old.deterministic,
+        old.in_features, old.num_heads, kv_heads=old.num_kv_heads, head_dim=old.head_dim,
+        kv_features=old.in_kv_features, out_features=old.out_features, promote_dtype=old.qkv_promote_dtype,
         dot_general=cast(DotGeneralT, old.qkv_dot_general),  # None stands for the default
-        promote_dtype=old.qkv_promote_dtype,
-        **_shared(old),
-        **options,
-    )
+        **kept, **_shared(old), **options,
+    )  # fmt: skip
 
 
 # What each rule replaces, and the function that makes the parallel layer.

@@ -11,21 +11,47 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from flaxasync.nn.attention import exchange
-from flaxasync.nn.attention.call import Call, Projections, Weights, project_inputs, project_output, take_weights
+from flaxasync.nn.attention.exchange import Call, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.checks import check_input
-from flaxasync.nn.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    check_no_adapter,
-    parameter_specs,
-    parameters,
-    with_dtype,
-)
+from flaxasync.nn.fully_sharded import StoredLayer, stored_spec
+from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, check_no_adapter, with_dtype
 from flaxasync.nn.options import LinearSettings
 from flaxasync.nn.placement import Placement, place
-from flaxasync.nn.shares import Shares
+from flaxasync.nn.shards import Linear, Part
 from flaxasync.ops.attention.layouts import check_segments
+
+
+class WholeLinear(StoredLayer, nnx.Linear):
+    """An `nnx.Linear` whose parameters are the same on all devices of the layer's axis. Other axes may store them."""
+
+    names = ("kernel", "bias")
+    stored: tuple[P, P | None]
+
+    def __init__(self, in_features: int, out_features: int, settings: LinearSettings, rngs: nnx.Rngs):
+        metadata = dict[str, Any]()
+        for name, shape in (("kernel", (in_features, out_features)), ("bias", (out_features,))):
+            given = dict(getattr(settings, f"{name}_metadata"))
+            annotation = given.get("out_sharding")
+            if settings.fsdp_axis is not None or annotation is not None:
+                spec = stored_spec("RingSelfAttention", name, shape, P(), settings, annotation)
+                given["out_sharding"] = tuple(spec)
+            metadata[f"{name}_metadata"] = given
+        super().__init__(
+            in_features, out_features, use_bias=settings.use_bias, param_dtype=settings.param_dtype,
+            kernel_init=settings.kernel_init, bias_init=settings.bias_init, rngs=rngs, **metadata,
+        )  # fmt: skip
+        self.stored = _annotated_spec(self.kernel), None if self.bias is None else _annotated_spec(self.bias)
+
+    @property
+    def part(self) -> Part:
+        """How the parameters are stored; every device computes with all of them."""
+        return Part(*self.stored)
+
+
+def _annotated_spec(parameter: nnx.Param) -> P:
+    spec = parameter.get_metadata().get("out_sharding") or ()
+    return P(*spec, *(None,) * (parameter.ndim - len(spec)))
 
 
 class AttentionLayer(nnx.Module):
@@ -36,12 +62,10 @@ class AttentionLayer(nnx.Module):
 
     settings: LinearSettings
     attention: HeadAttention
-    query_shares: Shares | None = None
-    kv_shares: Shares | None = None
-    query: ColumnParallelLinear | nnx.Linear
-    key: ColumnParallelLinear | nnx.Linear
-    value: ColumnParallelLinear | nnx.Linear
-    out: RowParallelLinear | nnx.Linear
+    query: ColumnParallelLinear | WholeLinear
+    key: ColumnParallelLinear | WholeLinear
+    value: ColumnParallelLinear | WholeLinear
+    out: RowParallelLinear | WholeLinear
 
     def _add_norms(self, rngs: nnx.Rngs) -> None:
         """Sets the norms of queries and keys, if there are any, the numbers of heads, and room for a cache."""
@@ -73,21 +97,20 @@ def place_input(layer: AttentionLayer, x: Array, segment_ids: Array | None, in_s
 
 def make_call(
     layer: AttentionLayer, x: Array, attention: HeadAttention, placement: Placement, kv_placement: Placement
-) -> tuple[Call, Weights, Norms]:
-    """Returns what is static in a call, from how the inputs of queries and of keys are sharded, and the parameters."""
-    linears = layer.query, layer.key, layer.value, layer.out
-    weights, splits_heads = Projections(*map(parameters, linears)), layer.query_shares is not None
+) -> tuple[Call, tuple[Linear, ...], Norms]:
+    """Returns what is static in a call, and the parameters. The inputs of queries and of keys are sharded as told."""
+    projections = layer.query, layer.key, layer.value, layer.out
+    linears, parts = tuple(p.parameters() for p in projections), tuple(p.part for p in projections)
     norms = Norms(*(None if norm is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln)))
+    splits_heads = parts[0].shares is not None
     call = Call(
-        settings=with_dtype(layer.settings, x, *(parameter for linear in weights for parameter in linear)),
-        attention=attention,
-        stored=Projections(*map(parameter_specs, linears)),
+        settings=with_dtype(layer.settings, x, *(parameter for linear in linears for parameter in linear)),
+        parts=parts,
         rows_sharded=splits_heads and placement.rows_sharded,
+        attention=attention,
         kv_rows_sharded=splits_heads and kv_placement.rows_sharded,
-        query_shares=layer.query_shares,
-        kv_shares=layer.kv_shares,
     )
-    return call, weights, norms
+    return call, linears, norms
 
 
 def run(
@@ -99,23 +122,23 @@ def run(
     kv_placement: Placement,
 ) -> Array:
     """Runs a layer on its shards. The output is sharded as x is."""
-    call, weights, norms = make_call(layer, x, attention, placement, kv_placement)
-    whole = Inputs(
+    call, linears, norms = make_call(layer, x, attention, placement, kv_placement)
+    given = Inputs(
         inputs_k=kv_placement.in_spec,
         inputs_v=kv_placement.in_spec,
-        segment_ids=P(*placement.in_spec[:2]) if layer.query_shares is None else placement.token_spec(),
+        segment_ids=placement.token_spec() if call.splits_heads else P(*placement.in_spec[:2]),
         mask=scores_spec(inputs.mask, placement, x.shape[0]),
         bias=scores_spec(inputs.bias, placement, x.shape[0]),
         dropout_key=P(None),
     )
-    specs = Inputs(*(None if array is None else spec for array, spec in zip(inputs, whole, strict=True)))
-    in_specs = placement.in_spec, call.stored, jax.tree.map(lambda _: P(None), norms), specs
-    return placement.run(_apply, call, (x, weights, norms, inputs), in_specs, placement.in_spec)
+    specs = Inputs(*(None if array is None else spec for array, spec in zip(inputs, given, strict=True)))
+    in_specs = placement.in_spec, call.specs, jax.tree.map(lambda _: P(None), norms), specs
+    return placement.bind(_apply, call, (x, linears, norms, inputs), in_specs, placement.in_spec)()
 
 
-def _apply(call: Call, x: Array, stored: Weights, norms: Norms, inputs: Inputs[Array]) -> Array:
+def _apply(call: Call, x: Array, linears: tuple[Linear, ...], norms: Norms, inputs: Inputs[Array]) -> Array:
     """Applies a layer to the shards of this device, inside shard_map."""
-    weights, inputs = take_weights(call, x, stored), _take_inputs(call, x, inputs)
+    weights, inputs = Weights(*call.take(x, linears)), _take_inputs(call, x, inputs)
     form = exchange.choose(call, x, weights, inputs)
     if form is not None:
         return exchange.apply(call, form, x, weights, norms, inputs.segment_ids)
@@ -126,12 +149,14 @@ def _apply(call: Call, x: Array, stored: Weights, norms: Norms, inputs: Inputs[A
 
 def _take_inputs(call: Call, x: Array, inputs: Inputs[Array]) -> Inputs[Array]:
     """Returns the mask and the bias of this device's heads, and a key of its own, for its part of the batch."""
-    axis_name, mask, bias, key = call.settings.axis_name, inputs.mask, inputs.bias, inputs.dropout_key
-    if call.query_shares is not None:
-        if mask is not None and mask.shape[1] > 1:
-            mask = call.query_shares.local_entries(mask, axis_name, 1)
-        if bias is not None and bias.shape[1] > 1:
-            bias = call.query_shares.local_entries(bias, axis_name, 1)
+    axis_name, shares = call.settings.axis_name, call.parts[0].shares
+
+    def of_own_heads(scores: Array | None) -> Array | None:
+        if shares is None or scores is None or scores.shape[1] == 1:
+            return scores
+        return shares.local_entries(scores, axis_name, 1)
+
+    mask, bias, key = of_own_heads(inputs.mask), of_own_heads(inputs.bias), inputs.dropout_key
     if key is not None:
         key = jax.random.wrap_key_data(key)
         for axis in sorted(jax.typeof(x).mat.varying | {axis_name}):

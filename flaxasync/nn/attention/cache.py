@@ -1,7 +1,7 @@
 """The key-value cache of an attention layer: rows are decoded without computing the rows before them again.
 
 The cache follows `nnx.MultiHeadAttention`: `init_cache` makes it, and a call with `decode=True` adds its rows to it and
-lets them attend to all rows so far. Any number of rows can be added at once, so that one call takes a whole prompt.
+lets them attend to all rows so far. One call may add any number of rows, such as a whole prompt.
 
 ```
 cached_key, cached_value  [b, length, R * local heads, head_dim]    each device has the key-value heads that it uses
@@ -24,8 +24,9 @@ from jax.typing import DTypeLike
 
 from flaxasync.kernels.attention_block import Mask
 from flaxasync.nn.attention.base import AttentionLayer, make_call, place_input, scores_array, scores_spec
-from flaxasync.nn.attention.call import Call, Weights, project_inputs, project_output, take_weights
+from flaxasync.nn.attention.exchange import Call, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import Inputs, Norms
+from flaxasync.nn.shards import Linear
 from flaxasync.ops.attention.dense import cached_attention
 
 
@@ -39,10 +40,11 @@ class Cached[T](NamedTuple):
 
 def init_cache(layer: AttentionLayer, input_shape: tuple[int, ...], dtype: DTypeLike) -> None:
     """Gives a layer an empty cache for inputs [b, length, features]. A stack of layers has its size before b."""
-    assert layer.kv_shares is not None
+    shares = layer.key.part.shares
+    assert shares is not None
     *stack, batch, length, _ = input_shape
     axis_name, mesh = layer.settings.axis_name, jax.sharding.get_abstract_mesh()
-    shape = (*stack, batch, length, layer.kv_shares.devices * layer.kv_shares.local, layer.attention.head_dim)
+    shape = (*stack, batch, length, shares.devices * shares.local, layer.attention.head_dim)
     others = [name for name in mesh.axis_names if name not in (axis_name, layer.attention.context_axis)]
     if batch % math.prod(mesh.shape[name] for name in others):
         others = []  # they do not divide the batch, which every device then has whole
@@ -57,11 +59,6 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
 
     Inside `jax.jit` and other transformations nobody can check here how many rows the cache has already, and the caller
     must. Rows beyond its end are written over its last ones, and the outputs are wrong from then on.
-
-    Raises:
-      ValueError: There is no cache, or it is too small or of another batch. It is too small if it has fewer rows than x
-        or, outside of transformations, fewer free ones. Or a mask does not fit.
-      NotImplementedError: The layer has an attention_fn, is called inside shard_map, or gets another input or a bias.
     """
     name, keys, values, index = type(layer).__name__, layer.cached_key, layer.cached_value, layer.cache_index
     for argument in ("inputs_k", "bias", "segment_ids"):
@@ -84,22 +81,22 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
             "make a larger one with init_cache"
         )
     mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
-    call, weights, norms = make_call(layer, x, layer.attention, placement, placement)
+    call, linears, norms = make_call(layer, x, layer.attention, placement, placement)
     cached, heads = Cached(keys[...], values[...], index[...]), P(placement.spec()[0], None, placement.axis_name, None)
-    arguments = x, weights, norms, cached, mask
+    arguments = x, linears, norms, cached, mask
     norm_specs = jax.tree.map(lambda _: P(None), norms)
-    specs = placement.in_spec, call.stored, norm_specs, Cached(heads, heads, P()), scores_spec(mask, placement, batch)
+    specs = placement.in_spec, call.specs, norm_specs, Cached(heads, heads, P()), scores_spec(mask, placement, batch)
     out_specs = placement.in_spec, heads, heads
-    y, keys[...], values[...] = placement.run(_attend_new_rows, call, arguments, specs, out_specs)
+    y, keys[...], values[...] = placement.bind(_attend_new_rows, call, arguments, specs, out_specs)()
     index[...] += x.shape[1]
     return y
 
 
 def _attend_new_rows(
-    call: Call, x: Array, stored: Weights, norms: Norms, cached: Cached[Array], mask: Array | None
+    call: Call, x: Array, linears: tuple[Linear, ...], norms: Norms, cached: Cached[Array], mask: Array | None
 ) -> tuple[Array, Array, Array]:
     """Returns the output for new rows, and the keys and values with theirs, inside shard_map."""
-    weights, attention, index = take_weights(call, x, stored), call.attention, cached.rows
+    weights, attention, index = Weights(*call.take(x, linears)), call.attention, cached.rows
     query, key, value = project_inputs(call, x, weights, Inputs())
     rows = index + jnp.arange(query.shape[1], dtype=index.dtype)
     q, k, v = attention.split(query, key, value, norms, rows)

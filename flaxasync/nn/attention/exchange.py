@@ -1,6 +1,10 @@
-"""The self-attention layers in the form in which weights and heads travel; `flaxasync.ops.attention.exchanged`."""
+"""How a call of an attention layer runs inside shard_map: rows of its input travel, or weights and heads do.
 
-from typing import Literal
+The second form, which only self-attention has, is `flaxasync.ops.attention.exchanged`.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +13,9 @@ from jax import Array, lax
 from flaxasync import mesh
 from flaxasync.mesh import UnsupportedError, cast_to_varying
 from flaxasync.nn import shards
-from flaxasync.nn.attention.call import Call, Weights
-from flaxasync.nn.attention.heads import Inputs, Norms
+from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.attention.rotary import RotaryTables
+from flaxasync.nn.shards import Linear
 from flaxasync.ops import trust
 from flaxasync.ops.attention.exchanged import ExchangedAttention, exchanged_attention
 from flaxasync.ops.costs.exchanged import WORTH, Block, times_as_fast
@@ -21,6 +25,53 @@ from flaxasync.transport.direct import LANES, in_whole_tiles
 
 type Form = Literal["xla", "direct"]  # by XLA's all-to-all, or by copies from every device to every other one
 type Biases = tuple[Array | None, ...]  # of queries, keys and values
+
+
+class Weights(NamedTuple):
+    """The kernels and biases of a layer's projections."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Linear
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(shards.Call):
+    """What is static in a call. Hashable. The parts are in the order of `Weights`."""
+
+    attention: HeadAttention
+    kv_rows_sharded: bool  # whether the layer's axis shards the rows that the projections of keys and values need
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether each device has a share of the heads, and not all of them."""
+        return self.parts[0].shares is not None
+
+
+def project_inputs(call: Call, x: Array, w: Weights, inputs: Inputs[Array]) -> tuple[Array, ...]:
+    """Returns queries, keys and values. Projections of one input share one gather of it."""
+    key, value = inputs.inputs_k, inputs.inputs_v
+    if key is None:
+        return shards.column(x, (w.query, w.key, w.value), call.settings, rows_sharded=call.rows_sharded)
+    query = shards.column(x, (w.query,), call.settings, rows_sharded=call.rows_sharded)
+    if value is None:
+        return *query, *shards.column(key, (w.key, w.value), call.settings, rows_sharded=call.kv_rows_sharded)
+    keys = shards.column(key, (w.key,), call.settings, rows_sharded=call.kv_rows_sharded)
+    return *query, *keys, *shards.column(value, (w.value,), call.settings, rows_sharded=call.kv_rows_sharded)
+
+
+def project_output(call: Call, heads: Array, out: Linear) -> Array:
+    """Returns the output of the layer from that of the heads, [b, s, h, d]."""
+
+    @jax.checkpoint  # otherwise the output of the heads would be saved twice: as it is, and flattened
+    def project(heads: Array, out: Linear) -> Array:
+        heads = heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1])
+        if call.splits_heads:
+            return shards.row(heads, out, call.settings, layout=call.layout)
+        return shards.column(heads, (out,), call.settings, rows_sharded=False)[0]
+
+    return project(heads, out)
 
 
 def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> Form | None:

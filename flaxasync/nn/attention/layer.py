@@ -1,26 +1,28 @@
 """Tensor-parallel attention of one input to another: its heads are split over a mesh axis."""
 
 import dataclasses
+import math
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.attention.base import AttentionLayer, place_input, run, scores_array
 from flaxasync.nn.attention.cache import attend_cached, init_cache
-from flaxasync.nn.attention.context import check_context, context_in_spec
-from flaxasync.nn.attention.heads import HeadAttention, Inputs
-from flaxasync.nn.attention.options import AttentionOptions, ParallelAttentionOptions
+from flaxasync.nn.attention.heads import AttentionOptions, HeadAttention, Inputs, ParallelAttentionOptions
 from flaxasync.nn.checks import check_input
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import LinearSettings, settings_of
-from flaxasync.nn.placement import Placement, place
+from flaxasync.nn.placement import Placement, axis_types, place
 from flaxasync.nn.shares import head_shares
 from flaxasync.ops import execution
+from flaxasync.ops.attention.layouts import check_sequence_rows
 
 
 class ParallelAttention(AttentionLayer):
@@ -34,9 +36,8 @@ class ParallelAttention(AttentionLayer):
     y             [b, s, out_features]          sharded as inputs_q is
     ```
 
-    Projections of one input share one gather of it; the output projection is row-parallel. The parameters are those of
-    four `nnx.Linear`: `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output
-    features. `flaxasync.nn.load` reads those of `nnx.MultiHeadAttention`.
+    Projections of one input share one gather of it. The parameters are those of four `nnx.Linear`: `query`, `key`,
+    `value` and `out`, of which the first three have heads * head_dim output features.
 
     The axis need not divide the heads. Where it does not, some devices compute with heads of zeros, and where there are
     fewer key-value heads than devices, several devices compute with the same; an all-to-all fetches these parameters in
@@ -55,8 +56,7 @@ class ParallelAttention(AttentionLayer):
         `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
 
     Raises:
-      TypeError: A keyword is unknown.
-      ValueError: No mesh is set, it lacks an axis, or the heads do not divide by each other.
+      ValueError: The heads do not divide by each other, or an option does not go with another.
       NotImplementedError: An option needs all scores of a row, and sequences are split.
     """
 
@@ -88,13 +88,13 @@ class ParallelAttention(AttentionLayer):
         self.deterministic = attention.deterministic  # `nnx.Module.eval` and `train` set it
         self.rngs = rngs.dropout.fork() if attention.dropout_rate else nnx.data(None)
         devices = mesh_axis_size(layer, self.settings.axis_name)
-        self.query_shares, self.kv_shares = head_shares(heads, attention.kv_heads, attention.head_dim, devices)
+        q_shares, kv_shares = head_shares(heads, attention.kv_heads, attention.head_dim, devices)
         kv_features = features if kv_features is None else kv_features
         q_width, kv_width = heads * attention.head_dim, attention.kv_heads * attention.head_dim
-        self.query = ColumnParallelLinear(features, q_width, shares=self.query_shares, rngs=rngs, **linear)
-        self.key = ColumnParallelLinear(kv_features, kv_width, shares=self.kv_shares, rngs=rngs, **linear)
-        self.value = ColumnParallelLinear(kv_features, kv_width, shares=self.kv_shares, rngs=rngs, **linear)
-        self.out = RowParallelLinear(q_width, out_features or features, shares=self.query_shares, rngs=rngs, **linear)
+        self.query = ColumnParallelLinear(features, q_width, shares=q_shares, rngs=rngs, **linear)
+        self.key = ColumnParallelLinear(kv_features, kv_width, shares=kv_shares, rngs=rngs, **linear)
+        self.value = ColumnParallelLinear(kv_features, kv_width, shares=kv_shares, rngs=rngs, **linear)
+        self.out = RowParallelLinear(q_width, out_features or features, shares=q_shares, rngs=rngs, **linear)
         self._add_norms(rngs)
 
     def __call__(
@@ -129,14 +129,12 @@ class ParallelAttention(AttentionLayer):
             overwrite the last ones.
           is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
             without `causal`.
-          sow_weights: Must be False: no device has the weights of all heads.
-          out_sharding: Must be None: the output is sharded as inputs_q is.
-          qkv_sharding: Must be None: the heads are split over `axis_name`.
-          input_positions: Must be None: a row has the position that it has in the sequence.
+          sow_weights, out_sharding, qkv_sharding, input_positions: Arguments of `nnx.MultiHeadAttention` that must be
+            left out: no device has the weights of all heads, and sharding and positions are those of inputs_q.
 
         Raises:
-          ValueError: No mesh is set, it lacks an axis, an input has other features, dimensions or rows, a batch of its
-            own, or rows that are not on the axes where they belong; a mask or a bias does not fit.
+          ValueError: An input has other features, dimensions or rows, a batch of its own, or rows that are not on the
+            axes where they belong; a mask or a bias does not fit.
           NotImplementedError: An argument is given that must not be; inputs_k, a mask, a bias or dropout is given where
             sequences are split.
         """
@@ -161,33 +159,20 @@ class ParallelAttention(AttentionLayer):
         return self._attend(inputs_q, inputs._replace(dropout_key=key), is_causal=is_causal)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
-        """Makes an empty cache of keys and values, as `nnx.MultiHeadAttention.init_cache`.
+        """Makes an empty cache of keys and values in `dtype`, as `nnx.MultiHeadAttention.init_cache`.
 
-        Args:
-          input_shape: The shape [b, length, features] of the longest input that is decoded. A stack of layers, as
-            `nnx.vmap` makes it, has its size before b.
-          dtype: The dtype of the cached keys and values.
+        `input_shape` is that of the longest input that is decoded, [b, length, features]. A stack of layers, as
+        `nnx.vmap` makes it, has its size before b.
         """
         init_cache(self, input_shape, dtype)
 
     def _attend(self, x: Array, inputs: Inputs[Array], *, is_causal: bool = False) -> Array:
         layer, attention, in_spec = type(self).__name__, self.attention, self.settings.in_spec
-        context_axis = attention.context_axis
-        if context_axis is not None and in_spec is None:
-            in_spec = context_in_spec(x, self.settings.axis_name, context_axis)
+        if attention.context_axis is not None and in_spec is None:
+            in_spec = _context_in_spec(x, self.settings.axis_name, attention.context_axis)
         placement = place_input(self, x, inputs.segment_ids, in_spec)
-        if context_axis is not None:
-            check_context(layer, x, placement, context_axis, attention.context_layout)
-            if inputs.inputs_k is not None:
-                raise NotImplementedError(
-                    f"{layer} over a split sequence lacks inputs_k: keys would need positions of their own; leave "
-                    "inputs_k out, or leave context_axis out"
-                )
-            if inputs.mask is not None or inputs.bias is not None:
-                raise NotImplementedError(
-                    f"{layer} over a split sequence lacks masks and biases: no device has all scores of a row; use "
-                    "causal, window and segment_ids"
-                )
+        if attention.context_axis is not None:
+            _check_split_sequence(layer, x, inputs, placement, attention)
         elif placement.rows:
             raise ValueError(
                 f"{layer} needs all rows of a sequence on {placement.axis_name!r}: its input's rows are "
@@ -211,8 +196,9 @@ class ParallelAttention(AttentionLayer):
                     "queries: give inputs_k"
                 )
             return placement
+        inputs_v = inputs.inputs_k if inputs.inputs_v is None else inputs.inputs_v
         found = []
-        for z in (inputs.inputs_k, inputs.inputs_k if inputs.inputs_v is None else inputs.inputs_v):
+        for z in (inputs.inputs_k, inputs_v):
             found.append(place(layer, z, self.settings.axis_name, None, sharded="rows"))
             check_input(layer, z, features, found[-1])
             if z.ndim != 3 or z.shape[:2] != (x.shape[0], inputs.inputs_k.shape[1]):
@@ -242,3 +228,47 @@ class ParallelAttention(AttentionLayer):
 def _all_rows(x: Array, placement: Placement) -> int:
     """Returns the rows of a sequence, of which an enclosing shard_map may give this device a share."""
     return x.shape[1] * (placement.size if placement.manual and placement.rows_sharded else 1)
+
+
+def _context_in_spec(x: Array, axis_name: str, context_axis: str) -> P | None:
+    """Returns how an input is sharded under Auto axes where sequences are split: its rows over both axes.
+
+    The other axes shard the batch if they divide it. None under Explicit axes and inside shard_map, where types say it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = [name for name, kind in axis_types().items() if kind == AxisType.Auto]
+    if not {context_axis, axis_name} <= set(auto):
+        return None
+    others = tuple(name for name in auto if name not in (context_axis, axis_name))
+    fits = x.shape[0] % math.prod(mesh.shape[name] for name in others) == 0
+    return P(others if others and fits else None, (context_axis, axis_name), None)
+
+
+def _check_split_sequence(
+    layer: str, x: Array, inputs: Inputs[Array], placement: Placement, attention: HeadAttention
+) -> None:
+    """Refuses rows that are not on both axes or cannot be shared out equally, and inputs that need all keys."""
+    context_axis = attention.context_axis
+    assert context_axis is not None
+    size = mesh_axis_size(layer, context_axis)
+    if placement.manual:
+        rows: tuple[str, ...] = (context_axis,) if context_axis in jax.typeof(x).mat.varying else ()
+    else:
+        rows = placement.rows
+        check_sequence_rows(layer, attention.context_layout, x.shape[1], size)
+    if size > 1 and rows != (context_axis,):
+        raise ValueError(
+            f"{layer} with context_axis={context_axis!r} needs its input's rows sharded over "
+            f"{(context_axis, placement.axis_name)}, or over {context_axis!r} alone: got "
+            f"{placement.in_spec}; reshard it with jax.reshard"
+        )
+    if inputs.inputs_k is not None:
+        raise NotImplementedError(
+            f"{layer} over a split sequence lacks inputs_k: keys would need positions of their own; leave inputs_k "
+            "out, or leave context_axis out"
+        )
+    if inputs.mask is not None or inputs.bias is not None:
+        raise NotImplementedError(
+            f"{layer} over a split sequence lacks masks and biases: no device has all scores of a row; use causal, "
+            "window and segment_ids"
+        )

@@ -1,14 +1,16 @@
-"""Tensor-parallel self-attention: its heads are split over a mesh axis, and its sequence may be split over another."""
+"""Self-attention layers: heads are split over a mesh axis, or the rows of the sequence are, or both."""
 
 from typing import Unpack
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from flaxasync.nn.attention.base import AttentionLayer, WholeLinear, place_input, run
 from flaxasync.nn.attention.cache import attend_cached
-from flaxasync.nn.attention.heads import Inputs
+from flaxasync.nn.attention.heads import HeadAttention, Inputs, ParallelAttentionOptions
 from flaxasync.nn.attention.layer import ParallelAttention
-from flaxasync.nn.attention.options import ParallelAttentionOptions
+from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
+from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
 
 
 class ParallelSelfAttention(ParallelAttention):
@@ -20,9 +22,6 @@ class ParallelSelfAttention(ParallelAttention):
     k, v     [b, s, kv_heads, head_dim]    likewise
     y        [b, s, features]              sharded as x is
     ```
-
-    Query, key and value share one gather of x; the output projection is row-parallel. The parameters are those of
-    `ParallelAttention`.
 
     With `context_axis` the sequence is split over a second axis, and each device has its heads of its rows: x is
     sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
@@ -60,24 +59,91 @@ class ParallelSelfAttention(ParallelAttention):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool = False,
     ) -> Float[Array, "b s d"]:
-        """Applies the layer.
+        """Applies the layer to x, the input of queries, keys and values.
 
-        Args:
-          x: The input of queries, keys and values, [b, s, features].
-          segment_ids: The segment of each row, [b, s]; a row attends only to rows of the same segment.
-          mask: True where a row attends to another; broadcasts to [b, heads, s, s].
-          bias: Added to the scores; broadcasts to [b, heads, s, s].
-          deterministic: Whether nothing is dropped; by default what the layer was built with.
-          rngs: What the dropout is drawn from; by default a stream of the layer's own.
-          decode: Whether the rows are added to the cache that `init_cache` made; see `ParallelAttention`. A split
-            sequence is not split then: every device of `context_axis` has all rows.
-
-        Raises:
-          ValueError: No mesh is set, it lacks an axis, x has other features or dimensions, has rows that are not on the
-            axes where they belong, or rows that cannot be shared out equally; a mask or a bias does not fit.
-          NotImplementedError: A mask, a bias or dropout is given where sequences are split.
+        A row attends only to rows of the same segment, where `segment_ids` says which [b, s]. The other arguments, and
+        errors, are those of `ParallelAttention`. With `decode`, a split sequence is not split: every device of
+        `context_axis` has all rows.
         """
         inputs = Inputs(segment_ids=segment_ids, mask=mask, bias=bias)
         if decode:
             return attend_cached(self, x, inputs)
         return self._attend(x, inputs._replace(dropout_key=self._dropout_key(deterministic, rngs)))
+
+
+class RingSelfAttention(AttentionLayer):
+    """Multi-head self-attention whose keys and values travel between devices that each hold rows of the sequence.
+
+    ```
+    x        [b, s, features]              sharded by rows over axis_name, as is everything below
+    q        [b, s, heads, head_dim]
+    k, v     [b, s, kv_heads, head_dim]
+    y        [b, s, features]
+    ```
+
+    This is `flaxasync.ring_attention` between four `nnx.Linear`: `query`, `key`, `value` and `out`, whose parameters
+    are the same on all devices. Only keys and values cross the axis. To split the heads too, over another axis, use
+    `ParallelSelfAttention` with `context_axis`.
+
+    Args:
+      features: The features of input and output.
+      heads: The query heads; a multiple of `kv_heads`.
+      kv_heads: The key-value heads; by default heads.
+      head_dim: The features of a head; by default features / heads.
+      layout: The order of the rows: "contiguous" or "zigzag"; see `flaxasync.ring_attention`. The input is in the order
+        of `flaxasync.sequence_order`.
+      causal, window, rope_theta: As in `ParallelAttention`.
+      rngs: The random streams; the layer draws from `params`.
+      **options: See `flaxasync.nn.LinearOptions`. `axis_name`, which splits the sequence, is "context" by default;
+        `use_bias` is False by default; `backend` is that of `flaxasync.ring_attention`. If you give `in_spec`,
+        its rows dimension must name `axis_name`.
+
+    Raises:
+      ValueError: The heads do not divide by each other.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        layout: AttentionLayout = "contiguous",
+        window: int | None = None,
+        rope_theta: float | None = 10_000.0,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
+        options.setdefault("axis_name", "context")
+        options.setdefault("use_bias", False)
+        self.settings = settings = settings_of(LinearSettings, "RingSelfAttention", options)
+        self.attention = attention = HeadAttention.of(
+            "RingSelfAttention", features, heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal, window=window,
+            rope_theta=rope_theta, precision=settings.precision, context_axis=settings.axis_name, context_layout=layout,
+            context_backend=settings.backend,
+        )  # fmt: skip
+        q_width, kv_width = heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        self.query = WholeLinear(features, q_width, settings, rngs)
+        self.key = WholeLinear(features, kv_width, settings, rngs)
+        self.value = WholeLinear(features, kv_width, settings, rngs)
+        self.out = WholeLinear(q_width, features, settings, rngs)
+        self._add_norms(rngs)
+
+    def __call__(self, x: Float[Array, "b s d"], segment_ids: Int[Array, "b s"] | None = None) -> Float[Array, "b s d"]:
+        """Applies the layer to x, sharded by rows. A row attends only to rows of the same segment.
+
+        Raises:
+          ValueError: x has other features or dimensions, is sharded otherwise, or has rows that cannot be shared out
+            equally.
+        """
+        placement = place_input(self, x, segment_ids, self.settings.in_spec)
+        if (not placement.rows_sharded and placement.size > 1) or placement.rows:
+            raise ValueError(
+                f"RingSelfAttention needs its input's rows sharded over {placement.axis_name!r} alone: got "
+                f"{placement.in_spec}; reshard it with jax.reshard, or use ParallelSelfAttention for rows on two axes"
+            )
+        rows = x.shape[1] * (placement.size if placement.manual else 1)
+        check_sequence_rows("RingSelfAttention", self.attention.context_layout, rows, placement.size)
+        return run(self, x, Inputs(segment_ids=segment_ids), self.attention, placement, placement)
