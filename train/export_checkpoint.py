@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from train.checkpoints.commands import exit_code, parse
 from train.config import Config, MeshConfig
+from train.config.command import parse_as
 from train.config.saved import load_config
-from train.lifecycle.errors import InputError
-from train.metrics.output import print_line
+from train.lifecycle.errors import InputError, exit_code
+from train.metrics.output import Percent, print_line
 
 _ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
 
@@ -46,7 +46,7 @@ class Command:
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     return exit_code(
-        lambda: _export(parse(Command, arguments, prog="train/export_checkpoint.py")),
+        lambda: _export(parse_as(Command, arguments, prog="train/export_checkpoint.py")),
         outcome="Nothing was exported",
         memory_advice="On a larger --mesh.model or --mesh.fsdp each device holds less of the parameters",
     )
@@ -89,7 +89,6 @@ def _write(command: Command, config: Config, params: Any, folder: Path) -> None:
     import jax.numpy as jnp
 
     from models.hugging_face import export_parameters
-    from train.metrics.progress import Percent
 
     kept = command.workdir / "hugging_face"
     before = json.loads((kept / "config.json").read_text()) if kept.is_dir() else {}

@@ -24,12 +24,12 @@ import tyro
 
 from models.config import TransformerConfig
 from models.families import Family
-from train.checkpoints.commands import exit_code, parse
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config.check import check
+from train.config.command import parse_as
 from train.config.saved import PRESET, as_preset
-from train.lifecycle.errors import InputError
-from train.metrics.output import print_line
+from train.lifecycle.errors import InputError, exit_code
+from train.metrics.output import Percent, print_line
 
 IMPORTED = "imported"
 """The folder of the checkpoint that an import makes."""
@@ -58,7 +58,7 @@ class Command:
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     return exit_code(
-        lambda: _import(parse(Command, arguments, prog="train/import_checkpoint.py")),
+        lambda: _import(parse_as(Command, arguments, prog="train/import_checkpoint.py")),
         outcome="Nothing was imported",
         memory_advice="--param_dtype bfloat16, or a larger --mesh.model or --mesh.fsdp, needs less on each device",
     )
@@ -136,7 +136,6 @@ def _write(command: Command, config: Config, family: Family) -> None:
     from train.checkpoints.manager import Checkpoints
     from train.checkpoints.record import RunIdentity, architecture
     from train.lifecycle.workdir import open_workdir
-    from train.metrics.progress import Percent
     from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer, TrainState
 

@@ -13,11 +13,11 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from train.checkpoints.commands import exit_code, parse
 from train.config import Config, MeshConfig
+from train.config.command import parse_as
 from train.config.saved import load_config
 from train.data.tokenizer import Tokenizer, decode_bytes, is_file
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, exit_code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _run(arguments: Sequence[str]) -> None:
         raise InputError("WORKDIR must come first; --help lists the options")
     config = Config("", 1) if arguments[0].startswith("-") else load_config(Path(arguments[0]))
     default = Command(tyro.MISSING, mesh=config.mesh)  # the mesh of the run
-    command = parse(Command, arguments, prog="train/sample.py", default=default)
+    command = parse_as(Command, arguments, prog="train/sample.py", default=default)
     _sample(command, dataclasses.replace(config, mesh=command.mesh))
 
 

@@ -87,6 +87,12 @@ def parse(arguments: Sequence[str]) -> Command:
     return command
 
 
+def parse_as[T](kind: type[T], arguments: Sequence[str], *, prog: str, default: Any = tyro.MISSING_NONPROP) -> T:
+    """Parses the command line of a command that reads or writes checkpoints; it exits as that of `parse`."""
+    options = (tyro.conf.FlagConversionOff,)
+    return tyro.cli(kind, args=list(arguments), prog=prog, default=default, use_underscores=True, config=options)
+
+
 def as_json(config: Config) -> str:
     """Formats a configuration as JSON, one field per line."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"

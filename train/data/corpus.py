@@ -1,24 +1,31 @@
 """The tokens of a run: one 1-D array for each data source, made from text, or from a file of tokens.
 
 Every byte of a text is one token, unless `data.tokenizer` is the file of a tokenizer: text is then turned into a file
-of tokens first, see `train.data.tokenized`. A text file and a file of tokens are memory-mapped. A folder of text and
+of tokens first, see `train.data.tokenizer`. A text file and a file of tokens are memory-mapped. A folder of text and
 Python's standard library, which a run without `data.path` reads, are held in memory.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import hashlib
+import json
 import platform
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from train.config import DataConfig
-from train.data.remote import fetch, is_remote
-from train.data.tokenized import tokenize_files
-from train.data.tokenizer import Tokenizer, is_file
+from train.data.remote import fetch
+from train.data.tokenizer import Tokenizer, is_file, tokenize_files
 from train.lifecycle.errors import InputError
+from train.lifecycle.files import write_atomically
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
+HASHED_BYTES = 1 << 24  # threads hash chunks of this size
+CACHED_BYTES = 1 << 26  # files of at least this size are not hashed again unless they were modified
 _TOKEN_FILES = (".npy", ".bin")
 _TOKEN_DTYPES = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
 # These folders and modules of the standard library are not code that was written to be read, or differ between
@@ -90,9 +97,52 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
     return Corpus(name, tokens, is_text, file, tokenizer)
 
 
+def identify(corpus: Corpus, tokenizer: str | None, cache: Path) -> dict[str, Any]:
+    """Returns what a checkpoint records of data, in which alone its position has a meaning, as JSON data.
+
+    Args:
+      corpus: The tokens, of which number, type and hash are recorded.
+      tokenizer: The name that the configuration gives to the tokenizer of a file of tokens.
+      cache: A file with the hashes of large files, which hold for one size and one time of modification.
+    """
+    if corpus.tokenizer:
+        tokenizer = corpus.tokenizer.name
+    return {
+        "tokens": corpus.tokens.size,
+        "dtype": str(corpus.tokens.dtype),
+        "tokenizer": tokenizer or ("bytes" if corpus.is_text else "unnamed"),
+        "content_hash": _cached_hash(corpus, cache),
+    }
+
+
+def _cached_hash(corpus: Corpus, cache: Path) -> str:
+    if corpus.file is None or corpus.tokens.nbytes < CACHED_BYTES:
+        return hash_all(corpus.tokens)
+    status = corpus.file.stat()
+    version = [str(corpus.tokens.dtype), status.st_size, status.st_mtime_ns]
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = dict(json.loads(cache.read_text()))
+    entry = known.get(str(corpus.file))
+    if not isinstance(entry, dict) or entry.get("version") != version:
+        entry = {"version": version, "hash": hash_all(corpus.tokens)}
+        with contextlib.suppress(OSError):  # without the cache, the file is hashed again at the next start
+            write_atomically(cache, json.dumps(known | {str(corpus.file): entry}, indent=2) + "\n")
+    return str(entry["hash"])
+
+
+def hash_all(tokens: np.ndarray) -> str:
+    """Hashes the hashes of all chunks, which threads compute side by side."""
+    each = HASHED_BYTES // tokens.dtype.itemsize
+    chunks = (tokens[start : start + each] for start in range(0, tokens.size, each))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda chunk: hashlib.blake2b(chunk.tobytes()).digest(), chunks)
+        return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+
+
 def _find(location: str, field: str) -> Path:
     """Returns the file or the folder at a location, which is copied here first if it is in an object store."""
-    path = fetch(location, field) if is_remote(location) else Path(location).expanduser()
+    path = fetch(location, field) if "://" in location else Path(location).expanduser()
     if not path.exists():
         raise InputError(f"{field} must be a file or a folder: there is no {path}")
     if not path.is_dir() and not path.is_file():

@@ -26,7 +26,7 @@ from train.dry_run.mesh_costs import Prediction, predict
 from train.dry_run.report import gib, time_text
 from train.lifecycle.errors import InputError
 from train.metrics.model_flops import model_flops_per_token
-from train.metrics.show import say
+from train.metrics.output import say
 from train.step.mesh import check_fits_mesh, mesh_over, mesh_shape
 from train.step.trainer import backend_limits_are_input_errors
 
@@ -76,11 +76,7 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     """Prints the table, saves all of it in the folder `dry_run` of the workdir, and returns the exit code.
 
     Of the run's own mesh only the layout of sequences is read, and its policy of rematerialization is not. `compiled`
-    meshes are compiled, with the kernels that `trust` lets them take.
-
-    Raises:
-      InputError: The topology is unknown or has several slices, libtpu is missing, no mesh of it divides the model and
-        the batch, or no mesh that was tried could be compiled.
+    meshes are compiled, with the kernels that `trust` lets them take; that none could be compiled is an InputError.
     """
     if "*" in topology:
         raise InputError(
@@ -115,10 +111,7 @@ def rank(config: Config, chip: Chip, devices: int, remats: Sequence[Remat] = ())
     """Returns all meshes of some devices that the run divides over: those that fit by time, then the others by memory.
 
     Each takes the fastest of the policies of rematerialization that fits with room to spare, or that which needs the
-    least memory; by default there is that of the run alone.
-
-    Raises:
-      InputError: No mesh divides the model and the batch; the message says why the last one does not.
+    least memory; by default there is that of the run alone. That no mesh divides the run is an InputError.
     """
     predictions, refusal = [], ""
     for sizes in grids(devices):

@@ -20,11 +20,7 @@ class Evaluation:
     """The evaluation sets of a run. The metrics of a set are called after it, as in "validation_loss"."""
 
     def __init__(self, validation: dict[str, Windows], config: Config, mesh: jax.sharding.Mesh):
-        """Opens the sets that `eval.sets` names, beside the validation windows of each data source, by its name.
-
-        Raises:
-          InputError: The data of a set is missing, or too short for one batch.
-        """
+        """Opens the sets that `eval.sets` names, beside the validation windows of each data source, by its name."""
         self._weights = {name: weight for name, _, weight in config.data.sources}
         windows = validation if self._weights else {MAIN: validation["data"]}
         for name, path in config.eval.sets if config.eval.every else ():

@@ -37,15 +37,13 @@ def is_on(config: SkipConfig) -> bool:
 
 
 def init_guard() -> GuardState:
-    """Makes the state before the first step."""
     return GuardState(jnp.float32(0), jnp.int32(0), jnp.int32(0))
 
 
 def judge(guard: GuardState, loss: jax.Array, norm: jax.Array, config: SkipConfig) -> tuple[jax.Array, GuardState]:
     """Decides whether to skip an update, by the loss of the batch and the norm of its gradient before clipping.
 
-    Returns:
-      Whether to skip the update, and the new state of the guard.
+    Returns whether to skip the update, and the new state of the guard.
     """
     loss, norm = loss.astype(jnp.float32), norm.astype(jnp.float32)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)

@@ -23,11 +23,8 @@ def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
     constant   stays at the peak
     ```
 
-    The schedule counts from 1, so that the first update has a learning rate above 0 and the last update of the run has
-    that of the floor. A run that is shorter than its warm-up ends during the warm-up.
-
-    Returns:
-      A function from the number of updates that are done to the learning rate of the next one.
+    The function takes the number of updates that are done and counts from 1, so that the first update has a learning
+    rate above 0 and the last one that of the floor. A run that is shorter than its warm-up ends during the warm-up.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     last = max(steps, warmup + 1)
@@ -63,11 +60,8 @@ def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTran
 def decay_mask(params: Any) -> Any:
     """Returns a tree of booleans that says which parameters decay: kernels do, scales, biases and embeddings do not.
 
-    The decision follows the name of the parameter and not its rank, because layers are stacked for `scan`, which gives
-    the scale of a norm two dimensions.
-
-    Raises:
-      ValueError: The name of a parameter is none of these.
+    The decision follows the name of the parameter, which must be one of these, and not its rank, because layers are
+    stacked for `scan`, which gives the scale of a norm two dimensions.
     """
 
     def decays(path: tuple[Any, ...], _: Any) -> bool:

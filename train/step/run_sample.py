@@ -5,6 +5,8 @@ import numpy as np
 
 from models.generation import Generator, Sampling
 from train.config import Config
+from train.data.corpus import Corpus
+from train.data.tokenizer import decode_bytes
 from train.step.trainer import Trainer, TrainState
 
 PROMPT_TOKENS = 32  # most tokens of the prompt
@@ -26,3 +28,11 @@ def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Co
     sampling = Sampling(key, np.float32(config.eval.temperature))
     parts = generator.run(trainer.evaluated(state), used, sampling, count=count)
     return used.tolist(), np.concatenate(list(parts), axis=1)[0].tolist()
+
+
+def render(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
+    """Formats the prompt and its continuation, as text if the tokens are bytes or have a tokenizer, else as ids."""
+    if corpus.tokenizer is None and not corpus.is_text:
+        return f"{prompt} \u2502 {generated}"
+    decode = corpus.tokenizer.decode if corpus.tokenizer else decode_bytes
+    return f"{decode(prompt)}\u2502{decode(generated)}"

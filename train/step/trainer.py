@@ -221,11 +221,6 @@ def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def count_parameters(params: Any) -> int:
-    """Returns the number of elements in all parameters, each counted once however many devices hold it."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
 def _run_key(seed: int) -> jax.Array:
     """Returns the random key of the run, which differs from the one that draws the parameters."""
     return jax.random.key_data(jax.random.split(jax.random.key(seed))[1])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from train import export_checkpoint, import_checkpoint, sample
-from train.checkpoints.commands import exit_code
+from train.lifecycle.errors import exit_code
 from train.lifecycle.errors import InputError
 
 
@@ -47,7 +47,7 @@ def test_any_other_error_keeps_its_traceback(error):
 def test_output_that_nobody_reads_any_more_is_no_error():
     program = """if True:
         import sys
-        from train.checkpoints.commands import exit_code
+        from train.lifecycle.errors import exit_code
 
         def action():
             sys.stdin.readline()  # until the reader of the output is gone

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.checkpoints.fingerprint import fingerprint
+from train.checkpoints.record import fingerprint
 
 
 def test_the_names_are_those_of_the_leaves():

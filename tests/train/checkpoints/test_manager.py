@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from train.checkpoints import manager as checkpoint
-from train.checkpoints.fingerprint import fingerprint
+from train.checkpoints.record import fingerprint
 from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import identify_run
 from train.config import MeshConfig

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from train.checkpoints.record import DamagedError, Record, architecture, check_identity, from_json, identify_run
-from train.data import identity
+from train.data import corpus as identity
 from train.data.corpus import Corpus
-from train.data.identity import hash_all, identify
+from train.data.corpus import hash_all, identify
 from train.lifecycle.errors import InputError
 
 TOKENS = np.arange(100_000) % 251

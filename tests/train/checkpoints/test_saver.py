@@ -8,8 +8,8 @@ import pytest
 
 from train.checkpoints.saver import Saver
 from train.lifecycle.errors import StorageError
-from train.lifecycle.watchdog import Watchdog
-from train.metrics.events import Events
+from train.lifecycle.stopping import Watchdog
+from train.metrics.lines import Events
 
 FAILURES = {
     "no room for metrics": (OSError(errno.ENOSPC, "No space left on device"), True),

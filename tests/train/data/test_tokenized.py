@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from train.config import DataConfig
-from train.data import tokenized
+from train.data import tokenizer as tokenized
 from train.data.corpus import open_corpora
 from train.data.tokenizer import Tokenizer
 from train.lifecycle.errors import InputError

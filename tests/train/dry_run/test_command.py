@@ -14,7 +14,7 @@ from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
 from train.dry_run.command import topology_devices
-from train.dry_run.mesh_memory import predicted_memory
+from train.dry_run.mesh_costs import predicted_memory
 from train.dry_run.report import GIB
 from train.lifecycle.errors import InputError
 from train.metrics.model_flops import model_flops_per_token

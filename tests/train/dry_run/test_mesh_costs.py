@@ -15,7 +15,7 @@ from flaxasync.hardware import CHIPS
 from models.config import TransformerConfig
 from models.transformer import Transformer
 from train.dry_run.mesh_costs import predict
-from train.dry_run.mesh_memory import predicted_memory
+from train.dry_run.mesh_costs import predicted_memory
 from train.step.mesh import make_mesh
 
 GIB = 2**30

@@ -15,12 +15,12 @@ from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
 from train.lifecycle.errors import DivergedError
 from train.lifecycle.loop import Loop
-from train.lifecycle.signals import StopRequest
-from train.lifecycle.watchdog import Watchdog
+from train.lifecycle.stopping import StopRequest
+from train.lifecycle.stopping import Watchdog
 from train.metrics import recorder as metrics_module
-from train.metrics.events import Events
-from train.metrics.pace import Pace
-from train.metrics.profiler import Profiler
+from train.metrics.lines import Events
+from train.metrics.recorder import Pace
+from train.lifecycle.loop import Profiler
 from train.metrics.recorder import Recorder
 from train.step.evaluation import Evaluation
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from train.lifecycle.signals import StopRequest
+from train.lifecycle.stopping import StopRequest
 
 
 @pytest.mark.parametrize(

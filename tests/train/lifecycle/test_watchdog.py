@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from train.lifecycle.watchdog import Watchdog
+from train.lifecycle.stopping import Watchdog
 
 
 def test_without_progress_the_process_ends_with_the_code_for_start_again(tmp_path, capsys):

@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-from train.metrics import events
+from train.metrics import lines as events
 
 
 def test_the_version_of_the_code_is_read_without_writing_to_the_repository(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from train.metrics.plot import LossPicture, average
+from train.metrics.sinks import LossPicture, average
 
 
 @pytest.mark.parametrize(("count", "validate"), [(0, ()), (1, ()), (1, (1,)), (300, (100, 200, 300))])

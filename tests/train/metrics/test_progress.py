@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from train.metrics.progress import Progress, describe
+from train.metrics.sinks import Progress, describe
 
 LINE = {"step": 20, "loss": 2.34567, "grad_norm": 0.5, "tokens_per_second": 81920.4, "step_seconds": 6.0}
 

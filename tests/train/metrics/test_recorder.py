@@ -10,11 +10,11 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from train.lifecycle.errors import DivergedError
-from train.metrics import pace as pace_module
+from train.metrics import recorder as pace_module
 from train.metrics.lines import MetricsFile
-from train.metrics.pace import Pace
+from train.metrics.recorder import Pace
 from train.metrics.recorder import Recorder, Sink
-from train.metrics.tensorboard import TensorBoard
+from train.metrics.sinks import TensorBoard
 
 
 class Lines(Sink):
@@ -84,7 +84,7 @@ def test_every_report_has_the_speed_and_the_wait_of_its_own_interval(monkeypatch
     recorder.add(2, loss=jnp.float32(1))
     recorder.report(2)
     clock.now += 1
-    with recorder.pace.saving():  # as when a checkpoint is copied
+    with recorder.pace.counted("save"):  # as when a checkpoint is copied
         clock.now += 1
     recorder.add(3, loss=jnp.float32(1))
     recorder.add(4, loss=jnp.float32(1))

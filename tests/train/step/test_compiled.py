@@ -9,7 +9,7 @@ import pytest
 
 from models.transformer import Transformer
 from train.run import main
-from train.step.compiled import describe_dispatch
+from train.lifecycle.preparation import describe_dispatch
 from train.step.trainer import Trainer
 
 

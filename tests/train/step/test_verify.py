@@ -16,7 +16,7 @@ from flaxasync.verify.supervisor import MachineError, Setup
 from flaxasync.verify.verdict import Result, Verdict
 from models.config import TransformerConfig
 from tests.verify.test_what_follows import follow, machine_of
-from train.lifecycle.agreement import agree_on_kernels
+from train.lifecycle.preparation import agree_on_kernels
 from train.lifecycle.errors import InputError
 from train.step import verify as verify_module
 from train.step.mesh import CONTEXT, FSDP, infer_sizes
