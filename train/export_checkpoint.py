@@ -1,8 +1,6 @@
 """Writes the parameters of a run for `transformers`: `python train/export_checkpoint.py WORKDIR FOLDER`.
 
-FOLDER gets config.json, safetensors files and, if the run began with an import, the tokenizer of that. The parameters
-are restored onto one CPU device unless `--mesh` says otherwise. They are those that validation and train/sample.py use:
-the running mean if the run keeps one (`--optimizer.ema_decay`), unless `--parameters trained` is given.
+FOLDER gets config.json, safetensors files and, if the run began with an import, the tokenizer of that.
 """
 
 import dataclasses

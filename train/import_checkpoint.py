@@ -157,21 +157,15 @@ def _write(command: Command, config: Config, family: Family) -> None:
                 identity = RunIdentity({}, {}, architecture(config))
                 checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
                 checkpoints.wait()
-            _copy_what_is_kept(command.folder, place)
+            (place / _KEPT_FOLDER).mkdir()
+            for pattern in _KEPT:  # for export
+                for file in command.folder.glob(pattern):
+                    shutil.copy2(file, place / _KEPT_FOLDER / file.name)
+            if (command.folder / _TOKENIZER).is_file():
+                shutil.copy2(command.folder / _TOKENIZER, place / _TOKENIZER)
             (place / PRESET).write_text(as_preset(config))
             for path in sorted(place.iterdir(), key=lambda path: path.name == PRESET):  # the preset comes last
                 path.rename(work.root / path.name)
-
-
-def _copy_what_is_kept(folder: Path, place: Path) -> None:
-    """Copies the configuration and the files of the tokenizer, for export, and the tokenizer, for the run."""
-    kept = place / _KEPT_FOLDER
-    kept.mkdir()
-    for pattern in _KEPT:
-        for file in folder.glob(pattern):
-            shutil.copy2(file, kept / file.name)
-    if (folder / _TOKENIZER).is_file():
-        shutil.copy2(folder / _TOKENIZER, place / _TOKENIZER)
 
 
 if __name__ == "__main__":

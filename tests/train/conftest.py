@@ -12,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from models.config import TransformerConfig
 from tests.train.launcher import Launcher, Run
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
+from train.run import main
 from train.step.mesh import make_mesh
 from train.step.trainer import Trainer
 
@@ -141,6 +142,19 @@ def preset(text, tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def run(preset, capsys, monkeypatch, trainer_of):
+    """Runs the script's `main` in this process, on its eight devices; returns (exit code, stdout, stderr)."""
+    monkeypatch.setattr("train.lifecycle.training.Trainer", trainer_of)
+
+    def call(*options: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(preset("auto")), *map(str, options)])
+        return code, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -31,9 +31,6 @@ def load_parameters(
 
     Returns:
       The parameters, the folder of the checkpoint, and which part of it they are: "params", or "ema" for their mean.
-
-    Raises:
-      InputError: There is no checkpoint, it is damaged, or it is of another architecture.
     """
     folder, named = _find(epath.Path(location).expanduser())
     with Checkpoints(folder, read_only=True) as checkpoints:

@@ -79,11 +79,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def choose(self, step: int | None) -> int:
-        """Returns the step to restore: the requested one, the newest one for None, or 0 if the run begins anew.
-
-        Raises:
-          InputError: There is no checkpoint of the requested step.
-        """
+        """Returns the step to restore: the requested one, the newest one for None, or 0 if the run begins anew."""
         steps = self.steps()
         if step is None:
             return steps[-1] if steps else 0
@@ -153,9 +149,6 @@ class Checkpoints:
 
         Returns:
           The state, in which parts that the checkpoint lacks are None; the record; and the accepted differences.
-
-        Raises:
-          InputError: The checkpoint is of another architecture or other data, or it is damaged.
         """
         record = self.record(step)
         changed = check_identity(record, identity, where=str(self.path(step)), accept_change=accept_change)

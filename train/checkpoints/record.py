@@ -116,9 +116,6 @@ def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_
 
     Returns:
       The differences of the data, if `accept_change` says that they are accepted.
-
-    Raises:
-      InputError: The architecture differs, or the data do and that is not accepted.
     """
     check_architecture(record.architecture, identity.architecture, where=where)
     changed = differences(record.stream | _flat(record.corpus), identity.stream | _flat(identity.corpus))

@@ -43,11 +43,7 @@ _RANGES = {
 
 
 def check(config: Config) -> None:
-    """Checks the range of every value.
-
-    Raises:
-      InputError: A value is out of its range; the message names the field.
-    """
+    """Checks the range of every value."""
     values = dict(flatten(dataclasses.asdict(config)))
     for needed, (is_right, names) in _RANGES.items():
         for name in names.split():

@@ -58,9 +58,6 @@ def parse(arguments: Sequence[str]) -> Command:
     """Parses a command line, `[CONFIG] [--section.field VALUE ...] [--resume STEP] ...`, and checks the values.
 
     An unknown field or a value of the wrong type makes tyro exit the process with code 2, and `--help` with code 0.
-
-    Raises:
-      InputError: The preset is missing or has no configuration, or a value is out of its range.
     """
     preset, options = DEFAULT_PRESET, list(arguments)
     if options and not options[0].startswith("-"):
@@ -99,11 +96,7 @@ def as_json(config: Config) -> str:
 
 
 def load_preset(path: Path) -> Config:
-    """Loads the configuration that the one public function of a Python file returns.
-
-    Raises:
-      InputError: There is no such file, it is not Python, it fails, or it has no such function.
-    """
+    """Loads the configuration that the one public function of a Python file returns."""
     if not path.is_file():
         raise InputError(f"CONFIG must be a preset file such as configs/tiny.py: there is no file {path}")
     try:

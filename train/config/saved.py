@@ -33,11 +33,7 @@ def imported():
 
 
 def load_config(workdir: Path) -> Config:
-    """Returns the configuration of the last start of a run, or that of an import that no run has continued yet.
-
-    Raises:
-      InputError: There is neither, or the file cannot be read.
-    """
+    """Returns the configuration of the last start of a run, or that of an import that no run has continued yet."""
     file = workdir / "config.json"
     if file.is_file():
         try:

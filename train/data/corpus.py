@@ -36,21 +36,25 @@ _SKIPPED_MODULES = "_sysconfigdata"
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens and where they come from."""
+    """Tokens and where they come from.
+
+    Attributes:
+      name: The path or the URL, for messages.
+      tokens: A 1-D array of uint8, uint16 or uint32 that may be mapped from a file.
+      is_text: Whether every token is a byte of text, so that generated tokens can be shown as text.
+      file: The file that the tokens are mapped from, or None if they are in memory.
+      tokenizer: What makes text of tokens, if its file was given.
+    """
 
     name: str
     tokens: np.ndarray
-    """A 1-D array of uint8, uint16 or uint32 that may be mapped from a file."""
     is_text: bool
-    """Whether every token is a byte of text, so that generated tokens can be shown as text."""
     file: Path | None = None
-    """The file that the tokens are mapped from, or None if they are in memory."""
     tokenizer: Tokenizer | None = None
-    """What makes text of tokens, if its file was given."""
 
 
 def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
-    """Opens every data source of a run, by its name; the one of `data.path` is called "data". See `open_source`."""
+    """Opens every data source of a run, by its name; the one of `data.path` is called "data"."""
     if not config.sources:
         return {"data": open_source(config.path, config, vocab_size=vocab_size)}
     return {
@@ -62,11 +66,7 @@ def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
 def open_source(location: str | None, config: DataConfig, *, vocab_size: int, field: str = "data.path") -> Corpus:
     """Opens the data at a path or a URL as tokens and checks every token; None is the standard library of this Python.
 
-    `field` is the field of the configuration that names the location, for messages.
-
-    Raises:
-      InputError: The data is missing, unreadable, empty or of an unknown kind, a token is not in the vocabulary, or
-        text has only the name of a tokenizer.
+    `field` is the field of the configuration that names the location, for the InputError that bad data raise.
     """
     name = location or f"the standard library of Python {platform.python_version()}"
     tokenizer, file, is_text = None, None, False
@@ -88,7 +88,8 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
         else:
             files, is_text = _text_files(path, field), True
             file = path if path is not None and path.is_file() else None
-            tokens = _map_text(file, field) if file else _join(files)
+            joined = b"" if file else b"\n".join(text.read_bytes() for text in files)
+            tokens = _map_text(file, field) if file else np.frombuffer(joined, np.uint8)
     except InputError:
         raise
     except OSError as error:
@@ -100,10 +101,8 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
 def identify(corpus: Corpus, tokenizer: str | None, cache: Path) -> dict[str, Any]:
     """Returns what a checkpoint records of data, in which alone its position has a meaning, as JSON data.
 
-    Args:
-      corpus: The tokens, of which number, type and hash are recorded.
-      tokenizer: The name that the configuration gives to the tokenizer of a file of tokens.
-      cache: A file with the hashes of large files, which hold for one size and one time of modification.
+    `tokenizer` is the name that the configuration gives to the tokenizer of a file of tokens. The file `cache` has the
+    hashes of large files, which hold for one size and one time of modification.
     """
     if corpus.tokenizer:
         tokenizer = corpus.tokenizer.name
@@ -170,11 +169,6 @@ def _text_files(path: Path | None, field: str) -> list[Path]:
     for file in files:
         _map_text(file, field)
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _join(files: list[Path]) -> np.ndarray:
-    """Returns a read-only array of the bytes of all files, separated by line breaks."""
-    return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
 
 
 def _map_text(path: Path, field: str) -> np.ndarray:

@@ -17,11 +17,7 @@ def fetch(location: str, field: str) -> Path:
     """Copies a file or a folder of data into the user's cache folder, unless the same version is there already.
 
     Returns the local file or folder, whose name is that of the original. `field` is the field of the configuration that
-    names the URL, for the message.
-
-    Raises:
-      InputError: There is nothing at the location, it may not be read, or its client is not installed.
-      StorageError: The store did not answer.
+    names the URL, for the messages.
     """
     try:
         return _fetch(location)

@@ -30,7 +30,7 @@ PIECE_BYTES, BATCH_PIECES = 1 << 20, 16
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer and what identifies it.
+    """A tokenizer of the package `tokenizers`, which turns text into the tokens of a model and back.
 
     Attributes:
       name: The hash of its file, which a run must not change.
@@ -46,11 +46,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: Path, *, vocab_size: int, field: str = "data.tokenizer") -> Self:
-        """Reads a file.
-
-        Raises:
-          InputError: There is no such file, it is no tokenizer, or it makes tokens that are not in the vocabulary.
-        """
+        """Reads a file, which must be a tokenizer and make no token that is not in the vocabulary."""
         try:
             content = path.read_bytes()
             inner = tokenizers.Tokenizer.from_str(content.decode())
@@ -96,9 +92,7 @@ def tokenize_files(files: list[Path], tokenizer: Tokenizer, *, separator: int | 
 
     It lies in tokens/ beside the tokenizer, under a hash of VERSION, the tokenizer, the separator, and the names, sizes
     and modification times of the text files. If several processes need it at once, one makes it and the others wait.
-
-    Raises:
-      InputError: A file cannot be read, is not UTF-8, or a line of a .jsonl file has no string "text".
+    A file that cannot be read, is not UTF-8, or has a line of .jsonl without a string "text", is an InputError.
     """
     described = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([VERSION, tokenizer.name, separator, described])

@@ -83,11 +83,20 @@ def compile_step(
     return state, check.compile_for(topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS, **options)
 
 
+def replace_options(config: Config, options: dict[str, Any]) -> Config:
+    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
+    for name, value in options.items():
+        section, field = name.split(".")
+        changed = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
+
+
 def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, kernels: Kernels) -> DryRun:
     """Compiles the step that was requested or, if that does not fit, the first smaller step that does."""
     refused = list[check.HbmError]()
     for smaller in _smaller_steps(config, mesh, check.CHIPS[topology.partition(":")[0]]):
-        tried = _replace_options(config, smaller)
+        tried = replace_options(config, smaller)
         named = " ".join(f"--{name} {value}" for name, value in smaller.items()) or "as requested"
         say(f"compiling  for {topology}, {named} ...")
         try:
@@ -131,16 +140,7 @@ def _smaller_batches(config: Config, mesh: jax.sharding.Mesh, chip: Chip) -> lis
     batches = [smallest << n for n in range(32) if smallest << n < config.data.batch_size]
 
     def fits(batch: int) -> bool:
-        tried = _replace_options(config, {"data.batch_size": batch})
+        tried = replace_options(config, {"data.batch_size": batch})
         return sum(predicted_memory(tried, mesh.shape, chip).values()) <= MEMORY_TARGET * chip.hbm_bytes
 
     return list(dict.fromkeys([*filter(fits, reversed(batches))][:1] + batches[:1]))
-
-
-def _replace_options(config: Config, options: dict[str, Any]) -> Config:
-    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
-    for name, value in options.items():
-        section, field = name.split(".")
-        changed = dataclasses.replace(getattr(config, section), **{field: value})
-        config = dataclasses.replace(config, **{section: changed})
-    return config

@@ -1,6 +1,7 @@
 """How a command can end: the exit codes that a supervisor acts on, and the errors that end a command with one of them.
 
-docs/operations.md says what a supervisor does after each code.
+docs/operations.md says what a supervisor does after each code. Any function of `train` raises an InputError where it is
+given what it cannot use; docstrings name only the other errors.
 """
 
 import contextlib

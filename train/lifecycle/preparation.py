@@ -59,11 +59,7 @@ def _remove_incomplete(folder: Path) -> None:
 
 
 def require_same(values: dict[str, Any]) -> None:
-    """Checks that values, which are JSON data, are those of the first process, before one process waits for another.
-
-    Raises:
-      InputError: One is not; the message names it by its key.
-    """
+    """Checks that values, which are JSON data, are those of the first process, before one process waits for another."""
     for name, value in values.items():
         digest = hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
         try:

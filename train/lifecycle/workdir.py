@@ -80,9 +80,6 @@ def open_workdir(folder: Path) -> Iterator[Workdir]:
     """Makes the folder of a run and locks it against other runs while the context lasts.
 
     The operating system releases the lock when the process ends. Of several processes the first one holds the lock.
-
-    Raises:
-      InputError: The folder cannot be made or written, or another run uses it.
     """
     work = Workdir(folder)
     try:

@@ -21,41 +21,49 @@ from typing import Any
 from train.lifecycle.errors import StorageError
 from train.lifecycle.files import write_atomically
 from train.metrics.output import warn
-from train.metrics.recorder import Line, Sink
 
+Line = dict[str, Any]
+"""The values of one step by name, as docs/train.md lists them; a number that is not finite is None."""
 PACKAGES = ("flaxasync", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")
 """The packages that determine what a run computes."""
 
 
-class LineFile:
-    """A file that JSON lines are appended to, and that keeps them in memory while the disk does not take them.
+class Sink:
+    """A destination of finished lines, such as a file, TensorBoard or a terminal. A sink overrides what it needs."""
 
-    A write that fails is reported once, and again after one has succeeded. Opening the file removes an incomplete last
-    line, which a killed process leaves.
-    """
+    def write(self, lines: Iterable[Line]) -> None:
+        """Takes the lines of a report."""
+
+    def flush(self) -> None:
+        """Waits until all lines are on disk, because a checkpoint must not be newer than its lines."""
+
+    def close(self) -> None:
+        """Writes what is left."""
+
+
+class AppendedFile:
+    """A file that keeps in memory what is appended while the disk does not take it, and reports that once."""
 
     def __init__(self, path: Path):
         self._path, self._pending, self._is_failing = path, b"", False
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (`close` closes it)
-        self._file.seek(0)
-        self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
-    def write(self, lines: Iterable[Line]) -> None:
-        """Appends lines, and does not raise if the disk does not take them."""
-        self._pending += b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines)
+    def append(self, content: bytes) -> None:
+        """Appends bytes, and does not raise if the disk does not take them."""
+        self._pending += content
         try:
             self._write_pending()
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                warn(f"{self._path} cannot be written: {error.strerror}; its lines wait in memory")
+                warn(f"{self._path} cannot be written: {error.strerror}; what it lacks waits in memory")
             self._is_failing = True
 
     def flush(self) -> None:
-        """Waits until all lines are on the disk.
+        """Waits until everything is on the disk.
 
         Raises:
-          StorageError: The disk does not take them; they are still kept.
+          StorageError: The disk does not take it; it is still kept.
         """
         try:
             self._write_pending()
@@ -64,16 +72,29 @@ class LineFile:
             raise StorageError(f"{self._path} could not be written: {error.strerror}") from error
 
     def close(self) -> None:
-        """Closes the file; lines that the disk still does not take are lost."""
+        """Closes the file; what the disk still does not take is lost."""
         try:
             self._write_pending()
         except OSError as error:
-            warn(f"{self._path} lacks its last {self._pending.count(b'\n')} lines: {error.strerror}")
+            warn(f"{self._path} lacks its last {len(self._pending)} bytes: {error.strerror}")
         self._file.close()
 
     def _write_pending(self) -> None:
         while self._pending:  # a disk that is almost full takes a part of it
             self._pending = self._pending[os.write(self._file.fileno(), self._pending) :]
+
+
+class LineFile(AppendedFile):
+    """A file of JSON lines. Opening it removes an incomplete last line, which a killed process leaves."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+
+    def write(self, lines: Iterable[Line]) -> None:
+        """Appends lines; see `append`."""
+        self.append(b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines))
 
 
 class MetricsFile(LineFile, Sink):

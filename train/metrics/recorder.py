@@ -8,28 +8,13 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import jax
 
 from train.lifecycle.errors import DivergedError
-
-Line = dict[str, Any]
-"""The values of one step by name, as docs/train.md lists them; a number that is not finite is None."""
-
-
-class Sink:
-    """A destination of finished lines, such as a file, TensorBoard or a terminal. A sink overrides what it needs."""
-
-    def write(self, lines: Iterable[Line]) -> None:
-        """Takes the lines of a report."""
-
-    def flush(self) -> None:
-        """Waits until all lines are on disk, because a checkpoint must not be newer than its lines."""
-
-    def close(self) -> None:
-        """Writes what is left."""
+from train.metrics.lines import Events, Line, Sink
 
 
 @dataclasses.dataclass
@@ -97,22 +82,15 @@ class Pace:
 
 
 class Recorder:
-    """Collects the metrics of dispatched steps and writes finished lines to the sinks.
+    """Collects the metrics of dispatched steps and writes finished lines to the sinks, and skipped updates to `events`.
 
-    `skip_limit` skipped updates in a row end the run, and `on_skip` is called with the line of each of them.
+    `skip_limit` skipped updates in a row end the run.
     """
 
-    def __init__(
-        self,
-        sinks: Iterable[Sink],
-        pace: Pace,
-        *,
-        skip_limit: int = 1,
-        on_skip: Callable[[Line], None] = lambda _: None,
-    ):
+    def __init__(self, sinks: Iterable[Sink], pace: Pace, events: Events, *, skip_limit: int = 1):
         self.pace = pace
-        self._sinks = list(sinks)
-        self._skip_limit, self._on_skip, self._skipped_in_row = skip_limit, on_skip, 0
+        self._sinks, self._events, self._skip_limit = list(sinks), events, skip_limit
+        self._skipped_in_row = 0
         self._pending: dict[int, dict[str, jax.Array]] = {}
 
     def add(self, step: int, **metrics: jax.Array) -> None:
@@ -139,7 +117,7 @@ class Recorder:
             values = {name: float(value) for name, value in metrics.items()}
             lines.append({**_line(step, values), "tokens": self.pace.tokens(step), **speed})
             if values.get("skipped"):
-                self._on_skip(lines[-1])
+                self._events.add("skipped", **{name: lines[-1][name] for name in ("step", "loss", "grad_norm")})
             if diverged := self._find_divergence(step, values):
                 break
         for sink in self._sinks:

@@ -10,19 +10,21 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
 import rich.progress
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from flaxasync.hardware import chip_of_device
 from train.config import Config
 from train.lifecycle.workdir import Workdir
-from train.metrics.lines import Events, MetricsFile, read_events, read_metrics
+from train.metrics.lines import AppendedFile, Events, Line, MetricsFile, Sink, read_events, read_metrics
 from train.metrics.model_flops import model_flops_per_token
 from train.metrics.output import print_line, warn
-from train.metrics.recorder import Line, Pace, Recorder, Sink
+from train.metrics.recorder import Pace, Recorder
 
 _SMOOTH_OVER = 50  # the bold curve of the losses averages over a fiftieth of the run on either side
 
@@ -50,11 +52,7 @@ def open_recorder(
             LossPicture(work.metrics, work.plot),
             Progress(start=start, steps=config.steps),
         ]
-
-    def note_skip(line: Line) -> None:
-        events.add("skipped", step=line["step"], loss=line["loss"], grad_norm=line["grad_norm"])
-
-    return Recorder(sinks, pace, skip_limit=config.skip.limit, on_skip=note_skip)
+    return Recorder(sinks, pace, events, skip_limit=config.skip.limit)
 
 
 class Progress(Sink):
@@ -112,68 +110,34 @@ def _number(value: float | None, form: str) -> str:
 
 
 class TensorBoard(Sink):
-    """Writes event files.
+    """Writes an event file that makes TensorBoard discard what earlier files have from the step after `start` on.
 
-    Each file begins with an event that tells TensorBoard to discard what earlier files have from that step on. If a
-    file cannot be written, its lines are kept and written to a new file at the next report.
+    The writers of tensorboardX are not used: one of them writes in a thread, which a full disk ends with a traceback,
+    and the other one waits for the disk.
     """
 
     def __init__(self, folder: Path, *, start: int):
-        self._folder, self._next, self._pending = folder, start + 1, list[Line]()
-        self._file: IO[bytes] | None = None
-        self._is_failing = False
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{time.monotonic_ns()}"  # TensorBoard reads them in this order
+        self._file = AppendedFile(folder / name)
+        self._add(file_version="brain.Event:2")
+        self._add(step=start + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, lines: Iterable[Line]) -> None:
-        self._pending += lines
-        try:
-            self._write()
-        except OSError as error:
-            self._close_file()  # what was written last may be incomplete
-            if not self._is_failing:
-                warn(f"{self._folder} cannot be written: {error.strerror}; its events wait in memory")
-            self._is_failing = True
+        for line in lines:
+            values = {name: value for name, value in line.items() if name != "step" and value is not None}
+            parts = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            self._add(step=line["step"], summary=summary_pb2.Summary(value=parts))
 
     def close(self) -> None:
-        self.write([])
-        self._close_file()
+        self._file.close()
 
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _write(self) -> None:
-        # These imports take a tenth of a second. The writers of tensorboardX are not used: one of them writes in a
-        # thread, which a full disk ends with a traceback, and the other one waits for the disk.
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        now, content = time.time(), b""
-        if self._file is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            name = f"events.out.tfevents.{now:.0f}.{time.monotonic_ns()}"  # TensorBoard reads them in this order
-            self._file = open(self._folder / name, "wb", buffering=0)  # noqa: SIM115 (`close` closes it)
-            restart = SessionLog(status=SessionLog.START)
-            content += _record(Event(wall_time=now, file_version="brain.Event:2"))
-            content += _record(Event(wall_time=now, step=self._next, session_log=restart))
-        for line in self._pending:
-            values = {name: value for name, value in line.items() if name != "step" and value is not None}
-            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-            content += _record(Event(wall_time=now, step=line["step"], summary=summary))
-        while content:
-            content = content[self._file.write(content) :]
-        if self._pending:
-            self._next = self._pending[-1]["step"] + 1
-        self._pending, self._is_failing = [], False
-
-
-def _record(event: Any) -> bytes:
-    """Encodes an event: its length, a checksum of that, the event, and a checksum of it."""
-    from tensorboardX.record_writer import masked_crc32c
-
-    data = event.SerializeToString()
-    length = struct.pack("Q", len(data))
-    return length + struct.pack("I", masked_crc32c(length)) + data + struct.pack("I", masked_crc32c(data))
+    def _add(self, **fields: Any) -> None:
+        """Writes an event: its length, a checksum of that, the event, and a checksum of it."""
+        event = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("Q", len(event))
+        checksums = [struct.pack("I", masked_crc32c(part)) for part in (length, event)]
+        self._file.append(length + checksums[0] + event + checksums[1])
 
 
 class LossPicture(Sink):

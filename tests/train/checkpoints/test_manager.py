@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from train.checkpoints import manager as checkpoint
-from train.checkpoints.record import fingerprint
 from train.checkpoints.manager import Checkpoints
-from train.checkpoints.record import identify_run
+from train.checkpoints.record import fingerprint, identify_run
 from train.config import MeshConfig
 from train.lifecycle.errors import InputError, StorageError
 from train.step.mesh import make_mesh

@@ -34,7 +34,7 @@ def saver(config, checkpoints, tmp_path):
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, retry_seconds=0.1))
     return Saver(
         config, checkpoints, mock.MagicMock(), mock.MagicMock(), Events(None), mock.MagicMock(),
-        Watchdog(0, tmp_path / "s"), lambda: None, lambda text: None,
+        Watchdog(0, tmp_path / "s"), lambda: None,
     )  # fmt: skip
 
 

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.step.steps import STEPS, batches, place, train
-from train.checkpoints.manager import Checkpoints
-from train.checkpoints.record import identify_run
+from tests.train.step.steps import STEPS, batches, continue_run, place, train
 from train.lifecycle.errors import InputError
 from train.step.mesh import check_fits_mesh, make_mesh
 from train.step.microbatches import loss_and_gradient, split_batch, sum_of_losses
@@ -118,14 +116,7 @@ def test_twenty_steps_have_the_losses_of_the_whole_batch(config, replace, traine
 def test_a_run_with_micro_batches_resumes_exactly_and_may_change_their_number(config, replace, trainer_of, tmp_path):
     def continue_with(count, folder, start, steps):
         changed = replace(config, mesh=FULLY_SHARDED, data={"batch_size": 16, "microbatches": count})
-        mesh, identity = make_mesh(changed.mesh), identify_run(changed, {})
-        with jax.set_mesh(mesh), Checkpoints(tmp_path / folder, keep=9) as checkpoints:
-            trainer = trainer_of(changed, mesh)
-            state = checkpoints.restore(start, trainer.abstract_state(), identity)[0] if start else trainer.init()
-            state, losses = train(trainer, changed, mesh, state, start, steps)
-            checkpoints.save(start + steps, state, data={}, tokens=0, identity=identity)
-            checkpoints.wait()
-        return losses
+        return continue_run(changed, make_mesh(changed.mesh), trainer_of, tmp_path / folder, start, steps)[1]
 
     straight = continue_with(2, "straight", 0, 4)
     assert continue_with(2, "again", 0, 2) + continue_with(2, "again", 2, 2) == straight  # exactly

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from train.step.mesh import make_mesh
 from train.step.run_sample import generate
 
 
@@ -33,3 +34,14 @@ def test_near_temperature_zero_every_token_is_the_most_likely_one(config, traine
         logits = np.asarray(forward(state.params, jax.device_put(window, trainer.abstract_batch()[0].sharding)))
         assert token == logits[0, position - 1].argmax()
         window[:, position] = token
+
+
+@pytest.mark.slow
+def test_the_text_is_the_same_on_a_mesh_that_splits_sequences(config, replace, trainer_of):
+    texts = []
+    for sizes in ({"data": 2, "context": 2, "model": 2}, {"data": 2, "model": 4}):
+        now = replace(config, mesh={"context": 1} | sizes, eval={"temperature": 1e-6})
+        with jax.set_mesh(make_mesh(now.mesh)):
+            trainer = trainer_of(now, jax.sharding.get_mesh())
+            texts.append(generate(trainer, trainer.init(), np.arange(17), now))
+    assert texts[0] == texts[1]

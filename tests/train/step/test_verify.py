@@ -16,8 +16,8 @@ from flaxasync.verify.supervisor import MachineError, Setup
 from flaxasync.verify.verdict import Result, Verdict
 from models.config import TransformerConfig
 from tests.verify.test_what_follows import follow, machine_of
-from train.lifecycle.preparation import agree_on_kernels
 from train.lifecycle.errors import InputError
+from train.lifecycle.preparation import agree_on_kernels
 from train.step import verify as verify_module
 from train.step.mesh import CONTEXT, FSDP, infer_sizes
 from train.step.verify import cases_of, may_have_tpus, verify_first

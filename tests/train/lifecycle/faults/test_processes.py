@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.train.launcher import lines_of
 from tests.train.lifecycle.faults.workplace import after_step, fault, one_paragraph
 
 
@@ -124,4 +125,4 @@ _time.time = lambda: _clock() + ({jump} if _time.monotonic() > _began + 1.5 else
     exit_code, _, err = place.run("--checkpoint.minutes", 1, code=code)
     assert (exit_code, err) == (0, "")
     assert place.losses() == expected
-    assert all(0 <= line["goodput"] <= 1 for line in place.lines())
+    assert all(0 <= line["goodput"] <= 1 for line in lines_of(place.work))

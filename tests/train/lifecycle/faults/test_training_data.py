@@ -1,6 +1,5 @@
 """The rows of the fault table about training data and losses. test_table.py says what a row shows."""
 
-import json
 import os
 import re
 import signal
@@ -10,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from tests.train.data.test_tokenized import train_tokenizer
-from tests.train.lifecycle.faults.workplace import Workplace, after_step, contents, fault, one_paragraph
+from tests.train.launcher import contents, events_of, lines_of
+from tests.train.lifecycle.faults.workplace import Workplace, after_step, fault, one_paragraph
 
 
 def other_data(place: Workplace, change: Callable[[bytes], bytes]) -> Path:
@@ -45,7 +45,7 @@ def test_accepted_data(stopped, expected):
     newest = max(stopped.steps_saved())
     stopped.completes("--data.path", path, "--data.accept_change", "True")
     assert stopped.losses()[:newest] == expected[:newest]
-    events = [json.loads(line) for line in (stopped.work / "events.jsonl").read_text().splitlines()]
+    events = events_of(stopped.work)
     starts = [event for event in events if event["event"] == "start"]
     assert any("content_hash" in change for change in starts[-1]["changes"])
 
@@ -136,8 +136,8 @@ _step.Trainer._train_step = _spoiled
     code, out, err = place.run("--skip.nonfinite", "True", code=spoil)
     assert (code, err) == (0, ""), out + err
     assert "step 12: the update was skipped" in out
-    events = [json.loads(line) for line in (place.work / "events.jsonl").read_text().splitlines()]
+    events = events_of(place.work)
     assert [event["step"] for event in events if event["event"] == "skipped"] == [12]
-    lines = [json.loads(line) for line in (place.work / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(place.work)
     assert [line["step"] for line in lines if line["skipped"]] == [12]
     assert np.isfinite([line["loss"] for line in lines if line["step"] != 12]).all()

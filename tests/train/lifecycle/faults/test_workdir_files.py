@@ -4,7 +4,8 @@ import json
 import re
 import shutil
 
-from tests.train.lifecycle.faults.workplace import after_step, contents, fault, one_paragraph
+from tests.train.launcher import contents, events_of, lines_of
+from tests.train.lifecycle.faults.workplace import after_step, fault, one_paragraph
 
 
 @fault("a damaged array in the newest checkpoint")
@@ -53,7 +54,7 @@ def test_deleted_metrics(stopped, expected):
     newest = max(stopped.steps_saved())
     err = stopped.completes()
     assert f"lacks {newest} of the {newest} steps that were done before; they may still be in tensorboard/" in err
-    assert [line["loss"] for line in stopped.lines()] == expected[newest:]
+    assert [line["loss"] for line in lines_of(stopped.work)] == expected[newest:]
 
 
 @fault("an incomplete last line of metrics.jsonl or events.jsonl")
@@ -63,7 +64,7 @@ def test_cut_line(stopped, expected):
             file.write('{"step": 17, "lo')
     stopped.completes()
     assert stopped.losses() == expected
-    events = [json.loads(line)["event"] for line in (stopped.work / "events.jsonl").read_text().splitlines()]
+    events = [event["event"] for event in events_of(stopped.work)]
     assert events.count("start") == 2
 
 

@@ -1,12 +1,13 @@
 """What the tests of the fault table share: the registry of its rows, and a run that is started again and again."""
 
-import json
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.train.launcher import checkpoints_of, lines_of
 
 STEPS = 40
 QUIET = ("--eval.every", 0, "--eval.sample_tokens", 4)
@@ -71,16 +72,13 @@ class Workplace:
             run.kill()
             run.communicate()
 
-    def lines(self) -> list[dict]:
-        return [json.loads(line) for line in (self.work / "metrics.jsonl").read_text().splitlines()]
-
     def losses(self) -> list[float]:
-        lines = self.lines()
+        lines = lines_of(self.work)
         assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
         return [line["loss"] for line in lines]
 
     def steps_saved(self) -> list[int]:
-        return sorted(int(path.name) for path in (self.work / "checkpoints").iterdir() if path.name.isdigit())
+        return sorted(int(name) for name in checkpoints_of(self.work) if name.isdigit())
 
 
 def after_step(process, step: int) -> None:
@@ -103,7 +101,3 @@ def after_checkpoint(place: Workplace, process) -> None:
 
 def one_paragraph(err: str) -> bool:
     return err.startswith("error: ") and err.count("\n") == 1
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
