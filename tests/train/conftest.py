@@ -157,6 +157,21 @@ def run(preset, capsys, monkeypatch, trainer_of):
     return call
 
 
+@pytest.fixture
+def refuses(capsys):
+    """A function that checks that a command ends with code 2 and one line on standard error, which says something."""
+
+    def refuses(command, says: str, *arguments: object) -> None:
+        capsys.readouterr()
+        assert command([*map(str, arguments)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert says in err
+
+    return refuses
+
+
 @pytest.fixture(scope="session")
 def launcher():
     """The process that forks runs; it imports their modules while the first test that needs it is still running."""

@@ -94,9 +94,8 @@ def test_the_page_takes_infinite_options_and_any_sample(workdir):
     assert run["sample"] == "<!-- <script>"
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 2
-    assert f"there is no {tmp_path}/metrics.jsonl" in capsys.readouterr().err
+def test_a_folder_without_a_run_is_refused(tmp_path, refuses):
+    refuses(report.main, f"there is no {tmp_path}/metrics.jsonl", tmp_path)
 
 
 IN_THE_BROWSER = """

@@ -20,11 +20,11 @@ _MAY_DIFFER = frozenset({"model.param_dtype", "optimizer.master_copies"})  # how
 def load_parameters(
     location: epath.PathLike, config: Config, trainer: Trainer, *, step: int | None = None, evaluated: bool = False
 ) -> tuple[Any, epath.Path, str]:
-    """Reads the parameters of a checkpoint.
+    """Reads the parameters of a checkpoint, whose architecture must be that of the configuration.
 
     Args:
       location: The workdir of a run or of an import, a folder of checkpoints, or one of its checkpoints.
-      config: The configuration, whose architecture must be that of the checkpoint.
+      config: The configuration.
       trainer: The model's functions.
       step: The step of the checkpoint; None for the one that `location` names, or the newest one.
       evaluated: Whether the running mean of the parameters is read instead, if the checkpoint has one.

@@ -53,38 +53,23 @@ def check(config: Config) -> None:
 
     optimizer, model, data, spikes = config.optimizer, config.model, config.data, config.skip.spike_factor
     length, vocabulary, high = data.sequence_length, model.vocab_size, model.rope_high_frequency
-    needs_no_copies = optimizer.master_copies and model.param_dtype != "bfloat16"
+    copies_are_of_use = not optimizer.master_copies or model.param_dtype == "bfloat16"
+    is_validated = data.validation_fraction > 0 or not config.eval.every
+    ends_documents = data.separator is None or 0 <= data.separator < vocabulary
+    are_tokens = all(0 <= token < vocabulary for token in config.eval.stop_tokens)
+    leaves_a_prompt = config.eval.sample_tokens < length
+    no_copies = f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
     for name, holds, needed in (
         ("workdir", config.workdir, "a folder"),
         ("optimizer.clip_norm", optimizer.clip_norm > 0, "above 0"),
-        (
-            "optimizer.master_copies",
-            not needs_no_copies,
-            f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32",
-        ),
+        ("optimizer.master_copies", copies_are_of_use, no_copies),
         ("skip.spike_factor", spikes == 0 or spikes > 1, "0, or above 1"),
         ("model.rope_low_frequency", model.rope_low_frequency < high, f"below model.rope_high_frequency={high}"),
-        (
-            "data.validation_fraction",
-            data.validation_fraction or not config.eval.every,
-            "above 0 where eval.every is not 0",
-        ),
+        ("data.validation_fraction", is_validated, "above 0 where eval.every is not 0"),
         ("data.sources", not data.sources or data.path is None, "empty where data.path names the data, too"),
-        (
-            "data.separator",
-            data.separator is None or 0 <= data.separator < vocabulary,
-            f"a token below model.vocab_size={vocabulary}",
-        ),
-        (
-            "eval.stop_tokens",
-            all(0 <= token < vocabulary for token in config.eval.stop_tokens),
-            f"tokens below model.vocab_size={vocabulary}",
-        ),
-        (
-            "eval.sample_tokens",
-            config.eval.sample_tokens < length,
-            f"below data.sequence_length={length}, to leave a prompt",
-        ),
+        ("data.separator", ends_documents, f"a token below model.vocab_size={vocabulary}"),
+        ("eval.stop_tokens", are_tokens, f"tokens below model.vocab_size={vocabulary}"),
+        ("eval.sample_tokens", leaves_a_prompt, f"below data.sequence_length={length}, to leave a prompt"),
     ):
         _require(holds, name, values[name], needed)
     _check_locations(config)

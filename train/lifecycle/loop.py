@@ -35,7 +35,6 @@ class Loop:
     stop: StopRequest
     watchdog: Watchdog
     profiler: "Profiler"
-    events: Events
 
     def run(self, state: TrainState, *, start: int) -> tuple[TrainState, int]:
         """Trains from step `start`, whose state is donated, to the last step or a stop, and saves the final state.
@@ -66,9 +65,7 @@ class Loop:
             if step % config.report.every == 0:
                 self.recorder.report(step - config.report.every)
             self.watchdog.progress(f"step {step}")
-            if profile := self.profiler.after(step, state):
-                say(profile)
-                self.events.add("profile", step=step)
+            self.profiler.after(step, state)
             self.saver.poll(step, state)
             stopping = self.stop.should_stop(step)
             if last or stopping or self.saver.is_due(step):
@@ -82,9 +79,9 @@ class Loop:
 class Profiler:
     """A window of steps that JAX's profiler records. The host waits for the devices at both ends of the window."""
 
-    def __init__(self, config: ProfileConfig, folder: Path):
+    def __init__(self, config: ProfileConfig, folder: Path, events: Events):
         self._first, self._last = config.start, config.start + config.steps - 1
-        self._folder, self._is_on = folder, False
+        self._folder, self._events, self._is_on = folder, events, False
 
     def before(self, step: int, state: TrainState) -> None:
         """Starts the profile if the window begins with this step."""
@@ -93,13 +90,13 @@ class Profiler:
             jax.profiler.start_trace(str(self._folder))
             self._is_on = True
 
-    def after(self, step: int, state: TrainState) -> str | None:
-        """Ends the profile if the window ends with this step, and returns a line that says where it is."""
-        if not self._is_on or step < self._last:
-            return None
-        jax.block_until_ready(state)
-        self.close()
-        return f"profile    steps {self._first} to {step}, in {self._folder}"
+    def after(self, step: int, state: TrainState) -> None:
+        """Ends the profile if the window ends with this step, and says where it is."""
+        if self._is_on and step >= self._last:
+            jax.block_until_ready(state)
+            self.close()
+            say(f"profile    steps {self._first} to {step}, in {self._folder}")
+            self._events.add("profile", step=step)
 
     def close(self) -> None:
         """Ends the profile of a run that stops within the window."""

@@ -180,14 +180,14 @@ class Run:
             recorder = open_recorder(config, work, self.mesh, events, start=start, tokens_before=tokens)
             stack.callback(recorder.close)
             watchdog = stack.enter_context(Watchdog(config.report.hang_seconds, work.stacks))
-            profiler = Profiler(config.profile, work.profile)
+            profiler = Profiler(config.profile, work.profile, events)
             stack.callback(profiler.close)
             saver = Saver(
                 config, self.checkpoints, self.batches, recorder, events, self.identity, watchdog, work.require_lock
             )
             loop = Loop(
                 config, trainer, train_step, eval_step, self.batches, self.evaluation, saver, recorder, stop, watchdog,
-                profiler, events,
+                profiler,
             )  # fmt: skip
             try:
                 state, step = loop.run(state, start=start)

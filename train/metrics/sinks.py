@@ -147,35 +147,34 @@ class LossPicture(Sink):
         self._metrics, self._picture = metrics, picture
 
     def close(self) -> None:
+        temporary = self._picture.with_name(f".{self._picture.name}.tmp")
         try:
-            draw_losses(self._metrics, self._picture)
+            self._draw(temporary)
+            temporary.replace(self._picture)
         except OSError as error:  # the picture can be drawn later
             warn(f"{self._picture} cannot be written: {error.strerror}")
 
+    def _draw(self, file: Path) -> None:
+        """Draws the training loss, faint as measured and bold as averaged, and the validation loss over the steps."""
+        from matplotlib.figure import Figure  # imported late, because that takes long
 
-def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draws the training loss, faint as measured and bold as averaged, and the validation loss over the steps."""
-    from matplotlib.figure import Figure  # imported late, because that takes long
-
-    lines = read_metrics(metrics)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step (optimizer updates)", ylabel="loss (nats per token)")
-    axes.grid(color="#d9d9d9", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    for metric, name, colour, style in (
-        ("loss", "training", "#2a6f97", {"alpha": 0.3, "linewidth": 0.8}),
-        ("validation_loss", "validation", "#d1495b", {"linewidth": 1.8, "marker": "o", "markersize": 4}),
-    ):
-        points = np.array([(line["step"], line[metric]) for line in lines if line.get(metric) is not None], float)
-        if not len(points):
-            continue
-        axes.plot(*points.T, color=colour, label=f"{name}, {points[-1, 1]:.3f} at the end", **style)
-        if metric == "loss":
-            axes.plot(*average(points).T, color=colour, linewidth=1.8)
-        axes.legend(frameon=False)
-    temporary = picture.with_name(f".{picture.name}.tmp")
-    figure.savefig(temporary, dpi=150, format="png")
-    temporary.replace(picture)
+        lines = read_metrics(self._metrics)
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="step (optimizer updates)", ylabel="loss (nats per token)")
+        axes.grid(color="#d9d9d9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        for metric, name, colour, style in (
+            ("loss", "training", "#2a6f97", {"alpha": 0.3, "linewidth": 0.8}),
+            ("validation_loss", "validation", "#d1495b", {"linewidth": 1.8, "marker": "o", "markersize": 4}),
+        ):
+            points = np.array([(line["step"], line[metric]) for line in lines if line.get(metric) is not None], float)
+            if not len(points):
+                continue
+            axes.plot(*points.T, color=colour, label=f"{name}, {points[-1, 1]:.3f} at the end", **style)
+            if metric == "loss":
+                axes.plot(*average(points).T, color=colour, linewidth=1.8)
+            axes.legend(frameon=False)
+        figure.savefig(file, dpi=150, format="png")
 
 
 def average(points: np.ndarray) -> np.ndarray:

@@ -162,11 +162,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-DAMAGE = {
-    "emptied": lambda path: path.write_bytes(b""),
-    "a bit flipped": flip,
-    "removed": lambda path: path.unlink(),
-}
+DAMAGE = {"emptied": lambda path: path.write_bytes(b""), "a bit flipped": flip, "removed": lambda path: path.unlink()}
 
 
 @pytest.fixture

@@ -49,8 +49,7 @@ def make_loop(mesh, trainer_of, opened, tmp_path):
             recorder,
             opened.enter_context(StopRequest(shared=False)),
             watchdog,
-            Profiler(config.profile, tmp_path / "profile"),
-            events,
+            Profiler(config.profile, tmp_path / "profile", events),
         )
 
     return make
