@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from train.config import Config, MeshConfig
-from train.config.command import parse_as
-from train.config.saved import load_config
+from train.config.command import load_config, parse_as
 from train.lifecycle.errors import InputError, exit_code
 from train.metrics.output import Percent, print_line
 

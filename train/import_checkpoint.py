@@ -13,9 +13,11 @@ tokenizer.json  the tokenizer, if FOLDER has one; without it, text is refused un
 
 import dataclasses
 import json
+import pprint
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,8 +28,7 @@ from models.config import TransformerConfig
 from models.families import Family
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config.check import check
-from train.config.command import parse_as
-from train.config.saved import PRESET, as_preset
+from train.config.command import PRESET, parse_as
 from train.lifecycle.errors import InputError, exit_code
 from train.metrics.output import Percent, print_line
 
@@ -37,6 +38,20 @@ _KEPT_FOLDER, _TOKENIZER = "hugging_face", "tokenizer.json"
 _UNFINISHED = ".import-"  # begins the name of the folder in which an import is prepared
 _UNKNOWN_TOKENIZER = "the imported checkpoint"
 _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
+_HERE = "@here@"  # stands for the folder of the preset file
+_TEMPLATE = '''"""The configuration of an imported checkpoint; train/run.py takes this file as its preset."""
+
+from math import inf
+from pathlib import Path
+
+from models.config import TransformerConfig
+from train.config import *
+
+_HERE = str(Path(__file__).resolve().parent)
+
+
+def imported():
+    return '''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +181,20 @@ def _write(command: Command, config: Config, family: Family) -> None:
             (place / PRESET).write_text(as_preset(config))
             for path in sorted(place.iterdir(), key=lambda path: path.name == PRESET):  # the preset comes last
                 path.rename(work.root / path.name)
+
+
+def as_preset(config: Config) -> str:
+    """Returns the text of a preset file for a workdir, where paths into the workdir are relative to the file."""
+    here = Path(config.workdir)
+
+    def relative(value: Any) -> Any:
+        inside = isinstance(value, str) and Path(value).is_relative_to(here)
+        return f"{_HERE}/{Path(value).relative_to(here)}" if inside else value
+
+    data = dataclasses.replace(config.data, tokenizer=relative(config.data.tokenizer))
+    moved = dataclasses.replace(config, workdir=_HERE, init_from=relative(config.init_from), data=data)
+    source = textwrap.indent(pprint.pformat(moved, width=110), " " * 11).lstrip()
+    return _TEMPLATE + source.replace(f"'{_HERE}", "_HERE + '") + "\n"
 
 
 if __name__ == "__main__":

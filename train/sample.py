@@ -14,8 +14,7 @@ import numpy as np
 import tyro
 
 from train.config import Config, MeshConfig
-from train.config.command import parse_as
-from train.config.saved import load_config
+from train.config.command import load_config, parse_as
 from train.data.tokenizer import Tokenizer, decode_bytes, is_file
 from train.lifecycle.errors import InputError, exit_code
 

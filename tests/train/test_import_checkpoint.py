@@ -22,8 +22,7 @@ from train import export_checkpoint, import_checkpoint, run, sample
 from train.checkpoints.init_from import load_parameters
 from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import RunIdentity, architecture
-from train.config.command import load_preset, parse
-from train.config.saved import load_config
+from train.config.command import load_config, load_preset, parse
 from train.step.mesh import make_mesh as make_training_mesh
 from train.step.trainer import Trainer, TrainState
 

@@ -65,7 +65,7 @@ def logits_of(workdir, tokens):
     import jax
 
     from train.checkpoints.init_from import load_parameters
-    from train.config.saved import load_config
+    from train.config.command import load_config
     from train.step.mesh import make_mesh
     from train.step.trainer import Trainer
 
