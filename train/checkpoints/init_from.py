@@ -45,7 +45,7 @@ def load_parameters(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding),
             trainer.abstract_state().params,
         )
-        return checkpoints.restore_params(step, abstract, part=part), checkpoints.path(step), part
+        return checkpoints.read_arrays(step, {part: abstract}, record)[part], checkpoints.path(step), part
 
 
 def _find(path: epath.Path) -> tuple[epath.Path, int | None]:

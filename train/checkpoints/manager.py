@@ -46,12 +46,9 @@ class Checkpoints:
         self._saving: int | None = None  # the step that is being written
         if not read_only:
             self._remove_half_written()
-        policies = ocp.checkpoint_managers.preservation_policy
-        preserve = [policies.LatestN(keep)]
-        if permanent_every:
-            preserve.append(policies.EveryNSteps(permanent_every))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(preserve),
+            max_to_keep=keep,
+            keep_period=permanent_every or None,
             read_only=read_only,
             create=not read_only,
             cleanup_tmp_directories=not read_only,
@@ -153,11 +150,17 @@ class Checkpoints:
         record = self.record(step)
         changed = check_identity(record, identity, where=str(self.path(step)), accept_change=accept_change)
         wanted = {name: value for name, value in _parts_of(abstract).items() if name in record.parts}
-        return TrainState(**dict.fromkeys(vars(abstract)) | self._read_arrays(step, wanted, record)), record, changed
+        return TrainState(**dict.fromkeys(vars(abstract)) | self.read_arrays(step, wanted, record)), record, changed
 
-    def restore_params(self, step: int, abstract: Any, *, part: str = "params") -> Any:
-        """Reads only the parameters of a checkpoint, or their running mean ("ema"), which may be of another run."""
-        return self._read_arrays(step, {part: abstract}, self.record(step))[part]
+    def read_arrays(self, step: int, targets: dict[str, Any], record: Record) -> dict[str, Any]:
+        """Reads some parts of a state, such as {"params": abstract arrays}, and compares them with their checksums."""
+        restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+        args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
+        arrays = self._read(step, "state", args)
+        for name, bits in fingerprint(arrays).items():
+            if record.fingerprint.get(name) != bits:
+                raise self._damaged(step, f"{name} is not what was saved")
+        return arrays
 
     def record(self, step: int) -> Record:
         """Returns the record of a checkpoint, or raises an InputError if it is damaged or of another format."""
@@ -198,15 +201,6 @@ class Checkpoints:
         self._remove_half_written()
         self._manager.reload()
         return StorageError(f"the checkpoint of step {failed} could not be written: {_one_line(error)}")
-
-    def _read_arrays(self, step: int, targets: dict[str, Any], record: Record) -> dict[str, Any]:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
-        args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
-        arrays = self._read(step, "state", args)
-        for name, bits in fingerprint(arrays).items():
-            if record.fingerprint.get(name) != bits:
-                raise self._damaged(step, f"{name} is not what was saved")
-        return arrays
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> dict[str, Any]:
         try:

@@ -20,7 +20,7 @@ import numpy as np
 from train.config import DataConfig
 from train.data.remote import fetch
 from train.data.tokenizer import Tokenizer, is_file, tokenize_files
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, RunError
 from train.lifecycle.files import write_atomically
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
@@ -90,7 +90,7 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
             file = path if path is not None and path.is_file() else None
             joined = b"" if file else b"\n".join(text.read_bytes() for text in files)
             tokens = _map_text(file, field) if file else np.frombuffer(joined, np.uint8)
-    except InputError:
+    except RunError:  # such as a StorageError, which is an OSError
         raise
     except OSError as error:
         raise InputError(f"{field} must be readable: {error.filename or location}: {error.strerror}") from error

@@ -25,11 +25,6 @@ POSITION = {"sequences": 56}
 
 
 @pytest.fixture
-def trainer(config, mesh, trainer_of):
-    return trainer_of(config, mesh)
-
-
-@pytest.fixture
 def identity(config):
     return identify_run(config, {})
 

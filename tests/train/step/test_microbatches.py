@@ -1,15 +1,12 @@
 """Tests of gradient accumulation: a batch in parts has the losses and the gradients of the whole batch."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.train.step.steps import STEPS, batches, continue_run, place, train
-from train.lifecycle.errors import InputError
-from train.step.mesh import check_fits_mesh, make_mesh
+from train.step.mesh import make_mesh
 from train.step.microbatches import loss_and_gradient, split_batch, sum_of_losses
 
 FULLY_SHARDED = {"data": 2, "fsdp": 2, "model": 2}
@@ -62,22 +59,6 @@ def test_sums_are_float32_sharded_as_the_parameters_and_weighted_by_targets(rows
 def _in_float32(w, x, weights):
     whole = jax.sharding.reshard(w, jax.P(None, None)).astype(jnp.float32)
     return weighted_mean(whole, x, weights)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "batch", "message"),
-    [
-        ({"data": 2, "model": 4}, 10, "'data' axis x data.microbatches: got 10 on 2 devices x 4 micro-batches = 8; "
-         "use 8 or 16, or fewer micro-batches"),
-        (FULLY_SHARDED, 8, "'data' x 'fsdp' axes x data.microbatches: got 8 on 4 devices x 4 micro-batches = 16; "
-         "use 16, or fewer micro-batches"),
-    ],
-)  # fmt: skip
-def test_a_batch_that_does_not_divide_is_refused(config, replace, mesh, batch, message):
-    changed = replace(config, mesh=mesh, data={"batch_size": batch, "microbatches": 4})
-    with pytest.raises(InputError, match=re.escape(f"data.batch_size must be divisible by the {message}")):
-        check_fits_mesh(changed, make_mesh(changed.mesh).shape)
-    check_fits_mesh(replace(changed, data={"batch_size": 16}), make_mesh(changed.mesh).shape)
 
 
 @pytest.mark.slow

@@ -8,11 +8,6 @@ from train.step.mesh import make_mesh
 from train.step.run_sample import generate
 
 
-@pytest.fixture
-def trainer(config, mesh, trainer_of):
-    return trainer_of(config, mesh)
-
-
 def test_the_same_state_gives_the_same_text(config, trainer):
     prompt, state = np.arange(17), trainer.init()
     used, text = generate(trainer, state, prompt, config)

@@ -9,11 +9,6 @@ from train.step.mesh import token_spec
 
 
 @pytest.fixture
-def trainer(config, mesh, trainer_of):
-    return trainer_of(config, mesh)
-
-
-@pytest.fixture
 def batch(config, mesh):
     rows = jax.random.randint(jax.random.key(1), (8, 17), 0, config.model.vocab_size, jnp.int32)
     sharding = jax.NamedSharding(mesh, token_spec(mesh))

@@ -15,7 +15,7 @@ from tests.train.lifecycle.faults.workplace import Workplace, after_step, fault
 
 def other_data(place: Workplace, change: Callable[[bytes], bytes]) -> Path:
     path = place.work.with_name("other.txt")
-    text = re.search(r'path="(.*?)"', place.preset.read_text())[1]
+    text = re.search(r"path='(.*?)'", place.preset.read_text())[1]
     path.write_bytes(change(Path(text).read_bytes()))
     return path
 
