@@ -150,7 +150,8 @@ class Checkpoints:
         record = self.record(step)
         changed = check_identity(record, identity, where=str(self.path(step)), accept_change=accept_change)
         wanted = {name: value for name, value in _parts_of(abstract).items() if name in record.parts}
-        return TrainState(**dict.fromkeys(vars(abstract)) | self.read_arrays(step, wanted, record)), record, changed
+        lacking: dict[str, Any] = dict.fromkeys(vars(abstract))
+        return TrainState(**lacking | self.read_arrays(step, wanted, record)), record, changed
 
     def read_arrays(self, step: int, targets: dict[str, Any], record: Record) -> dict[str, Any]:
         """Reads some parts of a state, such as {"params": abstract arrays}, and compares them with their checksums."""

@@ -91,9 +91,6 @@ class TrainingBatches:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
         self._iterator = iter(self._sharding.local(dataset).to_iter_dataset(options))
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
     def __next__(self) -> Batch:
         return self._sharding.to_global(next(self._iterator))
 
@@ -119,9 +116,6 @@ class ValidationBatches:
         self._sharding = _BatchSharding(config, mesh)
         self._dataset = self._sharding.local(grain.MapDataset.source(windows))
         self._length = min(config.eval.batches, len(windows) // config.data.batch_size)
-
-    def __len__(self) -> int:
-        return self._length
 
     def __iter__(self) -> Iterator[Batch]:
         return (self._sharding.to_global(self._dataset[index]) for index in range(self._length))

@@ -12,7 +12,7 @@ import pytest
 
 from models.config import check_fits
 from tests.train.launcher import SCRIPT
-from train.config import Config
+from train.config import flatten
 from train.config.check import check
 from train.config.command import DEFAULT_PRESET, load_preset, parse
 from train.lifecycle.errors import InputError
@@ -46,7 +46,7 @@ def test_help_explains_every_field_with_its_unit(capsys):
         parse(["--help"])
     assert exit_info.value.code == 0
     shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
-    for name, default in _fields(load_preset(DEFAULT_PRESET)):
+    for name, default in flatten(dataclasses.asdict(load_preset(DEFAULT_PRESET))):
         described = re.search(rf"--{re.escape(name)} (.*?)\(default: (.*?)\)", shown)
         assert described, f"--help does not have {name}"
         assert len(described[1].split()) >= 3, f"--help does not explain {name}: {described[1]}"
@@ -156,14 +156,3 @@ def test_the_help_of_one_section_is_shown_alone(capsys):
     assert "--model.layers" not in shown
     with pytest.raises(InputError, match=r"--help takes one of the sections mesh, model, data, .*: got models"):
         parse(["--help", "models"])
-
-
-def _fields(config: Config):
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from (
-                (f"{field.name}.{inner.name}", getattr(value, inner.name)) for inner in dataclasses.fields(value)
-            )
-        else:
-            yield field.name, value
