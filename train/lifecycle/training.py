@@ -28,9 +28,8 @@ from train.lifecycle.workdir import Workdir, open_workdir
 from train.metrics.lines import Events, provenance
 from train.metrics.output import say
 from train.metrics.sinks import open_recorder
-from train.step.evaluation import Evaluation
+from train.step.evaluation import Evaluation, generate, render
 from train.step.mesh import check_fits_mesh, configure_jax, make_mesh
-from train.step.run_sample import generate, render
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
 
 

@@ -22,10 +22,9 @@ from flaxasync.mesh import check_tpu, mesh_report
 from models.transformer import Transformer
 from train.config import Config
 from train.lifecycle.errors import InputError
-from train.step.guard import GuardState, init_guard, is_on, judge, keep_if
 from train.step.mesh import CONTEXT, FSDP, token_spec
 from train.step.microbatches import loss_and_gradient, sum_of_losses
-from train.step.optimizer import make_optimizer, make_schedule
+from train.step.optimizer import GuardState, init_guard, is_on, judge, keep_if, make_optimizer, make_schedule
 
 
 @jax.tree_util.register_dataclass

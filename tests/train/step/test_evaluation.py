@@ -1,11 +1,11 @@
-"""Tests of train/step/run_sample.py: the continuation of a prompt."""
+"""Tests of train/step/evaluation.py: the sample of a run."""
 
 import jax
 import numpy as np
 import pytest
 
+from train.step.evaluation import generate
 from train.step.mesh import make_mesh
-from train.step.run_sample import generate
 
 
 def test_the_same_state_gives_the_same_text(config, trainer):
