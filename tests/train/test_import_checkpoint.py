@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from tests.models.test_hugging_face import BASE, export, random_parameters
 from tests.models.test_transformer import make_mesh
-from tests.train.data.test_tokenized import train_tokenizer
+from tests.train.data.test_tokenizer import train_tokenizer
 from train import export_checkpoint, import_checkpoint, run, sample
 from train.checkpoints.init_from import load_parameters
 from train.checkpoints.manager import Checkpoints

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 
-from tests.train.data.test_tokenized import train_tokenizer
+from tests.train.data.test_tokenizer import train_tokenizer
 from train.sample import main, stream
 
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.train.data.test_tokenized import train_tokenizer
+from tests.train.data.test_tokenizer import train_tokenizer
 from tests.train.test_import_checkpoint import MESH, run_import
 from train import export_checkpoint, run, sample
 

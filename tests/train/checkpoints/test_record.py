@@ -18,7 +18,7 @@ from train.checkpoints.record import (
     from_json,
     identify_run,
 )
-from train.data import corpus as identity
+from train.data import corpus as corpus_module
 from train.data.corpus import Corpus, hash_all, identify
 from train.lifecycle.errors import InputError
 
@@ -90,9 +90,9 @@ def test_a_record_of_another_format_is_refused():
 
 
 def test_a_large_file_is_hashed_again_only_when_it_was_modified(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "CACHED_BYTES", 1)
+    monkeypatch.setattr(corpus_module, "CACHED_BYTES", 1)
     hashed, path = [], tmp_path / "tokens.bin"
-    monkeypatch.setattr(identity, "hash_all", lambda tokens: hashed.append(1) or hash_all(tokens))
+    monkeypatch.setattr(corpus_module, "hash_all", lambda tokens: hashed.append(1) or hash_all(tokens))
     mapped = corpus(np.frombuffer(b"abcd", np.uint8), file=path)
     for content, times in ((b"abcd", 1), (b"abcde", 2)):
         path.write_bytes(content)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.train.data.test_tokenized import train_tokenizer
+from tests.train.data.test_tokenizer import train_tokenizer
 from tests.train.launcher import contents, events_of, lines_of
 from tests.train.lifecycle.faults.workplace import Workplace, after_step, fault
 
