@@ -19,7 +19,7 @@ def trained(run, tmp_path):
     """A function that trains 14 steps in this process, unless options say otherwise, and returns the workdir."""
 
     def trained(name: str, *options: object) -> Path:
-        code, _, err = trained("--steps", 14, "--workdir", tmp_path / name, *options)
+        code, _, err = run("--steps", 14, "--workdir", tmp_path / name, *options)
         assert (code, err) == (0, "")
         return tmp_path / name
 
