@@ -1,8 +1,9 @@
 """Takes the screenshots of the report page in docs/img: `python docs/report_picture.py WORKDIR ...`.
 
-It needs Debian's packages chromium and chromium-driver. `benchmarks/soak.py --keep FOLDER` gives workdirs with faults.
+It needs Debian's package chromium. `benchmarks/soak.py --keep FOLDER` gives workdirs with faults.
 """
 
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.train.browser import open_browser
 from train import report
 
 PICTURES = {"report.png": 1280, "report_narrow.png": 500}  # file name: width of the window in pixels
@@ -22,10 +22,11 @@ def main(workdirs: Sequence[str]) -> int:
         page = Path(folder) / "report.html"
         if code := report.main([*workdirs, "--out", str(page)]):
             return code
-        with open_browser(Path(folder) / "profile") as browser:
-            for name, width in PICTURES.items():
-                browser.open(page, width=width, height=1100)
-                browser.save_screenshot(Path(__file__).with_name("img") / name)
+        for name, width in PICTURES.items():
+            picture = Path(__file__).with_name("img") / name
+            options = (f"--user-data-dir={folder}/profile", f"--window-size={width},1100", f"--screenshot={picture}")
+            command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *options, page.as_uri()]
+            subprocess.run(command, check=True, capture_output=True)
     return 0
 
 

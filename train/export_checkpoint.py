@@ -1,8 +1,6 @@
 """Writes the parameters of a run for `transformers`: `python train/export_checkpoint.py WORKDIR FOLDER`.
 
-FOLDER gets config.json, safetensors files and, if the run began with an import, the tokenizer of that. The parameters
-are restored onto one CPU device unless `--mesh` says otherwise. They are those that validation and train/sample.py use:
-the running mean if the run keeps one (`--optimizer.ema_decay`), unless `--parameters trained` is given.
+FOLDER gets config.json, safetensors files and, if the run began with an import, the tokenizer of that.
 """
 
 import dataclasses
@@ -16,11 +14,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from train.checkpoints.commands import exit_code, parse
 from train.config import Config, MeshConfig
-from train.config.saved import load_config
-from train.lifecycle.errors import InputError
-from train.metrics.output import print_line
+from train.config.command import load_config, parse_as
+from train.lifecycle.errors import InputError, exit_code
+from train.metrics.output import Percent, print_line
 
 _ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
 
@@ -46,7 +43,7 @@ class Command:
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     return exit_code(
-        lambda: _export(parse(Command, arguments, prog="train/export_checkpoint.py")),
+        lambda: _export(parse_as(Command, arguments, prog="train/export_checkpoint.py")),
         outcome="Nothing was exported",
         memory_advice="On a larger --mesh.model or --mesh.fsdp each device holds less of the parameters",
     )
@@ -89,7 +86,6 @@ def _write(command: Command, config: Config, params: Any, folder: Path) -> None:
     import jax.numpy as jnp
 
     from models.hugging_face import export_parameters
-    from train.metrics.progress import Percent
 
     kept = command.workdir / "hugging_face"
     before = json.loads((kept / "config.json").read_text()) if kept.is_dir() else {}

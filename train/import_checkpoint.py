@@ -13,9 +13,11 @@ tokenizer.json  the tokenizer, if FOLDER has one; without it, text is refused un
 
 import dataclasses
 import json
+import pprint
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,12 +26,11 @@ import tyro
 
 from models.config import TransformerConfig
 from models.families import Family
-from train.checkpoints.commands import exit_code, parse
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config.check import check
-from train.config.saved import PRESET, as_preset
-from train.lifecycle.errors import InputError
-from train.metrics.output import print_line
+from train.config.command import PRESET, parse_as
+from train.lifecycle.errors import InputError, exit_code
+from train.metrics.output import Percent, print_line
 
 IMPORTED = "imported"
 """The folder of the checkpoint that an import makes."""
@@ -37,6 +38,20 @@ _KEPT_FOLDER, _TOKENIZER = "hugging_face", "tokenizer.json"
 _UNFINISHED = ".import-"  # begins the name of the folder in which an import is prepared
 _UNKNOWN_TOKENIZER = "the imported checkpoint"
 _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
+_HERE = "@here@"  # stands for the folder of the preset file
+_TEMPLATE = '''"""The configuration of an imported checkpoint; train/run.py takes this file as its preset."""
+
+from math import inf
+from pathlib import Path
+
+from models.config import TransformerConfig
+from train.config import *
+
+_HERE = str(Path(__file__).resolve().parent)
+
+
+def imported():
+    return '''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Command:
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     return exit_code(
-        lambda: _import(parse(Command, arguments, prog="train/import_checkpoint.py")),
+        lambda: _import(parse_as(Command, arguments, prog="train/import_checkpoint.py")),
         outcome="Nothing was imported",
         memory_advice="--param_dtype bfloat16, or a larger --mesh.model or --mesh.fsdp, needs less on each device",
     )
@@ -136,7 +151,6 @@ def _write(command: Command, config: Config, family: Family) -> None:
     from train.checkpoints.manager import Checkpoints
     from train.checkpoints.record import RunIdentity, architecture
     from train.lifecycle.workdir import open_workdir
-    from train.metrics.progress import Percent
     from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer, TrainState
 
@@ -158,21 +172,29 @@ def _write(command: Command, config: Config, family: Family) -> None:
                 identity = RunIdentity({}, {}, architecture(config))
                 checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
                 checkpoints.wait()
-            _copy_what_is_kept(command.folder, place)
+            (place / _KEPT_FOLDER).mkdir()
+            for pattern in _KEPT:  # for export
+                for file in command.folder.glob(pattern):
+                    shutil.copy2(file, place / _KEPT_FOLDER / file.name)
+            if (command.folder / _TOKENIZER).is_file():
+                shutil.copy2(command.folder / _TOKENIZER, place / _TOKENIZER)
             (place / PRESET).write_text(as_preset(config))
             for path in sorted(place.iterdir(), key=lambda path: path.name == PRESET):  # the preset comes last
                 path.rename(work.root / path.name)
 
 
-def _copy_what_is_kept(folder: Path, place: Path) -> None:
-    """Copies the configuration and the files of the tokenizer, for export, and the tokenizer, for the run."""
-    kept = place / _KEPT_FOLDER
-    kept.mkdir()
-    for pattern in _KEPT:
-        for file in folder.glob(pattern):
-            shutil.copy2(file, kept / file.name)
-    if (folder / _TOKENIZER).is_file():
-        shutil.copy2(folder / _TOKENIZER, place / _TOKENIZER)
+def as_preset(config: Config) -> str:
+    """Returns the text of a preset file for a workdir, where paths into the workdir are relative to the file."""
+    here = Path(config.workdir)
+
+    def relative(value: Any) -> Any:
+        inside = isinstance(value, str) and Path(value).is_relative_to(here)
+        return f"{_HERE}/{Path(value).relative_to(here)}" if inside else value
+
+    data = dataclasses.replace(config.data, tokenizer=relative(config.data.tokenizer))
+    moved = dataclasses.replace(config, workdir=_HERE, init_from=relative(config.init_from), data=data)
+    source = textwrap.indent(pprint.pformat(moved, width=110), " " * 11).lstrip()
+    return _TEMPLATE + source.replace(f"'{_HERE}", "_HERE + '") + "\n"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from flaxasync import check
 from flaxasync.hardware import chip_of_device
 from train.lifecycle.errors import BAD_INPUT, COMPLETE
 from train.lifecycle.files import write_atomically
-from train.metrics.events import read_events
-from train.metrics.lines import read_metrics
+from train.metrics.lines import read_events, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 MARK = "/*DATA*/null"  # what the template has in place of the data
@@ -56,21 +55,19 @@ def read_run(workdir: Path) -> dict[str, Any]:
     """Reads everything that the page shows of a run, as JSON data."""
     lines, events = read_metrics(workdir / "metrics.jsonl"), read_events(workdir / "events.jsonl")
     config = json.loads(_read(workdir / "config.json") or "{}", parse_constant=str)  # the page shows "Infinity" as text
-    compiled = [event for event in events if event["event"] == "compiled"]
     names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "tokens"))
-    series = {
-        name: [[line["step"], line[name]] for line in lines if line.get(name) is not None]
-        for name in sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    }
     audit, timeline = _read_program(workdir / "program.txt.gz", events)
     return {
         "name": workdir.resolve().name,
         "figures": _figures(lines, events, config),
-        "series": {name: _thin(points) for name, points in series.items()},
+        "series": {
+            name: _thin([[line["step"], line[name]] for line in lines if line.get(name) is not None])
+            for name in sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+        },
         "events": [event for event in events if event["event"] != "checkpoint"],
         "checkpoints": [event["step"] for event in events if event["event"] == "checkpoint"],
         "config": config,
-        "memory": compiled[-1].get("memory_bytes", {}) if compiled else {},
+        "memory": _newest(events, "memory_bytes", {}),
         "audit": audit,
         "timeline": timeline,
         "sample": _read(workdir / "sample.txt"),
@@ -114,7 +111,7 @@ def _read_program(path: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
         text = gzip.decompress(path.read_bytes()).decode()
     except (OSError, EOFError, ValueError):
         return "there is no compiled program in this workdir", ""
-    kind = ["unknown devices", *(event["devices"][1] for event in events if "devices" in event)][-1]
+    kind = _newest(events, "devices", [0, "unknown devices"])[1]
     chip = chip_of_device(kind)
     if chip is None:
         return f"the step was compiled for {kind}, whose transfers are not asynchronous", ""
@@ -122,6 +119,11 @@ def _read_program(path: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
         return str(check.audit(text)), str(check.timeline(text, chip.name))
     except ValueError as error:  # HloError is one
         return f"the compiled program cannot be audited: {error}", ""
+
+
+def _newest(events: list[dict[str, Any]], fact: str, default: Any) -> Any:
+    """Returns a fact of the newest event that has it."""
+    return [default, *(event[fact] for event in events if fact in event)][-1]
 
 
 def _read(path: Path) -> str:

@@ -13,11 +13,10 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from train.checkpoints.commands import exit_code, parse
 from train.config import Config, MeshConfig
-from train.config.saved import load_config
+from train.config.command import load_config, parse_as
 from train.data.tokenizer import Tokenizer, decode_bytes, is_file
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, exit_code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +64,19 @@ def _run(arguments: Sequence[str]) -> None:
         raise InputError("WORKDIR must come first; --help lists the options")
     config = Config("", 1) if arguments[0].startswith("-") else load_config(Path(arguments[0]))
     default = Command(tyro.MISSING, mesh=config.mesh)  # the mesh of the run
-    command = parse(Command, arguments, prog="train/sample.py", default=default)
+    command = parse_as(Command, arguments, prog="train/sample.py", default=default)
     _sample(command, dataclasses.replace(config, mesh=command.mesh))
 
 
 def _sample(command: Command, config: Config) -> None:
-    _check(command)
+    for name, value, holds, needed in (
+        ("temperature", command.temperature, command.temperature >= 0, "at least 0"),
+        ("top_p", command.top_p, 0 < command.top_p <= 1, "above 0 and at most 1"),
+        ("max_tokens", command.max_tokens, command.max_tokens >= 1, "at least 1"),
+        ("batch", command.batch, command.batch >= 1, "at least 1"),
+    ):
+        if not holds:
+            raise InputError(f"--{name} must be {needed}: got {value}")
     encode, decode = _codec(command, config)
     prompt = np.asarray(encode(_prompt(command)), np.int32)
     length = prompt.size + command.max_tokens if command.cache is None else command.cache
@@ -112,8 +118,7 @@ def stream(
     """Yields the text of the prompt, and what each part adds to it, until the first of the tokens `ends`.
 
     The last character may need tokens of the next part; it is held back until they are there. A decoder may write other
-    text for earlier tokens when later ones follow: one that turns bytes into text writes the replacement character for
-    all bytes of a run if one of them fits no character. What was shown stays, and all that is different now follows it.
+    text for earlier tokens when later ones follow. What was shown stays, and all that is different now follows it.
     """
     tokens, shown = list(prompt), ""
     for part in itertools.chain([[]], parts):  # the prompt is shown before the first token is drawn
@@ -123,26 +128,15 @@ def stream(
             break
         complete = decode(tokens).rstrip("\ufffd")
         if len(complete) > len(shown):
-            yield complete[_common(shown, complete) :]
+            yield complete[_shared(shown, complete) :]
             shown = complete
     rest = decode(tokens)
-    yield rest[_common(shown, rest) :]
+    yield rest[_shared(shown, rest) :]
 
 
-def _common(a: str, b: str) -> int:
+def _shared(a: str, b: str) -> int:
     """Returns the number of characters with which both texts begin."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-def _check(command: Command) -> None:
-    for name, value, holds, needed in (
-        ("temperature", command.temperature, command.temperature >= 0, "at least 0"),
-        ("top_p", command.top_p, 0 < command.top_p <= 1, "above 0 and at most 1"),
-        ("max_tokens", command.max_tokens, command.max_tokens >= 1, "at least 1"),
-        ("batch", command.batch, command.batch >= 1, "at least 1"),
-    ):
-        if not holds:
-            raise InputError(f"--{name} must be {needed}: got {value}")
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _prompt(command: Command) -> str:

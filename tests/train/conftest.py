@@ -12,30 +12,27 @@ from jax.experimental.compilation_cache import compilation_cache
 from models.config import TransformerConfig
 from tests.train.launcher import Launcher, Run
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
+from train.run import main
 from train.step.mesh import make_mesh
 from train.step.trainer import Trainer
 
 # With this warm-up the learning rate of step s is s * 3e-4 in a run of any length, so that all runs share the few
 # programs that are compiled here.
 RISING = OptimizerConfig(learning_rate=300.0, warmup_steps=10**6)
-PRESET = """
-from models.config import TransformerConfig
-from train.config import *
 
 
-def minuscule():
+def minuscule(text: Path, workdir: Path, platform: str) -> Config:
     return Config(
-        workdir="{workdir}",
+        workdir=str(workdir),
         steps=60,
-        mesh=MeshConfig(data=2, model=4, platform="{platform}"),
+        mesh=MeshConfig(data=2, model=4, platform=platform),
         model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=8, kv_heads=8, mlp_width=32),
-        data=DataConfig(path="{text}", sequence_length=16, batch_size=8),
-        optimizer=OptimizerConfig(learning_rate=300.0, warmup_steps=10**6),
+        data=DataConfig(path=str(text), sequence_length=16, batch_size=8),
+        optimizer=RISING,
         checkpoint=CheckpointConfig(every=7),
         eval=EvalConfig(every=20, batches=2, sample_tokens=8),
         report=ReportConfig(every=1),
     )
-"""
 
 
 @pytest.fixture(scope="session")
@@ -84,17 +81,9 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture
 def config(text, tmp_path) -> Config:
     """The configuration of the minuscule run on all eight devices of the test process."""
-    return Config(
-        workdir=str(tmp_path / "run"),
-        steps=20,
-        mesh=MeshConfig(data=2, model=4),
-        model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=8, kv_heads=8, mlp_width=32),
-        data=DataConfig(path=str(text), sequence_length=16, batch_size=8),
-        optimizer=RISING,
-        checkpoint=CheckpointConfig(every=5, keep=2),
-        eval=EvalConfig(every=10, batches=2, sample_tokens=4),
-        report=ReportConfig(every=2),
-    )
+    config = dataclasses.replace(minuscule(text, tmp_path / "run", "auto"), steps=20)
+    evaluation = {"every": 10, "sample_tokens": 4}
+    return replace(config, checkpoint={"every": 5, "keep": 2}, eval=evaluation, report={"every": 2})
 
 
 @pytest.fixture
@@ -131,16 +120,51 @@ def trainer_of():
 
 
 @pytest.fixture
+def trainer(config, mesh, trainer_of):
+    return trainer_of(config, mesh)
+
+
+@pytest.fixture
 def preset(text, tmp_path):
     """A function that writes the minuscule run as a preset file; tests that train in this process pass "auto"."""
 
     def write(platform: str = "cpu") -> Path:
         path = tmp_path / f"minuscule_{platform}.py"
         if not path.exists():  # a process that was started a moment ago may be reading it
-            path.write_text(PRESET.format(workdir=tmp_path / "run", text=text, platform=platform))
+            imports = "from models.config import TransformerConfig\nfrom train.config import *\n"
+            config = minuscule(text, tmp_path / "run", platform)
+            path.write_text(f"{imports}def preset():\n    return {config}\n")
         return path
 
     return write
+
+
+@pytest.fixture
+def run(preset, capsys, monkeypatch, trainer_of):
+    """Runs the script's `main` in this process, on its eight devices; returns (exit code, stdout, stderr)."""
+    monkeypatch.setattr("train.lifecycle.training.Trainer", trainer_of)
+
+    def call(*options: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(preset("auto")), *map(str, options)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def refuses(capsys):
+    """A function that checks that a command ends with code 2 and one line on standard error, which says something."""
+
+    def refuses(command, says: str, *arguments: object) -> None:
+        capsys.readouterr()
+        assert command([*map(str, arguments)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert says in err
+
+    return refuses
 
 
 @pytest.fixture(scope="session")

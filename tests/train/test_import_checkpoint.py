@@ -17,13 +17,12 @@ from safetensors.numpy import load_file
 
 from tests.models.test_hugging_face import BASE, export, random_parameters
 from tests.models.test_transformer import make_mesh
-from tests.train.data.test_tokenized import train_tokenizer
+from tests.train.data.test_tokenizer import train_tokenizer
 from train import export_checkpoint, import_checkpoint, run, sample
 from train.checkpoints.init_from import load_parameters
 from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import RunIdentity, architecture
-from train.config.command import load_preset, parse
-from train.config.saved import load_config
+from train.config.command import load_config, load_preset, parse
 from train.step.mesh import make_mesh as make_training_mesh
 from train.step.trainer import Trainer, TrainState
 
@@ -50,7 +49,7 @@ def run_import(folder, workdir, *options):
     return import_checkpoint.main([str(folder), "--workdir", str(workdir), *MESH, *options])
 
 
-def test_an_import_is_exported_with_equal_tensors(folder, tmp_path, capsys):
+def test_an_import_is_exported_with_equal_tensors(folder, tmp_path, capsys, refuses):
     workdir, out = tmp_path / "run", tmp_path / "out"
     assert run_import(folder, workdir) == 0, capsys.readouterr().err
     assert "imported 100%" in capsys.readouterr().out
@@ -68,12 +67,13 @@ def test_an_import_is_exported_with_equal_tensors(folder, tmp_path, capsys):
     given, written = (json.loads((place / "config.json").read_text()) for place in (folder, out))
     assert {name for name in given if given[name] != written[name]} <= {"max_position_embeddings"}
 
-    assert run_import(folder, workdir) == 2
-    assert "--workdir must have no import or run: " in capsys.readouterr().err
-    assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 2
-    assert "FOLDER must not exist, or be an empty folder" in capsys.readouterr().err
-    assert export_checkpoint.main([str(workdir), str(tmp_path / "b"), *MESH, "--step", "7"]) == 2
-    assert "must be a step that is in" in capsys.readouterr().err
+    again = (folder, "--workdir", workdir, *MESH)
+    refuses(import_checkpoint.main, "--workdir must have no import or run: ", *again)
+    refuses(export_checkpoint.main, "FOLDER must not exist, or be an empty folder", workdir, out, *MESH)
+    refuses(export_checkpoint.main, "must be a step that is in", workdir, tmp_path / "b", *MESH, "--step", 7)
+    (file := tmp_path / "file").touch()
+    says = f"FOLDER must be one that can be made: {file / 'out'}: File exists"
+    refuses(export_checkpoint.main, says, workdir, file / "out", *MESH)
 
 
 @pytest.mark.slow
@@ -92,15 +92,14 @@ def test_an_import_can_be_used_from_any_directory_and_moved(folder, tmp_path, mo
     assert capsys.readouterr().out.startswith("the")
 
 
-def test_text_is_refused_without_the_tokenizer_of_the_import(folder, tmp_path, text, capsys):
+def test_text_is_refused_without_the_tokenizer_of_the_import(folder, tmp_path, text, capsys, refuses):
     (folder / "tokenizer.json").unlink()
     workdir = tmp_path / "run"
     assert run_import(folder, workdir) == 0
     assert "FOLDER has no tokenizer.json" in capsys.readouterr().out
-    assert run.main([str(workdir / "preset.py"), "--data.path", str(text)]) == 2
-    assert "nothing says how to turn it into tokens of the imported checkpoint" in capsys.readouterr().err
-    assert sample.main([str(workdir), "--prompt", "the"]) == 2
-    assert "tokens of the imported checkpoint, and nothing says how" in capsys.readouterr().err
+    says = "nothing says how to turn it into tokens of the imported checkpoint"
+    refuses(run.main, says, workdir / "preset.py", "--data.path", text)
+    refuses(sample.main, "tokens of the imported checkpoint, and nothing says how", workdir, "--prompt", "the")
 
 
 def test_an_import_and_an_export_go_on_when_nobody_reads_their_output(folder, tmp_path, monkeypatch):
@@ -159,10 +158,9 @@ def save_with_running_mean(workdir):
         ({"intermediate_size": 26}, "got mlp_width=26 on 4 devices"),
     ],
 )
-def test_a_folder_that_cannot_be_imported_is_refused(folder, tmp_path, changes, message, capsys):
+def test_a_folder_that_cannot_be_imported_is_refused(folder, tmp_path, changes, message, refuses):
     change_config(folder, **changes)
-    assert run_import(folder, tmp_path / "run") == 2
-    assert message in capsys.readouterr().err
+    refuses(import_checkpoint.main, message, folder, "--workdir", tmp_path / "run", *MESH)
     assert not (tmp_path / "run" / "preset.py").exists()
     assert not (tmp_path / "run" / "imported").exists()
 
@@ -212,14 +210,6 @@ def test_an_export_that_is_interrupted_leaves_nothing_and_can_be_repeated(
     assert out.exists() == existed
     assert not existed or not list(out.iterdir())
     assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0
-
-
-def test_a_folder_that_cannot_be_made_is_refused(folder, tmp_path, capsys):
-    workdir, file = tmp_path / "run", tmp_path / "file"
-    assert run_import(folder, workdir) == 0
-    file.touch()
-    assert export_checkpoint.main([str(workdir), str(file / "out"), *MESH]) == 2
-    assert f"FOLDER must be one that can be made: {file / 'out'}: File exists" in capsys.readouterr().err
 
 
 def test_reading_a_checkpoint_says_nothing(folder, tmp_path, caplog):

@@ -2,12 +2,14 @@
 
 import dataclasses
 import gzip
+import html
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 
-from tests.train import browser
 from train import report
 from train.config.command import parse
 
@@ -92,39 +94,46 @@ def test_the_page_takes_infinite_options_and_any_sample(workdir):
     assert run["sample"] == "<!-- <script>"
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 2
-    assert f"there is no {tmp_path}/metrics.jsonl" in capsys.readouterr().err
+def test_a_folder_without_a_run_is_refused(tmp_path, refuses):
+    refuses(report.main, f"there is no {tmp_path}/metrics.jsonl", tmp_path)
+
+
+IN_THE_BROWSER = """
+const all = selector => [...document.querySelectorAll(selector)];
+const root = document.documentElement, svg = document.querySelector("[data-metric=loss] svg");
+const text = document.body.innerText, box = svg.getBoundingClientRect();
+const over = {clientX: box.right - 3 * box.width / 480 - 8, clientY: box.top + 40, bubbles: true};
+svg.dispatchEvent(new PointerEvent("pointermove", over));
+document.body.textContent = JSON.stringify({
+  text, overflow: root.scrollWidth - root.clientWidth, metrics: all(".chart").map(chart => chart.dataset.metric),
+  curves: all("[data-metric=loss] path").length, tip: document.querySelector("[data-metric=loss] .tip").innerText,
+  marks: all("[data-metric=loss] :is(line.start, line.skipped)").length});
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not browser.is_installed(), reason="needs chromium and chromedriver; .ci/run installs them")
-def test_the_page_in_a_browser(workdir, tmp_path):
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium; .ci/run installs it")
+@pytest.mark.parametrize("width", [500, 1280])
+def test_the_page_in_a_browser(width, workdir, tmp_path):
+    """The page draws itself in a headless Chromium, and a script at its end replaces it by what it sees."""
     second = tmp_path / "second_run"
     second.mkdir()
     (second / "metrics.jsonl").write_text('{"step": 1, "loss": 6.0}\n{"step": 90, "loss": 3.0}\n')
     page = tmp_path / "report.html"
     assert report.main([str(workdir), str(second), "--out", str(page)]) == 0
-    with browser.open_browser(tmp_path / "profile") as chromium:
-        for width in (420, 1280):
-            chromium.open(page, width=max(width, 500))
-            texts = chromium.evaluate("return document.body.innerText")
-            for figure in ("4.0000", "3.5000", "100 of 100", "90.0%", "SIGTERM", "steps was 80 and is 100", "3.0 MiB"):
-                assert figure in texts, figure
-            assert "</script><b>not markup</b>" in texts
-            overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            assert chromium.evaluate(overflow) <= 0, "the page is wider than the window"
-            metrics = "return [...document.querySelectorAll('.chart')].map(chart => chart.dataset.metric)"
-            assert chromium.evaluate(metrics)[:2] == ["loss", "validation_loss"]
-            curves = "return document.querySelectorAll('[data-metric=loss] path').length"
-            assert chromium.evaluate(curves) == 2, "one curve for each run"
-            marks = "return document.querySelectorAll('[data-metric=loss] :is(line.start, line.skipped)').length"
-            assert chromium.evaluate(marks) == 2
-            x, y = chromium.evaluate(
-                "const chart = document.querySelector('[data-metric=loss] svg'); chart.scrollIntoView();"
-                "const box = chart.getBoundingClientRect(); return [box.right - 3 * box.width / 480 - 8, box.top + 40]"
-            )
-            chromium.move_pointer(x, y)
-            tip = chromium.evaluate("return document.querySelector('[data-metric=loss] .tip').innerText")
-            assert tip.splitlines()[1] == "step 90: 3"
-            assert re.match(r"step (9\d|100): 4", tip), tip
+    page.write_text(page.read_text().replace("</html>", f"<script>{IN_THE_BROWSER}</script></html>"))
+    command = [
+        "chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},900", "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    seen = json.loads(html.unescape(re.search(r"<body>(.*)</body>", dom, re.DOTALL)[1]))
+    for figure in ("4.0000", "3.5000", "100 of 100", "90.0%", "SIGTERM", "steps was 80 and is 100", "3.0 MiB"):
+        assert figure in seen["text"], figure
+    assert "</script><b>not markup</b>" in seen["text"]
+    assert seen["overflow"] <= 0, "the page is wider than the window"
+    assert seen["metrics"][:2] == ["loss", "validation_loss"]
+    assert (seen["curves"], seen["marks"]) == (2, 2), "one curve for each run, a restart and a skipped update"
+    first, other = seen["tip"].splitlines()
+    assert other == "step 90: 3"
+    assert re.match(r"step (9\d|100): 4", first), first

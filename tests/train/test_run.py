@@ -9,20 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from train.run import main
-
-
-@pytest.fixture
-def run(preset, capsys, monkeypatch, trainer_of):
-    """Runs the script's `main` in this process, on its eight devices; returns (exit code, stdout, stderr)."""
-    monkeypatch.setattr("train.lifecycle.training.Trainer", trainer_of)
-
-    def call(*options: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(preset("auto")), *map(str, options)])
-        return code, *capsys.readouterr()
-
-    return call
+from tests.train.launcher import contents, lines_of
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +25,6 @@ def finished(run, kept, tmp_path) -> Path:
         assert (code, err) == (0, "")
         (kept / "printed.txt").write_text(out)
     return shutil.copytree(kept, tmp_path / "run")
-
-
-def lines_of(workdir: Path) -> list[dict]:
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_completes_and_continues_with_more_steps(run, finished):
@@ -100,23 +83,20 @@ def test_checkpoints_are_kept_in_another_folder(run, tmp_path):
     assert not (work / "checkpoints").exists()
 
 
-BAD_INPUT = [
-    (("--model.mlp_width", 130), "mlp_width must be divisible by the 'model' axis: got .*mlp_width=130 on 4 devices"),
-    (("--model.kv_heads", 3), "heads must be a multiple of kv_heads: got .*kv_heads=3"),
-    (("--data.sequence_length", 18), "sequence_length must be divisible by the 'model' axis"),
-    (("--data.batch_size", 3), "data.batch_size must be divisible by the 'data' axis: got 3"),
-    (("--mesh.model", 3), "must multiply to the number of devices: there are 8"),
-    (("--data.path", "nowhere.txt"), "there is no nowhere.txt"),
-    (("--data.sequence_length", 2**20), "data must hold one sequence"),
-    (("--model.vocab_size", 64), "token ids must be below model.vocab_size=64"),
-    (("--resume", 5), "--resume must be a step that is in .*: got 5, there are none"),
-    (("--backend", "pallas"), "backend=pallas cannot serve this run: "),
-    (("--steps", 0), "steps must be at least 1"),
-]
-
-
 @pytest.mark.parametrize(
-    ("options", "message"), BAD_INPUT, ids=lambda value: "" if isinstance(value, str) else str(value[0])
+    ("options", "message"),
+    [
+        (("--steps", 0), "steps must be at least 1"),
+        (
+            ("--model.mlp_width", 130),
+            "mlp_width must be divisible by the 'model' axis: got .*mlp_width=130 on 4 devices",
+        ),
+        (("--mesh.model", 3), "must multiply to the number of devices: there are 8"),
+        (("--model.vocab_size", 64), "token ids must be below model.vocab_size=64"),
+        (("--resume", 5), "--resume must be a step that is in .*: got 5, there are none"),
+        (("--backend", "pallas"), "backend=pallas cannot serve this run: "),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, run, tmp_path):
     code, _, err = run(*options)
@@ -125,10 +105,6 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, run, tmp_p
     assert err.count("\n") == 1
     assert "Traceback" not in err
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a run was started"
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def test_a_workdir_with_another_architecture_is_not_changed(run, finished):

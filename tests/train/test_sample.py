@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import re
 
 import pytest
 import tokenizers
 from tokenizers import decoders
 
-from tests.train.data.test_tokenized import train_tokenizer
+from tests.train.data.test_tokenizer import train_tokenizer
 from train.sample import main, stream
 
 
@@ -83,30 +82,25 @@ def workdir(tmp_path, config):
         (["--prompt", "a"], "must be the workdir of a run"),
     ],
 )
-def test_a_bad_command_line_is_refused(workdir, options, message, capsys):
-    assert main([str(workdir), *options]) == 2
-    assert re.search(message, capsys.readouterr().err)
+def test_a_bad_command_line_is_refused(workdir, options, message, refuses):
+    refuses(main, message, workdir, *options)
 
 
-def test_a_mesh_that_cannot_hold_the_model_is_refused(workdir, config, replace, capsys):
+def test_a_mesh_that_cannot_hold_the_model_is_refused(workdir, config, replace, refuses):
     config = replace(config, model={"mlp_width": 36})
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-    assert main([str(workdir), "--prompt", "a", "--mesh.data", "1", "--mesh.model", "8"]) == 2
-    assert "mlp_width must be divisible by the 'model' axis: got mlp_width=36 on 8 devices" in capsys.readouterr().err
+    says = "mlp_width must be divisible by the 'model' axis: got mlp_width=36 on 8 devices"
+    refuses(main, says, workdir, "--prompt", "a", "--mesh.data", 1, "--mesh.model", 8)
 
 
-def test_tokens_without_a_tokenizer_cannot_be_sampled_from_text(workdir, config, replace, capsys, text):
-    config = replace(config, data={"tokenizer": "gpt2"})
+def test_tokens_without_a_tokenizer_cannot_be_sampled_from_text(workdir, config, replace, refuses, text):
+    config, tokenizer = replace(config, data={"tokenizer": "gpt2"}), workdir / "tokenizer.json"
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-    assert main([str(workdir), "--prompt", "a"]) == 2
-    assert "tokens of gpt2, and nothing says how" in capsys.readouterr().err
-    train_tokenizer(workdir / "tokenizer.json", text)
-    assert main([str(workdir), "--prompt", "a", "--tokenizer", str(workdir / "tokenizer.json")]) == 2
-    assert "the tokenizer must match the vocabulary" in capsys.readouterr().err
+    refuses(main, "tokens of gpt2, and nothing says how", workdir, "--prompt", "a")
+    train_tokenizer(tokenizer, text)
+    refuses(main, "the tokenizer must match the vocabulary", workdir, "--prompt", "a", "--tokenizer", tokenizer)
 
 
-def test_a_folder_that_is_no_workdir_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path), "--prompt", "a"]) == 2
-    assert "WORKDIR must be the folder of a run or of an import" in capsys.readouterr().err
-    assert main(["--prompt", "a"]) == 2
-    assert "WORKDIR must come first" in capsys.readouterr().err
+def test_a_folder_that_is_no_workdir_is_refused(tmp_path, refuses):
+    refuses(main, "WORKDIR must be the folder of a run or of an import", tmp_path, "--prompt", "a")
+    refuses(main, "WORKDIR must come first", "--prompt", "a")

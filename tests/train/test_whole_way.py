@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.train.data.test_tokenized import train_tokenizer
+from tests.train.data.test_tokenizer import train_tokenizer
 from tests.train.test_import_checkpoint import MESH, run_import
 from train import export_checkpoint, run, sample
 
@@ -65,7 +65,7 @@ def logits_of(workdir, tokens):
     import jax
 
     from train.checkpoints.init_from import load_parameters
-    from train.config.saved import load_config
+    from train.config.command import load_config
     from train.step.mesh import make_mesh
     from train.step.trainer import Trainer
 

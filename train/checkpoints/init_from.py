@@ -20,20 +20,17 @@ _MAY_DIFFER = frozenset({"model.param_dtype", "optimizer.master_copies"})  # how
 def load_parameters(
     location: epath.PathLike, config: Config, trainer: Trainer, *, step: int | None = None, evaluated: bool = False
 ) -> tuple[Any, epath.Path, str]:
-    """Reads the parameters of a checkpoint.
+    """Reads the parameters of a checkpoint, whose architecture must be that of the configuration.
 
     Args:
       location: The workdir of a run or of an import, a folder of checkpoints, or one of its checkpoints.
-      config: The configuration, whose architecture must be that of the checkpoint.
+      config: The configuration.
       trainer: The model's functions.
       step: The step of the checkpoint; None for the one that `location` names, or the newest one.
       evaluated: Whether the running mean of the parameters is read instead, if the checkpoint has one.
 
     Returns:
       The parameters, the folder of the checkpoint, and which part of it they are: "params", or "ema" for their mean.
-
-    Raises:
-      InputError: There is no checkpoint, it is damaged, or it is of another architecture.
     """
     folder, named = _find(epath.Path(location).expanduser())
     with Checkpoints(folder, read_only=True) as checkpoints:
@@ -48,7 +45,7 @@ def load_parameters(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding),
             trainer.abstract_state().params,
         )
-        return checkpoints.restore_params(step, abstract, part=part), checkpoints.path(step), part
+        return checkpoints.read_arrays(step, {part: abstract}, record)[part], checkpoints.path(step), part
 
 
 def _find(path: epath.Path) -> tuple[epath.Path, int | None]:

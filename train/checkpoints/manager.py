@@ -7,9 +7,11 @@ are deleted, and not those that `checkpoint.permanent_every` keeps.
 """
 
 import contextlib
-import dataclasses
 import itertools
+import logging
 import re
+import sys
+import warnings
 from typing import Any, Self
 
 import jax
@@ -17,9 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from train.checkpoints import orbax_noise
-from train.checkpoints.fingerprint import fingerprint
-from train.checkpoints.record import DamagedError, Record, RunIdentity, check_identity, from_json
+from train.checkpoints.record import DamagedError, Record, RunIdentity, check_identity, fingerprint, from_json
 from train.lifecycle.errors import InputError, StorageError
 from train.step.trainer import TrainState
 
@@ -39,18 +39,16 @@ class Checkpoints:
 
     def __init__(self, folder: epath.PathLike, *, keep: int = 1, permanent_every: int = 0, read_only: bool = False):
         """Opens the folder; `read_only` leaves it as it is, perhaps while another run saves there."""
-        orbax_noise.silence()
-        self.folder = _absolute(folder)
+        _silence_orbax()
+        path = epath.Path(folder)
+        self.folder = path if "://" in str(path) else path.expanduser().resolve()  # orbax needs absolute paths
         self._permanent_every = permanent_every
         self._saving: int | None = None  # the step that is being written
         if not read_only:
             self._remove_half_written()
-        policies = ocp.checkpoint_managers.preservation_policy
-        preserve = [policies.LatestN(keep)]
-        if permanent_every:
-            preserve.append(policies.EveryNSteps(permanent_every))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(preserve),
+            max_to_keep=keep,
+            keep_period=permanent_every or None,
             read_only=read_only,
             create=not read_only,
             cleanup_tmp_directories=not read_only,
@@ -67,32 +65,24 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and jax.process_count() > 1:  # the other processes may be gone, and closing waits for them
-            return
-        try:
+        if kind is None:
             self._manager.close()
-        except Exception:
-            if kind is None:
-                raise
+        elif jax.process_count() == 1:  # the other processes may be gone, and closing waits for them
+            with contextlib.suppress(Exception):
+                self._manager.close()
 
     def steps(self) -> list[int]:
         """Returns the steps that can be restored, oldest first."""
         return sorted(self._manager.all_steps())
 
     def choose(self, step: int | None) -> int:
-        """Returns the step to restore: the requested one, the newest one for None, or 0 if the run begins anew.
-
-        Raises:
-          InputError: There is no checkpoint of the requested step.
-        """
+        """Returns the step to restore: the requested one, the newest one for None, or 0 if the run begins anew."""
         steps = self.steps()
         if step is None:
             return steps[-1] if steps else 0
         if step and step not in steps:
-            raise InputError(
-                f"--resume must be a step that is in {self.folder}: got {step}, there are "
-                f"{', '.join(map(str, steps)) or 'none'}"
-            )
+            there = ", ".join(map(str, steps)) or "none"
+            raise InputError(f"--resume must be a step that is in {self.folder}: got {step}, there are {there}")
         return step
 
     def path(self, step: int) -> epath.Path:
@@ -106,7 +96,7 @@ class Checkpoints:
           StorageError: The previous checkpoint, or the beginning of this one, could not be written.
         """
         self.wait()
-        parts = _as_dict(state)
+        parts = _parts_of(state)
         record = Record(
             **vars(identity), step=step, data=data, tokens=tokens, parts=sorted(parts), fingerprint=fingerprint(state)
         )
@@ -126,11 +116,7 @@ class Checkpoints:
         return None if self._manager.is_saving_in_progress() else self.wait()
 
     def wait(self) -> int | None:
-        """Waits until what was saved is complete, and returns its step as `poll` does.
-
-        Raises:
-          StorageError: It could not be written.
-        """
+        """Waits until what was saved is complete, and returns its step; raises as `poll` does."""
         if self._saving is None:
             return None
         try:
@@ -160,18 +146,22 @@ class Checkpoints:
 
         Returns:
           The state, in which parts that the checkpoint lacks are None; the record; and the accepted differences.
-
-        Raises:
-          InputError: The checkpoint is of another architecture or other data, or it is damaged.
         """
         record = self.record(step)
         changed = check_identity(record, identity, where=str(self.path(step)), accept_change=accept_change)
-        wanted = {name: value for name, value in _as_dict(abstract).items() if name in record.parts}
-        return TrainState(**(_NOTHING | self._read_arrays(step, wanted, record))), record, changed
+        wanted = {name: value for name, value in _parts_of(abstract).items() if name in record.parts}
+        lacking: dict[str, Any] = dict.fromkeys(vars(abstract))
+        return TrainState(**lacking | self.read_arrays(step, wanted, record)), record, changed
 
-    def restore_params(self, step: int, abstract: Any, *, part: str = "params") -> Any:
-        """Reads only the parameters of a checkpoint, or their running mean ("ema"), which may be of another run."""
-        return self._read_arrays(step, {part: abstract}, self.record(step))[part]
+    def read_arrays(self, step: int, targets: dict[str, Any], record: Record) -> dict[str, Any]:
+        """Reads some parts of a state, such as {"params": abstract arrays}, and compares them with their checksums."""
+        restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+        args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
+        arrays = self._read(step, "state", args)
+        for name, bits in fingerprint(arrays).items():
+            if record.fingerprint.get(name) != bits:
+                raise self._damaged(step, f"{name} is not what was saved")
+        return arrays
 
     def record(self, step: int) -> Record:
         """Returns the record of a checkpoint, or raises an InputError if it is damaged or of another format."""
@@ -213,15 +203,6 @@ class Checkpoints:
         self._manager.reload()
         return StorageError(f"the checkpoint of step {failed} could not be written: {_one_line(error)}")
 
-    def _read_arrays(self, step: int, targets: dict[str, Any], record: Record) -> dict[str, Any]:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
-        args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
-        arrays = self._read(step, "state", args)
-        for name, bits in fingerprint(arrays).items():
-            if record.fingerprint.get(name) != bits:
-                raise self._damaged(step, f"{name} is not what was saved")
-        return arrays
-
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> dict[str, Any]:
         try:
             return dict(self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item])
@@ -240,25 +221,15 @@ class Checkpoints:
         return InputError(f"{what}. Nothing was deleted. {advice}")
 
 
-def _absolute(folder: epath.PathLike) -> epath.Path:
-    """Returns a path as orbax needs it: absolute, unless it is a URL."""
-    path = epath.Path(folder)
-    return path if "://" in str(path) else path.expanduser().resolve()
-
-
 def unused_path(path: epath.Path) -> epath.Path:
     """Returns the first of `path`, `path-1`, `path-2`, ... that does not exist."""
     candidates = itertools.chain([path], (path.with_name(f"{path.name}-{count}") for count in itertools.count(1)))
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
-_NOTHING = {field.name: None for field in dataclasses.fields(TrainState)}
-
-
-def _as_dict(state: TrainState) -> dict[str, Any]:
+def _parts_of(state: TrainState) -> dict[str, Any]:
     """Returns the parts of a state that are there, by name."""
-    parts = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    return {name: part for name, part in parts.items() if part is not None}
+    return {name: part for name, part in vars(state).items() if part is not None}
 
 
 def _one_line(error: object, length: int = 200) -> str:
@@ -273,3 +244,25 @@ def _is_io_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _silence_orbax() -> None:
+    """Silences what orbax prints about failures, because each of them is raised to the caller and reported there.
+
+    When a write or a read fails, orbax logs the traceback of every thread that took part. When one of its concurrent
+    reads fails, each of the others prints a traceback too, because its event loop is closed, possibly much later.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
+    if sys.unraisablehook is not _ignore_closed_loops:
+        global _hook
+        _hook, sys.unraisablehook = sys.unraisablehook, _ignore_closed_loops
+
+
+def _ignore_closed_loops(event: "sys.UnraisableHookArgs") -> None:
+    if "Event loop is closed" not in str(event.exc_value):
+        _hook(event)
+
+
+_hook = sys.__unraisablehook__

@@ -18,8 +18,9 @@ from train.checkpoints.record import RunIdentity
 from train.config import Config
 from train.data.batches import TrainingBatches
 from train.lifecycle.errors import StorageError
-from train.lifecycle.watchdog import Watchdog
-from train.metrics.events import Events
+from train.lifecycle.stopping import Watchdog
+from train.metrics.lines import Events
+from train.metrics.output import warn
 from train.metrics.recorder import Recorder
 from train.step.trainer import TrainState
 
@@ -35,7 +36,6 @@ class Saver:
       recorder: What must be on disk before a checkpoint is.
       identity: What checkpoints record of the run.
       before_save: Called before every save; it may raise to prevent it.
-      warn: Prints what is wrong.
     """
 
     config: Config
@@ -46,7 +46,6 @@ class Saver:
     identity: RunIdentity
     watchdog: Watchdog
     before_save: Callable[[], None]
-    warn: Callable[[str], None]
     _saved_at: float = dataclasses.field(default_factory=time.monotonic, init=False)
     _saved_instead: int = dataclasses.field(default=-1, init=False)  # the last step that `poll` has saved
 
@@ -59,8 +58,7 @@ class Saver:
         # only where the host has waited for a report.
         if not config.minutes or (jax.process_count() > 1 and step % self.config.report.every):
             return False
-        is_late = time.monotonic() - self._saved_at >= 60 * config.minutes
-        return bool(multihost_utils.broadcast_one_to_all(is_late))
+        return bool(multihost_utils.broadcast_one_to_all(time.monotonic() - self._saved_at >= 60 * config.minutes))
 
     def save(self, step: int, state: TrainState) -> None:
         """Saves a step, but first checks that every loss up to it is finite and writes every line up to it to disk.
@@ -95,11 +93,11 @@ class Saver:
             self._retry(step, state, error)
 
     def _write(self, step: int, state: TrainState) -> None:
-        with self.recorder.pace.saving():
+        with self.recorder.pace.counted("save"):
             self.recorder.flush()
             self._note(self.checkpoints.wait())
-            tokens = self.recorder.pace.tokens(step)["tokens"]
-            self.checkpoints.save(step, state, data=self.batches.get_state(), tokens=tokens, identity=self.identity)
+            tokens, data = self.recorder.pace.tokens(step), self.batches.get_state()
+            self.checkpoints.save(step, state, data=data, tokens=tokens, identity=self.identity)
 
     def _note(self, step: int | None) -> None:
         if step is not None:
@@ -113,16 +111,16 @@ class Saver:
         self.events.add("storage_error", step=step, cause=str(error))
         if jax.process_count() > 1:  # the other processes do not know of it, so they cannot save this step, too
             raise StorageError(f"{error}; the run ends, and continues from {self._newest()}") from error
-        self.warn(f"{error}; step {step} is saved instead")
+        warn(f"{error}; step {step} is saved instead")
         while True:
             self.before_save()
             if _FULL.search(str(error)) and (deleted := self.checkpoints.free_space()):
-                self.warn(f"deleted the checkpoints of steps {deleted} to make room; {self._newest()} is kept")
+                warn(f"deleted the checkpoints of steps {deleted} to make room; {self._newest()} is kept")
                 self.events.add("deleted", steps=deleted)
             try:
                 self._write(step, state)
                 self._note(self.checkpoints.wait())
-                self.warn(f"step {step} is saved")
+                warn(f"step {step} is saved")
                 self._saved_instead = step
                 return
             except OSError as again:

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import math
 
-from train.config.fields import Config, flatten
+from train.config import Config, flatten
 from train.lifecycle.errors import InputError
 
 _RANGES = {
@@ -43,11 +43,7 @@ _RANGES = {
 
 
 def check(config: Config) -> None:
-    """Checks the range of every value.
-
-    Raises:
-      InputError: A value is out of its range; the message names the field.
-    """
+    """Checks the range of every value."""
     values = dict(flatten(dataclasses.asdict(config)))
     for needed, (is_right, names) in _RANGES.items():
         for name in names.split():
@@ -55,27 +51,27 @@ def check(config: Config) -> None:
             is_finite = value is None or math.isfinite(value)
             _require(is_finite and is_right(value), name, value, needed + ("" if is_finite else " and finite"))
 
-    def require(name: str, holds: object, needed: str) -> None:
-        _require(holds, name, values[name], needed)
-
     optimizer, model, data, spikes = config.optimizer, config.model, config.data, config.skip.spike_factor
     length, vocabulary, high = data.sequence_length, model.vocab_size, model.rope_high_frequency
-    require("workdir", config.workdir, "a folder")
-    require("optimizer.clip_norm", optimizer.clip_norm > 0, "above 0")
-    validated = data.validation_fraction or not config.eval.every
-    require("data.validation_fraction", validated, "above 0 where eval.every is not 0")
-    short = config.eval.sample_tokens < length
-    require("eval.sample_tokens", short, f"below data.sequence_length={length}, to leave a prompt")
-    require("skip.spike_factor", spikes == 0 or spikes > 1, "0, or above 1")
-    has_use = not optimizer.master_copies or model.param_dtype == "bfloat16"
-    needed = f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
-    require("optimizer.master_copies", has_use, needed)
-    require("model.rope_low_frequency", model.rope_low_frequency < high, f"below model.rope_high_frequency={high}")
-    in_vocabulary = data.separator is None or 0 <= data.separator < vocabulary
-    require("data.separator", in_vocabulary, f"a token below model.vocab_size={vocabulary}")
-    in_vocabulary = all(0 <= token < vocabulary for token in config.eval.stop_tokens)
-    require("eval.stop_tokens", in_vocabulary, f"tokens below model.vocab_size={vocabulary}")
-    require("data.sources", not data.sources or data.path is None, "empty where data.path names the data, too")
+    copies_are_of_use = not optimizer.master_copies or model.param_dtype == "bfloat16"
+    is_validated = data.validation_fraction > 0 or not config.eval.every
+    ends_documents = data.separator is None or 0 <= data.separator < vocabulary
+    are_tokens = all(0 <= token < vocabulary for token in config.eval.stop_tokens)
+    leaves_a_prompt = config.eval.sample_tokens < length
+    no_copies = f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
+    for name, holds, needed in (
+        ("workdir", config.workdir, "a folder"),
+        ("optimizer.clip_norm", optimizer.clip_norm > 0, "above 0"),
+        ("optimizer.master_copies", copies_are_of_use, no_copies),
+        ("skip.spike_factor", spikes == 0 or spikes > 1, "0, or above 1"),
+        ("model.rope_low_frequency", model.rope_low_frequency < high, f"below model.rope_high_frequency={high}"),
+        ("data.validation_fraction", is_validated, "above 0 where eval.every is not 0"),
+        ("data.sources", not data.sources or data.path is None, "empty where data.path names the data, too"),
+        ("data.separator", ends_documents, f"a token below model.vocab_size={vocabulary}"),
+        ("eval.stop_tokens", are_tokens, f"tokens below model.vocab_size={vocabulary}"),
+        ("eval.sample_tokens", leaves_a_prompt, f"below data.sequence_length={length}, to leave a prompt"),
+    ):
+        _require(holds, name, values[name], needed)
     _check_locations(config)
     _check_names("data.sources", [name for name, _, _ in data.sources])
     _check_names("eval.sets", [name for name, _ in config.eval.sets])

@@ -1,5 +1,7 @@
 """The command line of train/run.py: a preset file, options that replace single fields, and what to do with the run.
 
+The configuration of a run or of an import that is already in a workdir is read here, too.
+
 Nothing here imports JAX, so that a mistake on the command line is reported within a second.
 """
 
@@ -19,6 +21,7 @@ from train.config.check import check
 from train.lifecycle.errors import InputError
 
 DEFAULT_PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
+PRESET = "preset.py"  # the file of a workdir that has the configuration of an import, before there is a run
 _PRESET_MODULE = "_preset"  # name under which a preset file is run
 
 
@@ -58,9 +61,6 @@ def parse(arguments: Sequence[str]) -> Command:
     """Parses a command line, `[CONFIG] [--section.field VALUE ...] [--resume STEP] ...`, and checks the values.
 
     An unknown field or a value of the wrong type makes tyro exit the process with code 2, and `--help` with code 0.
-
-    Raises:
-      InputError: The preset is missing or has no configuration, or a value is out of its range.
     """
     preset, options = DEFAULT_PRESET, list(arguments)
     if options and not options[0].startswith("-"):
@@ -87,17 +87,19 @@ def parse(arguments: Sequence[str]) -> Command:
     return command
 
 
+def parse_as[T](kind: type[T], arguments: Sequence[str], *, prog: str, default: Any = tyro.MISSING_NONPROP) -> T:
+    """Parses the command line of a command that reads or writes checkpoints; it exits as that of `parse`."""
+    options = (tyro.conf.FlagConversionOff,)
+    return tyro.cli(kind, args=list(arguments), prog=prog, default=default, use_underscores=True, config=options)
+
+
 def as_json(config: Config) -> str:
     """Formats a configuration as JSON, one field per line."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
 def load_preset(path: Path) -> Config:
-    """Loads the configuration that the one public function of a Python file returns.
-
-    Raises:
-      InputError: There is no such file, it is not Python, it fails, or it has no such function.
-    """
+    """Loads the configuration that the one public function of a Python file returns."""
     if not path.is_file():
         raise InputError(f"CONFIG must be a preset file such as configs/tiny.py: there is no file {path}")
     try:
@@ -119,6 +121,19 @@ def load_preset(path: Path) -> Config:
             f"CONFIG must hold one public function, which returns a train.config.Config: {path} has {has}{returned}"
         )
     return config
+
+
+def load_config(workdir: Path) -> Config:
+    """Returns the configuration of the last start of a run, or that of an import that no run has continued yet."""
+    file = workdir / "config.json"
+    if file.is_file():
+        try:
+            return _from_json(Config, json.loads(file.read_text()))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InputError(f"{file} cannot be read ({error}); repair the file, or start the run again") from error
+    if (workdir / PRESET).is_file():
+        return load_preset(workdir / PRESET)
+    raise InputError(f"WORKDIR must be the folder of a run or of an import: there is no {file} and no {PRESET}")
 
 
 def _section(config: Config, name: str) -> Any:
@@ -144,3 +159,20 @@ def _check_modes(command: Command) -> None:
         raise InputError(f"--compiled_meshes must be at least 0: got {command.compiled_meshes}")
     if command.resume not in ("latest", "none") and not command.resume.isdigit():
         raise InputError(f"--resume must be latest, none, or the step of a checkpoint: got {command.resume}")
+
+
+def _from_json(kind: Any, given: dict[str, Any]) -> Any:
+    """Makes a dataclass of JSON data. Fields that an older version did not write have their defaults."""
+    values = {}
+    for field in dataclasses.fields(kind):
+        if field.name not in given:
+            continue
+        value = given[field.name]
+        if dataclasses.is_dataclass(field.type):
+            value = _from_json(field.type, value)
+        values[field.name] = _as_tuple(value)
+    return kind(**values)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

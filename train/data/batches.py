@@ -52,14 +52,30 @@ class Windows:
 
 
 def split(corpora: dict[str, Corpus], config: Config) -> tuple[dict[str, Windows], dict[str, Windows]]:
-    """Splits each source into windows for training and, from the end of its tokens, windows for validation.
-
-    Raises:
-      InputError: One of the two parts of a source is too short.
-    """
-    training, validation = {}, {}
+    """Splits each source into windows for training and, from the end of its tokens, windows for validation."""
+    training, validation = dict[str, Windows](), dict[str, Windows]()
+    length, batch_size = config.data.sequence_length, config.data.batch_size
     for name, corpus in corpora.items():
-        training[name], validation[name] = _split(corpus, config)
+        size = corpus.tokens.size
+        if size < length + 1:
+            raise InputError(
+                f"data must hold one sequence of data.sequence_length + 1 = {length + 1} tokens: "
+                f"{corpus.name} has {size}"
+            )
+        border = size - round(size * config.data.validation_fraction)
+        training[name] = Windows(corpus.tokens[:border], length)
+        validation[name] = Windows(corpus.tokens[border:], length)
+        if not len(training[name]):
+            raise InputError(
+                f"data.validation_fraction={config.data.validation_fraction} leaves {border} of {size} tokens for "
+                f"training, fewer than one sequence of {length} + 1; lower it"
+            )
+        if config.eval.every and len(validation[name]) < batch_size:
+            raise InputError(
+                f"the validation part of {corpus.name} must hold one batch of data.batch_size={batch_size} sequences: "
+                f"it has {len(validation[name])}; raise data.validation_fraction, give more data, or set eval.every "
+                "to 0"
+            )
     return training, validation
 
 
@@ -75,9 +91,6 @@ class TrainingBatches:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
         self._iterator = iter(self._sharding.local(dataset).to_iter_dataset(options))
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
     def __next__(self) -> Batch:
         return self._sharding.to_global(next(self._iterator))
 
@@ -86,11 +99,7 @@ class TrainingBatches:
         return {"sequences": self._iterator.get_state()["next_index"] * self._batch_size}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues after the last batch that had been taken when `get_state` returned `state`.
-
-        Raises:
-          InputError: The position is not between two batches of the present size.
-        """
+        """Continues after the last batch that had been taken when `get_state` returned `state`."""
         batches, rest = divmod(state["sequences"], self._batch_size)
         if rest:
             raise InputError(
@@ -108,9 +117,6 @@ class ValidationBatches:
         self._dataset = self._sharding.local(grain.MapDataset.source(windows))
         self._length = min(config.eval.batches, len(windows) // config.data.batch_size)
 
-    def __len__(self) -> int:
-        return self._length
-
     def __iter__(self) -> Iterator[Batch]:
         return (self._sharding.to_global(self._dataset[index]) for index in range(self._length))
 
@@ -124,8 +130,8 @@ def segment_ids(tokens: np.ndarray, separator: int) -> np.ndarray:
 def share_of_batch(starts: set[int], shard_rows: int, *, batch_size: int) -> tuple[int, int]:
     """Returns which sequences of a batch a process loads, as the first one and the stride.
 
-    Processes that split only the model axis among them hold the same rows, so the stride can be smaller than the number
-    of processes. `starts` has the first row of each shard that the devices of the process hold.
+    `starts` has the first row of each shard that its devices hold. Processes that split only the model axis among them
+    hold the same rows, so the stride can be smaller than the number of processes.
     """
     rows = len(starts) * shard_rows
     return min(starts) // rows, batch_size // rows
@@ -148,8 +154,7 @@ class _BatchSharding:
     def local(self, dataset: grain.MapDataset) -> grain.MapDataset:
         """Selects the windows of this process and stacks them, [rows of this process, L + 1]."""
         first, stride = self._share
-        rows = self._shape[0] // stride
-        return dataset.slice(slice(first, None, stride)).batch(rows, drop_remainder=True)
+        return dataset.slice(slice(first, None, stride)).batch(self._shape[0] // stride, drop_remainder=True)
 
     def to_global(self, windows: np.ndarray) -> Batch:
         """Makes the global batch from the windows of this process."""
@@ -157,25 +162,3 @@ class _BatchSharding:
         if self._separator is not None:
             parts.append(segment_ids(windows[:, :-1], self._separator)[:, self._positions])
         return tuple(jax.make_array_from_process_local_data(self._sharding, part, self._shape) for part in parts)
-
-
-def _split(corpus: Corpus, config: Config) -> tuple[Windows, Windows]:
-    length, batch_size = config.data.sequence_length, config.data.batch_size
-    if corpus.tokens.size < length + 1:
-        raise InputError(
-            f"data must hold one sequence of data.sequence_length + 1 = {length + 1} tokens: "
-            f"{corpus.name} has {corpus.tokens.size}"
-        )
-    border = corpus.tokens.size - round(corpus.tokens.size * config.data.validation_fraction)
-    training, validation = Windows(corpus.tokens[:border], length), Windows(corpus.tokens[border:], length)
-    if not len(training):
-        raise InputError(
-            f"data.validation_fraction={config.data.validation_fraction} leaves {border} of {corpus.tokens.size} "
-            f"tokens for training, fewer than one sequence of {length} + 1; lower it"
-        )
-    if config.eval.every and len(validation) < batch_size:
-        raise InputError(
-            f"the validation part of {corpus.name} must hold one batch of data.batch_size={batch_size} sequences: it "
-            f"has {len(validation)}; raise data.validation_fraction, give more data, or set eval.every to 0"
-        )
-    return training, validation

@@ -1,24 +1,31 @@
 """The tokens of a run: one 1-D array for each data source, made from text, or from a file of tokens.
 
 Every byte of a text is one token, unless `data.tokenizer` is the file of a tokenizer: text is then turned into a file
-of tokens first, see `train.data.tokenized`. A text file and a file of tokens are memory-mapped. A folder of text and
+of tokens first, see `train.data.tokenizer`. A text file and a file of tokens are memory-mapped. A folder of text and
 Python's standard library, which a run without `data.path` reads, are held in memory.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import hashlib
+import json
 import platform
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from train.config import DataConfig
-from train.data.remote import fetch, is_remote
-from train.data.tokenized import tokenize_files
-from train.data.tokenizer import Tokenizer, is_file
-from train.lifecycle.errors import InputError
+from train.data.remote import fetch
+from train.data.tokenizer import Tokenizer, is_file, tokenize_files
+from train.lifecycle.errors import InputError, RunError
+from train.lifecycle.files import write_atomically
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
+HASHED_BYTES = 1 << 24  # threads hash chunks of this size
+CACHED_BYTES = 1 << 26  # files of at least this size are not hashed again unless they were modified
 _TOKEN_FILES = (".npy", ".bin")
 _TOKEN_DTYPES = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
 # These folders and modules of the standard library are not code that was written to be read, or differ between
@@ -29,21 +36,25 @@ _SKIPPED_MODULES = "_sysconfigdata"
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens and where they come from."""
+    """Tokens and where they come from.
+
+    Attributes:
+      name: The path or the URL, for messages.
+      tokens: A 1-D array of uint8, uint16 or uint32 that may be mapped from a file.
+      is_text: Whether every token is a byte of text, so that generated tokens can be shown as text.
+      file: The file that the tokens are mapped from, or None if they are in memory.
+      tokenizer: What makes text of tokens, if its file was given.
+    """
 
     name: str
     tokens: np.ndarray
-    """A 1-D array of uint8, uint16 or uint32 that may be mapped from a file."""
     is_text: bool
-    """Whether every token is a byte of text, so that generated tokens can be shown as text."""
     file: Path | None = None
-    """The file that the tokens are mapped from, or None if they are in memory."""
     tokenizer: Tokenizer | None = None
-    """What makes text of tokens, if its file was given."""
 
 
 def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
-    """Opens every data source of a run, by its name; the one of `data.path` is called "data". See `open_source`."""
+    """Opens every data source of a run, by its name; the one of `data.path` is called "data"."""
     if not config.sources:
         return {"data": open_source(config.path, config, vocab_size=vocab_size)}
     return {
@@ -55,11 +66,7 @@ def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
 def open_source(location: str | None, config: DataConfig, *, vocab_size: int, field: str = "data.path") -> Corpus:
     """Opens the data at a path or a URL as tokens and checks every token; None is the standard library of this Python.
 
-    `field` is the field of the configuration that names the location, for messages.
-
-    Raises:
-      InputError: The data is missing, unreadable, empty or of an unknown kind, a token is not in the vocabulary, or
-        text has only the name of a tokenizer.
+    `field` is the field of the configuration that names the location, for the InputError that bad data raise.
     """
     name = location or f"the standard library of Python {platform.python_version()}"
     tokenizer, file, is_text = None, None, False
@@ -81,8 +88,9 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
         else:
             files, is_text = _text_files(path, field), True
             file = path if path is not None and path.is_file() else None
-            tokens = _map_text(file, field) if file else _join(files)
-    except InputError:
+            joined = b"" if file else b"\n".join(text.read_bytes() for text in files)
+            tokens = _map_text(file, field) if file else np.frombuffer(joined, np.uint8)
+    except RunError:  # such as a StorageError, which is an OSError
         raise
     except OSError as error:
         raise InputError(f"{field} must be readable: {error.filename or location}: {error.strerror}") from error
@@ -90,9 +98,50 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
     return Corpus(name, tokens, is_text, file, tokenizer)
 
 
+def identify(corpus: Corpus, tokenizer: str | None, cache: Path) -> dict[str, Any]:
+    """Returns what a checkpoint records of data, in which alone its position has a meaning, as JSON data.
+
+    `tokenizer` is the name that the configuration gives to the tokenizer of a file of tokens. The file `cache` has the
+    hashes of large files, which hold for one size and one time of modification.
+    """
+    if corpus.tokenizer:
+        tokenizer = corpus.tokenizer.name
+    return {
+        "tokens": corpus.tokens.size,
+        "dtype": str(corpus.tokens.dtype),
+        "tokenizer": tokenizer or ("bytes" if corpus.is_text else "unnamed"),
+        "content_hash": _cached_hash(corpus, cache),
+    }
+
+
+def _cached_hash(corpus: Corpus, cache: Path) -> str:
+    if corpus.file is None or corpus.tokens.nbytes < CACHED_BYTES:
+        return hash_all(corpus.tokens)
+    status = corpus.file.stat()
+    version = [str(corpus.tokens.dtype), status.st_size, status.st_mtime_ns]
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = dict(json.loads(cache.read_text()))
+    entry = known.get(str(corpus.file))
+    if not isinstance(entry, dict) or entry.get("version") != version:
+        entry = {"version": version, "hash": hash_all(corpus.tokens)}
+        with contextlib.suppress(OSError):  # without the cache, the file is hashed again at the next start
+            write_atomically(cache, json.dumps(known | {str(corpus.file): entry}, indent=2) + "\n")
+    return str(entry["hash"])
+
+
+def hash_all(tokens: np.ndarray) -> str:
+    """Hashes the hashes of all chunks, which threads compute side by side."""
+    each = HASHED_BYTES // tokens.dtype.itemsize
+    chunks = (tokens[start : start + each] for start in range(0, tokens.size, each))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda chunk: hashlib.blake2b(chunk.tobytes()).digest(), chunks)
+        return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+
+
 def _find(location: str, field: str) -> Path:
     """Returns the file or the folder at a location, which is copied here first if it is in an object store."""
-    path = fetch(location, field) if is_remote(location) else Path(location).expanduser()
+    path = fetch(location, field) if "://" in location else Path(location).expanduser()
     if not path.exists():
         raise InputError(f"{field} must be a file or a folder: there is no {path}")
     if not path.is_dir() and not path.is_file():
@@ -120,11 +169,6 @@ def _text_files(path: Path | None, field: str) -> list[Path]:
     for file in files:
         _map_text(file, field)
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _join(files: list[Path]) -> np.ndarray:
-    """Returns a read-only array of the bytes of all files, separated by line breaks."""
-    return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
 
 
 def _map_text(path: Path, field: str) -> np.ndarray:

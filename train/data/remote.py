@@ -13,24 +13,11 @@ from train.lifecycle.errors import InputError, StorageError
 from train.lifecycle.files import user_cache
 
 
-def is_remote(location: str) -> bool:
-    """Returns whether a location is a URL and not a path of this machine."""
-    return "://" in location
-
-
 def fetch(location: str, field: str) -> Path:
     """Copies a file or a folder of data into the user's cache folder, unless the same version is there already.
 
-    Args:
-      location: The URL.
-      field: The field of the configuration that names it, for the message.
-
-    Returns:
-      The local file or folder, whose name is that of the original.
-
-    Raises:
-      InputError: There is nothing at the location, it may not be read, or its client is not installed.
-      StorageError: The store did not answer.
+    Returns the local file or folder, whose name is that of the original. `field` is the field of the configuration that
+    names the URL, for the messages.
     """
     try:
         return _fetch(location)

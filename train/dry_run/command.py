@@ -21,10 +21,10 @@ from flaxasync.check.estimate.picture import draw_timeline
 from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
 from train.config import Config
-from train.dry_run.mesh_memory import predicted_memory
+from train.dry_run.mesh_costs import predicted_memory
 from train.dry_run.report import DryRun
 from train.lifecycle.errors import InputError
-from train.metrics.show import say
+from train.metrics.output import say
 from train.step.mesh import batch_shards, check_fits_mesh, mesh_over
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
 
@@ -38,11 +38,8 @@ type Kernels = Literal["play", "estimate"]
 def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: Kernels = "play") -> int:
     """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and returns the exit code.
 
-    `trust` and `kernels` are those of `train.config.command.Command`.
-
-    Raises:
-      InputError: The topology is unknown or does not match the mesh, libtpu is missing, the model or the batch does not
-        divide over the mesh, or the step cannot be compiled at all.
+    `trust` and `kernels` are those of `train.config.command.Command`. What does not fit the topology, and a step that
+    cannot be compiled at all, is an InputError.
     """
     began = time.monotonic()
     mesh = mesh_over(topology_devices(topology), config.mesh, topology)
@@ -61,21 +58,15 @@ def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: K
     (folder / "program.txt").write_text(report.program.as_text())
     check.save_trace(report.timeline, folder / "trace.json")
     phases = Phases(report.program)
-
-    def name_of(instruction: str) -> str:
-        return phases.part(instruction) or phases.phase(instruction)
-
-    draw_timeline(report.timeline, folder / "timeline.png", phase_of=name_of)
+    draw_timeline(
+        report.timeline, folder / "timeline.png", phase_of=lambda name: phases.part(name) or phases.phase(name)
+    )
     say(f"details    {folder}: timeline.png, trace.json (ui.perfetto.dev), audit.txt, program.txt, report.json")
     return 0
 
 
 def topology_devices(topology: str) -> list[Any]:
-    """Returns the devices of a topology, which need not be there, and keeps JAX from occupying those that are.
-
-    Raises:
-      InputError: The topology is unknown, or libtpu is missing.
-    """
+    """Returns the devices of a topology, which need not be there, and keeps JAX from occupying those that are."""
     jax.config.update("jax_platforms", "cpu")
     try:
         return check.topology_devices(topology)
@@ -92,11 +83,20 @@ def compile_step(
     return state, check.compile_for(topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS, **options)
 
 
+def replace_options(config: Config, options: dict[str, Any]) -> Config:
+    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
+    for name, value in options.items():
+        section, field = name.split(".")
+        changed = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
+
+
 def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, kernels: Kernels) -> DryRun:
     """Compiles the step that was requested or, if that does not fit, the first smaller step that does."""
     refused = list[check.HbmError]()
     for smaller in _smaller_steps(config, mesh, check.CHIPS[topology.partition(":")[0]]):
-        tried = _replace_options(config, smaller)
+        tried = replace_options(config, smaller)
         named = " ".join(f"--{name} {value}" for name, value in smaller.items()) or "as requested"
         say(f"compiling  for {topology}, {named} ...")
         try:
@@ -108,7 +108,8 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, k
             raise InputError(f"the training step could not be compiled for {topology}: {error}") from error
         needed = refused[0].needed if refused else program.bytes_by_kind["total"]
         audit = check.audit(program)
-        timeline = check.timeline(program, kernels="play" if kernels == "play" else None, say=_say_simulating)
+        played: Literal["play"] | None = "play" if kernels == "play" else None
+        timeline = check.timeline(program, kernels=played, say=lambda line: say(f"simulating {line}"))
         return DryRun(config, tried, smaller, needed, topology, dict(mesh.shape), state, program, audit, timeline)
     raise InputError(f"not even one layer fits on {topology}: {refused[-1]}; use a larger topology, or a smaller model")
 
@@ -139,20 +140,7 @@ def _smaller_batches(config: Config, mesh: jax.sharding.Mesh, chip: Chip) -> lis
     batches = [smallest << n for n in range(32) if smallest << n < config.data.batch_size]
 
     def fits(batch: int) -> bool:
-        tried = _replace_options(config, {"data.batch_size": batch})
+        tried = replace_options(config, {"data.batch_size": batch})
         return sum(predicted_memory(tried, mesh.shape, chip).values()) <= MEMORY_TARGET * chip.hbm_bytes
 
     return list(dict.fromkeys([*filter(fits, reversed(batches))][:1] + batches[:1]))
-
-
-def _replace_options(config: Config, options: dict[str, Any]) -> Config:
-    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
-    for name, value in options.items():
-        section, field = name.split(".")
-        changed = dataclasses.replace(getattr(config, section), **{field: value})
-        config = dataclasses.replace(config, **{section: changed})
-    return config
-
-
-def _say_simulating(line: str) -> None:
-    say(f"simulating {line}")

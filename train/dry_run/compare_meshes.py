@@ -21,12 +21,12 @@ from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
 from models.config import Remat
 from train.config import Config
-from train.dry_run.command import compile_step, topology_devices
+from train.dry_run.command import compile_step, replace_options, topology_devices
 from train.dry_run.mesh_costs import Prediction, predict
 from train.dry_run.report import gib, time_text
 from train.lifecycle.errors import InputError
 from train.metrics.model_flops import model_flops_per_token
-from train.metrics.show import say
+from train.metrics.output import say
 from train.step.mesh import check_fits_mesh, mesh_over, mesh_shape
 from train.step.trainer import backend_limits_are_input_errors
 
@@ -52,7 +52,6 @@ class Row:
     source: str  # COMPILED, PREDICTED, or FAILED
 
     def cells(self) -> tuple[str, ...]:
-        """Returns the row of the table."""
         shares = ["-" if share is None else f"{share:.1%}" for share in (self.mfu, self.exposed)]
         return (
             *map(str, self.mesh),
@@ -76,11 +75,7 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     """Prints the table, saves all of it in the folder `dry_run` of the workdir, and returns the exit code.
 
     Of the run's own mesh only the layout of sequences is read, and its policy of rematerialization is not. `compiled`
-    meshes are compiled, with the kernels that `trust` lets them take.
-
-    Raises:
-      InputError: The topology is unknown or has several slices, libtpu is missing, no mesh of it divides the model and
-        the batch, or no mesh that was tried could be compiled.
+    meshes are compiled, with the kernels that `trust` lets them take; that none could be compiled is an InputError.
     """
     if "*" in topology:
         raise InputError(
@@ -115,12 +110,9 @@ def rank(config: Config, chip: Chip, devices: int, remats: Sequence[Remat] = ())
     """Returns all meshes of some devices that the run divides over: those that fit by time, then the others by memory.
 
     Each takes the fastest of the policies of rematerialization that fits with room to spare, or that which needs the
-    least memory; by default there is that of the run alone.
-
-    Raises:
-      InputError: No mesh divides the model and the batch; the message says why the last one does not.
+    least memory; by default there is that of the run alone. That no mesh divides the run is an InputError.
     """
-    predictions, refusal = [], ""
+    predictions, refusal, policies = [], "", remats or (config.model.remat,)
     for sizes in grids(devices):
         shape = mesh_shape(_changed(config, sizes).mesh, devices)
         try:
@@ -128,7 +120,6 @@ def rank(config: Config, chip: Chip, devices: int, remats: Sequence[Remat] = ())
         except InputError as error:
             refusal = f"{' x '.join(AXES)} = {' x '.join(map(str, sizes))} is refused because {error}"
             continue
-        policies = remats or (config.model.remat,)
         predictions.append(_fastest_policy([predict(_changed(config, sizes, one), chip, shape) for one in policies]))
     if not predictions:
         raise InputError(f"no mesh of {devices} devices divides the model and the batch; {refusal}")
@@ -208,10 +199,8 @@ def _fastest_policy(policies: list[Prediction]) -> Prediction:
 
 def _changed(config: Config, sizes: tuple[int, ...], remat: Remat | None = None) -> Config:
     """Returns a configuration with another mesh and another policy of rematerialization."""
-    data, fsdp, context, model = sizes
-    mesh = dataclasses.replace(config.mesh, data=data, fsdp=fsdp, context=context, model=model)
-    changed = dataclasses.replace(config.model, remat=remat or config.model.remat)
-    return dataclasses.replace(config, mesh=mesh, model=changed)
+    mesh = {f"mesh.{name}": size for name, size in zip(AXES, sizes, strict=True)}
+    return replace_options(config, mesh | {"model.remat": remat or config.model.remat})
 
 
 def _sizes(prediction: Prediction) -> tuple[int, ...]:

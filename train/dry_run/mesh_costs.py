@@ -27,7 +27,6 @@ from flaxasync.check.estimate.collective_time import collective_seconds
 from flaxasync.hardware import Chip
 from models.config import Remat, TransformerConfig
 from train.config import Config
-from train.dry_run.mesh_memory import itemsize, parameters_outside, predicted_memory
 from train.metrics.model_flops import model_flops_per_token, parameters_of_a_layer
 from train.step.mesh import CONTEXT, FSDP, batch_shards
 from train.step.products import local_heads, products_of_a_layer
@@ -39,24 +38,35 @@ HIDDEN_MOVED = 2
 """How many times it moves the hidden features of the MLP, likewise. Fitted."""
 LOGITS_MOVED = 4
 """How many times the loss moves float32 logits through HBM. Assumed."""
+BYTES_OF_A_LOGIT = 8
+"""What a logit of a micro-batch occupies: in bfloat16 forward, with its gradient, and once in float32. Assumed."""
+WORKING_ROWS = 3
+"""How often the activations of one layer are in memory while it is computed backward, as such and as gradients.
+Assumed."""
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A mesh, and what a step on it is predicted to take."""
+    """A mesh, and what a step on it is predicted to take.
+
+    Attributes:
+      mesh: The sizes of its axes.
+      remat: The policy of rematerialization.
+      memory: The bytes of a device, by use.
+      work: Seconds in which the core works.
+      waits: Seconds in which the core waits for other devices, by the axis and the transfer.
+      mfu: Model FLOPs utilization, 0 to 1.
+      available: The bytes that programs can use on a device.
+    """
 
     mesh: Mapping[str, int]
     remat: Remat
     memory: Mapping[str, int]
-    """The bytes of a device, by use."""
     work: float
-    """Seconds in which the core works."""
     waits: Mapping[str, float]
-    """Seconds in which the core waits for other devices, by the axis and the transfer."""
     mfu: float
-    """Model FLOPs utilization, 0 to 1."""
     available: int
-    """The bytes that programs can use on a device."""
 
     @property
     def needed(self) -> int:
@@ -97,15 +107,15 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     length = config.data.sequence_length // context
     layer_work, model_wait, context_wait = _layer(config, chip, batch, length, context, ring)
     head_work, head_wait = _head(model, chip, batch, length, ring)
-    layer, outside = parameters_of_a_layer(model), parameters_outside(model)
+    layer, outside = parameters_of_a_layer(model), _parameters_outside(model)
     gathers = 1 if model.remat in ("none", "cheap") else 2
     fsdp_wait = reduce_wait = 0.0
     for parameters, count, times in ((layer, model.layers, gathers), (outside, 1, 1)):
         whole = parameters / ring
-        gather = collective_seconds("all-gather", 0, int(whole * itemsize(model.dtype)), fsdp, chip)
-        scatter = collective_seconds("reduce-scatter", int(whole * itemsize(model.param_dtype)), 0, fsdp, chip)
+        gather = collective_seconds("all-gather", 0, int(whole * _BYTES[model.dtype]), fsdp, chip)
+        scatter = collective_seconds("reduce-scatter", int(whole * _BYTES[model.param_dtype]), 0, fsdp, chip)
         fsdp_wait += count * (times * gather + scatter)
-        shard = int(whole / fsdp * itemsize(model.param_dtype))
+        shard = int(whole / fsdp * _BYTES[model.param_dtype])
         reduce_wait += count * collective_seconds("all-reduce", shard, shard, mesh["data"] * context, chip)
     memory = predicted_memory(config, mesh, chip)
     state = memory["parameters"] + memory["optimizer state"]
@@ -124,13 +134,103 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     return Prediction(dict(mesh), model.remat, memory, work, waits, mfu, round(chip.hbm_bytes))
 
 
+def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None = None) -> dict[str, int]:
+    """Predicts the bytes that a step occupies on a device, by use; the uses add up to what the device needs.
+
+    ```
+    parameters         their number x bytes / (fsdp x model); in float32 if the run keeps master copies, whose copies in
+                       model.param_dtype count with the gradients
+    optimizer state    two moments like the parameters; a float32 running mean if the run keeps one
+    gradients          like the parameters; with micro-batches a float32 sum beside them
+    kept               for each layer what `model.remat` keeps, with none and cheap its gathered kernels too, but for a
+                       scan that prefetches; and with all but layer the rows that `model.gathered_mib` lets it keep
+    working            the larger of two sums: the activations of one layer and the whole kernels of two, with remat
+                       layer the kept rows as well; the logits and the whole kernel of the output projection
+    ```
+
+    Remat dots keeps the results of matmuls that the gradient needs: all but that of the down projection, which is only
+    added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result
+    twice: for its own gradient and for that of the projection after it, each of which is in a `shard_map` of its own.
+    The activations of a layer include its attention scores, in float32, where all of them are in memory: with
+    attention_softcap or alternating_window.
+
+    `chip` says by whose costs rows are kept or sent again; on chips without a data sheet (None) they are kept wherever
+    the memory allows it. The run's own mesh is not read.
+    """
+    model, optimizer, parts = config.model, config.optimizer, config.data.microbatches
+    fsdp, context, ring = mesh.get(FSDP, 1), mesh.get(CONTEXT, 1), mesh["model"]
+    kernels, outside = parameters_of_a_layer(model), _parameters_outside(model)
+    share = (model.layers * kernels + outside) / (fsdp * ring)
+    stored, computed = _BYTES[model.param_dtype], _BYTES[model.dtype]
+    state = 4 if optimizer.master_copies else stored
+    rows = config.data.batch_size // (batch_shards(mesh) * parts) * (config.data.sequence_length // context)
+    stream = rows / ring * model.width * computed
+    q_width, kv_width = model.head_features * model.heads, model.head_features * model.kv_heads
+    products = rows / ring * (q_width + 2 * kv_width + 2 * model.mlp_width) * computed + (1 + model.post_norms) * stream
+    everything = products + (5 - model.post_norms) * stream + rows / ring * (q_width + 2 * model.mlp_width) * computed
+    if model.attention_softcap is not None or model.alternating_window is not None:
+        everything += 4 * rows * config.data.sequence_length * -(-model.heads // ring)
+    whole = 0.0 if fsdp == 1 else kernels / ring * computed
+    # A scan that prefetches also has the gradients of two layers, and those that arrive or were cast; and, meanwhile,
+    # keeps the weights of the last layer.
+    arriving = {"xla": 0.0, "prefetch": 2 * whole + kernels / ring * stored, "prefetch_pallas": 3 * whole}[
+        model.fsdp_overlap
+    ]
+    last = whole if arriving else 0.0
+    attention, kernels_kept = rows / ring * (2 * q_width * computed + 4 * model.heads), 0.0 if arriving else whole
+    kept = {
+        "layer": stream,
+        "dots": stream + products,
+        "cheap": stream + products + attention + kernels_kept,
+        "none": everything + kernels_kept,
+    }[model.remat]
+    gathered = _gathered_bytes(config, mesh, chip)
+    kept += gathered if model.remat != "layer" else 0
+    again = gathered if model.remat == "layer" else 0
+    logits = rows * -(-model.vocab_size // ring) * BYTES_OF_A_LOGIT
+    output = 0.0 if fsdp == 1 else model.vocab_size * model.width / ring * computed
+    beside = output if arriving else 0.0  # a scan that prefetches gathers it while the layers run
+    sizes = {
+        "parameters": share * state,
+        "optimizer state": share * (2 * state + 4 * bool(optimizer.ema_decay)),
+        "gradients": share * (stored * (1 + optimizer.master_copies) + 4 * (parts > 1)),
+        "kept": model.layers * kept,
+        "working": max(WORKING_ROWS * everything + 2 * whole + again + arriving + beside, logits + output + last),
+    }
+    return {name: round(size) for name, size in sizes.items()}
+
+
+def _gathered_bytes(config: Config, mesh: Mapping[str, int], chip: Chip | None) -> int:
+    """Returns the bytes of gathered rows that attention and MLP of one layer keep on a device for their gradients."""
+    model, ring = config.model, mesh["model"]
+    limit, computed = model.gathered_mib * 2**20, _BYTES[model.dtype]
+    batch = config.data.batch_size // (batch_shards(mesh) * config.data.microbatches)
+    length = config.data.sequence_length // mesh.get(CONTEXT, 1)
+    each = batch * length * model.width * computed
+    if ring == 1 or each > limit:
+        return 0
+    if chip is None:
+        return 2 * each
+    kept = 0
+    for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):
+        if op == "all_gather_matmul":
+            plan = fa.plan(op, x, w, chip=chip, ring=ring, itemsize=computed, gathered_bytes=limit)
+            kept += plan.costs.get(config.backend, plan.costs[plan.backend]).kept
+    return kept
+
+
+def _parameters_outside(model: TransformerConfig) -> int:
+    """Returns the number of elements in the embedding and, if it is not tied to that, the output projection."""
+    return model.vocab_size * model.width * (1 if model.tie_embeddings else 2)
+
+
 def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ring: int) -> tuple[float, float, float]:
     """Returns the seconds of work of one layer, forward and backward, and its waits over the model and context axes."""
     model = config.model
     heads, kv_heads = local_heads(model, ring)
     width, hidden, rows = model.width, model.mlp_width // ring, length // ring
     repeated = {"dots": ("attention",), "layer": ("matmuls", "attention")}.get(model.remat, ())
-    bytes_each = {"itemsize": itemsize(model.dtype)}
+    bytes_each = {"itemsize": _BYTES[model.dtype]}
     work = wait = 0.0
     for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):
         limit = {"gathered_bytes": model.gathered_mib * 2**20} if op == "all_gather_matmul" else {}
@@ -143,7 +243,7 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
     for backward in (True, False)[: 1 + ("attention" in repeated)]:
         busy, waiting = _cost(chip, context, "ring_attention", (q, k), config.backend, backward=backward, **options)
         work, context_wait = work + busy, context_wait + waiting
-    moved = batch * (ROWS_MOVED * rows * width + HIDDEN_MOVED * length * hidden) * itemsize(model.dtype)
+    moved = batch * (ROWS_MOVED * rows * width + HIDDEN_MOVED * length * hidden) * _BYTES[model.dtype]
     return work + (3 + (model.remat != "none")) * moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait, context_wait
 
 
@@ -151,7 +251,7 @@ def _head(model: TransformerConfig, chip: Chip, batch: int, length: int, ring: i
     """Returns the seconds of work of the output projection and the loss, and the wait over the model axis."""
     vocabulary = -(-model.vocab_size // ring)
     x, w = (batch, length // ring, model.width), (model.width, vocabulary)
-    work, wait = _cost(chip, ring, "all_gather_matmul", (x, w), "auto", backward=True, itemsize=itemsize(model.dtype))
+    work, wait = _cost(chip, ring, "all_gather_matmul", (x, w), "auto", backward=True, itemsize=_BYTES[model.dtype])
     moved = LOGITS_MOVED * 4 * batch * length * vocabulary
     return work + moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait
 

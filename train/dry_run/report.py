@@ -11,7 +11,7 @@ from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.check.estimate.timeline import SOURCES
 from train.config import Config
-from train.metrics.model_flops import FORMULA, causal_flops_per_token, model_flops_per_token
+from train.metrics.model_flops import FORMULA, model_flops_per_token
 from train.step.trainer import TrainState
 
 GIB = 1 << 30
@@ -60,7 +60,7 @@ class DryRun:
             "estimated_step_seconds": t.seconds,
             "estimated_tokens_per_second": tokens_per_second,
             "estimated_mfu": model_flops_per_token(model, length) * tokens_per_second / peak,
-            "estimated_causal_mfu": causal_flops_per_token(model, length) * tokens_per_second / peak,
+            "estimated_causal_mfu": model_flops_per_token(model, length, causal=True) * tokens_per_second / peak,
             "estimated_hardware_utilization": (t.flops or 0) / (t.seconds * chip.flops),
             "seconds_taken_from": dict(t.slowest.sources),
             "exposed_share": t.exposed / t.seconds,

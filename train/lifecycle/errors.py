@@ -1,7 +1,15 @@
-"""How a run can end: the exit codes that a supervisor acts on, and the errors that end a run with one of them.
+"""How a command can end: the exit codes that a supervisor acts on, and the errors that end a command with one of them.
 
-docs/operations.md says what a supervisor does after each code.
+docs/operations.md says what a supervisor does after each code. Any function of `train` raises an InputError where it is
+given what it cannot use; docstrings name only the other errors.
 """
+
+import contextlib
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
 
 COMPLETE = 0  # all steps are done, or there was nothing to do
 BAD_INPUT = 2  # the command line, the data or the workdir cannot be used as they are; no checkpoint was changed
@@ -11,9 +19,14 @@ STORAGE = 74  # EX_IOERR: the workdir cannot be written; checkpoints that were c
 RESTART = 75  # EX_TEMPFAIL: the run continues from its newest checkpoint when it is started again
 INTERRUPTED = 130  # by Ctrl-C
 
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
+_NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
+# What a collective and the coordination service of JAX say where another process is gone.
+_LOST_PROCESS = re.compile("Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
+
 
 class RunError(Exception):
-    """An error that ends a run with one paragraph on standard error and an exit code, instead of a traceback."""
+    """An error that ends a command with one paragraph on standard error and an exit code, instead of a traceback."""
 
     exit_code = 1
 
@@ -50,3 +63,66 @@ class RestartError(RunError):
     """The run cannot go on in this process, but can be continued by a new one."""
 
     exit_code = RESTART
+
+
+def exit_code(
+    action: Callable[[], int | None],
+    *,
+    outcome: str,
+    memory_advice: str,
+    reader_may_leave: bool = False,
+    several_processes: bool = False,
+) -> int:
+    """Runs a command and returns its exit code; an error that a person can act on is one line on standard error.
+
+    Args:
+      action: The command. It returns its exit code, or None for 0.
+      outcome: What a command that did not finish has done, as a sentence without a period: "Nothing was imported".
+      memory_advice: What needs less memory, as a sentence without a period.
+      reader_may_leave: Whether the command does nothing but print, so that it is complete once nobody reads its output.
+        A command that writes files must go on without a reader: it prints by `train.metrics.output.print_line`.
+      several_processes: Whether the errors of a collective whose partner is gone are explained, too.
+    """
+    try:
+        with _explained(outcome, memory_advice, several_processes):
+            return action() or COMPLETE
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"\nerror: interrupted. {outcome}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        if not reader_may_leave:
+            raise
+        # Whoever read the output, such as `head`, has enough of it. Python would complain again when it flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return COMPLETE
+
+
+@contextlib.contextmanager
+def _explained(outcome: str, memory_advice: str, several_processes: bool) -> Iterator[None]:
+    """Turns errors of memory, disks and lost processes into a RunError; any other error keeps its traceback."""
+    try:
+        yield
+    except RunError:
+        raise
+    except MemoryError as error:
+        raise OutOfMemoryError(f"the host has too little memory ({error}). {outcome}. {memory_advice}") from error
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        what = error.filename or "a file of the workdir"
+        raise StorageError(f"{what} could not be written or read: {error.strerror}. {outcome}") from error
+    except RuntimeError as error:  # jax.errors.JaxRuntimeError is one
+        first_line = str(error).partition("\n")[0]
+        if _NO_MEMORY.search(str(error)):
+            raise OutOfMemoryError(
+                f"a device has too little memory ({first_line}). {outcome}. {memory_advice}"
+            ) from error
+        if several_processes and _LOST_PROCESS.search(str(error)):
+            raise RestartError(
+                f"another process of the run is gone ({first_line}), so this one ends; starting all of them again "
+                "continues from the newest checkpoint"
+            ) from error
+        raise

@@ -4,19 +4,18 @@ import contextlib
 import dataclasses
 import threading
 import time
+from pathlib import Path
 
 import jax
 
 from train import BEGAN
 from train.checkpoints.saver import Saver
-from train.config import Config
+from train.config import Config, ProfileConfig
 from train.data.batches import TrainingBatches
-from train.lifecycle.signals import StopRequest
-from train.lifecycle.watchdog import Watchdog
-from train.metrics.events import Events
-from train.metrics.profiler import Profiler
+from train.lifecycle.stopping import StopRequest, Watchdog
+from train.metrics.lines import Events
+from train.metrics.output import say
 from train.metrics.recorder import Recorder
-from train.metrics.show import say
 from train.step.evaluation import Evaluation
 from train.step.trainer import Trainer, TrainState
 
@@ -35,8 +34,7 @@ class Loop:
     recorder: Recorder
     stop: StopRequest
     watchdog: Watchdog
-    profiler: Profiler
-    events: Events
+    profiler: "Profiler"
 
     def run(self, state: TrainState, *, start: int) -> tuple[TrainState, int]:
         """Trains from step `start`, whose state is donated, to the last step or a stop, and saves the final state.
@@ -54,7 +52,7 @@ class Loop:
         config, step = self.config, start
         self.recorder.pace.start()
         for step in range(start + 1, config.steps + 1):
-            with self.recorder.pace.loading():
+            with self.recorder.pace.counted("load"):
                 batch = next(self.batches)
             self.profiler.before(step, state)
             state, metrics = self.train_step(state, *batch)
@@ -67,9 +65,7 @@ class Loop:
             if step % config.report.every == 0:
                 self.recorder.report(step - config.report.every)
             self.watchdog.progress(f"step {step}")
-            if profile := self.profiler.after(step, state):
-                say(profile)
-                self.events.add("profile", step=step)
+            self.profiler.after(step, state)
             self.saver.poll(step, state)
             stopping = self.stop.should_stop(step)
             if last or stopping or self.saver.is_due(step):
@@ -78,6 +74,35 @@ class Loop:
                 break
         self.saver.finish(step, state)
         return state, step
+
+
+class Profiler:
+    """A window of steps that JAX's profiler records. The host waits for the devices at both ends of the window."""
+
+    def __init__(self, config: ProfileConfig, folder: Path, events: Events):
+        self._first, self._last = config.start, config.start + config.steps - 1
+        self._folder, self._events, self._is_on = folder, events, False
+
+    def before(self, step: int, state: TrainState) -> None:
+        """Starts the profile if the window begins with this step."""
+        if step == self._first:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(str(self._folder))
+            self._is_on = True
+
+    def after(self, step: int, state: TrainState) -> None:
+        """Ends the profile if the window ends with this step, and says where it is."""
+        if self._is_on and step >= self._last:
+            jax.block_until_ready(state)
+            self.close()
+            say(f"profile    steps {self._first} to {step}, in {self._folder}")
+            self._events.add("profile", step=step)
+
+    def close(self) -> None:
+        """Ends the profile of a run that stops within the window."""
+        if self._is_on:
+            jax.profiler.stop_trace()
+            self._is_on = False
 
 
 def _show_first_step(metrics: dict[str, jax.Array]) -> None:

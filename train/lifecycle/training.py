@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -17,25 +18,19 @@ from train.checkpoints.record import check_identity, flat_fields, identify_run
 from train.checkpoints.saver import Saver
 from train.config.command import Command
 from train.data.batches import TrainingBatches, split
-from train.data.corpus import open_corpora
-from train.data.identity import identify
-from train.lifecycle.agreement import agree_on_kernels, require_same
-from train.lifecycle.compile_cache import configure_cache
+from train.data.corpus import identify, open_corpora
 from train.lifecycle.errors import COMPLETE, DivergedError
 from train.lifecycle.files import write_atomically
-from train.lifecycle.loop import Loop
-from train.lifecycle.signals import StopRequest
-from train.lifecycle.watchdog import Watchdog
+from train.lifecycle.loop import Loop, Profiler
+from train.lifecycle.preparation import agree_on_kernels, compile_steps, configure_cache, require_same
+from train.lifecycle.stopping import StopRequest, Watchdog
 from train.lifecycle.workdir import Workdir, open_workdir
-from train.metrics.events import Events, provenance
-from train.metrics.profiler import Profiler
-from train.metrics.reporting import open_recorder, warn
-from train.metrics.show import render_sample, say, show_setup
-from train.step.compiled import compile_steps
-from train.step.evaluation import Evaluation
+from train.metrics.lines import Events, provenance
+from train.metrics.output import say
+from train.metrics.sinks import open_recorder
+from train.step.evaluation import Evaluation, generate, render
 from train.step.mesh import check_fits_mesh, configure_jax, make_mesh
-from train.step.run_sample import generate
-from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors, count_parameters
+from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
 
 
 def train(command: Command, stop: StopRequest) -> int:
@@ -86,9 +81,8 @@ class Run:
             )
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
-            has_sample = (
-                work.sample.exists() or not config.eval.sample_tokens
-            )  # other processes may not see the workdir
+            has_sample = work.sample.exists() or not config.eval.sample_tokens
+            # The first process decides, because the others may not see the workdir.
             if start >= config.steps and multihost_utils.broadcast_one_to_all(has_sample):
                 where = str(self.checkpoints.path(start))
                 record, accepts = self.checkpoints.record(start), config.data.accept_change
@@ -96,11 +90,11 @@ class Run:
                 say(f"the run is complete: step {start} of {config.steps}, in {where}")
                 return COMPLETE
             changes = work.changes(config)
-            parameters = count_parameters(trainer.abstract_state().params)
-            show_setup(config, self.mesh, self.corpora, parameters=parameters, changes=changes)
+            parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_state().params))
+            self._show_setup(parameters, changes)
             state, tokens, accepted = self._first_state(trainer, start)
             self._set_aside(start)
-            events = Events(work.events if jax.process_index() == 0 else None, warn)
+            events = Events(work.events if jax.process_index() == 0 else None)
             stack.callback(events.close)
             events.add(
                 "start",
@@ -119,6 +113,22 @@ class Run:
             assert state is not None
             self._finish(trainer, state, events)
         return COMPLETE
+
+    def _show_setup(self, parameters: int, changes: list[str]) -> None:
+        """Prints the resolved configuration, the devices, the data, and the number of parameters."""
+        fields = dataclasses.asdict(self.config)
+        sections = {name: value for name, value in fields.items() if isinstance(value, dict)}
+        sections["run"] = {name: value for name, value in fields.items() if name not in sections}
+        for name, section in sections.items():
+            say(f"{name:<10} {'  '.join(f'{field}={value}' for field, value in section.items())}")
+        shape = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        say(f"devices    {self.mesh.size} {self.mesh.devices.flat[0].device_kind}, as {shape}")
+        for name, corpus in self.corpora.items():
+            called = f"{name}: " if len(self.corpora) > 1 else ""
+            say(f"corpus     {called}{corpus.name}, {corpus.tokens.size:,} tokens")
+        say(f"size       {parameters:,} parameters")
+        for change in changes:
+            say(f"changed    {change}")
 
     def _first_state(self, trainer: Trainer, start: int) -> tuple[TrainState | None, int, list[str]]:
         """Restores the checkpoint of step `start`, or takes the parameters of another run.
@@ -169,15 +179,14 @@ class Run:
             recorder = open_recorder(config, work, self.mesh, events, start=start, tokens_before=tokens)
             stack.callback(recorder.close)
             watchdog = stack.enter_context(Watchdog(config.report.hang_seconds, work.stacks))
-            profiler = Profiler(config.profile, work.profile)
+            profiler = Profiler(config.profile, work.profile, events)
             stack.callback(profiler.close)
             saver = Saver(
-                config, self.checkpoints, self.batches, recorder, events, self.identity, watchdog,
-                before_save=work.require_lock, warn=warn,
-            )  # fmt: skip
+                config, self.checkpoints, self.batches, recorder, events, self.identity, watchdog, work.require_lock
+            )
             loop = Loop(
                 config, trainer, train_step, eval_step, self.batches, self.evaluation, saver, recorder, stop, watchdog,
-                profiler, events,
+                profiler,
             )  # fmt: skip
             try:
                 state, step = loop.run(state, start=start)
@@ -196,7 +205,7 @@ class Run:
         if config.eval.sample_tokens:
             source, corpus = next(iter(self.corpora.items()))
             windows = self.validation[source] if len(self.validation[source]) else self.training[source]
-            text = render_sample(corpus, *generate(trainer, state, windows[0], config))
+            text = render(corpus, *generate(trainer, state, windows[0], config))
             say(f"sample     (the model continues after \u2502)\n{text}")
             if jax.process_index() == 0:
                 write_atomically(work.sample, text + "\n")

@@ -40,14 +40,6 @@ class Workdir:
         self.stacks = root / "stacks.txt"
         self.lock_file: IO[str] | None = None
 
-    def write_if_there_is_room(self, file: Path, content: bytes) -> None:
-        """Writes a file that nothing depends on, or none if the disk does not take it."""
-        try:
-            file.write_bytes(content)
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.unlink()
-
     def require_lock(self) -> None:
         """Checks that the lock file is still the one that this process has locked.
 
@@ -88,9 +80,6 @@ def open_workdir(folder: Path) -> Iterator[Workdir]:
     """Makes the folder of a run and locks it against other runs while the context lasts.
 
     The operating system releases the lock when the process ends. Of several processes the first one holds the lock.
-
-    Raises:
-      InputError: The folder cannot be made or written, or another run uses it.
     """
     work = Workdir(folder)
     try:

@@ -1,56 +1,198 @@
-"""The file metrics.jsonl, which has one line per step whatever happened to the processes of the run.
+"""The files metrics.jsonl and events.jsonl, which have one JSON object on each line whatever happens to the run.
 
-A step that is repeated after a restart replaces its line, so that the file has each step exactly once. A line that is
-not valid is moved to another file, and never takes other lines with it.
+metrics.jsonl has each step exactly once: a step that is repeated after a restart replaces its line. A line that is not
+valid is moved to another file, and never takes other lines with it. events.jsonl has what happened and when: starts,
+with the command line and the versions, stops, checkpoints, skipped updates, storage errors, profiles and the end.
 """
 
+import datetime
+import importlib.metadata
 import json
 import math
-from collections.abc import Callable
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from train.lifecycle.files import LineFile, read_lines, write_atomically
-from train.metrics.recorder import Line, Sink
+from train.lifecycle.errors import StorageError
+from train.lifecycle.files import write_atomically
+from train.metrics.output import warn
+
+Line = dict[str, Any]
+"""The values of one step by name, as docs/train.md lists them; a number that is not finite is None."""
+PACKAGES = ("flaxasync", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")
+"""The packages that determine what a run computes."""
 
 
-class MetricsFile(Sink):
-    """The sink that writes metrics.jsonl. Opening it drops the lines after step `start`, which are repeated."""
+class Sink:
+    """A destination of finished lines, such as a file, TensorBoard or a terminal. A sink overrides what it needs."""
 
-    def __init__(self, path: Path, *, start: int, say: Callable[[str], None] = print):
-        kept = repair(path, start=start, say=say)
-        self.seconds = math.fsum(line.get("step_seconds") or 0.0 for line in kept)
-        """Time that earlier processes spent on the steps of the file, in seconds."""
-        self._file = LineFile(path, say)
-
-    def write(self, lines: list[Line]) -> None:
-        self._file.append(lines)
+    def write(self, lines: Iterable[Line]) -> None:
+        """Takes the lines of a report."""
 
     def flush(self) -> None:
-        self._file.flush()
+        """Waits until all lines are on disk, because a checkpoint must not be newer than its lines."""
 
     def close(self) -> None:
+        """Writes what is left."""
+
+
+class AppendedFile:
+    """A file that keeps in memory what is appended while the disk does not take it, and reports that once."""
+
+    def __init__(self, path: Path):
+        self._path, self._pending, self._is_failing = path, b"", False
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (`close` closes it)
+
+    def append(self, content: bytes) -> None:
+        """Appends bytes, and does not raise if the disk does not take them."""
+        self._pending += content
+        try:
+            self._write_pending()
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                warn(f"{self._path} cannot be written: {error.strerror}; what it lacks waits in memory")
+            self._is_failing = True
+
+    def flush(self) -> None:
+        """Waits until everything is on the disk.
+
+        Raises:
+          StorageError: The disk does not take it; it is still kept.
+        """
+        try:
+            self._write_pending()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StorageError(f"{self._path} could not be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Closes the file; what the disk still does not take is lost."""
+        try:
+            self._write_pending()
+        except OSError as error:
+            warn(f"{self._path} lacks its last {len(self._pending)} bytes: {error.strerror}")
         self._file.close()
+
+    def _write_pending(self) -> None:
+        while self._pending:  # a disk that is almost full takes a part of it
+            self._pending = self._pending[os.write(self._file.fileno(), self._pending) :]
+
+
+class LineFile(AppendedFile):
+    """A file of JSON lines. Opening it removes an incomplete last line, which a killed process leaves."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+
+    def write(self, lines: Iterable[Line]) -> None:
+        """Appends lines; see `append`."""
+        self.append(b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines))
+
+
+class MetricsFile(LineFile, Sink):
+    """The sink that writes metrics.jsonl. Opening it drops the lines after step `start`, which are repeated.
+
+    Attributes:
+      seconds: Time that earlier processes spent on the steps of the file.
+    """
+
+    def __init__(self, path: Path, *, start: int):
+        kept = repair(path, start=start)
+        self.seconds = math.fsum(line.get("step_seconds") or 0.0 for line in kept)
+        super().__init__(path)
+
+
+class Events:
+    """Appends events to events.jsonl; `path` is None in the processes of a run that write nothing."""
+
+    def __init__(self, path: Path | None):
+        self._file = None if path is None else LineFile(path)
+
+    def add(self, event: str, **facts: Any) -> None:
+        if self._file is not None:
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+            self._file.write([{"event": event, "time": now, "unix": round(time.time(), 3), **facts}])
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[Line]:
     """Reads the valid lines of a metrics.jsonl in the order of their steps; the last one of a step counts."""
-    lines = {line["step"]: line for line in read_lines(path)[0] if isinstance(line.get("step"), int)}
-    return [lines[step] for step in sorted(lines)]
+    return _by_step(_read_lines(path)[0])
 
 
-def repair(path: Path, *, start: int, say: Callable[[str], None]) -> list[Line]:
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Reads all valid events of a file."""
+    return [line for line in _read_lines(path)[0] if isinstance(line.get("event"), str)]
+
+
+def repair(path: Path, *, start: int) -> list[Line]:
     """Drops the lines of steps later than `start`, moves invalid lines aside, and returns the lines that were kept."""
-    lines, bad = read_lines(path)
+    lines, bad = _read_lines(path)
     bad += [json.dumps(line).encode() + b"\n" for line in lines if not isinstance(line.get("step"), int)]
     if bad:
         aside = path.with_name(f"{path.stem}.invalid{path.suffix}")
         with open(aside, "ab") as file:
             file.writelines(bad)
-        say(f"{path} had {len(bad)} invalid lines, which were moved to {aside}; all others were kept")
-    kept = [line for line in read_metrics(path) if line["step"] <= start]
+        warn(f"{path} had {len(bad)} invalid lines, which were moved to {aside}; all others were kept")
+    kept = [line for line in _by_step(lines) if line["step"] <= start]
     if path.exists():
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-    if len(kept) < start:
-        missing = start - len(kept)
-        say(f"{path} lacks {missing} of the {start} steps that were done before; they may still be in tensorboard/")
+    if missing := start - len(kept):
+        warn(f"{path} lacks {missing} of the {start} steps that were done before; they may still be in tensorboard/")
     return kept
+
+
+def provenance() -> dict[str, Any]:
+    """Returns the command line, the versions of the code and of the packages, and the host."""
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    return {
+        "command": sys.argv,
+        "code": code_version(),
+        "python": platform.python_version(),
+        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "host": platform.node(),
+        "process": os.getpid(),
+    }
+
+
+def code_version() -> str:
+    """Returns the commit of the repository that this file is in, with "+changes" if files differ from it, or ""."""
+    try:
+        return _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):  # there is no git, or the code is not in a repository
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    # Without the option `git status` writes the index of the repository, and leaves its lock there if it is killed.
+    command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+
+def _read_lines(path: Path) -> tuple[list[Line], list[bytes]]:
+    """Returns the JSON objects of a file and the raw lines that hold none, both without an incomplete last line."""
+    content = path.read_bytes() if path.exists() else b""
+    lines, bad = list[Line](), list[bytes]()
+    for raw in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            line = None
+        lines.append(line) if isinstance(line, dict) else bad.append(raw)
+    return lines, bad
+
+
+def _by_step(lines: list[Line]) -> list[Line]:
+    newest = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
+    return [newest[step] for step in sorted(newest)]

@@ -1,7 +1,6 @@
 """The number of floating-point operations that a model needs, however a program computes it.
 
 Model FLOPs utilization (MFU) divides this number by what the chips could do in the same time.
-
 Reference: Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B,
 https://arxiv.org/abs/2204.02311
 """
@@ -17,23 +16,12 @@ def parameters_of_a_layer(config: TransformerConfig) -> int:
     return config.width * (2 * q_width + 2 * kv_width + 3 * config.mlp_width)
 
 
-def model_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
-    """Computes the FLOPs of the forward and the backward pass for one token.
+def model_flops_per_token(config: TransformerConfig, sequence_length: int, *, causal: bool = False) -> float:
+    """Computes the FLOPs of the forward pass and of the backward pass, which takes twice as many, for one token.
 
-    ```
-    matmul parameters  P = layers * parameters of a layer + vocab * width
-    forward            2 * P + 4 * layers * q_width * sequence
-    backward           twice the forward pass
-    ```
-
-    Every token is counted as attending to the whole sequence: the work that the causal mask saves is not subtracted.
-    The lookup in the embedding is not a matmul; the output projection is one, whether it is tied or not.
+    Every token is counted as attending to the whole sequence, unless `causal` subtracts the half of attention that the
+    causal mask saves. The lookup in the embedding is not a matmul; the output projection is one, tied or not.
     """
     parameters = config.layers * parameters_of_a_layer(config) + config.vocab_size * config.width
-    return 6.0 * parameters + 12.0 * config.layers * config.head_features * config.heads * sequence_length
-
-
-def causal_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
-    """Computes the same without the half of attention that the causal mask saves."""
-    saved = 6.0 * config.layers * config.head_features * config.heads * sequence_length
-    return model_flops_per_token(config, sequence_length) - saved
+    attention = 12.0 * config.layers * config.head_features * config.heads * sequence_length
+    return 6.0 * parameters + (attention / 2 if causal else attention)

@@ -4,49 +4,92 @@ The device arrays may not have been computed yet, and `Recorder.report` fetches 
 for the devices there and where a checkpoint is copied; the share of its time that it waits is a metric, too.
 """
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import jax
 
 from train.lifecycle.errors import DivergedError
-from train.metrics.pace import Pace
-
-Line = dict[str, Any]
-"""The values of one step by name, as docs/train.md lists them; a number that is not finite is None."""
+from train.metrics.lines import Events, Line, Sink
 
 
-class Sink:
-    """A destination of finished lines, such as a file, TensorBoard or a terminal. A sink overrides what it needs."""
+@dataclasses.dataclass
+class Pace:
+    """Measures the speed of one interval after the other, each from the report before it to its own report.
 
-    def write(self, lines: list[Line]) -> None:
-        """Takes the lines of a report."""
+    Attributes:
+      tokens_per_step: Number of tokens of a step.
+      steps_before: Number of steps that were done before this process.
+      tokens_before: Number of tokens that were consumed before this process.
+      flops_per_token: Model FLOPs of a token.
+      peak_flops: Peak rate of all devices together, in FLOP per second; None if it is not known.
+      began: Wall-clock time of the first start of the run, in seconds since the epoch.
+      productive: Time that was spent on steps that still count, in seconds. Its share of the time since `began` is the
+        goodput: neither restarts, compilations and checkpoints nor steps that were repeated after a crash are in it.
+    """
 
-    def flush(self) -> None:
-        """Waits until all lines are on disk, because a checkpoint must not be newer than its lines."""
+    tokens_per_step: int
+    steps_before: int = 0
+    tokens_before: int = 0
+    flops_per_token: float = 0.0
+    peak_flops: float | None = None
+    began: float = dataclasses.field(default_factory=lambda: time.time())
+    productive: float = 0.0
 
-    def close(self) -> None:
-        """Writes what is left."""
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Starts an interval."""
+        self._started_at = time.perf_counter()
+        self._seconds = {"wait": 0.0, "load": 0.0, "save": 0.0}
+
+    @contextlib.contextmanager
+    def counted(self, kind: Literal["wait", "load", "save"]) -> Iterator[None]:
+        """Counts the time inside the context: the host waits for the devices, or for data, or copies a checkpoint."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[kind] += time.perf_counter() - began
+
+    def tokens(self, step: int) -> int:
+        """Returns the number of tokens that the run has consumed after a step."""
+        return self.tokens_before + (step - self.steps_before) * self.tokens_per_step
+
+    def report(self, steps: int) -> dict[str, float]:
+        """Returns the speed in the interval, in which `steps` steps were finished, and starts the next one."""
+        seconds = max(time.perf_counter() - self._started_at, 1e-9)
+        waited, saved = self._seconds["wait"], self._seconds["save"]
+        self.productive += max(seconds - saved, 0.0)
+        tokens_per_second = self.tokens_per_step * steps / seconds
+        speed = {
+            "tokens_per_second": round(tokens_per_second, 1),
+            "step_seconds": round(seconds / steps, 6),
+            "data_wait_share": round(min(self._seconds["load"] / seconds, 1.0), 4),
+            "host_wait_share": round(min((waited + saved) / seconds, 1.0), 4),
+            # The wall clock may have been set back since the first start, so the share is limited to 1.
+            "goodput": round(self.productive / max(time.time() - self.began, self.productive), 4),
+        }
+        if self.peak_flops:
+            speed["mfu"] = round(tokens_per_second * self.flops_per_token / self.peak_flops, 4)
+        self.start()
+        return speed
 
 
 class Recorder:
-    """Collects the metrics of dispatched steps and writes finished lines to the sinks.
+    """Collects the metrics of dispatched steps and writes finished lines to the sinks, and skipped updates to `events`.
 
-    `skip_limit` skipped updates in a row end the run, and `on_skip` is called with the line of each of them.
+    `skip_limit` skipped updates in a row end the run.
     """
 
-    def __init__(
-        self,
-        sinks: Iterable[Sink],
-        pace: Pace,
-        *,
-        skip_limit: int = 1,
-        on_skip: Callable[[Line], None] = lambda _: None,
-    ):
+    def __init__(self, sinks: Iterable[Sink], pace: Pace, events: Events, *, skip_limit: int = 1):
         self.pace = pace
-        self._sinks = list(sinks)
-        self._skip_limit, self._on_skip = skip_limit, on_skip
+        self._sinks, self._events, self._skip_limit = list(sinks), events, skip_limit
         self._skipped_in_row = 0
         self._pending: dict[int, dict[str, jax.Array]] = {}
 
@@ -66,15 +109,15 @@ class Recorder:
         steps = [step for step in self._pending if step <= until]
         if not steps:
             return
-        with self.pace.waiting():
+        with self.pace.counted("wait"):
             fetched = jax.device_get([self._pending.pop(step) for step in steps])
-        pace = self.pace.report(len(steps))
+        speed = self.pace.report(len(steps))
         lines, diverged = list[Line](), None
         for step, metrics in zip(steps, fetched, strict=True):
             values = {name: float(value) for name, value in metrics.items()}
-            lines.append({**_line(step, values), **self.pace.tokens(step), **pace})
+            lines.append({**_line(step, values), "tokens": self.pace.tokens(step), **speed})
             if values.get("skipped"):
-                self._on_skip(lines[-1])
+                self._events.add("skipped", **{name: lines[-1][name] for name in ("step", "loss", "grad_norm")})
             if diverged := self._find_divergence(step, values):
                 break
         for sink in self._sinks:

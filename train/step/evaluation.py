@@ -1,4 +1,4 @@
-"""Validation: the loss on each named set of held-out data, computed on the devices without waiting for them."""
+"""How good the model of a run is: its loss on held-out data, and the sample that it writes when the run is complete."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,24 +7,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.generation import Generator, Sampling
 from train.config import Config
 from train.data.batches import ValidationBatches, Windows
-from train.data.corpus import open_source
+from train.data.corpus import Corpus, open_source
+from train.data.tokenizer import decode_bytes
 from train.lifecycle.errors import InputError
+from train.step.trainer import Trainer, TrainState
 
+PROMPT_TOKENS = 32  # most tokens of the prompt of the sample
 MAIN = "validation"
 """Name of the main set: the validation part of the data, or of all data sources together."""
 
 
 class Evaluation:
-    """The evaluation sets of a run. The metrics of a set are called after it, as in "validation_loss"."""
+    """The evaluation sets of a run, whose losses the devices compute while the host goes on.
+
+    The metrics of a set are called after it, as in "validation_loss".
+    """
 
     def __init__(self, validation: dict[str, Windows], config: Config, mesh: jax.sharding.Mesh):
-        """Opens the sets that `eval.sets` names, beside the validation windows of each data source, by its name.
-
-        Raises:
-          InputError: The data of a set is missing, or too short for one batch.
-        """
+        """Opens the sets that `eval.sets` names, beside the validation windows of each data source, by its name."""
         self._weights = {name: weight for name, _, weight in config.data.sources}
         windows = validation if self._weights else {MAIN: validation["data"]}
         for name, path in config.eval.sets if config.eval.every else ():
@@ -49,6 +52,32 @@ class Evaluation:
             weighted = [losses[f"{name}_loss"] * np.float32(weight * share) for name, weight in self._weights.items()]
             losses[f"{MAIN}_loss"] = sum(weighted[1:], weighted[0])
         return losses
+
+
+def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Config) -> tuple[list[int], list[int]]:
+    """Continues a prompt by `eval.sample_tokens` tokens, drawn with `eval.temperature`.
+
+    The random key is that of the run with the step folded in, so the same checkpoint gives the same text.
+
+    Returns:
+      The first tokens of the prompt, of which at most PROMPT_TOKENS are used, and no more than a sequence of training
+      has room for beside the generated ones; and the generated tokens.
+    """
+    length, count = config.data.sequence_length, config.eval.sample_tokens
+    used = prompt[: min(PROMPT_TOKENS, length - count, prompt.size)]
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    generator = Generator(trainer.model, batch=1, length=used.size + count)
+    sampling = Sampling(key, np.float32(config.eval.temperature))
+    parts = generator.run(trainer.evaluated(state), used, sampling, count=count)
+    return used.tolist(), np.concatenate(list(parts), axis=1)[0].tolist()
+
+
+def render(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
+    """Formats the prompt and its continuation, as text if the tokens are bytes or have a tokenizer, else as ids."""
+    if corpus.tokenizer is None and not corpus.is_text:
+        return f"{prompt} \u2502 {generated}"
+    decode = corpus.tokenizer.decode if corpus.tokenizer else decode_bytes
+    return f"{decode(prompt)}\u2502{decode(generated)}"
 
 
 def _open_set(name: str, path: str, config: Config) -> Windows:

@@ -1,6 +1,7 @@
 """The devices of a run: their platform, and the mesh of data x fsdp x context x model.
 
-`configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does.
+`configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does. What
+does not fit the devices here raises an InputError that names the sizes.
 """
 
 import dataclasses
@@ -47,11 +48,7 @@ def configure_jax(config: MeshConfig) -> None:
 
 
 def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
-    """Makes the mesh of a run over all devices of this machine, or of all its processes.
-
-    Raises:
-      InputError: JAX has no devices of that platform, or the axis sizes do not multiply to the number of devices.
-    """
+    """Makes the mesh of a run over all devices of this machine, or of all its processes."""
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -64,20 +61,15 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
             f"mesh.platform={config.platform} was requested, but JAX runs on {devices[0].platform}; "
             "use --mesh.platform auto, or install JAX for that platform"
         )
-    kind = "simulated cpu" if devices[0].platform == "cpu" else devices[0].platform
-    return mesh_over(devices, config, kind)
+    return mesh_over(devices, config, "simulated cpu" if devices[0].platform == "cpu" else devices[0].platform)
 
 
 def mesh_over(devices: Sequence[Any], config: MeshConfig, kind: str) -> jax.sharding.Mesh:
-    """Makes the mesh of a run or of a dry run over devices, with Explicit axes; messages name their `kind`, like "tpu".
-
-    Raises:
-      InputError: The sizes do not multiply to the number of devices, or a ring would lie across slices.
-    """
+    """Makes the mesh of a run or a dry run over devices, with Explicit axes; messages name their `kind`, like "tpu"."""
     shape = mesh_shape(config, len(devices), kind)
     try:
         return fa.make_mesh(tuple(shape.values()), tuple(shape), devices=devices)
-    except ValueError as error:
+    except ValueError as error:  # a ring would lie across slices
         raise InputError(str(error)) from error
 
 
@@ -87,9 +79,13 @@ def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, in
     The model axis is the minor one, whose devices are neighbours: its blocks travel at every matmul, those of the
     other axes only once per layer or step. See `infer_sizes`.
     """
-    requested = {"data": config.data, FSDP: config.fsdp, CONTEXT: config.context, "model": config.model}
-    sizes = infer_sizes(requested, devices, kind)
+    sizes = infer_sizes(axis_sizes(config), devices, kind)
     return {name: size for name, size in sizes.items() if size > 1 or name not in (FSDP, CONTEXT)}
+
+
+def axis_sizes(config: MeshConfig) -> dict[str, int]:
+    """Returns the sizes of all four axes as they were requested, one of which may be -1."""
+    return {"data": config.data, FSDP: config.fsdp, CONTEXT: config.context, "model": config.model}
 
 
 def token_spec(mesh: jax.sharding.Mesh) -> jax.P:
@@ -108,11 +104,7 @@ def sequence_order(mesh: jax.sharding.Mesh, config: MeshConfig, length: int) -> 
 
 
 def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
-    """Checks that the model, its sequences and the batch divide evenly over a mesh of this shape.
-
-    Raises:
-      InputError: Something does not divide; the message names the sizes.
-    """
+    """Checks that the model, its sequences and the batch divide evenly over a mesh of this shape."""
     _check_fits_model(config, config.model, config.data.sequence_length, shape)
     batch, parts = config.data.batch_size, config.data.microbatches
     shards = batch_shards(shape)
@@ -130,8 +122,7 @@ def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
 def open_model_mesh(config: Config) -> jax.sharding.Mesh:
     """Opens the devices and makes the mesh of a command that only holds the model: to decode, to import or to export.
 
-    Raises:
-      InputError: As `make_mesh`, or the mesh does not divide the model; batches and sequences do not matter.
+    The mesh must divide the model; batches and sequences do not matter.
     """
     configure_jax(config.mesh)
     mesh = make_mesh(config.mesh)
@@ -152,9 +143,6 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[
 
     >>> infer_sizes({"data": -1, "model": 4}, 8)
     {'data': 2, 'model': 4}
-
-    Raises:
-      InputError: A size is not positive, more than one is -1, or the sizes do not multiply to `devices`.
     """
     for name, size in sizes.items():
         if size < 1 and size != -1:

@@ -39,17 +39,10 @@ def split_batch(batch: tuple[Array, ...], count: int) -> tuple[Array, ...]:
 def loss_and_gradient(
     loss: Loss, targets: Callable[..., Array], params: Any, batch: tuple[Array, ...], count: int
 ) -> tuple[Array, Any]:
-    """Returns the loss of a batch, of `count` micro-batches, and its gradient.
+    """Returns the loss of a batch [B, L] as float32, and its gradient, which more than one micro-batch makes float32.
 
-    Args:
-      loss: A function (params, *batch) -> the mean loss of the targets of a batch, a scalar.
-      targets: A function (*batch) -> the number of targets of a batch, a float32 scalar.
-      params: The parameters.
-      batch: Arrays [B, L], of which B must be divisible by `count` on every device.
-      count: The number of micro-batches.
-
-    Returns:
-      The loss as float32. The gradient, in the types of the parameters if `count` is 1, and in float32 otherwise.
+    `loss` is a function (params, *batch) -> the mean loss of the targets of a batch, and `targets` is one (*batch) ->
+    their number, both scalars. On every device, `count` must divide B.
     """
     if count == 1:
         value, gradient = jax.value_and_grad(lambda params: loss(params, *batch))(params)

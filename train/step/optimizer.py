@@ -1,16 +1,38 @@
-"""AdamW with a schedule of its learning rate, gradient clipping, and weight decay on the matmul kernels only.
+"""AdamW with a schedule, gradient clipping and weight decay on the matmul kernels only; and the skipping of updates.
+
+An update may be skipped if its gradient is not finite or far larger than usual. The devices decide that within the
+step, so that the host need not wait for it and every process decides alike. Both kinds of skipping are off by default.
 
 Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, https://arxiv.org/abs/1711.05101
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from train.config import OptimizerConfig
+from train.config import OptimizerConfig, SkipConfig
 
+NORM_DECAY = 0.98
+"""Decay of the running mean of the gradient norm, which thus remembers about 50 steps."""
+STEPS_BEFORE = 20
+"""Number of applied updates before a norm can count as a spike, because norms fall fast at the beginning."""
 _DECAYS = {"kernel": True, "scale": False, "bias": False, "embedding": False}
+
+
+class GuardState(NamedTuple):
+    """What is remembered of earlier updates to judge the next one; a checkpoint stores it.
+
+    Attributes:
+      norm: Running mean of the gradient norms of applied updates, a float32 scalar.
+      applied: Number of applied updates, an int32 scalar.
+      skipped: Number of skipped updates, an int32 scalar.
+    """
+
+    norm: jax.Array
+    applied: jax.Array
+    skipped: jax.Array
 
 
 def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
@@ -23,11 +45,8 @@ def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
     constant   stays at the peak
     ```
 
-    The schedule counts from 1, so that the first update has a learning rate above 0 and the last update of the run has
-    that of the floor. A run that is shorter than its warm-up ends during the warm-up.
-
-    Returns:
-      A function from the number of updates that are done to the learning rate of the next one.
+    The function takes the number of updates that are done and counts from 1, so that the first update has a learning
+    rate above 0 and the last one that of the floor. A run that is shorter than its warm-up ends during the warm-up.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     last = max(steps, warmup + 1)
@@ -63,11 +82,8 @@ def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTran
 def decay_mask(params: Any) -> Any:
     """Returns a tree of booleans that says which parameters decay: kernels do, scales, biases and embeddings do not.
 
-    The decision follows the name of the parameter and not its rank, because layers are stacked for `scan`, which gives
-    the scale of a norm two dimensions.
-
-    Raises:
-      ValueError: The name of a parameter is none of these.
+    The decision follows the name of the parameter, which must be one of these, and not its rank, because layers are
+    stacked for `scan`, which gives the scale of a norm two dimensions.
     """
 
     def decays(path: tuple[Any, ...], _: Any) -> bool:
@@ -81,3 +97,36 @@ def decay_mask(params: Any) -> Any:
         return _DECAYS[name]
 
     return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def is_on(config: SkipConfig) -> bool:
+    """Returns whether any updates may be skipped."""
+    return config.nonfinite or config.spike_factor > 0
+
+
+def init_guard() -> GuardState:
+    return GuardState(jnp.float32(0), jnp.int32(0), jnp.int32(0))
+
+
+def judge(guard: GuardState, loss: jax.Array, norm: jax.Array, config: SkipConfig) -> tuple[jax.Array, GuardState]:
+    """Decides whether to skip an update, by the loss of the batch and the norm of its gradient before clipping.
+
+    Returns whether to skip the update, and the new state of the guard.
+    """
+    loss, norm = loss.astype(jnp.float32), norm.astype(jnp.float32)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    skip = jnp.bool_(config.nonfinite) & ~finite
+    if config.spike_factor:
+        skip |= finite & (guard.applied >= STEPS_BEFORE) & (norm > config.spike_factor * guard.norm)
+    mean = jnp.where(guard.applied == 0, norm, NORM_DECAY * guard.norm + (1 - NORM_DECAY) * norm)
+    step = jnp.int32(1)
+    return skip, GuardState(
+        jnp.where(skip, guard.norm, mean),
+        guard.applied + jnp.where(skip, 0, step),
+        guard.skipped + jnp.where(skip, step, 0),
+    )
+
+
+def keep_if(skip: jax.Array, old: Any, new: Any) -> Any:
+    """Returns the old tree if the update is skipped, and the new one otherwise."""
+    return jax.tree.map(lambda before, after: jnp.where(skip, before, after), old, new)

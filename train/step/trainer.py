@@ -22,10 +22,9 @@ from flaxasync.mesh import check_tpu, mesh_report
 from models.transformer import Transformer
 from train.config import Config
 from train.lifecycle.errors import InputError
-from train.step.guard import GuardState, init_guard, is_on, judge, keep_if
 from train.step.mesh import CONTEXT, FSDP, token_spec
 from train.step.microbatches import loss_and_gradient, sum_of_losses
-from train.step.optimizer import make_optimizer, make_schedule
+from train.step.optimizer import GuardState, init_guard, is_on, judge, keep_if, make_optimizer, make_schedule
 
 
 @jax.tree_util.register_dataclass
@@ -219,11 +218,6 @@ def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
             "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across slices, which none "
             f"connects; put mesh.data across them, or use {other}"
         )
-
-
-def count_parameters(params: Any) -> int:
-    """Returns the number of elements in all parameters, each counted once however many devices hold it."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _run_key(seed: int) -> jax.Array:

@@ -1,9 +1,10 @@
 """Verifies the kernels that a run would use, on the chips that it will run on, before it opens them.
 
 A TPU belongs to one process at a time, so the check runs in child processes that end before this one asks JAX for a
-device. It runs the ops and shapes of the configuration, and once: verdicts are stored, and a run whose cases all have
-one starts at once. Kernels that fail are not taken by `backend=auto`; a backend that was named and fails ends the run.
-A run of several processes verifies nothing: its processes agree on what is stored (`train.lifecycle.agreement`).
+device, or for its rank. It runs the ops and shapes of the configuration, and once: verdicts are stored, and a run whose
+cases all have one starts at once. Kernels that fail are not taken by `backend=auto`; a backend that was named and fails
+ends the run. A run of several processes verifies nothing: its processes agree on what is stored
+(`train.lifecycle.preparation`).
 """
 
 import glob
@@ -24,8 +25,8 @@ from flaxasync.verify.supervisor import MachineError, describe
 from flaxasync.verify.verdict import Verdict
 from train.config import Config
 from train.lifecycle.errors import InputError
-from train.metrics.show import say
-from train.step.mesh import CONTEXT, FSDP, batch_shards, infer_sizes
+from train.metrics.output import print_line
+from train.step.mesh import CONTEXT, axis_sizes, batch_shards, infer_sizes
 from train.step.products import local_heads, products_of_a_layer
 
 type Verify = Literal["auto", "off", "full"]
@@ -38,14 +39,10 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
 
     The mode "auto" verifies the ops and shapes of the configuration if they have no verdicts, "full" verifies every op
     each time, at the shapes of `python -m flaxasync.verify`, and "off" nothing.
-
-    Raises:
-      InputError: The devices could not be opened or opened again, or the named backend failed.
     """
     if mode == "off" or os.environ.get(trust.VARIABLE) in ("all", "none") or not may_have_tpus(config):
         return
-    mesh = config.mesh
-    sizes = {"data": mesh.data, FSDP: mesh.fsdp, CONTEXT: mesh.context, "model": mesh.model}
+    sizes = axis_sizes(config.mesh)
     enough = tuple(Verdict) if config.backend == "auto" else (Verdict.PASS, Verdict.SLOWER)
     if mode == "auto" and min(sizes.values()) > 0 and _have_verdicts(cases_of(config, sizes), enough):
         return
@@ -61,11 +58,11 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     cases = list_cases("tpu", devices, quick=False) if mode == "full" else cases_of(config, sizes)
     if mode == "auto" and _have_verdicts(cases, enough):  # of the sizes that were inferred
         return
-    say(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
+    print_line(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
     results = verify(cases, machine, setup, quick=True)
     stored = record_verdicts(results, machine)
     if stored is not None:
-        say(f"verify     the verdicts are in {stored}")
+        print_line(f"verify     the verdicts are in {stored}")
     not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
     if not_run:
         raise InputError(f"{len(not_run)} of {len(cases)} cases could not be verified: {not_run[0]}")

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from train.checkpoints import manager as checkpoint
-from train.checkpoints.fingerprint import fingerprint
 from train.checkpoints.manager import Checkpoints
-from train.checkpoints.record import identify_run
+from train.checkpoints.record import fingerprint, identify_run
 from train.config import MeshConfig
 from train.lifecycle.errors import InputError, StorageError
 from train.step.mesh import make_mesh
@@ -23,11 +22,6 @@ from train.step.mesh import make_mesh
 # these warnings into errors.
 ignore_abandoned_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 POSITION = {"sequences": 56}
-
-
-@pytest.fixture
-def trainer(config, mesh, trainer_of):
-    return trainer_of(config, mesh)
 
 
 @pytest.fixture
@@ -163,11 +157,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-DAMAGE = {
-    "emptied": lambda path: path.write_bytes(b""),
-    "a bit flipped": flip,
-    "removed": lambda path: path.unlink(),
-}
+DAMAGE = {"emptied": lambda path: path.write_bytes(b""), "a bit flipped": flip, "removed": lambda path: path.unlink()}
 
 
 @pytest.fixture

@@ -1,14 +1,25 @@
-"""Tests of train/checkpoints/record.py: a changed record, other data and another architecture are noticed."""
+"""Tests of train/checkpoints/record.py: a changed record or array, other data and another architecture are noticed."""
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from train.checkpoints.record import DamagedError, Record, architecture, check_identity, from_json, identify_run
-from train.data import identity
-from train.data.corpus import Corpus
-from train.data.identity import hash_all, identify
+from train.checkpoints.record import (
+    DamagedError,
+    Record,
+    architecture,
+    check_identity,
+    fingerprint,
+    from_json,
+    identify_run,
+)
+from train.data import corpus as corpus_module
+from train.data.corpus import Corpus, hash_all, identify
 from train.lifecycle.errors import InputError
 
 TOKENS = np.arange(100_000) % 251
@@ -79,9 +90,9 @@ def test_a_record_of_another_format_is_refused():
 
 
 def test_a_large_file_is_hashed_again_only_when_it_was_modified(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "CACHED_BYTES", 1)
+    monkeypatch.setattr(corpus_module, "CACHED_BYTES", 1)
     hashed, path = [], tmp_path / "tokens.bin"
-    monkeypatch.setattr(identity, "hash_all", lambda tokens: hashed.append(1) or hash_all(tokens))
+    monkeypatch.setattr(corpus_module, "hash_all", lambda tokens: hashed.append(1) or hash_all(tokens))
     mapped = corpus(np.frombuffer(b"abcd", np.uint8), file=path)
     for content, times in ((b"abcd", 1), (b"abcde", 2)):
         path.write_bytes(content)
@@ -89,3 +100,25 @@ def test_a_large_file_is_hashed_again_only_when_it_was_modified(cache, tmp_path,
         assert len(hashed) == times
     identify(mapped, None, tmp_path / "missing" / "corpus.json")  # a cache that cannot be written
     assert len(hashed) == 3
+
+
+def test_the_fingerprint_has_the_names_of_the_leaves():
+    assert fingerprint({"a": {"b": jnp.zeros(2)}, "c": [jnp.ones(1, jnp.uint32)]}) == {"a.b": 0, "c.0": 1}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8])
+def test_the_fingerprint_does_not_depend_on_the_sharding(dtype):
+    values = np.asarray(jax.random.normal(jax.random.key(0), (8, 16)) * 50).astype(dtype)
+    prints = []
+    for shape in ((1, 8), (2, 4), (8, 1)):
+        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+        prints.append(fingerprint({"x": jax.device_put(values, jax.NamedSharding(mesh, jax.P("data", "model")))}))
+    assert prints[0] == prints[1] == prints[2]
+
+
+@given(element=st.integers(0, 63), bit=st.integers(0, 31))
+def test_any_flipped_bit_is_detected(element, bit):
+    values = np.linspace(-3, 3, 64, dtype=np.float32)
+    damaged = values.copy()
+    damaged.view(np.uint32)[element] ^= np.uint32(1) << np.uint32(bit)
+    assert fingerprint([jnp.asarray(values)]) != fingerprint([jnp.asarray(damaged)])

@@ -8,8 +8,8 @@ import pytest
 
 from train.checkpoints.saver import Saver
 from train.lifecycle.errors import StorageError
-from train.lifecycle.watchdog import Watchdog
-from train.metrics.events import Events
+from train.lifecycle.stopping import Watchdog
+from train.metrics.lines import Events
 
 FAILURES = {
     "no room for metrics": (OSError(errno.ENOSPC, "No space left on device"), True),
@@ -34,7 +34,7 @@ def saver(config, checkpoints, tmp_path):
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, retry_seconds=0.1))
     return Saver(
         config, checkpoints, mock.MagicMock(), mock.MagicMock(), Events(None), mock.MagicMock(),
-        Watchdog(0, tmp_path / "s"), lambda: None, lambda text: None,
+        Watchdog(0, tmp_path / "s"), lambda: None,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from models.config import check_fits
 from tests.train.launcher import SCRIPT
-from train.config import Config
+from train.config import flatten
 from train.config.check import check
 from train.config.command import DEFAULT_PRESET, load_preset, parse
 from train.lifecycle.errors import InputError
@@ -46,7 +46,7 @@ def test_help_explains_every_field_with_its_unit(capsys):
         parse(["--help"])
     assert exit_info.value.code == 0
     shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
-    for name, default in _fields(load_preset(DEFAULT_PRESET)):
+    for name, default in flatten(dataclasses.asdict(load_preset(DEFAULT_PRESET))):
         described = re.search(rf"--{re.escape(name)} (.*?)\(default: (.*?)\)", shown)
         assert described, f"--help does not have {name}"
         assert len(described[1].split()) >= 3, f"--help does not explain {name}: {described[1]}"
@@ -96,16 +96,13 @@ def test_a_bad_preset_is_refused(content, message, tmp_path):
         ("--steps", 0, "steps must be at least 1: got 0"),
         ("--seed", -1, "seed must be at least 0: got -1"),
         ("--seed", 2**31, "seed must be at most 2147483647: got 2147483648"),
-        ("--data.validation_fraction", 1.0, "data.validation_fraction must be at least 0 and below 1"),
         ("--data.validation_fraction", 0.0, "data.validation_fraction must be above 0 where eval.every is not 0"),
         ("--optimizer.learning_rate", "nan", "optimizer.learning_rate must be at least 0 and finite: got nan"),
         ("--optimizer.clip_norm", 0.0, "optimizer.clip_norm must be above 0"),
         ("--optimizer.decay_floor", 1.5, "optimizer.decay_floor must be 0 to 1"),
         ("--eval.sample_tokens", 256, "eval.sample_tokens must be below data.sequence_length"),
-        ("--steps", 3_000_000_000, "steps must be at most 2147483647: got 3000000000"),
         ("--model.logit_softcap", 0.0, "model.logit_softcap must be above 0, or None"),
         ("--model.rope_low_frequency", 4.0, "model.rope_low_frequency must be below model.rope_high_frequency=4.0"),
-        ("--model.rope_theta", -1.0, "model.rope_theta must be above 0: got -1.0"),
         ("--model.rope_theta", "inf", "model.rope_theta must be above 0 and finite: got inf"),
         ("--optimizer.ema_decay", 1.0, "optimizer.ema_decay must be at least 0 and below 1: got 1.0"),
         ("--optimizer.master_copies", True, "must be False where model.param_dtype=float32, which needs no copies"),
@@ -159,14 +156,3 @@ def test_the_help_of_one_section_is_shown_alone(capsys):
     assert "--model.layers" not in shown
     with pytest.raises(InputError, match=r"--help takes one of the sections mesh, model, data, .*: got models"):
         parse(["--help", "models"])
-
-
-def _fields(config: Config):
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from (
-                (f"{field.name}.{inner.name}", getattr(value, inner.name)) for inner in dataclasses.fields(value)
-            )
-        else:
-            yield field.name, value

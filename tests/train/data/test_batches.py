@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from train.data.batches import TrainingBatches, ValidationBatches, Windows, segment_ids, share_of_batch, split
 from train.data.corpus import Corpus, open_corpora
 from train.lifecycle.errors import InputError
+from train.step.mesh import make_mesh, sequence_order
 
 
 @given(size=st.integers(0, 200), length=st.integers(1, 50))
@@ -36,12 +37,16 @@ def windows(config):
     return training["data"], validation["data"]
 
 
+def training(windows, config, mesh):
+    return TrainingBatches({"data": windows[0]}, config, mesh)
+
+
 def take(batches, count):
     return [np.asarray(tokens) for tokens, _ in (next(batches) for _ in range(count))]
 
 
 def test_targets_are_the_next_tokens_and_sharded_over_data(config, mesh, windows):
-    tokens, targets = next(TrainingBatches({"data": windows[0]}, config, mesh))
+    tokens, targets = next(training(windows, config, mesh))
     np.testing.assert_array_equal(np.asarray(tokens)[:, 1:], np.asarray(targets)[:, :-1])
     assert tokens.shape == (4, 16)
     assert tokens.dtype == targets.dtype == np.int32
@@ -49,18 +54,13 @@ def test_targets_are_the_next_tokens_and_sharded_over_data(config, mesh, windows
 
 
 def test_the_seed_alone_determines_the_order(config, mesh, windows):
-    first, again = (take(TrainingBatches({"data": windows[0]}, config, mesh), 5) for _ in range(2))
+    """It is the same each time and on another mesh."""
+    other_mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    first, again, elsewhere = (take(training(windows, config, on), 5) for on in (mesh, mesh, other_mesh))
     np.testing.assert_array_equal(first, again)
-    other = take(TrainingBatches({"data": windows[0]}, dataclasses.replace(config, seed=1), mesh), 5)
+    np.testing.assert_array_equal(first, elsewhere)
+    other = take(training(windows, dataclasses.replace(config, seed=1), mesh), 5)
     assert not np.array_equal(first, other)
-
-
-def test_the_order_does_not_depend_on_the_mesh(config, mesh, windows):
-    other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    np.testing.assert_array_equal(
-        take(TrainingBatches({"data": windows[0]}, config, mesh), 5),
-        take(TrainingBatches({"data": windows[0]}, config, other), 5),
-    )
 
 
 @given(data=st.sampled_from([1, 2, 4, 8]), model=st.sampled_from([1, 2, 4]), processes=st.sampled_from([1, 2, 4, 8]))
@@ -91,19 +91,19 @@ def test_each_epoch_has_every_window_once_in_its_own_order(config, mesh):
 
 @pytest.mark.parametrize("before", [0, 1, 7, 400])
 def test_batches_continue_from_a_saved_position(before, config, mesh, windows):
-    batches = TrainingBatches({"data": windows[0]}, config, mesh)
+    batches = training(windows, config, mesh)
     take(batches, before)
     state = json.loads(json.dumps(batches.get_state()))
     expected = take(batches, 3)
-    continued = TrainingBatches({"data": windows[0]}, config, mesh)
+    continued = training(windows, config, mesh)
     continued.set_state(state)
     np.testing.assert_array_equal(take(continued, 3), expected)
 
 
 def test_validation_is_the_end_of_the_tokens_and_the_same_each_time(config, mesh, windows):
     validation = ValidationBatches(windows[1], config, mesh)
-    assert len(validation) == 2
     first, again = ([np.asarray(tokens) for tokens, _ in validation] for _ in range(2))
+    assert len(first) == 2
     np.testing.assert_array_equal(first, again)
     np.testing.assert_array_equal(first[0][0], windows[1][0][:-1])
     everything = open_corpora(config.data, vocab_size=128)["data"].tokens
@@ -125,19 +125,15 @@ def test_data_that_is_too_short_is_refused(config, replace):
 
 
 def test_a_batch_of_another_size_continues_the_same_sequences(config, mesh, windows, replace):
-    whole = np.concatenate(take(TrainingBatches({"data": windows[0]}, config, mesh), 6))
+    whole = np.concatenate(take(training(windows, config, mesh), 6))
     first, second = (
         TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": size}), mesh) for size in (4, 8)
     )
     begun = take(first, 2)
     second.set_state(first.get_state())
     np.testing.assert_array_equal(np.concatenate([*begun, *take(second, 2)]), whole)
-
-
-def test_a_batch_size_that_does_not_divide_the_position_is_refused(config, mesh, windows, replace):
-    batches = TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": 8}), mesh)
     with pytest.raises(InputError, match=r"data.batch_size=8 cannot continue after 12 sequences"):
-        batches.set_state({"sequences": 12})
+        second.set_state({"sequences": 12})
 
 
 def test_several_sources_are_mixed_by_their_weights(config, mesh, replace):
@@ -151,3 +147,14 @@ def test_several_sources_are_mixed_by_their_weights(config, mesh, replace):
 def test_segment_ids_count_the_documents_that_have_ended():
     tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [5, 5, 5, 5, 5, 5, 5]])
     np.testing.assert_array_equal(segment_ids(tokens, 0), [[0, 0, 1, 1, 1, 2, 3], [0] * 7])
+
+
+def test_a_batch_is_laid_out_in_the_order_of_a_mesh_that_splits_sequences(config, replace):
+    config = replace(config, mesh={"data": 2, "context": 4, "model": 1})
+    mesh = make_mesh(config.mesh)
+    training, _ = split(open_corpora(config.data, vocab_size=128), config)
+    tokens, targets = next(TrainingBatches(training, config, mesh))
+    assert tokens.sharding.spec == jax.P("data", "context")
+    back = np.argsort(sequence_order(mesh, config.mesh, 16))
+    np.testing.assert_array_equal(np.asarray(tokens)[:, back][:, 1:], np.asarray(targets)[:, back][:, :-1])
+    assert not np.array_equal(back, np.arange(16))

@@ -79,7 +79,7 @@ def test_a_fetch_that_is_cut_off_is_not_taken_for_the_data(location, cache, monk
     with monkeypatch.context() as patch:
         patch.setattr(type(STORE), "get_file", refuse)
         with pytest.raises(StorageError, match="did not answer: ConnectionError: the network is down"):
-            fetch(f"{location}/texts", "data.path")
+            open_source(f"{location}/texts", DataConfig(), vocab_size=256)
     assert not list(cache.iterdir())
     assert len(list(fetch(f"{location}/texts", "data.path").iterdir())) == 2
 

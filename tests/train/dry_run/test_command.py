@@ -14,7 +14,7 @@ from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
 from train.dry_run.command import topology_devices
-from train.dry_run.mesh_memory import predicted_memory
+from train.dry_run.mesh_costs import predicted_memory
 from train.dry_run.report import GIB
 from train.lifecycle.errors import InputError
 from train.metrics.model_flops import model_flops_per_token
@@ -30,6 +30,12 @@ TOPOLOGY = "v5e:2x2"
 def program(tmp_path_factory):
     """A dict that holds the minuscule training step on 2 x 2 chips once it has been compiled."""
     return {}
+
+
+@pytest.fixture
+def options(preset):
+    """The command line of a dry run of the minuscule run on 2 x 2 chips."""
+    return [str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]
 
 
 @pytest.fixture
@@ -63,8 +69,8 @@ def refuse(monkeypatch, count):
 
 
 @pytest.mark.slow
-def test_a_dry_run_reports_memory_and_estimated_speed(preset, compiled_once, tmp_path, capsys):
-    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 0
+def test_a_dry_run_reports_memory_and_estimated_speed(options, compiled_once, tmp_path, capsys):
+    assert main(options) == 0
     out = capsys.readouterr().out
     assert "4 devices of v5e:2x2, as data 2 x model 2" in out
     assert re.search(r"memory +fits: .* MiB per device for batch 8 x 16 tokens; 15.75 GiB are available", out)
@@ -100,8 +106,8 @@ def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, mo
         dry_run_module.dry_run(load_preset(preset("auto")), "v5e:2x4", mode)
 
 
-def test_the_compiled_step_is_read_as_jaxlib_reads_it(preset, compiled_once, program, tmp_path):
-    main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY])
+def test_the_compiled_step_is_read_as_jaxlib_reads_it(options, compiled_once, program):
+    main(options)
     text = program["kept"].text
     assert counts_of_jaxlib([text]) == [counts(check.parse(text))]
 
@@ -125,7 +131,7 @@ def test_the_step_of_the_8b_preset_for_cpu_devices_is_read_as_jaxlib_reads_it():
 
 
 @pytest.mark.parametrize(
-    ("refusals", "options"),
+    ("refusals", "smaller"),
     [
         pytest.param(1, {"data.batch_size": 4}, marks=pytest.mark.slow),
         pytest.param(2, {"data.batch_size": 2}, marks=pytest.mark.slow),
@@ -134,15 +140,15 @@ def test_the_step_of_the_8b_preset_for_cpu_devices_is_read_as_jaxlib_reads_it():
     ],
 )
 def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(
-    refusals, options, preset, compiled_once, monkeypatch, tmp_path, capsys
+    refusals, smaller, options, compiled_once, monkeypatch, tmp_path, capsys
 ):
     refuse(monkeypatch, refusals)
-    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 0
+    assert main(options) == 0
     out = capsys.readouterr().out
     assert "memory     does not fit: 40 GiB per device" in out
-    assert "fits       with " + " ".join(f"--{name} {value}" for name, value in options.items()) in out
+    assert "fits       with " + " ".join(f"--{name} {value}" for name, value in smaller.items()) in out
     figures = json.loads((tmp_path / "run" / "dry_run" / "report.json").read_text())
-    assert (figures["fits"], figures["estimates_are_of"]) == (False, options)
+    assert (figures["fits"], figures["estimates_are_of"]) == (False, smaller)
     assert figures["bytes_needed"] == 40 * GIB
     assert figures["notes"]
     assert all(f"note: {note}\n" in out for note in figures["notes"])
@@ -160,22 +166,17 @@ def test_the_batch_is_chosen_by_its_predicted_memory(preset, replace):
         assert dry_run_module._smaller_batches(config, mesh, chip) == [64, 2]
 
 
-def test_a_step_that_does_not_fit_with_one_layer_is_refused(preset, compiled_once, monkeypatch, capsys):
+def test_a_step_that_does_not_fit_with_one_layer_is_refused(options, compiled_once, monkeypatch, refuses):
     refuse(monkeypatch, 99)
-    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 2
-    assert "not even one layer fits on v5e:2x2" in capsys.readouterr().err
+    refuses(main, "not even one layer fits on v5e:2x2", *options)
 
 
-def test_a_crash_of_the_compiler_is_reported(preset, monkeypatch, capsys):
+def test_a_crash_of_the_compiler_is_reported(options, monkeypatch, refuses):
     def die(*args, **options):
         raise RuntimeError("the TPU compiler died of SIGSEGV")
 
     monkeypatch.setattr(check, "compile_for", die)
-    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(
-        "error: the training step could not be compiled for v5e:2x2: the TPU compiler died of SIGSEGV"
-    )
+    refuses(main, "the training step could not be compiled for v5e:2x2: the TPU compiler died of SIGSEGV", *options)
 
 
 @pytest.mark.parametrize(
@@ -189,17 +190,13 @@ def test_a_crash_of_the_compiler_is_reported(preset, monkeypatch, capsys):
         (["--dry-run", "--topology", TOPOLOGY, "--model.heads", "3"], "width must be an even multiple of heads"),
     ],
 )
-def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, preset, capsys):
-    assert main([str(preset("auto")), "--mesh.model", "2", *options]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert message in err
+def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, preset, refuses):
+    refuses(main, message, preset("auto"), "--mesh.model", 2, *options)
 
 
-def test_without_libtpu_the_error_names_the_extras_to_install(preset, monkeypatch, capsys):
+def test_without_libtpu_the_error_names_the_extras_to_install(options, monkeypatch, refuses):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main([str(preset("auto")), "--mesh.model", "2", "--dry-run", "--topology", TOPOLOGY]) == 2
-    assert "'tpu' or 'dev' extra" in capsys.readouterr().err
+    refuses(main, "'tpu' or 'dev' extra", *options)
 
 
 def test_model_flops_count_every_kernel_once(config, mesh):

@@ -12,7 +12,6 @@ from configs.llama_8b import llama_8b
 from flaxasync import check
 from flaxasync.hardware import CHIPS
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
-from train.config.command import parse
 from train.dry_run import compare_meshes as module
 from train.dry_run.compare_meshes import grids, rank
 from train.lifecycle.errors import InputError
@@ -155,19 +154,16 @@ def test_a_compiler_that_crashes_on_every_mesh_ends_the_comparison_with_code_2(p
     assert [row["source"] for row in rows] == ["predicted"] * 6 + [module.FAILED] * 4
 
 
-def test_several_slices_are_refused(preset, capsys):
-    arguments = [str(preset("auto")), "--dry-run", "--compare-meshes", "--topology", "v5e:2x2*2"]
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert "must have a topology of one slice" in error
-    assert "got --topology v5e:2x2*2; use v5e:2x2" in error
-
-
-def test_bad_options_are_refused():
-    with pytest.raises(InputError, match="--compare_meshes belongs to a dry run"):
-        parse(["configs/tiny.py", "--compare-meshes"])
-    with pytest.raises(InputError, match="--compiled_meshes must be at least 0: got -1"):
-        parse(["configs/tiny.py", "--dry-run", "--topology", TOPOLOGY, "--compiled-meshes", "-1"])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--dry-run", "--topology", "v5e:2x2*2", "--compare-meshes"], "got --topology v5e:2x2*2; use v5e:2x2"),
+        (["--compare-meshes"], "--compare_meshes belongs to a dry run"),
+        (["--dry-run", "--topology", TOPOLOGY, "--compiled-meshes", "-1"], "--compiled_meshes must be at least 0: got"),
+    ],
+)
+def test_bad_options_are_refused(options, says, refuses):
+    refuses(main, says, "configs/tiny.py", *options)
 
 
 @pytest.mark.slow

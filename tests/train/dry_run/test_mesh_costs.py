@@ -14,8 +14,7 @@ from configs.llama_70b import llama_70b
 from flaxasync.hardware import CHIPS
 from models.config import TransformerConfig
 from models.transformer import Transformer
-from train.dry_run.mesh_costs import predict
-from train.dry_run.mesh_memory import predicted_memory
+from train.dry_run.mesh_costs import predict, predicted_memory
 from train.step.mesh import make_mesh
 
 GIB = 2**30

@@ -1,7 +1,6 @@
 """Tests of a run of several processes: each loads its own rows, they stop together, and none survives another."""
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.processes import environments
-from tests.train.launcher import SCRIPT
+from tests.train.launcher import SCRIPT, checkpoints_of, lines_of
 from tests.train.lifecycle.faults.workplace import fault
 from train.lifecycle.workdir import open_workdir
 from train.run import main
@@ -42,8 +41,7 @@ def launch(start):
 
 
 def losses_of(workdir: Path) -> list[float]:
-    path = workdir / "metrics.jsonl"
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [line["loss"] for line in lines_of(workdir)]
 
 
 def wait_for_step(process, step: int) -> None:
@@ -71,7 +69,7 @@ def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, 
     assert codes == [75, 75], printed
     assert "stopped by SIGTERM after step" in printed[0][0]
     assert not any("step" in line for line in printed[1][0].splitlines()), "only the first process prints"
-    assert len(list((tmp_path / "two" / "checkpoints").iterdir())) == 1
+    assert len(checkpoints_of(tmp_path / "two")) == 1
     np.testing.assert_allclose(losses_of(tmp_path / "two")[:10], losses_of(tmp_path / "one"), rtol=1e-5)
 
 
@@ -88,7 +86,7 @@ def test_a_signal_stops_all_after_the_same_step_which_they_save(to, number, code
     ended, printed = end(both)
     assert ended == codes, printed
     assert re.search(r"stopped by \w+ after step \d+, saved in", printed[0][0])
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+    assert len(checkpoints_of(tmp_path / "run")) == 1
 
 
 @fault("several processes: Ctrl-C before they have joined")
@@ -173,7 +171,7 @@ def test_kills_under_the_supervisor_of_the_document_change_no_loss(launch, prese
     assert not any("Traceback" in error for error in errors), errors
 
     losses = losses_of(work)
-    assert max(int(path.name) for path in (work / "checkpoints").iterdir()) == len(losses)
+    assert max(map(int, checkpoints_of(work))) == len(losses)
     codes, printed = end(launch(*LOSSES_ONLY, "--steps", len(losses), "--workdir", tmp_path / "undisturbed"))
     assert codes == [0, 0], printed
     assert losses == losses_of(tmp_path / "undisturbed")

@@ -14,14 +14,11 @@ from train.checkpoints.saver import Saver
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
 from train.lifecycle.errors import DivergedError
-from train.lifecycle.loop import Loop
-from train.lifecycle.signals import StopRequest
-from train.lifecycle.watchdog import Watchdog
+from train.lifecycle.loop import Loop, Profiler
+from train.lifecycle.stopping import StopRequest, Watchdog
 from train.metrics import recorder as metrics_module
-from train.metrics.events import Events
-from train.metrics.pace import Pace
-from train.metrics.profiler import Profiler
-from train.metrics.recorder import Recorder
+from train.metrics.lines import Events, Sink
+from train.metrics.recorder import Pace, Recorder
 from train.step.evaluation import Evaluation
 
 
@@ -39,7 +36,7 @@ def make_loop(mesh, trainer_of, opened, tmp_path):
         trainer, identity = trainer_of(config, mesh), identify_run(config, {})
         batches = TrainingBatches(training, config, mesh)
         checkpoints = opened.enter_context(Checkpoints(tmp_path / "checkpoints", keep=9))
-        recorder = Recorder([sink] if sink else [], Pace(tokens_per_step=64))
+        recorder = Recorder([sink] if sink else [], Pace(tokens_per_step=64), Events(None))
         events, watchdog = Events(None), Watchdog(0, tmp_path / "stacks.txt")
         return Loop(
             config,
@@ -48,12 +45,11 @@ def make_loop(mesh, trainer_of, opened, tmp_path):
             trainer.compile_eval_step() if config.eval.every else None,
             batches,
             Evaluation(validation, config, mesh),
-            Saver(config, checkpoints, batches, recorder, events, identity, watchdog, lambda: None, pytest.fail),
+            Saver(config, checkpoints, batches, recorder, events, identity, watchdog, lambda: None),
             recorder,
             opened.enter_context(StopRequest(shared=False)),
             watchdog,
-            Profiler(config.profile, tmp_path / "profile"),
-            events,
+            Profiler(config.profile, tmp_path / "profile", events),
         )
 
     return make
@@ -71,27 +67,19 @@ def steps(opened, tmp_path):
     return steps
 
 
-class Sink:
+class Lines(Sink):
     """Collects lines and calls `on_write` for each report."""
 
-    def __init__(self, on_write=None):
+    def __init__(self, on_write=lambda lines: None):
         self.lines, self.on_write = [], on_write
 
     def write(self, lines):
         self.lines += lines
-        if self.on_write:
-            self.on_write(lines)
-
-    def flush(self):
-        pass
-
-    def close(self):
-        pass
+        self.on_write(lines)
 
 
 def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_intervals(config, make_loop, steps):
-    sink = Sink()
-    loop = make_loop(dataclasses.replace(config, steps=12), sink)
+    loop = make_loop(dataclasses.replace(config, steps=12), sink := Lines())
     state, step = loop.run(loop.trainer.init(), start=0)
     assert step == int(state.step) == 12
     assert [line["step"] for line in sink.lines] == list(range(1, 13))
@@ -147,38 +135,34 @@ def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
     return all(in_time)
 
 
-def test_the_host_dispatches_two_intervals_before_it_waits(config, make_loop, replace):
-    """Neither a call of the compiled step nor the loading of a batch waits for the devices.
-
-    benchmarks/dispatch.py measures how much of a step its call takes.
-    """
-    loop = make_loop(replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0}))
-    assert runs_ahead(loop, loop.train_step, until=8, seconds=60)
-
-
 @pytest.mark.parametrize(
-    ("waits", "until"),
-    [pytest.param(False, 9, id="in the report of step 8"), pytest.param(True, 2, id="in every call of the step")],
+    ("waits", "until", "ahead"),
+    [
+        pytest.param(False, 8, True, id="two intervals"),
+        pytest.param(False, 9, False, id="negative: the report of step 8 waits"),
+        pytest.param(True, 2, False, id="negative: every call of the step waits"),
+    ],
 )
-def test_a_host_that_waits_is_detected(waits, until, config, make_loop, replace):
-    """The negative test: the host does wait before it dispatches the given step."""
+def test_the_host_dispatches_two_intervals_before_it_waits(waits, until, ahead, config, make_loop, replace):
+    """Neither a call of the compiled step nor the loading of a batch waits for the devices."""
     loop = make_loop(replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0}))
 
     def waiting_step(*arguments):
         return jax.block_until_ready(loop.train_step(*arguments))
 
-    assert not runs_ahead(loop, waiting_step if waits else loop.train_step, until=until, seconds=0.5)
+    step = waiting_step if waits else loop.train_step
+    assert runs_ahead(loop, step, until=until, seconds=60 if ahead else 0.5) == ahead
 
 
 def test_a_stop_saves_the_current_step(config, make_loop, steps):
-    loop = make_loop(config, Sink(on_write=lambda lines: loop.stop._note(15, None)))
+    loop = make_loop(config, Lines(on_write=lambda lines: loop.stop._note(15, None)))
     _, step = loop.run(loop.trainer.init(), start=0)
     assert step == 4, "the first report, which has the steps up to 2, comes in step 4"
     assert steps() == [4]
 
 
 def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace, steps):
-    loop = make_loop(replace(config, checkpoint={"every": 1}), sink := Sink())
+    loop = make_loop(replace(config, checkpoint={"every": 1}), sink := Lines())
     done = []
 
     def spoil(state, *batch):

@@ -4,7 +4,6 @@
 between and inside steps, and while a checkpoint is being written. The same command is then started again.
 """
 
-import json
 import os
 import random
 import subprocess
@@ -17,28 +16,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tests.train.launcher import SCRIPT, Run
+from tests.train.launcher import SCRIPT, Run, checkpoints_of, lines_of
 from tests.train.lifecycle.faults.workplace import fault
 
 STEPS = 60
 SEED = 20  # determines the moments
 
 
-def lines_of(workdir: Path) -> list[dict]:
-    path = workdir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def checkpoints(workdir: Path) -> set[str]:
-    """Returns the names of all checkpoints, finished or still being written."""
-    try:
-        return set(os.listdir(workdir / "checkpoints"))
-    except FileNotFoundError:
-        return set()
-
-
 def newest(workdir: Path) -> int:
-    return max((int(name) for name in checkpoints(workdir) if name.isdigit()), default=0)
+    return max((int(name) for name in checkpoints_of(workdir) if name.isdigit()), default=0)
 
 
 def state_of(workdir: Path) -> dict:
@@ -75,8 +61,8 @@ def when_saved(workdir: Path) -> Callable[[], bool]:
 
 
 def while_saving(workdir: Path) -> Callable[[], bool]:
-    before = checkpoints(workdir)
-    return lambda: any("tmp" in name for name in checkpoints(workdir) - before)
+    before = checkpoints_of(workdir)
+    return lambda: any("tmp" in name for name in checkpoints_of(workdir) - before)
 
 
 def kill_at(process: Run, moment: Callable[[], bool]) -> None:
@@ -131,5 +117,5 @@ def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(start, preset, c
     state, other = state_of(killed), state_of(one)
     assert jax.tree.structure(state) == jax.tree.structure(other)
     jax.tree.map(np.testing.assert_array_equal, state, other)
-    assert all(name.isdigit() for name in checkpoints(killed)), "a half-written checkpoint is left"
+    assert all(name.isdigit() for name in checkpoints_of(killed)), "a half-written checkpoint is left"
     assert (killed / "sample.txt").read_text() == (one / "sample.txt").read_text()

@@ -18,7 +18,9 @@ def work(tmp_path):
 
 def test_changes_since_the_last_start_are_listed(work, config, replace):
     assert work.changes(config) == []
+    (work.root / ".metrics.jsonl.elsewhere.7.tmp").write_text("")  # of a process that was killed
     work.begin(config)
+    assert sorted(path.name for path in work.root.iterdir()) == [".lock", "config.json"]
     assert work.changes(config) == []
     changed = replace(config, model={"remat": "layer"}, checkpoint={"folder": "elsewhere"})
     changed = dataclasses.replace(changed, steps=40, mesh=MeshConfig(data=1, model=4), workdir="elsewhere")
@@ -37,12 +39,6 @@ def test_a_run_from_before_an_option_existed_has_its_default(work, config, repla
     work.config.write_text(json.dumps(saved))
     assert work.changes(config) == []
     assert work.changes(replace(config, model={"qk_norm": True})) == ["model.qk_norm was False and is True"]
-
-
-def test_temporary_files_of_killed_processes_are_removed(work, config):
-    (work.root / ".metrics.jsonl.elsewhere.7.tmp").write_text("")
-    work.begin(config)
-    assert sorted(path.name for path in work.root.iterdir()) == [".lock", "config.json"]
 
 
 def test_two_runs_do_not_share_a_folder(work):

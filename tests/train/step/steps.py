@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 
+from train.checkpoints.manager import Checkpoints
+from train.checkpoints.record import identify_run
 from train.step.mesh import make_mesh, sequence_order, token_spec
 
 STEPS = 20
@@ -38,6 +40,17 @@ def train(trainer, config, mesh, state, start, steps):
     for batch in batches(config, mesh, start, steps):
         state, metrics = trainer.train_step(state, *batch)
         history.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return state, history
+
+
+def continue_run(config, mesh, trainer_of, folder, start, steps):
+    """Continues a run from its checkpoint of step `start`, or begins it, and saves the last; returns as `train`."""
+    identity = identify_run(config, {})
+    with jax.set_mesh(mesh), Checkpoints(folder, keep=9) as checkpoints:
+        trainer = trainer_of(config, mesh)
+        state = checkpoints.restore(start, trainer.abstract_state(), identity)[0] if start else trainer.init()
+        state, history = train(trainer, config, mesh, state, start, steps)
+        checkpoints.save(start + steps, state, data={}, tokens=0, identity=identity)
     return state, history
 
 

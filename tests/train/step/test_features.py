@@ -1,6 +1,5 @@
 """Tests of what a run can be asked for besides the default: whole runs in this process, and single steps."""
 
-import json
 from pathlib import Path
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.run import main
+from tests.train.launcher import checkpoints_of, events_of, lines_of
 from train.step.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -16,20 +15,15 @@ QUIET = ("--eval.every", 0, "--eval.sample_tokens", 0)
 
 
 @pytest.fixture
-def run(preset, tmp_path, monkeypatch, trainer_of):
-    """A function that runs the script in this process and returns its workdir."""
-    monkeypatch.setattr("train.lifecycle.training.Trainer", trainer_of)
+def trained(run, tmp_path):
+    """A function that trains 14 steps in this process, unless options say otherwise, and returns the workdir."""
 
-    def call(name: str, *options: object) -> Path:
-        command = [preset("auto"), "--steps", 14, "--workdir", tmp_path / name, *options]
-        assert main(list(map(str, command))) == 0
+    def trained(name: str, *options: object) -> Path:
+        code, _, err = run("--steps", 14, "--workdir", tmp_path / name, *options)
+        assert (code, err) == (0, "")
         return tmp_path / name
 
-    return call
-
-
-def lines_of(workdir: Path) -> list[dict]:
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return trained
 
 
 @pytest.fixture
@@ -39,33 +33,35 @@ def batch(config, mesh, trainer_of):
     return jax.device_put(tokens, abstract.sharding)
 
 
-def test_several_sources_and_evaluation_sets_have_losses_of_their_own(run, text, tmp_path):
+def test_several_sources_and_evaluation_sets_have_losses_of_their_own(trained, text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("another language altogether, over and over again\n" * 200)
     sources = ("--data.path", "None", "--data.sources", "code", text, 3.0, "prose", other, 1.0)
-    work = run("mixed", *sources, "--eval.sets", "held_out", other, "--eval.sample_tokens", 0)
+    work = trained("mixed", *sources, "--eval.sets", "held_out", other, "--eval.sample_tokens", 0)
     last = lines_of(work)[-1]
     for name in ("code", "prose", "held_out", "validation"):
         assert last[f"{name}_perplexity"] == pytest.approx(np.exp(last[f"{name}_loss"]))
     assert last["validation_loss"] == pytest.approx(0.75 * last["code_loss"] + 0.25 * last["prose_loss"], rel=1e-5)
 
 
-def test_a_run_begins_with_the_parameters_of_another_one(run):
-    first = run("first", *QUIET)
-    again = run("again", *QUIET, "--init_from", first, "--steps", 1)
+def test_a_run_begins_with_the_parameters_of_another_one(trained):
+    first = trained("first", *QUIET)
+    again = trained("again", *QUIET, "--init_from", first, "--steps", 1)
     drawn = lines_of(first)[0]["loss"]
     assert lines_of(again)[0]["loss"] < drawn
 
 
-def test_permanent_checkpoints_stay_beside_the_newest_ones(run):
-    work = run("permanent", *QUIET, "--checkpoint.every", 2, "--checkpoint.keep", 2, "--checkpoint.permanent_every", 5)
-    assert sorted(int(path.name) for path in (work / "checkpoints").iterdir()) == [5, 10, 12, 14]
+def test_permanent_checkpoints_stay_beside_the_newest_ones(trained):
+    work = trained(
+        "permanent", *QUIET, "--checkpoint.every", 2, "--checkpoint.keep", 2, "--checkpoint.permanent_every", 5
+    )
+    assert checkpoints_of(work) == {"5", "10", "12", "14"}
 
 
-def test_the_profiler_records_the_window(run):
-    work = run("profiled", *QUIET, "--profile.start", 5, "--profile.steps", 2)
+def test_the_profiler_records_the_window(trained):
+    work = trained("profiled", *QUIET, "--profile.start", 5, "--profile.steps", 2)
     assert list((work / "profile").rglob("*.xplane.pb"))
-    events = [json.loads(line) for line in (work / "events.jsonl").read_text().splitlines()]
+    events = events_of(work)
     assert [event["step"] for event in events if event["event"] == "profile"] == [6]
 
 

@@ -1,6 +1,7 @@
 """Tests of train/step/mesh.py: the mesh of devices, and what must divide over it."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +55,9 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused(data, model, message)
         make_mesh(MeshConfig(data=data, model=model))
 
 
-def test_the_mesh_has_explicit_axes_over_all_devices():
+def test_the_mesh_has_explicit_axes_over_all_devices_but_those_of_one_device():
     mesh = make_mesh(MeshConfig(data=-1, model=4))
-    assert dict(mesh.shape) == {"data": 2, "model": 4}  # without the axes that have one device
-    assert mesh.size == len(jax.devices())
+    assert (dict(mesh.shape), mesh.size) == ({"data": 2, "model": 4}, len(jax.devices()))
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
 
 
@@ -66,12 +66,22 @@ def test_another_platform_than_the_one_asked_for_is_refused():
         make_mesh(MeshConfig(platform="gpu"))
 
 
-def test_a_batch_that_the_data_axis_does_not_divide_is_refused(config, replace):
-    check_fits_mesh(config, {"data": 2, "model": 4})
-    with pytest.raises(InputError, match=r"divisible by the 'data' axis: got 5 on 2 devices; use 4 or 6"):
-        check_fits_mesh(replace(config, data={"batch_size": 5}), {"data": 2, "model": 4})
-    with pytest.raises(InputError, match=r"divisible by the 'data' x 'fsdp' axes: got 6 on 4 devices; use 4 or 8"):
-        check_fits_mesh(replace(config, data={"batch_size": 6}), {"data": 2, "fsdp": 2, "model": 2})
+@pytest.mark.parametrize(
+    ("sizes", "batch", "parts", "message"),
+    [
+        ({"data": 2, "model": 4}, 5, 1, "'data' axis: got 5 on 2 devices; use 4 or 6"),
+        ({"data": 2, "fsdp": 2, "model": 2}, 6, 1, "'data' x 'fsdp' axes: got 6 on 4 devices; use 4 or 8"),
+        ({"data": 2, "model": 4}, 10, 4, "'data' axis x data.microbatches: got 10 on 2 devices x 4 micro-batches = 8; "
+         "use 8 or 16, or fewer micro-batches"),
+        ({"data": 2, "fsdp": 2, "model": 2}, 8, 4, "'data' x 'fsdp' axes x data.microbatches: got 8 on 4 devices x 4 "
+         "micro-batches = 16; use 16, or fewer micro-batches"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_divide_over_the_mesh_is_refused(sizes, batch, parts, message, config, replace):
+    changed = replace(config, data={"batch_size": batch, "microbatches": parts})
+    with pytest.raises(InputError, match=re.escape(f"data.batch_size must be divisible by the {message}")):
+        check_fits_mesh(changed, sizes)
+    check_fits_mesh(replace(changed, data={"batch_size": 16}), sizes)
 
 
 def test_a_model_may_fit_a_mesh_that_batches_and_sequences_do_not(config, replace):

@@ -1,17 +1,12 @@
 """Tests of gradient accumulation: a batch in parts has the losses and the gradients of the whole batch."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.step.steps import STEPS, batches, place, train
-from train.checkpoints.manager import Checkpoints
-from train.checkpoints.record import identify_run
-from train.lifecycle.errors import InputError
-from train.step.mesh import check_fits_mesh, make_mesh
+from tests.train.step.steps import STEPS, batches, continue_run, place, train
+from train.step.mesh import make_mesh
 from train.step.microbatches import loss_and_gradient, split_batch, sum_of_losses
 
 FULLY_SHARDED = {"data": 2, "fsdp": 2, "model": 2}
@@ -66,22 +61,6 @@ def _in_float32(w, x, weights):
     return weighted_mean(whole, x, weights)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "batch", "message"),
-    [
-        ({"data": 2, "model": 4}, 10, "'data' axis x data.microbatches: got 10 on 2 devices x 4 micro-batches = 8; "
-         "use 8 or 16, or fewer micro-batches"),
-        (FULLY_SHARDED, 8, "'data' x 'fsdp' axes x data.microbatches: got 8 on 4 devices x 4 micro-batches = 16; "
-         "use 16, or fewer micro-batches"),
-    ],
-)  # fmt: skip
-def test_a_batch_that_does_not_divide_is_refused(config, replace, mesh, batch, message):
-    changed = replace(config, mesh=mesh, data={"batch_size": batch, "microbatches": 4})
-    with pytest.raises(InputError, match=re.escape(f"data.batch_size must be divisible by the {message}")):
-        check_fits_mesh(changed, make_mesh(changed.mesh).shape)
-    check_fits_mesh(replace(changed, data={"batch_size": 16}), make_mesh(changed.mesh).shape)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("separator", [None, 2], ids=["", "documents"])
 @pytest.mark.parametrize(
@@ -118,14 +97,7 @@ def test_twenty_steps_have_the_losses_of_the_whole_batch(config, replace, traine
 def test_a_run_with_micro_batches_resumes_exactly_and_may_change_their_number(config, replace, trainer_of, tmp_path):
     def continue_with(count, folder, start, steps):
         changed = replace(config, mesh=FULLY_SHARDED, data={"batch_size": 16, "microbatches": count})
-        mesh, identity = make_mesh(changed.mesh), identify_run(changed, {})
-        with jax.set_mesh(mesh), Checkpoints(tmp_path / folder, keep=9) as checkpoints:
-            trainer = trainer_of(changed, mesh)
-            state = checkpoints.restore(start, trainer.abstract_state(), identity)[0] if start else trainer.init()
-            state, losses = train(trainer, changed, mesh, state, start, steps)
-            checkpoints.save(start + steps, state, data={}, tokens=0, identity=identity)
-            checkpoints.wait()
-        return losses
+        return continue_run(changed, make_mesh(changed.mesh), trainer_of, tmp_path / folder, start, steps)[1]
 
     straight = continue_with(2, "straight", 0, 4)
     assert continue_with(2, "again", 0, 2) + continue_with(2, "again", 2, 2) == straight  # exactly

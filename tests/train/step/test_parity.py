@@ -9,9 +9,7 @@ import pytest
 
 from flaxasync.transport import direct
 from tests.simulator.split_pairs import session
-from tests.train.step.steps import STEPS, on_devices, place, train
-from train.checkpoints.manager import Checkpoints
-from train.checkpoints.record import identify_run
+from tests.train.step.steps import STEPS, continue_run, on_devices, place, train
 
 ALONE = (1, 1, 1, 1)  # (data, fsdp, context, model), the reference
 SLOW = pytest.mark.slow
@@ -123,15 +121,9 @@ def test_runs_resume_exactly_and_checkpoints_move_between_tensor_parallel_and_fu
 
     def continue_on(sizes, folder, start, steps):
         config, mesh = on(sizes)
-        identity = identify_run(config, {})
-        with jax.set_mesh(mesh), Checkpoints(tmp_path / folder, keep=9) as checkpoints:
-            trainer = trainer_of(config, mesh)
-            state = checkpoints.restore(start, trainer.abstract_state(), identity)[0] if start else trainer.init()
-            check_shards(state, mesh)
-            state, losses = train(trainer, config, mesh, state, start, steps)
-            checkpoints.save(start + steps, state, data={}, tokens=0, identity=identity)
-            checkpoints.wait()
-        return losses
+        state, history = continue_run(config, mesh, trainer_of, tmp_path / folder, start, steps)
+        check_shards(state, mesh)
+        return history
 
     straight = continue_on(fully_sharded, "straight", 0, 4)
     again = continue_on(fully_sharded, "again", 0, 2)

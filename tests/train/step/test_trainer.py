@@ -6,12 +6,6 @@ import numpy as np
 import pytest
 
 from train.step.mesh import token_spec
-from train.step.trainer import count_parameters
-
-
-@pytest.fixture
-def trainer(config, mesh, trainer_of):
-    return trainer_of(config, mesh)
 
 
 @pytest.fixture
@@ -80,10 +74,3 @@ def test_validation_adds_the_losses_and_their_number(trainer, batch):
     assert once[1] == 8 * 16
     loss = float(trainer.train_step(state, *batch)[1]["loss"])
     np.testing.assert_allclose(float(once[0] / once[1]), loss, rtol=1e-5)
-
-
-def test_parameters_are_counted_once(config, trainer):
-    model, width = config.model, config.model.width
-    norms, attention, mlp = 2 * width, 4 * width * width, 3 * width * model.mlp_width
-    expected = model.layers * (norms + attention + mlp) + width + 2 * model.vocab_size * width
-    assert count_parameters(trainer.abstract_state().params) == expected

@@ -17,8 +17,8 @@ from flaxasync.verify.supervisor import MachineError
 from flaxasync.verify.verdict import Result, Verdict
 from models.config import TransformerConfig
 from tests.verify.test_what_follows import follow, machine_of
-from train.lifecycle.agreement import agree_on_kernels
 from train.lifecycle.errors import InputError
+from train.lifecycle.preparation import agree_on_kernels
 from train.step import verify as verify_module
 from train.step.mesh import CONTEXT, FSDP, infer_sizes
 from train.step.verify import cases_of, may_have_tpus, verify_first
@@ -81,7 +81,8 @@ def test_the_cases_have_the_heads_that_a_device_computes(config, replace):
     assert ("attention", ((4, 1024, 2, head), (4, 1024, 1, head))) in shapes
 
 
-def test_a_run_verifies_once_and_full_each_time(config, ran, capsys):
+def test_a_run_verifies_once_and_full_each_time(config, ran, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("this process opened the chips before its children"))
     verify_first(config, "auto")
     verify_first(config, "auto")
     assert len(ran.runs) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.lifecycle.faults.workplace import after_checkpoint, after_step, fault, one_paragraph
+from tests.train.lifecycle.faults.workplace import after_checkpoint, after_step, fault
 
 
 @pytest.fixture
@@ -102,10 +102,7 @@ _os.write, _os.mkdir = _refusing_write, _refusing_mkdir
     assert "deleted" not in err
     assert place.steps_saved() == [5]
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    code, _, err = place.run()
-    assert code == 2, err
-    assert one_paragraph(err)
-    assert "workdir must be a folder that can be written" in err
+    place.fails(2, "workdir must be a folder that can be written")
     subprocess.run(["mount", "-o", "remount,rw,size=12m", disk], check=True)
     place.completes()
     assert place.losses() == expected
@@ -143,7 +140,4 @@ def test_no_locks(place):
         "def _no_locks(*_): raise OSError(_e.ENOLCK, 'No locks available')\n"
         "_f.flock = _no_locks\n"
     )
-    code, _, err = place.run("--compile_cache", "none", code=broken)
-    assert code == 2, err
-    assert one_paragraph(err)
-    assert "is on a file system without locks" in err
+    place.fails(2, "is on a file system without locks", "--compile_cache", "none", code=broken)

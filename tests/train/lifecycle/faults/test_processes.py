@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.train.lifecycle.faults.workplace import after_step, fault, one_paragraph
+from tests.train.launcher import lines_of
+from tests.train.lifecycle.faults.workplace import after_step, ends, fault
 
 
 @fault("SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C")
@@ -17,12 +18,9 @@ def test_signal(place, expected):
         process = place.start()
         after_step(process, step + 4)
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (code, "")
-        step = int(re.search(rf"stopped by {number.name} after step (\d+), saved in", out)[1])
+        step = int(re.search(rf"stopped by {number.name} after step (\d+), saved in", ends(process, code))[1])
         assert max(place.steps_saved()) == step
-    assert place.completes() == ""
-    assert place.losses() == expected
+    place.goes_on(expected)
 
 
 @fault("a second Ctrl-C")
@@ -35,8 +33,7 @@ def test_second_interrupt(place, expected):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err, out + err
-    assert place.completes() == ""
-    assert place.losses() == expected
+    place.goes_on(expected)
 
 
 @fault("SIGTERM while it compiles")
@@ -44,10 +41,8 @@ def test_signal_at_start(place, expected):
     process = place.start()
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60)[1] == ""
-    assert process.returncode == 75
-    assert place.completes() == ""
-    assert place.losses() == expected
+    ends(process, 75)
+    place.goes_on(expected)
 
 
 @fault("SIGSTOP, or a machine that sleeps, then SIGCONT")
@@ -57,21 +52,16 @@ def test_sleep(place, expected):
     process.send_signal(signal.SIGSTOP)
     time.sleep(6)
     process.send_signal(signal.SIGCONT)
-    assert process.communicate(timeout=60)[1] == ""
-    assert process.returncode == 0
+    ends(process, 0)
     assert place.losses() == expected
 
 
 @fault("a read that never returns")
 def test_hang(place, expected):
     hang = "def _delay(batch): return 0.03 if batch < 12 else 1e6\n"
-    code, _, err = place.run("--report.hang_seconds", 3, code=hang)
-    assert code == 75
-    assert one_paragraph(err), err
-    assert "the run made no progress for 3 s after step 12" in err
+    place.fails(75, "the run made no progress for 3 s after step 12", "--report.hang_seconds", 3, code=hang)
     assert "_slowly" in (place.work / "stacks.txt").read_text()
-    assert place.completes() == ""
-    assert place.losses() == expected
+    place.goes_on(expected)
 
 
 @fault("the reader of its output ends")
@@ -93,24 +83,16 @@ def _init(self):
     return _jax.block_until_ready(_jnp.zeros(2**44, _jnp.int8))
 _step.Trainer.init = _init
 """
-    code, _, err = place.run(code=allocate)
-    assert code == 4, err
-    assert one_paragraph(err), err
-    assert "has too little memory" in err
-    assert place.completes() == ""
-    assert place.losses() == expected
+    place.fails(4, "has too little memory", code=allocate)
+    place.goes_on(expected)
 
 
 @fault("another run in the same workdir")
 def test_two_runs(place, expected):
     first = place.start()
     after_step(first, 3)
-    code, _, err = place.run()
-    assert code == 2
-    assert one_paragraph(err)
-    assert "is in use by another run (process " in err
-    assert first.communicate(timeout=60)[1] == ""
-    assert first.returncode == 0
+    place.fails(2, "is in use by another run (process ")
+    ends(first, 0)
     assert place.losses() == expected
 
 
@@ -124,4 +106,4 @@ _time.time = lambda: _clock() + ({jump} if _time.monotonic() > _began + 1.5 else
     exit_code, _, err = place.run("--checkpoint.minutes", 1, code=code)
     assert (exit_code, err) == (0, "")
     assert place.losses() == expected
-    assert all(0 <= line["goodput"] <= 1 for line in place.lines())
+    assert all(0 <= line["goodput"] <= 1 for line in lines_of(place.work))

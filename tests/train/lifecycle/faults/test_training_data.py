@@ -1,6 +1,5 @@
 """The rows of the fault table about training data and losses. test_table.py says what a row shows."""
 
-import json
 import os
 import re
 import signal
@@ -9,34 +8,36 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.train.data.test_tokenized import train_tokenizer
-from tests.train.lifecycle.faults.workplace import Workplace, after_step, contents, fault, one_paragraph
+from tests.train.data.test_tokenizer import train_tokenizer
+from tests.train.launcher import contents, events_of, lines_of
+from tests.train.lifecycle.faults.workplace import Workplace, after_step, fault
 
 
 def other_data(place: Workplace, change: Callable[[bytes], bytes]) -> Path:
     path = place.work.with_name("other.txt")
-    text = re.search(r'path="(.*?)"', place._preset.read_text())[1]
+    text = re.search(r"path='(.*?)'", place.preset.read_text())[1]
     path.write_bytes(change(Path(text).read_bytes()))
     return path
 
 
-@fault("another corpus than that of the checkpoint")
-def test_changed_data(stopped, expected):
-    """Reversed, halved, and with one byte that differs."""
+@fault("another corpus than that of the checkpoint", "another tokenizer")
+def test_changed_data(stopped, expected, text, tmp_path):
+    """The data reversed, halved, and with one byte that differs; another file of a tokenizer, and only its name."""
+    tokenizer = tmp_path / "tokenizer.json"
+    train_tokenizer(tokenizer, text, vocab_size=128, special_tokens=(), all_bytes=False)
     before = contents(stopped.work)
-    for change, said in (
+    for change, says in (
         (lambda data: data[::-1], "source data: content_hash was "),
         (lambda data: data[: len(data) // 2], "tokens was "),
         (lambda data: data[:9000] + b"X" + data[9001:], "source data: content_hash was "),
     ):
-        code, _, err = stopped.run("--data.path", other_data(stopped, change))
-        assert code == 2
-        assert one_paragraph(err)
-        assert said in err
-        assert "--data.accept_change True" in err
+        assert "--data.accept_change True" in stopped.fails(2, says, "--data.path", other_data(stopped, change))
         assert contents(stopped.work) == before
-    assert stopped.completes() == ""
-    assert stopped.losses() == expected
+    for name, says in ((tokenizer, "tokenizer was bytes and is"), ("gpt2", "where data.tokenizer is a name")):
+        code, _, err = stopped.run("--data.tokenizer", name)
+        assert code == 2
+        assert says in err
+    stopped.goes_on(expected)
 
 
 @fault("another corpus, accepted")
@@ -45,51 +46,24 @@ def test_accepted_data(stopped, expected):
     newest = max(stopped.steps_saved())
     stopped.completes("--data.path", path, "--data.accept_change", "True")
     assert stopped.losses()[:newest] == expected[:newest]
-    events = [json.loads(line) for line in (stopped.work / "events.jsonl").read_text().splitlines()]
-    starts = [event for event in events if event["event"] == "start"]
+    starts = [event for event in events_of(stopped.work) if event["event"] == "start"]
     assert any("content_hash" in change for change in starts[-1]["changes"])
-
-
-@fault("another tokenizer")
-def test_other_tokenizer(stopped, expected, text, tmp_path):
-    """The file of another tokenizer, and one of which there is only the name."""
-    file = tmp_path / "tokenizer.json"
-    train_tokenizer(file, text, vocab_size=128, special_tokens=(), all_bytes=False)
-    for tokenizer, said in ((file, "tokenizer was bytes and is"), ("gpt2", "where data.tokenizer is a name")):
-        code, _, err = stopped.run("--data.tokenizer", tokenizer)
-        assert code == 2
-        assert said in err
-    assert stopped.completes() == ""
-    assert stopped.losses() == expected
 
 
 @fault("missing, empty, binary or foreign data")
 def test_bad_data(stopped, expected):
     path = stopped.work.with_name("bad.txt")
-    for content, said in (
-        (None, "there is no"),
-        (b"", "is empty"),
-        (b"\0abc" * 100, "holds a zero byte"),
-        (b"\xff" * 9000, "token ids"),
-    ):
-        if content is not None:
-            path.write_bytes(content)
-        code, _, err = stopped.run("--data.path", path)
-        assert code == 2
-        assert one_paragraph(err)
-        assert said in err
-    assert stopped.completes() == ""
-    assert stopped.losses() == expected
+    stopped.fails(2, "there is no", "--data.path", path)
+    for content, says in ((b"", "is empty"), (b"\0abc" * 100, "holds a zero byte"), (b"\xff" * 9000, "token ids")):
+        path.write_bytes(content)
+        stopped.fails(2, says, "--data.path", path)
+    stopped.goes_on(expected)
 
 
 @fault("data or a workdir that may not be read or written")
 def test_permissions(place, expected):
-    code, _, err = place.run(code="import os as _os\n_os.setegid(65534), _os.seteuid(65534)\n")
-    assert code == 2, err
-    assert one_paragraph(err), err
-    assert "Permission denied" in err
-    assert place.completes() == ""
-    assert place.losses() == expected
+    place.fails(2, "Permission denied", code="import os as _os\n_os.setegid(65534), _os.seteuid(65534)\n")
+    place.goes_on(expected)
 
 
 @fault("a data file that is cut during the run")
@@ -102,20 +76,15 @@ def test_cut_data(place, expected):
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGBUS
     path.write_bytes(content)
-    assert place.completes("--data.path", path) == ""
-    assert place.losses() == expected
+    place.goes_on(expected, "--data.path", path)
 
 
 @fault("a loss that is not finite")
 def test_not_finite(stopped, expected):
     newest = max(stopped.steps_saved())
-    code, _, err = stopped.run("--optimizer.learning_rate", 1e30)
-    assert code == 3
-    assert one_paragraph(err)
-    saved = max(stopped.steps_saved())
-    assert f"of step {saved}" in err
-    assert stopped.completes("--resume", newest) == ""
-    assert stopped.losses() == expected
+    err = stopped.fails(3, "of step ", "--optimizer.learning_rate", 1e30)
+    assert f"of step {max(stopped.steps_saved())}" in err
+    stopped.goes_on(expected, "--resume", newest)
 
 
 @fault("a damaged batch, skipped")
@@ -136,8 +105,7 @@ _step.Trainer._train_step = _spoiled
     code, out, err = place.run("--skip.nonfinite", "True", code=spoil)
     assert (code, err) == (0, ""), out + err
     assert "step 12: the update was skipped" in out
-    events = [json.loads(line) for line in (place.work / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "skipped"] == [12]
-    lines = [json.loads(line) for line in (place.work / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events_of(place.work) if event["event"] == "skipped"] == [12]
+    lines = lines_of(place.work)
     assert [line["step"] for line in lines if line["skipped"]] == [12]
     assert np.isfinite([line["loss"] for line in lines if line["step"] != 12]).all()

@@ -4,37 +4,29 @@ import json
 import re
 import shutil
 
-from tests.train.lifecycle.faults.workplace import after_step, contents, fault, one_paragraph
+from tests.train.launcher import contents, events_of, lines_of
+from tests.train.lifecycle.faults.workplace import after_step, fault
 
 
-@fault("a damaged array in the newest checkpoint")
+@fault("a damaged array in the newest checkpoint", "a changed data position in the record of a checkpoint")
 def test_damaged_checkpoint(stopped, expected):
+    """The newest checkpoint is damaged in one way and then, with its arrays repaired, in the other way."""
     *_, earlier, newest = stopped.steps_saved()
-    for file in (stopped.work / "checkpoints" / str(newest) / "state").rglob("d/*"):
-        file.write_bytes(file.read_bytes()[:20])
-    before = contents(stopped.work)
-    code, _, err = stopped.run()
-    assert code == 2
-    assert one_paragraph(err)
-    assert f"run again with --resume {earlier}" in err
-    assert contents(stopped.work) == before
-    assert stopped.completes("--resume", earlier) == ""
-    assert stopped.losses() == expected
-
-
-@fault("a changed data position in the record of a checkpoint")
-def test_damaged_record(stopped, expected):
-    *_, earlier, newest = stopped.steps_saved()
-    (path,) = (stopped.work / "checkpoints" / str(newest) / "record").rglob("metadata")
-    record = json.loads(path.read_text())
-    record["data"]["sequences"] += 8
-    path.write_text(json.dumps(record))
-    code, _, err = stopped.run()
-    assert code == 2
-    assert one_paragraph(err)
-    assert "the record is not what was saved" in err
-    assert stopped.completes("--resume", earlier) == ""
-    assert stopped.losses() == expected
+    checkpoint = stopped.work / "checkpoints" / str(newest)
+    arrays = {file: file.read_bytes() for file in (checkpoint / "state").rglob("d/*")}
+    (record,) = (checkpoint / "record").rglob("metadata")
+    fields = json.loads(record.read_text())
+    fields["data"]["sequences"] += 8
+    for damage, says in (
+        ({file: content[:20] for file, content in arrays.items()}, f"run again with --resume {earlier}"),
+        (arrays | {record: json.dumps(fields).encode()}, "the record is not what was saved"),
+    ):
+        for file, content in damage.items():
+            file.write_bytes(content)
+        before = contents(stopped.work)
+        stopped.fails(2, says)
+        assert contents(stopped.work) == before
+    stopped.goes_on(expected, "--resume", earlier)
 
 
 @fault("an invalid line in metrics.jsonl")
@@ -53,7 +45,7 @@ def test_deleted_metrics(stopped, expected):
     newest = max(stopped.steps_saved())
     err = stopped.completes()
     assert f"lacks {newest} of the {newest} steps that were done before; they may still be in tensorboard/" in err
-    assert [line["loss"] for line in stopped.lines()] == expected[newest:]
+    assert [line["loss"] for line in lines_of(stopped.work)] == expected[newest:]
 
 
 @fault("an incomplete last line of metrics.jsonl or events.jsonl")
@@ -61,21 +53,15 @@ def test_cut_line(stopped, expected):
     for name in ("metrics.jsonl", "events.jsonl"):
         with open(stopped.work / name, "a") as file:
             file.write('{"step": 17, "lo')
-    stopped.completes()
-    assert stopped.losses() == expected
-    events = [json.loads(line)["event"] for line in (stopped.work / "events.jsonl").read_text().splitlines()]
-    assert events.count("start") == 2
+    stopped.goes_on(expected)
+    assert [event["event"] for event in events_of(stopped.work)].count("start") == 2
 
 
 @fault("a deleted config.json, and another seed")
 def test_deleted_config(stopped, expected):
     (stopped.work / "config.json").unlink()
-    code, _, err = stopped.run("--seed", 1)
-    assert code == 2
-    assert one_paragraph(err)
-    assert "seed was 0 and is 1" in err
-    assert stopped.completes() == ""
-    assert stopped.losses() == expected
+    stopped.fails(2, "seed was 0 and is 1", "--seed", 1)
+    stopped.goes_on(expected)
 
 
 @fault("deleted events, plots, event files and program")
@@ -84,8 +70,7 @@ def test_deleted_views(stopped, expected):
     names = ("events.jsonl", "loss.png", "program.txt.gz")
     for name in names:
         (stopped.work / name).unlink()
-    assert stopped.completes() == ""
-    assert stopped.losses() == expected
+    stopped.goes_on(expected)
     assert all((stopped.work / name).stat().st_size for name in names)
     assert list((stopped.work / "tensorboard").glob("events*"))
 
@@ -93,8 +78,7 @@ def test_deleted_views(stopped, expected):
 @fault("a damaged cache of compiled programs")
 def test_damaged_cache(place, expected, tmp_path):
     cache = tmp_path / "programs"
-    environment = {name: value for name, value in place._environment.items() if "COMPILATION_CACHE" not in name}
-    place._environment = environment
+    place.environment = {name: value for name, value in place.environment.items() if "COMPILATION_CACHE" not in name}
     process = place.start("--compile_cache", cache)
     after_step(process, 6)
     process.kill()

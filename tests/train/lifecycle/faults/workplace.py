@@ -1,12 +1,13 @@
 """What the tests of the fault table share: the registry of its rows, and a run that is started again and again."""
 
-import json
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.train.launcher import checkpoints_of, lines_of
 
 STEPS = 40
 QUIET = ("--eval.every", 0, "--eval.sample_tokens", 4)
@@ -42,15 +43,15 @@ class Workplace:
     """Starts the same run again and again in one workdir, with or without a fault in its process."""
 
     def __init__(self, launcher, preset: Path, environment: dict[str, str], work: Path):
-        self._launcher, self._preset, self._environment, self.work = launcher, preset, environment, work
+        self.launcher, self.preset, self.environment, self.work = launcher, preset, environment, work
         self._runs = []
 
     def start(self, *options: object, code: str = ""):
         """Starts the run; `code` is Python that its process runs first."""
-        path = self._preset.with_name("with_fault.py")
-        path.write_text(self._preset.read_text() + SLOW_DATA + code)
+        path = self.preset.with_name("with_fault.py")
+        path.write_text(self.preset.read_text() + SLOW_DATA + code)
         command = [str(path), "--steps", STEPS, "--workdir", self.work, "--checkpoint.every", 5, *QUIET, *options]
-        run = self._launcher.start(list(map(str, command)), environment=self._environment)
+        run = self.launcher.start(list(map(str, command)), environment=self.environment)
         self._runs.append(run)
         return run
 
@@ -60,27 +61,45 @@ class Workplace:
         out, err = process.communicate(timeout=120)
         return process.returncode, out, err
 
+    def fails(self, exit_code: int, says: str, *options: object, code: str = "") -> str:
+        """Runs to the end, checks that it fails with one paragraph that says something, and returns that."""
+        ended, _, err = self.run(*options, code=code)
+        assert ended == exit_code, err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1, err
+        assert says in err
+        return err
+
     def completes(self, *options: object) -> str:
         """Runs to the end, checks that it completes, and returns what it printed to standard error."""
         code, out, err = self.run(*options)
         assert code == 0, out + err
         return err
 
+    def goes_on(self, expected: list[float], *options: object) -> None:
+        """Runs to the end, and checks that it says nothing and that its losses are those of the undisturbed run."""
+        assert self.completes(*options) == ""
+        assert self.losses() == expected
+
     def kill(self) -> None:
         for run in self._runs:
             run.kill()
             run.communicate()
 
-    def lines(self) -> list[dict]:
-        return [json.loads(line) for line in (self.work / "metrics.jsonl").read_text().splitlines()]
-
     def losses(self) -> list[float]:
-        lines = self.lines()
+        lines = lines_of(self.work)
         assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
         return [line["loss"] for line in lines]
 
     def steps_saved(self) -> list[int]:
-        return sorted(int(path.name) for path in (self.work / "checkpoints").iterdir() if path.name.isdigit())
+        return sorted(int(name) for name in checkpoints_of(self.work) if name.isdigit())
+
+
+def ends(process, code: int, err: str = "") -> str:
+    """Waits for the end of a run, checks its exit code and what it said, and returns what else it printed."""
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (code, err)
+    return out
 
 
 def after_step(process, step: int) -> None:
@@ -99,11 +118,3 @@ def after_checkpoint(place: Workplace, process) -> None:
     while not place.steps_saved():
         assert time.monotonic() < latest, "no checkpoint was completed"
         time.sleep(0.01)
-
-
-def one_paragraph(err: str) -> bool:
-    return err.startswith("error: ") and err.count("\n") == 1
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}

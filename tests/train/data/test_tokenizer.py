@@ -1,4 +1,4 @@
-"""Tests of train/data/tokenizer.py and tokenized.py: tokens of text files, their documents, and bad files."""
+"""Tests of train/data/tokenizer.py: tokens of text files, their documents, and bad files."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from train.config import DataConfig
-from train.data import tokenized
+from train.data import tokenizer as module
 from train.data.corpus import open_corpora
 from train.data.tokenizer import Tokenizer
 from train.lifecycle.errors import InputError
@@ -74,7 +74,7 @@ def test_each_line_of_a_jsonl_file_is_a_document(tokenizer, tmp_path):
 
 
 def test_a_long_document_is_encoded_in_pieces(tokenizer, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenized, "PIECE_BYTES", 500)
+    monkeypatch.setattr(module, "PIECE_BYTES", 500)
     corpus = opened(text, tokenizer)
     assert np.count_nonzero(corpus.tokens == END) == 1
     assert corpus.tokenizer.decode(corpus.tokens[:-1]) == text.read_text()
@@ -93,7 +93,7 @@ def test_truncation_and_padding_of_the_file_change_nothing(tokenizer, text):
 
 
 def test_documents_and_prompts_begin_with_the_same_tokens(tokenizer, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenized, "PIECE_BYTES", 500)
+    monkeypatch.setattr(module, "PIECE_BYTES", 500)
     inner = tokenizers.Tokenizer.from_file(str(tokenizer))
     inner.post_processor = tokenizers.processors.TemplateProcessing(
         single="<pad> $A <end>", special_tokens=[("<pad>", 0), ("<end>", END)]
@@ -115,7 +115,7 @@ def test_text_that_is_not_utf8_is_refused(tokenizer, tmp_path):
 
 
 def test_a_bad_file_leaves_no_tokens(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenized, "BATCH_PIECES", 1)
+    monkeypatch.setattr(module, "BATCH_PIECES", 1)
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{}\n')  # the tokens of the first line have been written
     with pytest.raises(InputError, match="line 2"):
         opened(tmp_path / "a.jsonl", tokenizer)

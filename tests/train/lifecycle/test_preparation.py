@@ -1,4 +1,4 @@
-"""Tests of train/step/compiled.py: what in a training step holds the host is reported before the first one."""
+"""Tests of train/lifecycle/preparation.py: what in a training step holds the host is reported before the first one."""
 
 import inspect
 import re
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from models.transformer import Transformer
+from train.lifecycle.preparation import describe_dispatch
 from train.run import main
-from train.step.compiled import describe_dispatch
 from train.step.trainer import Trainer
 
 

@@ -1,4 +1,4 @@
-"""What the commands that read or write checkpoints share: their help, their exit codes, and what Ctrl-C leaves."""
+"""Tests of train/lifecycle/errors.py: what a command prints and returns when it fails; and the help of the commands."""
 
 import errno
 import re
@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from train import export_checkpoint, import_checkpoint, sample
-from train.checkpoints.commands import exit_code
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, exit_code
 
 
 def run(error):
@@ -47,20 +46,15 @@ def test_any_other_error_keeps_its_traceback(error):
 def test_output_that_nobody_reads_any_more_is_no_error():
     program = """if True:
         import sys
-        from train.checkpoints.commands import exit_code
+        from train.lifecycle.errors import exit_code
 
         def action():
             sys.stdin.readline()  # until the reader of the output is gone
             print("text" * 100_000, flush=True)
 
         sys.exit(exit_code(action, outcome="", memory_advice="", reader_may_leave=True))"""
-    child = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
     child.stdout.close()
     child.stdout = None
     _, error = child.communicate("\n", timeout=60)

@@ -1,12 +1,18 @@
-"""Requests to stop a run: signals, which the loop notices between two steps.
+"""What stops a run before its end: signals, which the loop notices between two steps, and a watchdog.
 
 After the first signal the run finishes the current step and saves it. A second Ctrl-C ends the process without saving.
 If several processes train together, a signal to any of them stops all of them after the same step: JAX's runtime
 receives SIGTERM, informs every process, and agrees on the step, so all other signals are turned into SIGTERM there.
 """
 
+import contextlib
+import faulthandler
 import os
 import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -18,6 +24,7 @@ EXIT_CODES = {
     signal.SIGUSR1: RESTART,  # the notice that Slurm can be told to send before the time limit
     signal.SIGINT: INTERRUPTED,
 }
+TICK_SECONDS = 1.0
 
 
 class StopRequest:
@@ -64,3 +71,47 @@ class StopRequest:
         if self.signal is None and self._shared:
             os.kill(os.getpid(), signal.SIGTERM)
         self.signal = self.signal or signal.Signals(number)
+
+
+class Watchdog:
+    """A context manager whose thread ends the process if `progress` is not called for some time.
+
+    A supervisor cannot tell a hang from a slow step: a collective whose partner is gone can wait forever, and so does a
+    read from a file system that has stopped answering. The time is counted in ticks of the thread and not read from a
+    clock, so that a process which was stopped with SIGSTOP, or a machine that slept, does not count as hanging.
+    """
+
+    def __init__(self, seconds: float, stacks: Path, *, end: Callable[[int], object] = os._exit):
+        """Takes the longest time without progress, 0 for ever, and the file that gets the stack of every thread."""
+        self._seconds, self._stacks, self._end = seconds, stacks, end
+        self._idle, self._last = 0.0, "the start"
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        if self._seconds:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+
+    def progress(self, last: str) -> None:
+        """Tells that something was finished, which `last` names for the message."""
+        self._idle, self._last = 0.0, last
+
+    def _watch(self) -> None:
+        tick = min(TICK_SECONDS, self._seconds / 4)
+        while self._idle <= self._seconds:
+            if self._stopped.wait(tick):
+                return
+            self._idle += tick
+        with contextlib.suppress(OSError), open(self._stacks, "w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        print(
+            f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; the "
+            f"stack of every thread is in {self._stacks}, unless it cannot be written. Starting again continues from "
+            "the newest checkpoint; report.hang_seconds sets the time.",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._end(RESTART)

@@ -1,15 +1,11 @@
-"""Tests of train/step/run_sample.py: the continuation of a prompt."""
+"""Tests of train/step/evaluation.py: the sample of a run."""
 
 import jax
 import numpy as np
 import pytest
 
-from train.step.run_sample import generate
-
-
-@pytest.fixture
-def trainer(config, mesh, trainer_of):
-    return trainer_of(config, mesh)
+from train.step.evaluation import generate
+from train.step.mesh import make_mesh
 
 
 def test_the_same_state_gives_the_same_text(config, trainer):
@@ -33,3 +29,14 @@ def test_near_temperature_zero_every_token_is_the_most_likely_one(config, traine
         logits = np.asarray(forward(state.params, jax.device_put(window, trainer.abstract_batch()[0].sharding)))
         assert token == logits[0, position - 1].argmax()
         window[:, position] = token
+
+
+@pytest.mark.slow
+def test_the_text_is_the_same_on_a_mesh_that_splits_sequences(config, replace, trainer_of):
+    texts = []
+    for sizes in ({"data": 2, "context": 2, "model": 2}, {"data": 2, "model": 4}):
+        now = replace(config, mesh={"context": 1} | sizes, eval={"temperature": 1e-6})
+        with jax.set_mesh(make_mesh(now.mesh)):
+            trainer = trainer_of(now, jax.sharding.get_mesh())
+            texts.append(generate(trainer, trainer.init(), np.arange(17), now))
+    assert texts[0] == texts[1]
