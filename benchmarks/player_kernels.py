@@ -12,7 +12,6 @@ devices. `program` makes the jitted function and its arguments for any m, k and 
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.programs import array
 from flaxasync.kernels.engine import operands, ring, vmem
 from flaxasync.kernels.gemm import gemm, grid, specs, step
 from flaxasync.kernels.mesh_matmul.overlapped import overlapped
@@ -41,6 +41,9 @@ class Tiles:
 
     def matmul(self, rows: int = 1) -> operands.Tiles:
         return operands.Tiles(rows * self.m, self.k, self.n)
+
+
+DEFAULT_TILES = Tiles()
 
 
 def all_gather(w: jax.Array) -> jax.Array:
@@ -155,8 +158,7 @@ def all_overlapped(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
     return overlapped(x, w, tiles=tiles.matmul(rows=2))
 
 
-VARIANTS: dict[str, Callable | None] = {
-    "xla": None,
+VARIANTS = {
     "collectives_and_gemm": collectives_and_gemm,
     "series": series,
     "fused": fused_then_reduce,
@@ -164,21 +166,15 @@ VARIANTS: dict[str, Callable | None] = {
 }
 
 
-def program(variant: str, mesh: Mesh, shape: tuple[int, int, int] = STUDY, tiles: Tiles = Tiles()) -> tuple:
-    """Returns the jitted function of a variant and its two arguments, without values."""
+def program(variant: str, mesh: Mesh, shape: tuple[int, int, int] = STUDY, tiles: Tiles = DEFAULT_TILES) -> tuple:
+    """Returns the jitted function of a variant, or of "xla", and its two arguments, without values."""
     m, k, n = shape
-    arguments = tuple(
-        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for s, spec in (((m, k), P("x", "y")), ((k, n), P("x", None)))
-    )
-    local = VARIANTS[variant]
-    if local is None:
-        return jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None))), *arguments
-    sharded = jax.shard_map(
-        functools.partial(local, tiles=tiles), mesh=mesh, in_specs=(P("x", "y"), P("x", None)), out_specs=P("x", None),
-        check_vma=False,
-    )  # fmt: skip
-    return jax.jit(sharded), *arguments
+    specs, out = (P("x", "y"), P("x", None)), P("x", None)
+    arguments = array((m, k), mesh, specs[0]), array((k, n), mesh, specs[1])
+    if variant == "xla":
+        return jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, out)), *arguments
+    local = functools.partial(VARIANTS[variant], tiles=tiles)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)), *arguments
 
 
 def _other(axis: str) -> dict:

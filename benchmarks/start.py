@@ -4,11 +4,10 @@
 
 The two starts of a round follow each other: the first one has an empty cache of compiled programs, and the second one
 has the cache that the first one filled. Each runs as `make train` does, in a new workdir, until it prints that its
-first step is done. Every start finds the bytecode of Python's modules, which an unmeasured round writes before. The
-processor time is that of all threads together, and depends less on what else the machine does than the clock does.
+first step is done. An unmeasured round writes the bytecode of Python's modules before. The processor time is that of
+all threads together, and depends less on what else the machine does than the clock does.
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -17,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from table import print_table, write_between_markers
+from benchmarks.table import command_line, print_table, write_between_markers
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "started "  # how the line begins that the script prints after its first step
@@ -41,31 +40,21 @@ def start(folder: Path, workdir: str) -> tuple[float, float]:
 
 def main() -> None:
     """Measures, prints the table, and writes it to a file on request."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds of two starts (default: 5)")
-    parser.add_argument("--write", metavar="FILE", help="file whose table, between markers, is replaced")
-    args = parser.parse_args()
+    chosen = parser.parse_args()
     rounds = []
-    for number in range(args.rounds + 1):
+    for _ in range(chosen.rounds + 1):
         with tempfile.TemporaryDirectory() as name:
-            first, second = (start(Path(name), workdir) for workdir in ("first", "second"))
-        if number:
-            rounds.append((first, second))
-        print(f"round {number}: {first[0]:.1f} s and {second[0]:.1f} s", file=sys.stderr, flush=True)
+            rounds.append([start(Path(name), workdir) for workdir in ("first", "second")])
     rows = []
     for index, kind in enumerate(("by the clock", "processor time")):
-        medians = [statistics.median(round[start][index] for round in rounds) for start in (0, 1)]
-        ratio = statistics.median(second[index] / first[index] for first, second in rounds)
-        rows.append(
-            [
-                f"from the start of the process to the end of step 1, {kind}",
-                *(f"{m:.1f} s" for m in medians),
-                f"{ratio:.2f}",
-            ]
-        )
+        first, second = ([starts[n][index] for starts in rounds[1:]] for n in (0, 1))
+        ratio = statistics.median(b / a for a, b in zip(first, second, strict=True))
+        medians = [f"{statistics.median(seconds):.1f} s" for seconds in (first, second)]
+        rows.append([f"from the start of the process to the end of step 1, {kind}", *medians, f"{ratio:.2f}"])
     table = print_table(["8 simulated CPU devices", "first start", "second start", "median ratio"], rows)
-    if args.write:
-        write_between_markers(args.write, "start", table)
+    write_between_markers(chosen.write, "start", table)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Estimated timelines: of a matmul whose time was measured, and of a tensor-parallel MLP in several forms. No TPU.
 
-    python benchmarks/timeline.py                        prints the table
+    python benchmarks/timeline.py                        prints the table of docs/check.md
     python benchmarks/timeline.py --write docs/check.md  also puts it between the markers in that file
     python benchmarks/timeline.py --pictures docs/img    also draws check_mlp.png and check_matmul.png
+    python benchmarks/timeline.py --backends --write docs/async.md  instead: benchmarks/tp_mlp.py by backend
 
 The matmul is that of the published 2x2 study on v5e (m, k, n = 16384, 16384, 8192 in bf16), which took 12.05 ms. The
 MLP has batch 8, sequence 2048, width 8192 and hidden width 28672, in bf16 on v5e:2x4. Its activations are sharded over
-the sequence before and after.
+the sequence before and after. Copies, bytes and pairs are facts of the program.
 """
 
-import argparse
 import dataclasses
 import functools
 import pathlib
@@ -18,59 +18,73 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import HLO_ONLY, Timeline, audit, compile_for, save_picture, timeline, topology_mesh
+from benchmarks import tp_mlp
+from benchmarks.programs import array
+from benchmarks.table import command_line, print_table, write_between_markers
+from flaxasync.check import (
+    HLO_ONLY,
+    Timeline,
+    audit,
+    compile_for,
+    parse,
+    save_picture,
+    timeline,
+    topology_devices,
+    topology_mesh,
+)
+from flaxasync.check.estimate.costs import Costs
+from flaxasync.hardware import chip
 
 BATCH, SEQUENCE, MODEL, HIDDEN, RING = 8, 2048, 8192, 28672, 8
-BEGIN, END = "<!-- timeline table -->", "<!-- end of timeline table -->"
-
 MEASURED_MS = {"2x2 jnp.matmul": "12.05"}  # published times on TPU v5e
 WINDOWED_OFF = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"}
 POST_SPMD = {
     "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
     "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
 }
+SPECS = P(None, "model", None), P(None, "model"), P("model", None)  # of x, and of the kernels up and down
+BACKENDS = ("none", "xla", "pallas")
+LARGE = 1 << 20  # bytes; smaller copies are not counted
+HEADER = ("program", "ms", "ms, copies by bytes", "measured ms", "work", "exposed", "pairs with work inside",
+          "temporary MiB")  # fmt: skip
+BACKEND_HEADER = ("pass", "backend", "copies", "of those in flight", "transfers", "with compute inside", "stalls, ms",
+                  "total, ms", "temporaries, MiB")  # fmt: skip
+
+type Program = tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]
+"""A jitted function and its abstract arguments."""
 
 
-def study() -> tuple[Callable, tuple]:
-    """Returns jnp.matmul of LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] on 2x2, and its arguments."""
+def study() -> Program:
+    """Returns jnp.matmul of LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] on 2x2."""
     mesh = topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
-
-    def array(*shape: int, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-
     fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None)))
-    return fn, (array(16384, 16384, spec=P("x", "y")), array(16384, 8192, spec=P("x", None)))
+    return fn, (array((16384, 16384), mesh, P("x", "y")), array((16384, 8192), mesh, P("x", None)))
 
 
-def automatic_mlp() -> tuple[Callable, tuple]:
-    """Returns the MLP as XLA partitions it, and its arguments."""
+def mlp_arrays(mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+    shapes = ((BATCH, SEQUENCE, MODEL), (MODEL, HIDDEN), (HIDDEN, MODEL))
+    return tuple(array(shape, mesh, spec) for shape, spec in zip(shapes, SPECS, strict=True))
+
+
+def automatic_mlp() -> Program:
+    """Returns the MLP as XLA partitions it."""
     mesh = topology_mesh("v5e:2x4", (RING,), ("model",))
-    sequence = NamedSharding(mesh, P(None, "model", None))
-    return jax.jit(lambda x, up, down: jax.nn.relu(x @ up) @ down, out_shardings=sequence), _arrays(mesh)
+    sequence = NamedSharding(mesh, SPECS[0])
+    return jax.jit(lambda x, up, down: jax.nn.relu(x @ up) @ down, out_shardings=sequence), mlp_arrays(mesh)
 
 
-def ring_mlp(unroll: int) -> tuple[Callable, tuple]:
-    """Returns the MLP as two rings of lax.ppermute, and its arguments.
+def ring_mlp(unroll: int) -> Program:
+    """Returns the MLP as two rings of lax.ppermute.
 
     Each block is sent as two half-blocks, one in each direction. With unroll=0 every step is written out.
     """
     mesh = topology_mesh("v5e:2x4", (RING,), ("model",))
-    specs = (P(None, "model", None), P(None, "model"), P("model", None))
-    fn = jax.shard_map(
-        functools.partial(_ring_mlp, unroll), mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False
-    )
-    return jax.jit(fn), _arrays(mesh)
-
-
-def _arrays(mesh: jax.sharding.Mesh) -> tuple:
-    shapes = ((BATCH, SEQUENCE, MODEL), (MODEL, HIDDEN), (HIDDEN, MODEL))
-    specs = (P(None, "model", None), P(None, "model"), P("model", None))
-    return tuple(
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, specs, strict=True)
+    local = functools.partial(_ring_mlp, unroll)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=SPECS, out_specs=SPECS[0], check_vma=False)), mlp_arrays(
+        mesh
     )
 
 
@@ -93,7 +107,7 @@ def _ring_mlp(unroll: int, x: jax.Array, up: jax.Array, down: jax.Array) -> jax.
         blocks = put(blocks, back, lax.rem(me + i, RING), 1)
         return next_ahead, next_back, blocks
 
-    ahead, back, blocks = _loop(RING - 1, gather_step, (x[:, :half], x[:, half:], blocks), unroll)
+    ahead, back, blocks = _loop(gather_step, (x[:, :half], x[:, half:], blocks), unroll)
     blocks = put(blocks, ahead, lax.rem(me + 1, RING), 0)
     blocks = put(blocks, back, lax.rem(me - 1 + RING, RING), 1)
 
@@ -108,18 +122,18 @@ def _ring_mlp(unroll: int, x: jax.Array, up: jax.Array, down: jax.Array) -> jax.
         return ahead, back
 
     begin = product_of(lax.rem(me - 1 + RING, RING), 0), product_of(lax.rem(me + 1, RING), 1)
-    return jnp.concatenate(_loop(RING - 1, scatter_step, begin, unroll), axis=1)
+    return jnp.concatenate(_loop(scatter_step, begin, unroll), axis=1)
 
 
-def _loop(steps: int, step: Callable, carry: tuple, unroll: int) -> tuple:
+def _loop(step: Callable, carry: tuple, unroll: int) -> tuple:
     if unroll:
-        return lax.fori_loop(0, steps, step, carry, unroll=unroll)
-    for i in range(steps):
+        return lax.fori_loop(0, RING - 1, step, carry, unroll=unroll)
+    for i in range(RING - 1):
         carry = step(jnp.int32(i), carry)
     return carry
 
 
-VARIANTS: dict[str, tuple[Callable[[], tuple[Callable, tuple]], str, dict[str, str]]] = {
+VARIANTS: dict[str, tuple[Callable[[], Program], str, dict[str, str]]] = {  # program, topology, options
     "2x2 jnp.matmul": (study, "v5e:2x2", {}),
     "XLA default": (automatic_mlp, "v5e:2x4", {}),
     "XLA, windowed einsum off": (automatic_mlp, "v5e:2x4", WINDOWED_OFF),
@@ -138,17 +152,27 @@ class Row:
       name: The name of the variant.
       best: The timeline.
       by_bytes: The timeline with copies timed by the bytes that they move.
-      pairs: Transfers between devices. A transfer in a loop counts once.
-      overlapped: How many of these have work inside.
+      pairs: Transfers between devices, as "n of m" with work inside. A transfer in a loop counts once.
       temporaries: Bytes on one device.
     """
 
     name: str
     best: Timeline
     by_bytes: Timeline
-    pairs: int
-    overlapped: int
+    pairs: str
     temporaries: int
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.name,
+            f"{self.best.seconds * 1e3:.2f}",
+            f"{self.by_bytes.seconds * 1e3:.2f}",
+            MEASURED_MS.get(self.name, "-"),
+            f"{self.best.compute * 1e3:.2f}",
+            f"{self.best.exposed * 1e3:.2f}",
+            self.pairs,
+            str(self.temporaries >> 20),
+        )
 
 
 def run(name: str) -> Row:
@@ -157,47 +181,50 @@ def run(name: str) -> Row:
     fn, arrays = make()
     program = compile_for(topology, fn, *arrays, compiler_options={**HLO_ONLY, **options})
     pairs = [p for p in audit(program).pairs if p.communicates]
-    best, by_bytes = timeline(program), timeline(program, copies="bytes")
-    overlapped = sum(p.overlapped for p in pairs)
-    return Row(name, best, by_bytes, len(pairs), overlapped, program.bytes_by_kind["temporaries"])
+    inside = f"{sum(p.overlapped for p in pairs)} of {len(pairs)}"
+    temporaries = program.bytes_by_kind["temporaries"]
+    return Row(name, timeline(program), timeline(program, copies="bytes"), inside, temporaries)
 
 
-def table(rows: list[Row]) -> str:
-    """Returns the rows as Markdown."""
-    lines = [
-        "| program | ms | ms, copies by bytes | measured ms | work | exposed "
-        "| pairs with work inside | temporary MiB |",
-        "|---|---|---|---|---|---|---|---|",
+def backend_row(backend: str, *, backward: bool) -> list[str]:
+    """Returns what `flaxasync.check` reads from a program. An operation in a loop counts in every iteration."""
+    mesh = tp_mlp.ring(topology_devices("v5e:2x4"), backend)
+    with jax.set_mesh(mesh):
+        fn, arguments = tp_mlp.program(backend, tp_mlp.Shape(), mesh, backward=backward)
+        program = compile_for("v5e:2x4", fn, *arguments)
+    module = parse(program.as_text())
+    report, time = audit(module, chip="v5e"), timeline(module, chip="v5e")
+    copies = 0
+    for computation, runs in Costs(module, chip("v5e")).executions().items():
+        instructions = module.computations[computation].instructions
+        copies += runs * sum(i.opcode == "copy" and i.shape.bytes >= LARGE for i in instructions)
+    found = {code: sum(f.count for f in report.findings if f.code == code) for code in report.codes()}
+    transfers = [p for p in report.pairs if p.communicates]
+    return [
+        "gradients" if backward else "forward",
+        backend,
+        str(copies),
+        str(found.get("in-flight-copied", 0)),
+        str(sum(p.runs for p in transfers) + found.get("synchronous-collective", 0)),
+        str(sum(p.runs for p in transfers if p.overlapped)),
+        f"{time.exposed * 1e3:.2f}",
+        f"{time.seconds * 1e3:.2f}",
+        f"{program.bytes_by_kind['temporaries'] / 2**20:,.0f}",
     ]
-    for row in rows:
-        t = row.best
-        cells = (
-            row.name,
-            f"{t.seconds * 1e3:.2f}",
-            f"{row.by_bytes.seconds * 1e3:.2f}",
-            MEASURED_MS.get(row.name, "-"),
-            f"{t.compute * 1e3:.2f}",
-            f"{t.exposed * 1e3:.2f}",
-            f"{row.overlapped} of {row.pairs}",
-            str(row.temporaries >> 20),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def main() -> None:
     """Prints the table; writes it and draws the pictures if asked to."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", type=pathlib.Path, metavar="FILE", help="put the table between the markers in FILE")
+    parser = command_line(__doc__)
+    parser.add_argument("--backends", action="store_true", help="the table of the MLP of flaxasync by backend")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="DIR", help="draw check_matmul.png and check_mlp.png")
     chosen = parser.parse_args()
+    if chosen.backends:
+        cells = [backend_row(backend, backward=backward) for backward in (False, True) for backend in BACKENDS]
+        write_between_markers(chosen.write, "async table", print_table(BACKEND_HEADER, cells))
+        return
     rows = [run(name) for name in VARIANTS]
-    text = table(rows)
-    print(text)
-    if chosen.write:
-        page = chosen.write.read_text()
-        before, rest = page.split(BEGIN)
-        chosen.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+    write_between_markers(chosen.write, "timeline", print_table(HEADER, [row.cells() for row in rows]))
     if chosen.pictures:
         by_name = {row.name: row.best for row in rows}
         save_picture([rows[0].best], chosen.pictures / "check_matmul.png", titles=["2x2 jnp.matmul"])
