@@ -7,19 +7,17 @@ collective. `fa.check.audit` then says what became of it. The programs are compi
 the compiler is an entry of the table. `jax.lax.psum_scatter_start` is public; the other functions are private to JAX.
 """
 
-import argparse
 import datetime
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax._src.lax import parallel  # the only home of four of the five functions
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.programs import array
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check, ring
 
 MESSAGE = 160  # characters of an error that are shown
@@ -69,15 +67,12 @@ def outcome(case: str, column: str) -> tuple[str, str]:
         product = lhs @ rhs
         return future.done(), product
 
-    def array(rows: int, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-
     out = P() if case.startswith("psum_start") else P(AXIS)
     fn = jax.shard_map(body, mesh=mesh, in_specs=(P(AXIS), P(AXIS), P()), out_specs=(out, P(AXIS)))
-    arguments = (array(ROWS * size, P(AXIS)), array(ROWS * size, P(AXIS)), array(WIDTH, P()))
+    x, rhs = array((ROWS * size, WIDTH), mesh, P(AXIS)), array((WIDTH, WIDTH), mesh, P())
     options = {**check.HLO_ONLY, **OPTIONS[column]}
     try:
-        program = check.compile_for(topology, jax.jit(fn), *arguments, compiler_options=options)
+        program = check.compile_for(topology, jax.jit(fn), x, x, rhs, compiler_options=options)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         message = next((line for line in str(error).splitlines() if line), type(error).__name__)
         return ("crash" if "compiler died" in message else "refused"), message[:MESSAGE]
@@ -116,19 +111,17 @@ def versions() -> str:
 
 def main() -> None:
     """Prints the table; with --write also puts it between the markers of a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--chip", action="append", choices=list(OPTIONS), help="only this column; may be repeated")
-    parser.add_argument("--write", metavar="FILE", help="a Markdown file with the marker lines of this table")
-    options = parser.parse_args()
-    if options.write and options.chip:
+    chosen = parser.parse_args()
+    if chosen.write and chosen.chip:
         parser.error("--write needs all columns, so it cannot be combined with --chip")
-    header, rows, reasons = table(options.chip or OPTIONS)
+    header, rows, reasons = table(chosen.chip or OPTIONS)
     text = print_table(header, rows)
     made = f"Made on {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d} with {versions()}."
     notes = "\n".join(["Why the compiler, or JAX, did not accept a program:", "", *reasons]) if reasons else ""
     print(f"\n{made}\n\n{notes}")
-    if options.write:
-        write_between_markers(options.write, "async starts", "\n\n".join(part for part in (made, text, notes) if part))
+    write_between_markers(chosen.write, "async starts", f"{made}\n\n{text}\n\n{notes}".rstrip())
 
 
 if __name__ == "__main__":

@@ -16,12 +16,8 @@ gathered rows, where it is compared with the forms that keep nothing, and with 1
 The command fails if a choice takes more than 5 % longer than the fastest form.
 """
 
-import argparse
 import dataclasses
-import hashlib
-import importlib.metadata
 import itertools
-import json
 import math
 import pathlib
 import random
@@ -36,9 +32,9 @@ from jax.sharding import AxisType
 
 import flaxasync as fa
 from benchmarks.plan import ALLOWED, OPTIONS, seconds_without_exit_copies
-from benchmarks.player_layers import play_program
-from benchmarks.step import PLAYER, layer_program
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.programs import kept, play_program
+from benchmarks.step import layer_program
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.ops.costs import collective_matmul
 
 TOPOLOGIES = ("v5e:2x2", "v5e:2x4", "v6e:2x2", "v6e:2x4")  # a ring of all devices
@@ -135,16 +131,13 @@ def played_seconds(case: Case, form: Form, cache: pathlib.Path | None = None) ->
     least = -math.inf if form.backend and form.keep else collective_matmul.KEEPING_GAINS
     with jax.set_mesh(mesh), mock.patch.object(collective_matmul, "KEEPING_GAINS", least):
         fn, arguments = layer_program(lambda: make_layer(case, form), shape, mesh)
-        sources = [file.read_text() for file in sorted(PLAYER.glob("*.py"))]
-        key = (case.topology, importlib.metadata.version("libtpu"), fn.lower(*arguments).as_text(), OPTIONS, sources)
-        file = None if cache is None else cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
-        if file is not None and file.exists():
-            return json.loads(file.read_text())["seconds"]
-        seconds = seconds_without_exit_copies(*play_program(case.topology, fn, *arguments, compiler_options=OPTIONS))
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"case": dataclasses.asdict(case), "form": str(form), "seconds": seconds}))
-    return seconds
+        facts = case.topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text(), OPTIONS
+
+        def simulate() -> float:
+            played = play_program(case.topology, fn, *arguments, compiler_options=OPTIONS)
+            return seconds_without_exit_copies(*played)
+
+        return kept(cache, facts, simulate)
 
 
 def behind(chosen: float, form: Form, played: dict[Form, float]) -> float:
@@ -154,28 +147,22 @@ def behind(chosen: float, form: Form, played: dict[Form, float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
-    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
-    arguments = parser.parse_args()
-    cases, begin = sample(arguments.seed, arguments.count), time.perf_counter()
-    played: dict[Case, dict[Form, float]] = {case: {} for case in cases}
-    for form in (*FORMS[:3], *EXCHANGED, *FORMS[3:], *CHOSEN):
-        for case in cases:
-            if form in CHOSEN or form in forms(case):
-                played[case][form] = seconds = played_seconds(case, form, arguments.cache)
-                spent = time.perf_counter() - begin
-                print(f"{case} {form}: {seconds * 1e3:.4f} ms ({spent:.0f} s)", flush=True)
+    chosen = parser.parse_args()
+    cases, begin = sample(chosen.seed, chosen.count), time.perf_counter()
     rows, lags = [], []
     for case in cases:
-        named = {form: played[case][form] for form in forms(case)}
-        own = [behind(played[case][form], form, named) for form in CHOSEN]
+        played = {form: played_seconds(case, form, chosen.cache) for form in (*forms(case), *CHOSEN)}
+        print(f"{case}: played after {time.perf_counter() - begin:.0f} s", flush=True)
+        named = {form: played[form] for form in forms(case)}
+        own = [behind(played[form], form, named) for form in CHOSEN]
         lags += own
         cells = [f"{named[form] * 1e3:.3f}" if form in named else "-" for form in FORMS + EXCHANGED]
         size = f"{case.batch}x{case.rows}x{case.width}"
-        choices = [f"{played[case][form] * 1e3:.3f} ({lag:.1%})" for form, lag in zip(CHOSEN, own, strict=True)]
+        choices = [f"{played[form] * 1e3:.3f} ({lag:.1%})" for form, lag in zip(CHOSEN, own, strict=True)]
         rows.append((case.layer, case.topology, size, *cells, *choices))
     header = ("layer", "mesh", "batch x rows x width", *map(str, FORMS + EXCHANGED), "chosen", "chosen with 128 MiB")
     table = print_table(header, rows)
@@ -185,8 +172,7 @@ def main() -> None:
         f"takes {max(lags):.1%} longer."
     )
     print(text)
-    if arguments.write:
-        write_between_markers(arguments.write, "plan layers", f"{table}\n\n{text}")
+    write_between_markers(chosen.write, "plan layers", f"{table}\n\n{text}")
     if within < len(lags):
         sys.exit(1)
 

@@ -1,12 +1,12 @@
-"""benchmarks/few_rows.py: its table in the docs, its file of results, and what it simulates only once."""
+"""benchmarks/few_rows.py: its table in the docs, and what happens if a planned form is slower."""
 
-import json
 import pathlib
-import types
+import sys
 
 import pytest
 
 from benchmarks import few_rows as benchmark
+from benchmarks.programs import kept
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "kernels" / "exchange.md").read_text()
 SECTION = PAGE.partition("<!-- few rows layer -->")[2].partition("<!-- /few rows layer -->")[0]
@@ -24,37 +24,35 @@ def test_the_page_has_every_layer_and_the_planned_form_is_never_slower():
         assert taken == serial if plan == "none" else taken < serial, (topology, batch)
 
 
-def test_a_planned_form_that_is_slower_is_named():
-    times = {f"layer {t}, batch {n}": {"planned": [1e-6] * 3, "all-reduce": [1e-6] * 3}
-             for t in benchmark.TOPOLOGIES for n in benchmark.BATCHES}  # fmt: skip
-    assert benchmark.layer_table(times)[2] == []
-    times["layer v6e:2x4, batch 4"]["planned"][0] = 2e-6
-    assert benchmark.layer_table(times)[2] == ["v6e:2x4 4 exchange 2.0 / 1.0 1.0 / 1.0 1.0 / 1.0"]
+@pytest.mark.parametrize("planned", [0.9e-6, 2e-6])
+def test_the_command_fails_if_a_planned_form_is_slower(planned, monkeypatch, capsys):
+    def layer_times(topology, batch, cache):
+        return {"planned": [planned if batch == 4 else 1e-6] * 3, "all-reduce": [1e-6] * 3}
+
+    monkeypatch.setattr(benchmark, "layer_times", layer_times)
+    monkeypatch.setattr(benchmark, "played", lambda topology, program, latencies, cache: [1e-6])
+    monkeypatch.setattr(sys, "argv", ["few_rows.py"])
+    if planned < 1e-6:
+        benchmark.main()
+    else:
+        with pytest.raises(SystemExit, match=r"v6e:2x4 4 exchange 2.0 / 1.0 2.0 / 1.0 2.0 / 1.0"):
+            benchmark.main()
 
 
-def test_results_are_kept_and_not_made_again(tmp_path):
-    file = tmp_path / "results.json"
-    with pytest.raises(ZeroDivisionError):
-        benchmark.run_jobs({"a": (pow, 2, 3), "b": (divmod, 1, 0)}, file, workers=1)
-    assert json.loads(file.read_text()) == {"a": 8}
-    assert benchmark.run_jobs({"a": (divmod, 1, 0), "b": (pow, 2, 2)}, file, workers=1) == {"a": 8, "b": 4}
-    assert json.loads(file.read_text()) == {"a": 8, "b": 4}
-
-
-@pytest.mark.parametrize(("batch", "texts", "plays"), [(1, "ab", 2), (64, "aa", 1), (64, "ab", None)])
-def test_one_program_is_simulated_once(batch, texts, plays, monkeypatch):
+def test_one_program_is_simulated_once(monkeypatch):
     """XLA's sum is planned for 64 sequences and not for one."""
-    compiled = iter(texts)
-    mesh = types.SimpleNamespace(sharding=types.SimpleNamespace(mesh=None))
     played = []
-    monkeypatch.setattr(benchmark, "layer_program", lambda *_: (None, (None, mesh)))
-    monkeypatch.setattr(benchmark.jax, "set_mesh", lambda _: benchmark.tempfile.TemporaryDirectory())
-    monkeypatch.setattr(
-        benchmark, "compile_for", lambda *_, **__: types.SimpleNamespace(as_text=lambda: next(compiled))
-    )
-    monkeypatch.setattr(benchmark, "_play", lambda *_: played.append(1) or [float(len(played))])
-    if plays is None:
-        with pytest.raises(AssertionError, match="v5e:2x4, batch 64: one plan, but two programs"):
-            benchmark.play_layer("v5e:2x4", batch)
-        return
-    assert benchmark.play_layer("v5e:2x4", batch) == {"all-reduce": [1.0], "planned": [float(plays)]}
+    monkeypatch.setattr(benchmark, "layer_program", lambda topology, batch, backend: backend)
+    monkeypatch.setattr(benchmark, "played", lambda *call: played.append(call) or [float(len(played))])
+    assert benchmark.layer_times("v5e:2x4", 64, None) == {"all-reduce": [1.0], "planned": [1.0]}
+    assert benchmark.layer_times("v5e:2x4", 1, None) == {"all-reduce": [2.0], "planned": [3.0]}
+
+
+def test_what_was_made_is_kept_by_its_facts(tmp_path):
+    made = []
+
+    def make():
+        return made.append(1) or len(made)
+
+    assert [kept(tmp_path / "new", facts, make) for facts in ("a", "b", "a", "b")] == [1, 2, 1, 2]
+    assert kept(None, "a", make) == 3
