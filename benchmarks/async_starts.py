@@ -10,6 +10,7 @@ the compiler is an entry of the table. `jax.lax.psum_scatter_start` is public; t
 import datetime
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 from jax import lax
@@ -30,17 +31,17 @@ OPTIONS: dict[str, Mapping[str, str]] = {
 }
 
 
-def _loop(x: jax.Array, size: int) -> jax.Array:
+def _loop(x: jax.Array, size: int) -> Any:
     """Carries the future of a permute through a loop."""
 
-    def turn(_: int, future: jax.Array) -> jax.Array:
+    def turn(_: int, future: Any) -> Any:
         return parallel.ppermute_start(future.done(), AXIS, ring.permutation(size, 1))
 
     return lax.fori_loop(0, 4, turn, parallel.ppermute_start(x, AXIS, ring.permutation(size, 1)))
 
 
 # What is started, of this device's x and the number of devices: a future in JAX's sense.
-CASES: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+CASES: dict[str, Callable[[jax.Array, int], Any]] = {
     "ppermute_start": lambda x, size: parallel.ppermute_start(x, AXIS, ring.permutation(size, 1)),
     "ppermute_start, carried by a loop": _loop,
     "all_gather_start": lambda x, size: parallel.all_gather_start(x, AXIS, tiled=True),

@@ -36,8 +36,8 @@ R, HEAD_DIM = 8, 128
 TOPOLOGIES, LENGTHS = ("v5e:2x4", "v5p:2x2x2"), (32_768, 262_144)
 PLAYED_ROWS, PLAYED_HEADS = 8192, 2
 SPLASH_TILES = 1024, 2048, 512  # of q, k and the k of one product: the fastest that were tried; the defaults are slower
-MATMULS = {  # the products in each attention kernel
-    "flash_attention": 2, "flash_attention_backward": 5, "splash_mha_fwd_residuals": 2, "splash_mha_dkv_no_residuals": 5,
+MATMULS = {"flash_attention": 2, "flash_attention_backward": 5} | {  # the products in each attention kernel
+    "splash_mha_fwd_residuals": 2, "splash_mha_dkv_no_residuals": 5,
 }  # fmt: skip
 
 type Attention = Callable[[Any, Any, Any], Any]  # [b, s, h, d] on one device of the ring

@@ -67,7 +67,7 @@ def ours(q: Array, k: Array, v: Array) -> Array:
 def of_jax(tiles: tuple[int, int, int], **options: Any) -> Callable[[Array, Array, Array], Array]:
     """Makes the same function by JAX's splash attention; see TILES and OPTIONS."""
     q, kv, compute = tiles
-    unfused = {} if options["use_fused_bwd_kernel"] else {"block_q_dq": q, "block_kv_dq": kv}
+    unfused: dict[str, Any] = {} if options["use_fused_bwd_kernel"] else {"block_q_dq": q, "block_kv_dq": kv}
     sizes = jax_splash.BlockSizes(q, kv, compute, q, kv, compute, **unfused, **options)
     masks = jax_masks.MultiHeadMask([jax_masks.CausalMask((ROWS, ROWS))] * HEADS)
     kernel = jax_splash.make_splash_mqa_single_device(masks, block_sizes=sizes)
@@ -101,10 +101,10 @@ def simulated(attention: Callable[[Array, Array, Array], Array], name: str) -> T
     with jax.set_mesh(mesh):
         played, _ = play_program(topology, jax.jit(both), heads, one, one, heads)
     phases = played.slowest.phases
-    kernels = [sum(phase.seconds for phase in phases if kernel.match(phase.name)) for kernel in (FORWARD, BACKWARD)]
-    if not all(kernels) or any(UNKNOWN_SCALARS in note for note in played.notes):
+    forward, backward = (sum(p.seconds for p in phases if kernel.match(p.name)) for kernel in (FORWARD, BACKWARD))
+    if not (forward and backward) or any(UNKNOWN_SCALARS in note for note in played.notes):
         raise AssertionError(f"what was simulated is not attention: {[phase.name for phase in phases]}, {played.notes}")
-    return Times(*kernels, played.seconds)
+    return Times(forward, backward, played.seconds)
 
 
 def best_of(library: str, name: str) -> Times:

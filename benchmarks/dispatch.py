@@ -45,15 +45,16 @@ def function_rows(x: jax.Array, rounds: int) -> list[list[str]]:
 
 def experiment_rows(x: jax.Array, rounds: int) -> list[list[str]]:
     """Calls functions on paths that JAX would not choose for them, and a print on several devices."""
-    compiled = jax.jit(work).lower(x).compile()
-    python = compiled._executable.unsafe_call  # this path and what it consists of are private to JAX
+    compiled, forced = (jax.jit(fn).lower(x).compile() for fn in (work, pure_callback))
+    executable: Any = compiled._executable
+    python = executable.unsafe_call  # this path and what it consists of are private to JAX
 
     def around(x: jax.Array) -> Any:
         results = python.xla_executable.execute_sharded(python.in_handler([x]))
         return results.consume_with_handlers(python.out_handler.handlers)
 
-    forced = jax.jit(pure_callback).lower(x).compile()
-    forced._executable.unsafe_call.has_host_callbacks = False
+    executable = forced._executable
+    executable.unsafe_call.has_host_callbacks = False
     experiments: dict[str, tuple[Callable, jax.Array]] = {
         "work, as JAX calls it (C++)": (compiled, x),
         "work, by JAX's Python path": (python, x),

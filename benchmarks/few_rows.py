@@ -19,7 +19,7 @@ import functools
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ BATCHES = (1, 4, 16, 64)
 ROWS = (1, 16, 64)
 BACKENDS = ("none", "exchange", "xla", "fused")
 LINK_LATENCIES = (0.0, 0.25e-6, 0.5e-6)  # seconds
-type Program = tuple[Callable, Sequence[Any]]
+type Program = tuple[Any, Sequence[Any]]
 """A jitted function and its abstract arguments."""
 
 

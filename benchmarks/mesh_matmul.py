@@ -12,6 +12,7 @@ same command also runs the backends there and prints the measured times.
 """
 
 import functools
+from typing import Literal
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -23,12 +24,17 @@ from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.check.player import Result, play
 from flaxasync.kernels.engine.operands import Tiles
 
+type Directions = Literal[1, 2] | None
 STUDY, SMALL = (16384, 16384, 8192), (2048, 2048, 1024)  # m, k, n
 TOPOLOGY = "v5e:2x2"
 PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  # measured by the study, in ms
 BACKENDS = ("none", "xla_gemm", "serial", "fused", "overlapped")
 MESHES = (("v5e:2x2", (4, 1)), ("v5e:2x2", (1, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)))
-FORMS = (("none", None), ("overlapped", 1), ("overlapped", 2))  # backend and directions on other meshes
+FORMS: tuple[tuple[str, Directions], ...] = (
+    ("none", None),
+    ("overlapped", 1),
+    ("overlapped", 2),
+)  # backend and directions on other meshes
 HEADER = ("backend", "published ms", "predicted ms", "difference", "without exit copy", "waits for others", "of peak",
           "measured here")  # fmt: skip
 
@@ -38,7 +44,7 @@ def program(
     mesh: Mesh,
     shape: tuple[int, int, int],
     tiles: Tiles | None = None,
-    directions: int | None = None,
+    directions: Directions = None,
 ) -> tuple:
     """Makes the jitted function of a backend; returns it and its abstract arguments."""
     m, k, n = shape
@@ -72,7 +78,7 @@ def row(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) -> tuple
     return tuple(cells)
 
 
-def mesh_row(topology: str, mesh_shape: tuple[int, int], backend: str, directions: int | None) -> tuple[str, ...]:
+def mesh_row(topology: str, mesh_shape: tuple[int, int], backend: str, directions: Directions) -> tuple[str, ...]:
     """Simulates a backend on another mesh."""
     mesh = fa.check.topology_mesh(topology, mesh_shape, ("x", "y"))
     fn, *arguments = program(backend, mesh, STUDY, directions=directions)

@@ -56,24 +56,18 @@ HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")  # opcod
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op at one shape.
+    """One op at one shape; the sizes are those of one device.
 
-    Attributes:
-      op: "all_gather_matmul": [rows, features] @ [features, hidden]; "matmul_reduce_scatter": [ring * rows, hidden] @
-        [hidden, features].
-      mesh: A key of MESHES.
-      rows: The rows of one device.
-      features: The features outside the pair of ops, on one device.
-      hidden: The hidden features, on one device.
-      backward: Whether both gradients are computed too.
+    all_gather_matmul is [rows, features] @ [features, hidden], and matmul_reduce_scatter is
+    [ring * rows, hidden] @ [hidden, features].
     """
 
     op: str
-    mesh: str
+    mesh: str  # a key of MESHES
     rows: int
     features: int
     hidden: int
-    backward: bool
+    backward: bool  # whether both gradients are computed, too
 
     @property
     def ring(self) -> int:

@@ -23,6 +23,7 @@ import pathlib
 import random
 import sys
 import time
+from typing import Any
 from unittest import mock
 
 import jax
@@ -49,36 +50,22 @@ COUNT, SEED = 12, 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One layer at one size.
-
-    Attributes:
-      layer: One of LAYERS.
-      topology: One of TOPOLOGIES.
-      batch: The sequences.
-      rows: The rows of each, on all devices together.
-      width: The features of input and output.
-    """
+    """One layer at one size."""
 
     layer: str
     topology: str
-    batch: int
-    rows: int
-    width: int
+    batch: int  # sequences
+    rows: int  # of each sequence, on all devices together
+    width: int  # features of input and output
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a layer is executed.
+    """How a layer is executed."""
 
-    Attributes:
-      backend: The backend of all of its ops; None for what each of them chooses.
-      keep: Whether what is gathered is kept; with no backend, whether it may be.
-      exchange: Whether weights and heads travel in an attention block; None for what it chooses.
-    """
-
-    backend: str | None
-    keep: bool = False
-    exchange: bool | None = False
+    backend: str | None  # of all of its ops; None for what each of them chooses
+    keep: bool = False  # whether what is gathered is kept; with no backend, whether it may be
+    exchange: bool | None = False  # whether weights and heads of attention travel; None for what the block chooses
 
     def __str__(self) -> str:
         return f"{self.backend}{' kept' if self.keep else ''}{', heads travel' if self.exchange else ''}"
@@ -112,8 +99,12 @@ def forms(case: Case) -> tuple[Form, ...]:
 
 def make_layer(case: Case, form: Form) -> nnx.Module:
     """Makes the layer of a case in a form, for the ambient mesh."""
-    dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    options = {"backend": form.backend, "gathered_bytes": MEMORY if form.keep else 0, "rngs": nnx.Rngs(0), **dtypes}
+    options: dict[str, Any] = {
+        "backend": form.backend,
+        "gathered_bytes": MEMORY if form.keep else 0,
+        "rngs": nnx.Rngs(0),
+        **dtypes,
+    }
     if case.layer == "MLP":
         return fa.nn.ParallelMLP(case.width, HIDDEN * case.width, **options)
     return fa.nn.ParallelSelfAttention(

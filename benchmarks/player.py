@@ -41,27 +41,16 @@ DRAWN = ("fused", "overlapped")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-      variant: The program.
-      label: The name of the row.
-      phases: The phases whose times are added; empty for the total.
-      device: The device whose phases are taken.
-      measured: The published time in ms; None if there is none.
-      calibrates: The constant of the chip table that this figure fixed.
-      by_difference: Whether `measured` is a published total less published phases.
-      waiting: Whether only the waits for other devices are added.
-    """
-
-    variant: str
+    variant: str  # the program
     label: str
-    phases: tuple[str, ...] = ()
-    device: int = OFF_DIAGONAL
-    measured: float | None = None
-    calibrates: str = ""
-    by_difference: bool = False
-    waiting: bool = False
+    phases: tuple[str, ...] = ()  # whose times are added; empty for the total
+    device: int = OFF_DIAGONAL  # whose phases are taken
+    measured: float | None = None  # the published time in ms
+    calibrates: str = ""  # the constant of the chip table that this figure fixed
+    by_difference: bool = False  # whether `measured` is a published total less published phases
+    waiting: bool = False  # whether only the waits for other devices are added
 
 
 ROWS = (
@@ -144,7 +133,7 @@ def misses(predicted: list[tuple[Row, float]]) -> list[str]:
 
 def table_rows(predicted: list[tuple[Row, float]], *, compare: bool) -> list[tuple[str, ...]]:
     """Returns the cells of the table."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row, value in predicted:
         known, error = "-" if row.variant == "overlapped" else "not at hand", ""
         if compare and row.measured is not None:

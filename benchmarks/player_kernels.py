@@ -12,6 +12,7 @@ devices. `program` makes the jitted function and its arguments for any m, k and 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ DEFAULT_TILES = Tiles()
 def all_gather(w: jax.Array) -> jax.Array:
     """Returns both halves of w. The own half is copied, and then sent to the neighbour on x."""
 
-    def body(w_ref, o_ref, copy_sem, send_sem, recv_sem):
+    def body(w_ref: Any, o_ref: Any, copy_sem: Any, send_sem: Any, recv_sem: Any) -> None:
         index = lax.axis_index("x")
         mine = o_ref.at[pl.ds(index * w_ref.shape[0], w_ref.shape[0]), :]
         copy = pltpu.make_async_copy(w_ref, mine, copy_sem)
@@ -73,7 +74,7 @@ def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
     """Returns the sum of x and the x of the neighbour on y, tile by tile through VMEM."""
     bm, bn = min(tiles.reduce, x.shape[0]), min(tiles.reduce, x.shape[1])
 
-    def body(x_ref, o_ref, send_sem, recv_sem, copy_sem, mine, theirs):
+    def body(x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: Any, copy_sem: Any, mine: Any, theirs: Any) -> None:
         copy = pltpu.make_async_copy(x_ref, mine, copy_sem)
         copy.start()
         copy.wait()
@@ -107,12 +108,12 @@ def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
     tiles = tiles.within(m, k, n)
     x_spec, w_spec, o_spec = specs(tiles)
 
-    def body(x_ref, w_ref, o_ref, received, send_sem, recv_sem, accumulator):
+    def body(x_ref: Any, w_ref: Any, o_ref: Any, received: Any, send_sem: Any, recv_sem: Any, accumulator: Any) -> None:
         holds = lax.axis_index("x") == lax.axis_index("y")
         other = _other("x")
         send = pltpu.make_async_remote_copy(w_ref, received, send_sem, recv_sem, device_id=other)
         multiply = pltpu.emit_pipeline(
-            lambda *refs: step(*refs, accumulator, depth=k),
+            lambda x, w, o: step(x, w, o, accumulator, depth=k),
             grid=grid(tiles, m, k, n),
             in_specs=[x_spec, w_spec],
             out_specs=[o_spec],
@@ -120,13 +121,13 @@ def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
         ring.enter("gather_gemm", [], None, conditional=[(other, jnp.logical_not(holds), holds)])
 
         @pl.when(holds)
-        def _():
+        def _() -> None:
             send.start()
             multiply(x_ref, w_ref, o_ref)
             send.wait_send()
 
         @pl.when(jnp.logical_not(holds))
-        def _():
+        def _() -> None:
             with jax.named_scope("wait"):
                 send.wait_recv()
             multiply(x_ref, received, o_ref)

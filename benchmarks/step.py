@@ -57,31 +57,18 @@ HEADER = ("layer", "topology", "program", "predicted ms", "estimate", "of peak",
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """What one variant of the layer is predicted to take on a topology, on its slowest device.
-
-    Attributes:
-      preset: One of PRESETS.
-      topology: The topology.
-      variant: One of VARIANTS.
-      seconds: The total time.
-      estimated: The estimate of `fa.check.timeline` with kernels="play".
-      matrix_busy: The seconds in which the matrix units multiply.
-      exposed: The seconds of waiting for other devices.
-      temporaries: The bytes of a device beside arguments and results.
-      mark: "*" if the program had to be compiled with synchronous collectives.
-      phases: The name, and seconds in all, in multiplying and in waiting for others, of each instruction.
-    """
+    """What one variant of the layer is predicted to take on a topology, on its slowest device; times are in seconds."""
 
     preset: str
     topology: str
     variant: str
     seconds: float
-    estimated: float
-    matrix_busy: float
-    exposed: float
-    temporaries: int
-    mark: str
-    phases: list[tuple[str, float, float, float]]
+    estimated: float  # the estimate of `fa.check.timeline` with kernels="play"
+    matrix_busy: float  # time in which the matrix units multiply
+    exposed: float  # time of waiting for other devices
+    temporaries: int  # bytes of a device beside arguments and results
+    mark: str  # "*" if the program had to be compiled with synchronous collectives
+    phases: list[tuple[str, float, float, float]]  # name, total, multiplying and waiting for others, per instruction
 
 
 def architecture(preset: str, variant: str) -> TransformerConfig:
@@ -117,7 +104,7 @@ def mesh_of(devices: Sequence[Any], variant: str, config: TransformerConfig) -> 
 
 def program(
     variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh
-) -> tuple[Callable, tuple[Any, Any, Any]]:
+) -> tuple[Any, tuple[Any, Any, Any]]:
     """Makes the jitted function of a variant and its abstract arguments; see `layer_program`."""
     shape = jax.ShapeDtypeStruct((batch, sequence, config.width), jnp.dtype(config.dtype))
     return layer_program(lambda: make_layer(variant, config, nnx.Rngs(0)), shape, mesh)
@@ -125,7 +112,7 @@ def program(
 
 def layer_program(
     make: Callable[[], nnx.Module], shape: jax.ShapeDtypeStruct, mesh: Mesh
-) -> tuple[Callable, tuple[Any, Any, Any]]:
+) -> tuple[Any, tuple[Any, Any, Any]]:
     """Makes the jitted forward and backward pass of a layer; must be called under `jax.set_mesh(mesh)`.
 
     Args:

@@ -8,6 +8,7 @@ The memory figures are those of the TPU compiler for v5e:2x4. They need libtpu, 
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def make_mlp(name: str, config: TransformerConfig, rngs: nnx.Rngs, *, gated: boo
     """Makes the plain MLP, or the parallel one with a backend, with the sizes and dtypes of a config."""
     if name == "plain":
         return PlainMLP(config, gated=gated, rngs=rngs)
-    dtypes = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
+    dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
     return fa.nn.ParallelMLP(config.width, config.mlp_width, gated=gated, backend=name, **dtypes, rngs=rngs)
 
 
@@ -120,7 +121,7 @@ def throughput(rounds: int) -> list[list[str]]:
         mlp = dataclasses.replace(wide, width=512, mlp_width=2048)
         steps = {}
         for label in ("plain", *BACKENDS):
-            stack = Stack(lambda rngs, label=label: make_mlp(label, mlp, rngs), 4, rngs=nnx.Rngs(0))
+            stack = Stack(functools.partial(make_mlp, label, mlp), 4, rngs=nnx.Rngs(0))
             steps[label] = training_step(stack, (x,))
         rows += measure(steps, 16 * 256, rounds, "4 MLPs alone (512, 2048)")
     return rows
@@ -135,7 +136,8 @@ def temporary_bytes() -> list[list[str]]:
     sizes = {}
     for name in ("plain", *BACKENDS):
         with jax.set_mesh(mesh):
-            graph, params = split_layer(lambda name=name: make_mlp(name, config, nnx.Rngs(0), gated=False), mesh)
+            make = functools.partial(make_mlp, name, config, nnx.Rngs(0), gated=False)
+            graph, params = split_layer(make, mesh)
             forward = jax.jit(lambda params, x, graph=graph: nnx.merge(graph, params)(x))
             sizes[name] = fa.check.compile_for(TPU, forward, params, x).bytes_by_kind["temporaries"]
     return [[name, f"{size / 2**20:,.0f}", f"{size / sizes['plain']:.2f}"] for name, size in sizes.items()]

@@ -40,6 +40,7 @@ from configs.llama_8b import llama_8b
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import trusting
+from models.config import Remat
 from train.config import Config
 from train.dry_run.report import gib, time_text
 from train.metrics.model_flops import model_flops_per_token
@@ -70,24 +71,14 @@ HEADER = ("chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "f
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One step to compile.
-
-    Attributes:
-      topology: The chips.
-      program: AUTOMATIC or OURS.
-      mesh: The sizes of the axes data, fsdp and model.
-      remat: What the backward pass computes again; see `TransformerConfig.remat`.
-      flags: The name of a set of XLA's flags.
-      overlap: What hides the transfers of fsdp; see `TransformerConfig.fsdp_overlap`.
-      kept: The MiB of gathered rows that are kept; see `TransformerConfig.gathered_mib`.
-    """
+    """One step to compile; see `TransformerConfig` for remat, overlap (fsdp_overlap) and kept (gathered_mib)."""
 
     topology: str
-    program: str
-    mesh: tuple[int, int, int]
-    remat: str = "layer"
-    flags: str = ""
-    overlap: str = "xla"
+    program: str  # AUTOMATIC or OURS
+    mesh: tuple[int, int, int]  # sizes of the axes data, fsdp and model
+    remat: Remat = "layer"
+    flags: str = ""  # a key of FLAGS
+    overlap: Literal["xla", "prefetch_pallas"] = "xla"
     kept: int = 0
 
 
