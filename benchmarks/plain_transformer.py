@@ -54,16 +54,16 @@ def constrain(x: Array, *spec: str | tuple[str, ...] | None) -> Array:
 
 
 class PlainMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) if gated, else down(silu(up(x)))."""
+    """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: TransformerConfig, *, gated: bool = True, layout: Layout = PLAIN, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
         self.layout = layout
         self.up = linear(config.width, config.mlp_width, layout.columns, config, rngs)
-        self.gate = linear(config.width, config.mlp_width, layout.columns, config, rngs) if gated else None
+        self.gate = linear(config.width, config.mlp_width, layout.columns, config, rngs)
         self.down = linear(config.mlp_width, config.width, layout.rows, config, rngs)
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        hidden = jax.nn.silu(self.up(x)) if self.gate is None else jax.nn.silu(self.gate(x)) * self.up(x)
+        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
         batch = self.layout.batch
         return constrain(self.down(constrain(hidden, batch, None, "model")), batch, "model", None)
 

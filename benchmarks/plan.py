@@ -164,6 +164,7 @@ def play_sample(cases: list[Case], backends: Sequence[str], path: str | None) ->
         results[case, backend] = seconds = played_seconds(case, backend)
         print(f"{number}/{len(cases) * len(backends)} {case} {backend}: {seconds * 1e3:.4f} ms", flush=True)
         if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
             line = json.dumps({"case": dataclasses.asdict(case), "backend": backend, "seconds": seconds})
             with file.open("a") as stream:
                 stream.write(f"{line}\n")

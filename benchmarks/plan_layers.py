@@ -99,12 +99,8 @@ def forms(case: Case) -> tuple[Form, ...]:
 
 def make_layer(case: Case, form: Form) -> nnx.Module:
     """Makes the layer of a case in a form, for the ambient mesh."""
-    options: dict[str, Any] = {
-        "backend": form.backend,
-        "gathered_bytes": MEMORY if form.keep else 0,
-        "rngs": nnx.Rngs(0),
-        **dtypes,
-    }
+    options: dict[str, Any] = {"backend": form.backend, "gathered_bytes": MEMORY if form.keep else 0}
+    options |= {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     if case.layer == "MLP":
         return fa.nn.ParallelMLP(case.width, HIDDEN * case.width, **options)
     return fa.nn.ParallelSelfAttention(
