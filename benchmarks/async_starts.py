@@ -1,13 +1,12 @@
 """Which of JAX's own asynchronous collectives are asynchronous in the compiled program, by chip. No TPU is needed.
 
-    python benchmarks/async_starts.py [--chip v5e ...] [--write docs/async.md]
+    python benchmarks/async_starts.py [--write docs/async.md]
 
 Each program starts one collective, multiplies two matrices that have nothing to do with it, and takes the result of the
 collective. `fa.check.audit` then says what became of it. The programs are compiled in a child process, so a crash of
 the compiler is an entry of the table. `jax.lax.psum_scatter_start` is public; the other functions are private to JAX.
 """
 
-import datetime
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,7 +20,6 @@ from benchmarks.programs import array
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check, ring
 
-MESSAGE = 160  # characters of an error that are shown
 AXIS, ROWS, WIDTH = "x", 1024, 2048
 TOPOLOGIES = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v5p": "v5p:2x2x2", "tpu7x": "tpu7x:2x2x1"}  # eight devices each
 _OFFLOAD = ("all_gather", "reduce_scatter", "all_reduce")
@@ -57,8 +55,8 @@ CASES: dict[str, Callable[[jax.Array, int], Any]] = {
 }
 
 
-def outcome(case: str, column: str) -> tuple[str, str]:
-    """Compiles one program. Returns what became of the collective, and why if the compiler did not accept it."""
+def outcome(case: str, column: str) -> str:
+    """Compiles one program. Returns what became of the collective."""
     topology = TOPOLOGIES[column.partition(",")[0]]
     size = check.topology_size(topology)
     mesh = check.topology_mesh(topology, (size,), (AXIS,))
@@ -75,34 +73,23 @@ def outcome(case: str, column: str) -> tuple[str, str]:
     try:
         program = check.compile_for(topology, jax.jit(fn), x, x, rhs, compiler_options=options)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        message = next((line for line in str(error).splitlines() if line), type(error).__name__)
-        return ("crash" if "compiler died" in message else "refused"), message[:MESSAGE]
-    report = check.audit(program)
-    transfers = [p for p in report.pairs if p.communicates]
+        return "crash" if "compiler died" in str(error) else "refused"
+    transfers = [p for p in check.audit(program).pairs if p.communicates]
     if not transfers:
-        return "synchronous", ""
+        return "synchronous"
     if not all(p.overlapped for p in transfers):
-        return "start and done, nothing between", ""
+        return "start and done, nothing between"
     offloaded = any(op.thread == "sparsecore" for op in check.async_operations(check.parse(program.as_text())))
-    return ("SparseCore" if offloaded else "asynchronous"), ""
+    return "SparseCore" if offloaded else "asynchronous"
 
 
-def table(columns: Iterable[str]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Returns the header, the rows, and a line for each reason for which the compiler did not accept a program."""
-    columns = tuple(columns)
-    rows: list[list[str]] = []
-    reasons: dict[str, list[str]] = {}
+def table_rows(columns: Iterable[str]) -> list[list[str]]:
+    """Returns a row for each case: its name and its outcomes."""
+    columns, rows = tuple(columns), []
     for case in CASES:
         name, comma, detail = case.partition(",")
-        row = [f"`{name}`{comma}{detail}"]
-        for column in columns:
-            result, why = outcome(case, column)
-            row.append(result)
-            if why:
-                reasons.setdefault(f"{row[0]}: {why}", []).append(column)
-        rows.append(row)
-    header = ["start", *columns]
-    return header, rows, [f"* {why} ({'; '.join(where)})" for why, where in reasons.items()]
+        rows.append([f"`{name}`{comma}{detail}", *(outcome(case, column) for column in columns)])
+    return rows
 
 
 def versions() -> str:
@@ -112,17 +99,9 @@ def versions() -> str:
 
 def main() -> None:
     """Prints the table; with --write also puts it between the markers of a file."""
-    parser = command_line(__doc__)
-    parser.add_argument("--chip", action="append", choices=list(OPTIONS), help="only this column; may be repeated")
-    chosen = parser.parse_args()
-    if chosen.write and chosen.chip:
-        parser.error("--write needs all columns, so it cannot be combined with --chip")
-    header, rows, reasons = table(chosen.chip or OPTIONS)
-    text = print_table(header, rows)
-    made = f"Made on {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d} with {versions()}."
-    notes = "\n".join(["Why the compiler, or JAX, did not accept a program:", "", *reasons]) if reasons else ""
-    print(f"\n{made}\n\n{notes}")
-    write_between_markers(chosen.write, "async starts", f"{made}\n\n{text}\n\n{notes}".rstrip())
+    chosen = command_line(__doc__).parse_args()
+    table = print_table(["start", *OPTIONS], table_rows(OPTIONS))
+    write_between_markers(chosen.write, "async starts", f"Made with {versions()}.\n\n{table}")
 
 
 if __name__ == "__main__":

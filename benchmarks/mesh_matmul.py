@@ -19,9 +19,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.programs import array, fastest_ms, has_tpus
+from benchmarks.programs import array, fastest_ms, has_tpus, play_program, seconds_without_exit_copies
 from benchmarks.table import command_line, print_table, write_between_markers
-from flaxasync.check.player import Result, play
 from flaxasync.kernels.engine.operands import Tiles
 
 type Directions = Literal[1, 2] | None
@@ -53,22 +52,17 @@ def program(
     return jax.jit(fn), array((m, k), mesh, P("x", "y")), array((k, n), mesh, P("x", None))
 
 
-def exit_copy_ms(result: Result) -> float:
-    """Returns the time of the copy that XLA adds if the result of a kernel is the result of the program."""
-    return sum(p.seconds for p in result.slowest.phases if p.name.startswith("copy")) * 1e3
-
-
 def row(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) -> tuple[str, ...]:
     """Simulates a backend on the mesh of the study, and measures it where four TPUs are attached."""
     fn, *arguments = program(backend, fa.check.topology_mesh(TOPOLOGY, (2, 2), ("x", "y")), shape, tiles)
-    result = play(fn, *arguments, topology=TOPOLOGY)
+    result, compiled = play_program(TOPOLOGY, fn, *arguments)
     total, known = result.seconds * 1e3, PUBLISHED.get(backend) if shape == STUDY else None
     cells = [
         backend,
         "-" if known is None else f"{known:g}",
         f"{total:.3f}",
         "-" if known is None else f"{total / known - 1:+.1%}",
-        f"{total - exit_copy_ms(result):.3f}",
+        f"{seconds_without_exit_copies(result, compiled) * 1e3:.3f}",
         f"{result.exposed * 1e3:.3f}",
         f"{result.slowest.share_of_peak:.0%}",
     ]
@@ -82,8 +76,8 @@ def mesh_row(topology: str, mesh_shape: tuple[int, int], backend: str, direction
     """Simulates a backend on another mesh."""
     mesh = fa.check.topology_mesh(topology, mesh_shape, ("x", "y"))
     fn, *arguments = program(backend, mesh, STUDY, directions=directions)
-    result = play(fn, *arguments, topology=topology)
-    total, size = result.seconds * 1e3 - exit_copy_ms(result), "x".join(map(str, mesh_shape))
+    result, compiled = play_program(topology, fn, *arguments)
+    total, size = seconds_without_exit_copies(result, compiled) * 1e3, "x".join(map(str, mesh_shape))
     share = f"{result.slowest.matrix_busy / total * 1e3:.0%}"
     return topology, size, backend, str(directions or "-"), f"{total:.2f}", f"{result.exposed * 1e3:.2f}", share
 

@@ -29,9 +29,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.programs import SYNCHRONOUS, array, play_program
+from benchmarks.programs import SYNCHRONOUS, array, play_program, seconds_without_exit_copies
 from benchmarks.table import command_line, print_table, write_between_markers
-from flaxasync.check.player import Result
 from flaxasync.ops.plan import Plan
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -51,7 +50,6 @@ OPTIONS = SYNCHRONOUS
 COUNT, SEED = 30, 4
 FIRST_UNSEEN = 3  # the constants of the model were fitted to the samples of smaller seeds
 ALLOWED = 0.05
-HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")  # opcodes that do not change an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,27 +128,6 @@ def played_seconds(case: Case, backend: str) -> float:
         arguments.append(whole(case.result, specs[2]))
     fn = jax.jit(with_gradients if case.backward else local)
     return seconds_without_exit_copies(*play_program(topology, fn, *arguments, compiler_options=OPTIONS))
-
-
-def seconds_without_exit_copies(result: Result, program: fa.check.CompiledProgram) -> float:
-    """Returns the seconds of a played program without those of `exit_copies`."""
-    copies = exit_copies(fa.check.parse(program.text))
-    return result.seconds - sum(p.seconds for p in result.slowest.phases if p.name in copies)
-
-
-def exit_copies(module: fa.check.HloModule) -> set[str]:
-    """Returns the copies that hand a kernel's results to the caller. Copies of what XLA computed are work."""
-    by_name = {i.name: i for i in module.entry.instructions}
-
-    def of_kernel(name: str) -> bool:
-        made = by_name[name]
-        return made.opcode == "custom-call" or (made.opcode in HANDED_ON and of_kernel(made.operands[0]))
-
-    root = module.entry.root
-    assert root is not None
-    results = root.operands if root.opcode == "tuple" else (root.name,)
-    copies = [name for name in results if name in by_name and by_name[name].opcode == "copy"]
-    return {name for name in copies if of_kernel(by_name[name].operands[0])}
 
 
 def play_sample(cases: list[Case], backends: Sequence[str], path: str | None) -> dict[tuple[Case, str], float]:

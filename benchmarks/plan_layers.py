@@ -32,8 +32,8 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flaxasync as fa
-from benchmarks.plan import ALLOWED, OPTIONS, seconds_without_exit_copies
-from benchmarks.programs import kept, play_program
+from benchmarks.plan import ALLOWED, OPTIONS
+from benchmarks.programs import kept, play_program, seconds_without_exit_copies
 from benchmarks.step import layer_program
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.ops.costs import collective_matmul

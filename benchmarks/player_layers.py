@@ -7,18 +7,13 @@ The MLP is that of benchmarks/tp_mlp.py, forward. Nothing here ran on a TPU: eve
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from benchmarks import tp_mlp
-from benchmarks.programs import array, play_program, split_layer
+from benchmarks.programs import play_program
 from benchmarks.table import command_line, print_table, write_between_markers
-from flaxasync.check import CompiledProgram, parse, topology_devices, topology_mesh, topology_size
+from flaxasync.check import CompiledProgram, parse, topology_devices
 from flaxasync.check.player import Result, played_chip
 from flaxasync.check.player.result import Phase
 
@@ -62,34 +57,6 @@ def estimated(result: Result, program: CompiledProgram) -> list[Estimated]:
         if i.opcode == "fusion" and i.estimated_cycles
     }
     return [Estimated(p, p.runs * cycles[p.name] / clock) for p in result.slowest.phases if p.name in cycles]
-
-
-def play_layer(
-    topology: str, make: Callable[[], nnx.Module], shape: tuple[int, int, int], *, backward: bool = False
-) -> tuple[Result, CompiledProgram]:
-    """Simulates a jitted NNX layer on a ring of all devices of a topology.
-
-    Args:
-      topology: The chip and its grid: "v5e:2x4", ...
-      make: Makes the layer, for the axis "model".
-      shape: The shape of its input, [batch, rows, features], of which the rows are sharded.
-      backward: Whether to compute the gradients with respect to parameters and input, instead of the output.
-
-    Returns:
-      The result, and the compiled program.
-    """
-    mesh = topology_mesh(topology, (topology_size(topology),), ("model",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        graph, state = split_layer(make, mesh, jnp.bfloat16)
-
-        def forward(state: nnx.State, x: jax.Array) -> jax.Array:
-            return nnx.merge(graph, state)(x)
-
-        def loss(state: nnx.State, x: jax.Array) -> jax.Array:
-            return jnp.square(forward(state, x).astype(jnp.float32)).sum()
-
-        fn = jax.jit(jax.grad(loss, argnums=(0, 1)) if backward else forward)
-        return play_program(topology, fn, state, array(shape, mesh, P(None, "model", None)))
 
 
 def main() -> None:

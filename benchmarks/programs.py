@@ -21,6 +21,7 @@ from flaxasync.check.player.errors import UnknownOperationError
 
 RUNS = 10  # timed runs of a program on attached devices
 COMPILE_SECONDS = 7200  # a large program takes two minutes on an idle machine, and much longer on a busy one
+HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")  # opcodes that do not change an array
 SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
 
 
@@ -66,6 +67,27 @@ def play_or_synchronize(topology: str, fn: Callable, *arguments: Any) -> tuple[R
         return *play_program(topology, fn, *arguments), ""
     except UnknownOperationError:
         return *play_program(topology, fn, *arguments, compiler_options=SYNCHRONOUS), "*"
+
+
+def seconds_without_exit_copies(result: Result, program: check.CompiledProgram) -> float:
+    """Returns the seconds of a played program without the copies that XLA adds where a kernel ends the program."""
+    copies = exit_copies(check.parse(program.text))
+    return result.seconds - sum(p.seconds for p in result.slowest.phases if p.name in copies)
+
+
+def exit_copies(module: check.HloModule) -> set[str]:
+    """Returns the copies that hand a kernel's results to the caller. Copies of what XLA computed are work."""
+    by_name = {i.name: i for i in module.entry.instructions}
+
+    def of_kernel(name: str) -> bool:
+        made = by_name[name]
+        return made.opcode == "custom-call" or (made.opcode in HANDED_ON and of_kernel(made.operands[0]))
+
+    root = module.entry.root
+    assert root is not None
+    results = root.operands if root.opcode == "tuple" else (root.name,)
+    copies = [name for name in results if name in by_name and by_name[name].opcode == "copy"]
+    return {name for name in copies if of_kernel(by_name[name].operands[0])}
 
 
 def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) -> Any:
