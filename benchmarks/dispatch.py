@@ -2,8 +2,8 @@
 
     python benchmarks/dispatch.py [--rounds N] [--write docs/dispatch.md]
 
-The functions are those of tests/check/dispatch/functions.py. On a CPU, two more experiments call functions on paths
-that JAX would not choose, and the training step of configs/tiny.py. All figures are medians.
+The functions are those of tests/check/dispatch/functions.py. On a CPU the command also prints on several devices, and
+calls the training step of configs/tiny.py. All figures of the table are medians.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.table import command_line, print_table, write_between_markers
 from configs.tiny import tiny
-from tests.check.dispatch.functions import TABLE, printing, pure_callback, work
+from tests.check.dispatch.functions import TABLE, printing
 from train.step.mesh import make_mesh
 from train.step.trainer import Trainer
 
@@ -31,47 +30,19 @@ TRAINING_STEPS = 30
 EXPECTED = {True: "no", False: "yes", None: "cannot tell"}  # does it hold the host, by DispatchInfo.compatible
 
 
-def function_rows(x: jax.Array, rounds: int) -> list[list[str]]:
-    """Measures every function jitted and compiled, beside what is expected of it."""
-    rows = []
-    for fn in (row.fn for row in TABLE):
-        compiled = jax.jit(fn).lower(x).compile()
-        expected = EXPECTED[fa.check.check_async_compatible(compiled).compatible]
-        jitted, ahead = (fa.check.measure_dispatch(f, x, repeats=rounds) for f in (jax.jit(fn), compiled))
-        name = fn.__name__.replace("_", " ")
-        rows.append([name, expected, f"{ahead.total * 1e3:.0f}", f"{jitted.ratio:.1%}", f"{ahead.ratio:.1%}"])
-    return rows
+def row(name: str, fn: Callable, x: jax.Array, rounds: int) -> list[str]:
+    """Measures a function jitted and compiled, beside what is expected of it."""
+    compiled = jax.jit(fn).lower(x).compile()
+    expected = EXPECTED[fa.check.check_async_compatible(compiled).compatible]
+    jitted, ahead = (fa.check.measure_dispatch(f, x, repeats=rounds) for f in (jax.jit(fn), compiled))
+    return [name, expected, f"{ahead.total * 1e3:.0f}", f"{jitted.ratio:.1%}", f"{ahead.ratio:.1%}"]
 
 
-def experiment_rows(x: jax.Array, rounds: int) -> list[list[str]]:
-    """Calls functions on paths that JAX would not choose for them, and a print on several devices."""
-    compiled, forced = (jax.jit(fn).lower(x).compile() for fn in (work, pure_callback))
-    executable: Any = compiled._executable
-    python = executable.unsafe_call  # this path and what it consists of are private to JAX
-
-    def around(x: jax.Array) -> Any:
-        results = python.xla_executable.execute_sharded(python.in_handler([x]))
-        return results.consume_with_handlers(python.out_handler.handlers)
-
-    executable = forced._executable
-    executable.unsafe_call.has_host_callbacks = False
-    experiments: dict[str, tuple[Callable, jax.Array]] = {
-        "work, as JAX calls it (C++)": (compiled, x),
-        "work, by JAX's Python path": (python, x),
-        "work, by the study's way around that path": (around, x),
-        "pure_callback, as JAX calls it (Python)": (jax.jit(pure_callback).lower(x).compile(), x),
-        "pure_callback, forced onto the C++ path": (forced, x),
-    }
-    for devices in (1, 2, 8):
-        mesh = fa.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-        split = jax.device_put(jnp.ones((devices, 512, 512)), jax.NamedSharding(mesh, P("data")))
-        name = f"jax.debug.print, on {devices} CPU device{'s' * (devices > 1)}"
-        experiments[name] = jax.jit(jax.vmap(printing)), split
-    rows = []
-    for name, (fn, argument) in experiments.items():
-        timing = fa.check.measure_dispatch(fn, argument, repeats=rounds)
-        rows.append([name, f"{timing.dispatch * 1e3:.2f}", f"{timing.total * 1e3:.0f}", f"{timing.ratio:.1%}"])
-    return rows
+def on_devices(devices: int, rounds: int) -> list[str]:
+    """Measures the function that prints, once for each of several CPU devices in one program."""
+    mesh = fa.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    x = jax.device_put(jnp.ones((devices, 512, 512)), jax.NamedSharding(mesh, P("data")))
+    return row(f"printing, on {devices} CPU devices", jax.vmap(printing), x, rounds)
 
 
 def training_step() -> str:
@@ -106,16 +77,15 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     device = jax.devices()[0]
     x = jax.block_until_ready(jnp.ones((SIZES[device.platform],) * 2))
+    on_cpu = device.platform == "cpu"
     with contextlib.redirect_stdout(io.StringIO()):  # what the functions print
-        functions = function_rows(x, chosen.rounds)
-        experiments = experiment_rows(x, chosen.rounds) if device.platform == "cpu" else []
-    where = f"{os.cpu_count()} CPU cores" if device.platform == "cpu" else device.device_kind
-    parts = [f"Measured with jax {jax.__version__} and jaxlib {jaxlib.__version__} on {where}."]
-    parts.append(print_table(["function", "expected to hold the host", "ms a call", "jit", "compiled"], functions))
-    if experiments:
-        parts.append(print_table(["experiment, on the CPU", "dispatch, ms", "total, ms", "ratio"], experiments))
-        parts.append(training_step())
-    write_between_markers(chosen.write, "dispatch", "\n\n".join(parts))
+        rows = [row(each.fn.__name__.replace("_", " "), each.fn, x, chosen.rounds) for each in TABLE]
+        rows += [on_devices(count, chosen.rounds) for count in (2, 8) if on_cpu]
+    where = f"{os.cpu_count()} CPU cores" if on_cpu else device.device_kind
+    versions = f"Measured with jax {jax.__version__} and jaxlib {jaxlib.__version__} on {where}."
+    table = print_table(["function", "expected to hold the host", "ms a call", "jit", "compiled"], rows)
+    text = f"{versions}\n\n{table}" + (f"\n\n{training_step()}" if on_cpu else "")
+    write_between_markers(chosen.write, "dispatch", text)
 
 
 if __name__ == "__main__":

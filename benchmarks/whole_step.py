@@ -23,7 +23,6 @@ import json
 import pathlib
 import pickle
 import re
-import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -158,7 +157,7 @@ def compiled(case: Case, file: pathlib.Path) -> check.CompiledProgram | dict[str
     """Compiles a step, or reads what an earlier call has left in a file.
 
     Returns:
-      The program; or what is known of one that does not compile: the memory that it needs, or an error.
+      The program; or the memory that a step needs that does not fit.
     """
     if file.exists():
         with gzip.open(file, "rb") as stream:
@@ -176,8 +175,6 @@ def compiled(case: Case, file: pathlib.Path) -> check.CompiledProgram | dict[str
             )
         except check.HbmError as error:
             found = {"memory": error.needed}
-        except (ValueError, RuntimeError) as error:  # heads do not divide; the compiler crashed or refused a flag
-            found = {"error": str(error).partition("\n")[0]}
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wb") as stream:
         pickle.dump(found, stream)
@@ -203,8 +200,6 @@ def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
     mesh = "x".join(map(str, case.mesh))
     named = (case.topology, case.program, mesh, case.remat, overlap, case.flags or "-")
-    if "error" in found:
-        return (*named, "-", "-", "-", "-", textwrap.shorten(f"not compiled: {found['error']}", 60, placeholder=" ..."))
     if "seconds" not in found:
         return (*named, f"{gib(found['memory'])} (too much)", "-", "-", "-", "-")
     longest = found["waits"][0][0] if found["waits"] else "-"
