@@ -73,8 +73,8 @@ class Played:
 
 def architecture(preset: str, variant: str) -> TransformerConfig:
     """Returns the architecture of a preset, with everything in bfloat16 and without rematerialization."""
-    model, kept = PRESETS[preset][0]().model, 128 if variant == KEPT else 0
-    return dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=kept)
+    model, mib = PRESETS[preset][0]().model, 128 if variant == KEPT else 0
+    return dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=mib)
 
 
 def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology: str) -> float:
