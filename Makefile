@@ -11,7 +11,7 @@ ARGS ?=
 # Python can be years old and needs twice as long to resolve versions.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help setup train train-2 test test-slow check format bench pictures clean
+.PHONY: help setup train train-2 test test-slow check format bench bench-long pictures clean
 
 help:  ## list all targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -66,28 +66,39 @@ format: .venv/.dev  ## format the code and fix the lint errors that ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/.bench  ## measure the tables that the documents quote and draw their pictures
+bench: .venv/.bench  ## measure or predict the tables that take minutes, and draw their pictures
 	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md
 	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
-	$(CPU) $(BIN)/python benchmarks/check_dump.py --capture
-	$(CPU) $(BIN)/python benchmarks/async_table.py --write docs/async.md
+	$(CPU) $(BIN)/python benchmarks/timeline.py --backends --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/async_starts.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img
+	$(CPU) $(BIN)/python benchmarks/player_layers.py --write docs/player.md
 	$(CPU) $(BIN)/python benchmarks/device_order.py --write docs/tpu.md
 	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --write docs/kernels/mesh_matmul.md
-	$(CPU) $(BIN)/python benchmarks/scaling.py --write docs/scaling.md
-	$(CPU) $(BIN)/python benchmarks/player_layers.py --write docs/player.md
+	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --meshes --write docs/kernels/mesh_matmul.md
+	$(CPU) $(BIN)/python benchmarks/all_gather_matmul.py --write docs/kernels/all_gather_matmul.md
 	$(CPU) $(BIN)/python benchmarks/few_rows.py --write docs/kernels/exchange.md
-	$(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md
-	$(BIN)/python benchmarks/start.py --write docs/train.md
-	$(CPU) $(BIN)/python benchmarks/attention.py --write docs/ring.md
 	$(CPU) $(BIN)/python benchmarks/attention_kernel.py --write docs/kernels/layers.md
+	$(CPU) $(BIN)/python benchmarks/attention.py --write docs/ring.md
+	$(CPU) $(BIN)/python benchmarks/scaling.py --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md
 
-pictures: .venv/.dev  ## draw the pictures in docs/img
+CACHE := runs/bench
+COMPILED := llama_8b v5e:4x4 llama_8b v6e:4x4 llama_70b v5p:4x4x8 llama_70b v6e:16x16
+
+bench-long: .venv/.bench  ## predict the tables that take hours; what is in runs/bench is not played or compiled again
+	$(CPU) $(BIN)/python benchmarks/tp_mlp.py --write docs/kernels/layers.md
+	$(CPU) $(BIN)/python benchmarks/step.py --cache $(CACHE) --write docs/kernels/layers.md
+	$(CPU) $(BIN)/python benchmarks/plan.py --results $(CACHE)/plan.jsonl --write docs/plan.md
+	$(CPU) $(BIN)/python benchmarks/plan_layers.py --cache $(CACHE) --write docs/plan.md
+	$(CPU) $(BIN)/python benchmarks/scaling.py --compile $(COMPILED) --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/whole_step.py --programs $(CACHE) --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/soak.py --write docs/operations.md
+
+pictures: .venv/.dev  ## draw the pictures in docs/img that need no benchmark
 	$(BIN)/python docs/loop_picture.py
 	$(BIN)/python docs/ring_step_picture.py
 	$(BIN)/python docs/design_picture.py
-	$(CPU) $(BIN)/python docs/player_picture.py
 	$(BIN)/python docs/ring_pictures.py
 
 clean:  ## remove .venv, runs and caches

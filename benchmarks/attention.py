@@ -12,9 +12,9 @@ when its bundles are played on one v5e (8192 rows, two heads).
 It needs libtpu, and tokamax 0.0.17 for the second table: pip install '.[bench]'.
 """
 
-import argparse
 import functools
 import importlib.util
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -22,53 +22,46 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from table import print_table, write_between_markers
 
 import flaxasync as fa
+from benchmarks.programs import array
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.hardware import chip
 from flaxasync.kernels.attention_block import Mask, Product, Scores
 from flaxasync.kernels.flash_attention import Flash
 
 R, HEAD_DIM = 8, 128
 TOPOLOGIES, LENGTHS = ("v5e:2x4", "v5p:2x2x2"), (32_768, 262_144)
-COMPARED = (32_768, 262_144)
 PLAYED_ROWS, PLAYED_HEADS = 8192, 2
-SPLASH_TILES = {
-    "q": 1024,
-    "kv": 2048,
-    "compute": 512,
-}  # the fastest of those that were tried; tokamax's defaults are slower
+SPLASH_TILES = 1024, 2048, 512  # of q, k and the k of one product: the fastest that were tried; the defaults are slower
+MATMULS = {"flash_attention": 2, "flash_attention_backward": 5} | {  # the products in each attention kernel
+    "splash_mha_fwd_residuals": 2, "splash_mha_dkv_no_residuals": 5,
+}  # fmt: skip
 
 type Attention = Callable[[Any, Any, Any], Any]  # [b, s, h, d] on one device of the ring
 
 
-def compiled(attention: Attention, topology: str, rows: int, heads: int, kv_heads: int) -> Any:
+def compiled(attention: Attention, topology: str, rows: int, heads: int, kv_heads: int) -> fa.check.CompiledProgram:
     """Compiles the program of o, dq, dk and dv."""
-    mesh = fa.check.topology_mesh(topology, (R,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = fa.check.topology_mesh(topology, (R,), ("x",), axis_types=(AxisType.Explicit,))
     spec = P(None, "x")
-
-    def struct(heads: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, rows, heads, HEAD_DIM), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
     def both(q: Any, k: Any, v: Any, do: Any) -> Any:
         mapped = jax.shard_map(attention, in_specs=spec, out_specs=spec, check_vma=attention is not tokamax_ring)
         o, vjp = jax.vjp(mapped, q, k, v)
         return o, vjp(do)
 
+    q, k = (array((1, rows, count, HEAD_DIM), mesh, spec) for count in (heads, kv_heads))
     with jax.set_mesh(mesh):
-        args = struct(heads), struct(kv_heads), struct(kv_heads), struct(heads)
-        return fa.check.compile_for(topology, jax.jit(both), *args)
+        return fa.check.compile_for(topology, jax.jit(both), q, k, k, q)
 
 
 def splash_config() -> Any:
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
 
-    q, kv, compute = SPLASH_TILES["q"], SPLASH_TILES["kv"], SPLASH_TILES["compute"]
-    return splash.SplashConfig(
-        block_q=q, block_kv=kv, block_kv_compute=compute, block_q_dkv=q, block_kv_dkv=kv, block_kv_dkv_compute=compute
-    )  # fmt: skip
+    return splash.SplashConfig(*SPLASH_TILES, *SPLASH_TILES)
 
 
 def tokamax_ring(q: Any, k: Any, v: Any) -> Any:
@@ -88,14 +81,14 @@ def tokamax_ring(q: Any, k: Any, v: Any) -> Any:
 def shares_of_peak() -> dict[str, float]:
     """Returns the share of a v5e's peak that each attention kernel reaches when its bundles are played, by its name."""
     s, h, d = PLAYED_ROWS, PLAYED_HEADS, HEAD_DIM
-    mesh = fa.check.topology_mesh("v5e:1x1", (1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = fa.check.topology_mesh("v5e:1x1", (1,), ("x",), axis_types=(AxisType.Explicit,))
 
-    def struct(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+    def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return array(shape, mesh, P(), dtype)
 
     scores, product = Scores(Mask(False, None), d**-0.5), Product(0, s, 0, 0, s, 0, False, None)
-    q, kv, rows = struct((1, 1, h, s, d)), struct((2, 1, 1, s, d)), struct((1, 1, h, 2, s), jnp.float32)
-    sums, kv_sums = struct((1, 1, h, s, d), jnp.float32), struct((2, 1, 1, s, d), jnp.float32)
+    q, kv, rows = struct(1, 1, h, s, d), struct(2, 1, 1, s, d), struct(1, 1, h, 2, s, dtype=jnp.float32)
+    sums, kv_sums = struct(1, 1, h, s, d, dtype=jnp.float32), struct(2, 1, 1, s, d, dtype=jnp.float32)
 
     def forward(q: Any, kv: Any, acc: Any, stats: Any) -> Any:
         acc, stats = Flash().forward(scores, q, kv, None, product, (acc, stats))
@@ -104,13 +97,9 @@ def shares_of_peak() -> dict[str, float]:
     def backward(q: Any, kv: Any, do: Any, rows: Any, dq: Any, dkv: Any) -> Any:
         return Flash().backward(scores, q, kv, None, do, rows, product, (dq, dkv))
 
-    programs: list[tuple[Callable, tuple, dict[str, int]]] = [
-        (jax.jit(forward, donate_argnums=2), (q, kv, sums, rows), {"flash_attention": 2}),
-        (
-            jax.jit(backward, donate_argnums=(4, 5)),
-            (q, kv, q, rows, sums, kv_sums),
-            {"flash_attention_backward": 5},
-        ),
+    programs: list[tuple[Callable, tuple]] = [
+        (jax.jit(forward, donate_argnums=2), (q, kv, sums, rows)),
+        (jax.jit(backward, donate_argnums=(4, 5)), (q, kv, q, rows, sums, kv_sums)),
     ]
     if has_tokamax():
         from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
@@ -122,20 +111,22 @@ def shares_of_peak() -> dict[str, float]:
         def both(q: Any, k: Any, v: Any, do: Any) -> Any:
             return jax.vjp(lambda *qkv: kernel(*qkv), q, k, v)[1](do)
 
-        heads, one = struct((h, s, d)), struct((1, s, d))
-        names = {"splash_mha_fwd_residuals": 2, "splash_mha_dkv_no_residuals": 5}
-        programs.append((jax.jit(both), (heads, one, one, heads), names))
+        heads, one = struct(h, s, d), struct(1, s, d)
+        programs.append((jax.jit(both), (heads, one, one, heads)))
     shares = {}
-    for fn, args, matmuls in programs:
+    for fn, args in programs:
         with jax.set_mesh(mesh):
             played = fa.check.play(fn, *args, topology="v5e:1x1").slowest
-        for name, count in matmuls.items():
+        for name, count in MATMULS.items():
             seconds = sum(p.seconds for p in played.phases if re.fullmatch(rf"{name}(\.\d+)?( x\d+)?", p.name))
-            shares[name] = 2 * count * h * s * s * d / chip("v5e").flops / seconds
+            if seconds:
+                shares[name] = 2 * count * h * s * s * d / chip("v5e").flops / seconds
     return shares
 
 
-def kernel_seconds(program: Any, shares: dict[str, float], rows: int, heads: int) -> dict[str, float]:
+def kernel_seconds(
+    program: fa.check.CompiledProgram, shares: dict[str, float], rows: int, heads: int
+) -> dict[str, float]:
     """Returns the seconds of every attention kernel of a program, by its name: its FLOPs at the share that it reaches.
 
     The kernels of flaxasync state their FLOPs in the program. Each kernel of tokamax multiplies one whole block.
@@ -145,64 +136,50 @@ def kernel_seconds(program: Any, shares: dict[str, float], rows: int, heads: int
         stem = re.sub(r"\.\d+$", "", name)
         if stem not in shares:
             continue
-        flops = int(match[1]) if (match := re.search(r'"flops":"(\d+)"', line)) else 0
+        stated = re.search(r'"flops":"(\d+)"', line)
+        flops = int(stated[1]) if stated else 0
         if stem.startswith("splash"):
-            flops = (4 if "fwd" in stem else 10) * heads * (rows // R) ** 2 * HEAD_DIM
-        found[name] = flops / (program_chip(program).flops * shares[stem])
+            flops = 2 * MATMULS[stem] * heads * (rows // R) ** 2 * HEAD_DIM
+        found[name] = flops / (chip(program.chip).flops * shares[stem])
     return found
 
 
-def program_chip(program: Any) -> Any:
-    return chip(program.chip)
-
-
 def transfers(shares: dict[str, float]) -> str:
+    """Prints and returns the table of every transfer of the causal ring, and what is inside it."""
     rows = []
-    for topology in TOPOLOGIES:
-        for length in LENGTHS:
-            for backend in ("xla", "pallas"):
-                attention = functools.partial(fa.ring_attention, axis_name="x", layout="zigzag", backend=backend)
-                program = compiled(attention, topology, length, 32, 8)
-                audit = fa.check.audit(program, kernels=kernel_seconds(program, shares, length, 32))
-                pairs = [p for p in audit.pairs if p.communicates]
-                runs = sum(p.runs for p in pairs)
-                errors = sum(f.count for f in audit.findings if str(f.severity).endswith("error"))
-                rows.append([
-                    topology, f"{length:,}", backend, str(runs), str(sum(p.runs for p in pairs if p.overlapped)),
-                    str(sum(p.runs for p in pairs if not p.exposed)), "none" if audit.ok else str(errors),
-                    f"{program.bytes_by_kind['temporaries'] / 2**20:,.0f}",
-                ])  # fmt: skip
-    header = [
-        "topology",
-        "tokens",
-        "backend",
-        "transfers",
-        "with compute inside",
-        "hidden",
-        "hazards",
-        "temporaries, MiB",
-    ]
+    for topology, length, backend in itertools.product(TOPOLOGIES, LENGTHS, ("xla", "pallas")):
+        attention = functools.partial(fa.ring_attention, axis_name="x", layout="zigzag", backend=backend)
+        program = compiled(attention, topology, length, 32, 8)
+        audit = fa.check.audit(program, kernels=kernel_seconds(program, shares, length, 32))
+        pairs = [p for p in audit.pairs if p.communicates]
+        errors = sum(f.count for f in audit.findings if str(f.severity).endswith("error"))
+        rows.append([
+            topology, f"{length:,}", backend, str(sum(p.runs for p in pairs)),
+            str(sum(p.runs for p in pairs if p.overlapped)), str(sum(p.runs for p in pairs if not p.exposed)),
+            "none" if audit.ok else str(errors), f"{program.bytes_by_kind['temporaries'] / 2**20:,.0f}",
+        ])  # fmt: skip
+    header = ("topology", "tokens", "backend", "transfers", "with compute inside", "hidden", "hazards",
+              "temporaries, MiB")  # fmt: skip
     return print_table(header, rows)
 
 
 def comparison(shares: dict[str, float]) -> str:
+    """Prints and returns the table that compares full attention with tokamax's ring."""
     rows, heads = [], 8
-    for length in COMPARED:
-        measured = {}
+    for length in LENGTHS:
+        base: tuple[float, int] | None = None
         for name in ("tokamax", "none", "xla", "pallas"):
             ours = functools.partial(fa.ring_attention, axis_name="x", causal=False, backend=name)
             program = compiled(tokamax_ring if name == "tokamax" else ours, "v5e:2x4", length, heads, 2)
-            kernels = kernel_seconds(program, shares, length, heads)
-            time = fa.check.timeline(program, kernels=kernels)
-            measured[name] = time.seconds, time.exposed, program.bytes_by_kind["temporaries"]
-        for name, (seconds, exposed, temporaries) in measured.items():
-            base = measured["tokamax"]
+            time = fa.check.timeline(program, kernels=kernel_seconds(program, shares, length, heads))
+            temporaries = program.bytes_by_kind["temporaries"]
+            base = base or (time.seconds, temporaries)
             rows.append([
-                f"{length:,}", name, f"{seconds * 1e3:.2f}", f"{exposed * 1e3:.2f}", f"{temporaries / 2**20:,.0f}",
-                f"{seconds / base[0]:.2f}", f"{temporaries / base[2]:.2f}",
+                f"{length:,}", name, f"{time.seconds * 1e3:.2f}", f"{time.exposed * 1e3:.2f}",
+                f"{temporaries / 2**20:,.0f}", f"{time.seconds / base[0]:.2f}", f"{temporaries / base[1]:.2f}",
             ])  # fmt: skip
-    header = ["tokens", "backend", "estimate, ms", "of it waiting, ms", "temporaries, MiB", "time, tokamax = 1",
-              "memory, tokamax = 1"]  # fmt: skip
+    header = ("tokens", "backend", "estimate, ms", "of it waiting, ms", "temporaries, MiB", "time, tokamax = 1",
+              "memory, tokamax = 1")  # fmt: skip
     return print_table(header, rows)
 
 
@@ -212,18 +189,16 @@ def has_tokamax() -> bool:
 
 def main() -> None:
     """Prints the tables; with --write puts them between the markers of a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", metavar="FILE", help="a Markdown file with the marker lines of these tables")
+    parser = command_line(__doc__)
     parser.add_argument("--tables", nargs="+", choices=("transfers", "comparison"), default=["transfers", "comparison"])
-    options = parser.parse_args()
-    if "comparison" in options.tables and not has_tokamax():
+    chosen = parser.parse_args()
+    if "comparison" in chosen.tables and not has_tokamax():
         sys.exit("the comparison needs tokamax 0.0.17: pip install '.[bench]', or --tables transfers")
     shares = shares_of_peak()
     print({name: round(share, 3) for name, share in shares.items()})
-    for name in options.tables:
-        table = {"transfers": transfers, "comparison": comparison}[name](shares)
-        if options.write:
-            write_between_markers(options.write, f"ring {name}", table)
+    for name in chosen.tables:
+        make = transfers if name == "transfers" else comparison
+        write_between_markers(chosen.write, f"ring {name}", make(shares))
 
 
 if __name__ == "__main__":

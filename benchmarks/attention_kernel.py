@@ -15,12 +15,10 @@ five backward. Tiles with which a program does not compile are named, and left o
 It needs libtpu, and tokamax 0.0.17 for its rows: pip install '.[bench]'.
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import itertools
 import re
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -30,12 +28,12 @@ import numpy as np
 from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as jax_splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as jax_masks
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.table import print_table, write_between_markers
-from flaxasync.check.player import play_dump
+from benchmarks.programs import array, play_program
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.hardware import chip
 
@@ -69,7 +67,7 @@ def ours(q: Array, k: Array, v: Array) -> Array:
 def of_jax(tiles: tuple[int, int, int], **options: Any) -> Callable[[Array, Array, Array], Array]:
     """Makes the same function by JAX's splash attention; see TILES and OPTIONS."""
     q, kv, compute = tiles
-    unfused = {} if options["use_fused_bwd_kernel"] else {"block_q_dq": q, "block_kv_dq": kv}
+    unfused: dict[str, Any] = {} if options["use_fused_bwd_kernel"] else {"block_q_dq": q, "block_kv_dq": kv}
     sizes = jax_splash.BlockSizes(q, kv, compute, q, kv, compute, **unfused, **options)
     masks = jax_masks.MultiHeadMask([jax_masks.CausalMask((ROWS, ROWS))] * HEADS)
     kernel = jax_splash.make_splash_mqa_single_device(masks, block_sizes=sizes)
@@ -99,18 +97,14 @@ def simulated(attention: Callable[[Array, Array, Array], Array], name: str) -> T
         o, pull = jax.vjp(attention, q, k, v)
         return o, pull(do)
 
-    def struct(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-
-    heads, one = struct(HEADS, ROWS, FEATURES), struct(ROWS, FEATURES)
-    with jax.set_mesh(mesh), tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
-        compiled = fa.check.compile_for(topology, jax.jit(both), heads, one, one, heads, keep_dumps=folder)
-        played = play_dump(folder, topology=topology, coords=compiled.coords)
+    heads, one = array((HEADS, ROWS, FEATURES), mesh, P()), array((ROWS, FEATURES), mesh, P())
+    with jax.set_mesh(mesh):
+        played, _ = play_program(topology, jax.jit(both), heads, one, one, heads)
     phases = played.slowest.phases
-    kernels = [sum(phase.seconds for phase in phases if kernel.match(phase.name)) for kernel in (FORWARD, BACKWARD)]
-    if not all(kernels) or any(UNKNOWN_SCALARS in note for note in played.notes):
+    forward, backward = (sum(p.seconds for p in phases if kernel.match(p.name)) for kernel in (FORWARD, BACKWARD))
+    if not (forward and backward) or any(UNKNOWN_SCALARS in note for note in played.notes):
         raise AssertionError(f"what was simulated is not attention: {[phase.name for phase in phases]}, {played.notes}")
-    return Times(*kernels, played.seconds)
+    return Times(forward, backward, played.seconds)
 
 
 def best_of(library: str, name: str) -> Times:
@@ -137,20 +131,16 @@ def row(name: str, library: str, times: Times) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
-    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
     chosen = parser.parse_args()
     libraries = [library for library in LIBRARIES if library == "JAX" or importlib.util.find_spec(library)]
-    if len(libraries) < len(LIBRARIES):
-        print("tokamax is not installed, so its rows are left out")
     rows = []
     for name in chosen.chips:
         rows.append(row(name, "flaxasync", simulated(ours, name)))
         rows += [row(name, library, best_of(library, name)) for library in libraries]
-    text = print_table(("chip", "kernel", "forward ms", "backward ms", "program ms"), rows)
-    if chosen.write:
-        write_between_markers(chosen.write, "attention kernel", text)
+    table = print_table(("chip", "kernel", "forward ms", "backward ms", "program ms"), rows)
+    write_between_markers(chosen.write, "attention kernel", table)
 
 
 if __name__ == "__main__":

@@ -7,25 +7,18 @@ A cell lists the links per hop of each mesh axis, for the ring with the longest 
 the chips.
 """
 
-import argparse
 from collections.abc import Callable
 
 import jax
 
 import flaxasync as fa
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.check import topology_devices
 
 MESHES = [
-    ("v5e:2x2", (2, 2)),
-    ("v5e:2x4", (8,)),
-    ("v5e:2x4", (2, 4)),
-    ("v6e:2x4", (8,)),
-    ("v5p:2x2x2", (2, 4)),
-    ("v5e:4x4", (2, 8)),
-    ("v5e:4x4", (4, 4)),
-    ("v5p:4x4x4", (8, 8)),
-]
+    ("v5e:2x2", (2, 2)), ("v5e:2x4", (8,)), ("v5e:2x4", (2, 4)), ("v6e:2x4", (8,)), ("v5p:2x2x2", (2, 4)),
+    ("v5e:4x4", (2, 8)), ("v5e:4x4", (4, 4)), ("v5p:4x4x4", (8, 8)),
+]  # fmt: skip
 NAMES = ("data", "model")
 
 
@@ -39,16 +32,12 @@ def hops(make: Callable, topology: str, shape: tuple[int, ...]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
-    chosen = parser.parse_args()
-    rows = [
-        (topology, str(shape), hops(jax.make_mesh, topology, shape), hops(fa.make_mesh, topology, shape))
-        for topology, shape in MESHES
-    ]
-    text = print_table(("chips", "mesh", "`jax.make_mesh`", "`fa.make_mesh`"), rows)
-    if chosen.write:
-        write_between_markers(chosen.write, "device order", text)
+    chosen = command_line(__doc__).parse_args()
+    rows = []
+    for topology, shape in MESHES:
+        rows.append((topology, str(shape), *(hops(make, topology, shape) for make in (jax.make_mesh, fa.make_mesh))))
+    table = print_table(("chips", "mesh", "`jax.make_mesh`", "`fa.make_mesh`"), rows)
+    write_between_markers(chosen.write, "device order", table)
 
 
 if __name__ == "__main__":

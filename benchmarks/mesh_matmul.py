@@ -11,128 +11,90 @@ The matmul is LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] with m, k, n = 16384, 163
 same command also runs the backends there and prints the measured times.
 """
 
-import argparse
 import functools
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.measure import fastest_ms
-from benchmarks.table import print_table, write_between_markers
-from flaxasync.check.player import Result, play
+from benchmarks.programs import array, fastest_ms, has_tpus, play_program, seconds_without_exit_copies
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.kernels.engine.operands import Tiles
 
+type Directions = Literal[1, 2] | None
 STUDY, SMALL = (16384, 16384, 8192), (2048, 2048, 1024)  # m, k, n
 TOPOLOGY = "v5e:2x2"
 PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  # measured by the study, in ms
+BACKENDS = ("none", "xla_gemm", "serial", "fused", "overlapped")
 MESHES = (("v5e:2x2", (4, 1)), ("v5e:2x2", (1, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)))
-FORMS = (("none", None), ("overlapped", 1), ("overlapped", 2))
+FORMS: tuple[tuple[str, Directions], ...] = (
+    ("none", None),
+    ("overlapped", 1),
+    ("overlapped", 2),
+)  # backend and directions on other meshes
+HEADER = ("backend", "published ms", "predicted ms", "difference", "without exit copy", "waits for others", "of peak",
+          "measured here")  # fmt: skip
 
 
 def program(
-    backend: str, mesh: Mesh, shape: tuple[int, int, int], tiles: Tiles | None = None, directions: int | None = None
+    backend: str | None,
+    mesh: Mesh,
+    shape: tuple[int, int, int],
+    tiles: Tiles | None = None,
+    directions: Directions = None,
 ) -> tuple:
     """Makes the jitted function of a backend; returns it and its abstract arguments."""
     m, k, n = shape
-    arguments = tuple(
-        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for s, spec in (((m, k), P("x", "y")), ((k, n), P("x", None)))
-    )
     local = functools.partial(fa.mesh_matmul, backend=backend, tiles=tiles, directions=directions)
-    return jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(P("x", "y"), P("x", None)), out_specs=P("x", None))
-    ), *arguments
+    fn = jax.shard_map(local, mesh=mesh, in_specs=(P("x", "y"), P("x", None)), out_specs=P("x", None))
+    return jax.jit(fn), array((m, k), mesh, P("x", "y")), array((k, n), mesh, P("x", None))
 
 
-def exit_copy_ms(result: Result) -> float:
-    """Returns the time of the copy that XLA adds if the result of a kernel is the result of the program."""
-    return sum(p.seconds for p in result.slowest.phases if p.name.startswith("copy")) * 1e3
+def row(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) -> tuple[str, ...]:
+    """Simulates a backend on the mesh of the study, and measures it where four TPUs are attached."""
+    fn, *arguments = program(backend, fa.check.topology_mesh(TOPOLOGY, (2, 2), ("x", "y")), shape, tiles)
+    result, compiled = play_program(TOPOLOGY, fn, *arguments)
+    total, known = result.seconds * 1e3, PUBLISHED.get(backend) if shape == STUDY else None
+    cells = [
+        backend,
+        "-" if known is None else f"{known:g}",
+        f"{total:.3f}",
+        "-" if known is None else f"{total / known - 1:+.1%}",
+        f"{seconds_without_exit_copies(result, compiled) * 1e3:.3f}",
+        f"{result.exposed * 1e3:.3f}",
+        f"{result.slowest.share_of_peak:.0%}",
+    ]
+    if has_tpus(4):
+        mesh = fa.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        cells.append(f"{fastest_ms(*program(backend, mesh, shape, tiles)):.3f}")
+    return tuple(cells)
 
 
-def measured_ms(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) -> float | None:
-    """Returns the time of the fastest of several runs on four TPUs, or None if the machine does not have them."""
-    if jax.default_backend() != "tpu" or jax.device_count() != 4:
-        return None
-    fn, *arguments = program(backend, fa.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), shape, tiles)
-    values = [jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in arguments]
-    return fastest_ms(fn, *values)
-
-
-def play_meshes() -> str:
-    """Simulates the backends on other meshes; returns the table."""
-    rows = []
-    for topology, mesh_shape in MESHES:
-        mesh = fa.check.topology_mesh(topology, mesh_shape, ("x", "y"))
-        for backend, directions in FORMS:
-            if directions == 2 and max(mesh_shape) == 2:
-                continue
-            fn, *arguments = program(backend, mesh, STUDY, directions=directions)
-            result = play(fn, *arguments, topology=topology)
-            total, copy = result.seconds * 1e3, exit_copy_ms(result)
-            rows.append(
-                (
-                    topology,
-                    "x".join(map(str, mesh_shape)),
-                    backend,
-                    str(directions or "-"),
-                    f"{total - copy:.2f}",
-                    f"{result.exposed * 1e3:.2f}",
-                    f"{result.slowest.matrix_busy / (total - copy) * 1e3:.0%}",
-                )
-            )
-    header = ("topology", "mesh", "backend", "directions", "predicted ms", "waits for others", "of peak")
-    return print_table(header, rows)
+def mesh_row(topology: str, mesh_shape: tuple[int, int], backend: str, directions: Directions) -> tuple[str, ...]:
+    """Simulates a backend on another mesh."""
+    mesh = fa.check.topology_mesh(topology, mesh_shape, ("x", "y"))
+    fn, *arguments = program(backend, mesh, STUDY, directions=directions)
+    result, compiled = play_program(topology, fn, *arguments)
+    total, size = seconds_without_exit_copies(result, compiled) * 1e3, "x".join(map(str, mesh_shape))
+    share = f"{result.slowest.matrix_busy / total * 1e3:.0%}"
+    return topology, size, backend, str(directions or "-"), f"{total:.2f}", f"{result.exposed * 1e3:.2f}", share
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--small", action="store_true", help="divide all sizes by 8, for which there are no reference figures"
-    )
-    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
+    parser = command_line(__doc__)
+    parser.add_argument("--small", action="store_true", help="divide all sizes by 8, without reference figures")
     parser.add_argument("--meshes", action="store_true", help="predict other meshes than that of the study")
     chosen = parser.parse_args()
     if chosen.meshes:
-        table = play_meshes()
-        if chosen.write:
-            write_between_markers(chosen.write, "mesh matmul meshes", table)
+        rows = [mesh_row(*mesh, *form) for mesh in MESHES for form in FORMS]
+        header = ("topology", "mesh", "backend", "directions", "predicted ms", "waits for others", "of peak")
+        write_between_markers(chosen.write, "mesh matmul meshes", print_table(header, rows))
         return
-    shape, tiles = (SMALL, Tiles(256, 256, 256)) if chosen.small else (STUDY, None)
-    mesh = fa.check.topology_mesh(TOPOLOGY, (2, 2), ("x", "y"))
-    rows = []
-    for backend in ("none", "xla_gemm", "serial", "fused", "overlapped"):
-        fn, *arguments = program(backend, mesh, shape, tiles)
-        result = play(fn, *arguments, topology=TOPOLOGY)
-        total, copy = result.seconds * 1e3, exit_copy_ms(result)
-        known = None if chosen.small else PUBLISHED.get(backend)
-        here = measured_ms(backend, shape, tiles)
-        rows.append(
-            (
-                backend,
-                "-" if known is None else f"{known:g}",
-                f"{total:.3f}",
-                "-" if known is None else f"{total / known - 1:+.1%}",
-                f"{total - copy:.3f}",
-                f"{result.exposed * 1e3:.3f}",
-                f"{result.slowest.share_of_peak:.0%}",
-                *([] if here is None else [f"{here:.3f}"]),
-            )
-        )
-    header = (
-        "backend",
-        "published ms",
-        "predicted ms",
-        "difference",
-        "without exit copy",
-        "waits for others",
-        "of peak",
-    )
-    table = print_table((*header, "measured here")[: len(rows[0])], rows)
-    if chosen.write:
-        write_between_markers(chosen.write, "mesh matmul", table)
+    sizes = (SMALL, Tiles(256, 256, 256)) if chosen.small else (STUDY, None)
+    rows = [row(backend, *sizes) for backend in BACKENDS]
+    write_between_markers(chosen.write, "mesh matmul", print_table(HEADER[: len(rows[0])], rows))
 
 
 if __name__ == "__main__":

@@ -22,26 +22,18 @@ from models.transformer import RMSNorm
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which mesh axes shard what.
+    """Which mesh axes shard what."""
 
-    Attributes:
-      batch: The axes that shard the batch.
-      fsdp: The axis over which kernels are sharded as well; None for none.
-      flash: Whether attention is the kernel of `flaxasync.attention`, which XLA cannot partition itself.
-    """
-
-    batch: tuple[str, ...] = ("data",)
-    fsdp: str | None = None
-    flash: bool = False
+    batch: tuple[str, ...] = ("data",)  # they shard the batch
+    fsdp: str | None = None  # shards kernels as well
+    flash: bool = False  # whether attention is `flaxasync.attention`, a kernel that XLA cannot partition itself
 
     @property
-    def columns(self) -> tuple[str | None, ...]:
-        """The sharding of a kernel whose output features are split."""
+    def columns(self) -> tuple[str | None, ...]:  # of a kernel whose output features are split
         return (self.fsdp, "model")
 
     @property
-    def rows(self) -> tuple[str | None, ...]:
-        """The sharding of a kernel whose input features are split."""
+    def rows(self) -> tuple[str | None, ...]:  # of a kernel whose input features are split
         return ("model", self.fsdp)
 
 
@@ -51,14 +43,9 @@ PLAIN = Layout()
 def linear(inputs: int, outputs: int, sharding: tuple, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Linear:
     """Makes an nnx.Linear without a bias, whose kernel is annotated with a sharding."""
     return nnx.Linear(
-        inputs,
-        outputs,
-        use_bias=False,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        kernel_metadata={"out_sharding": sharding},
-        rngs=rngs,
-    )
+        inputs, outputs, use_bias=False, dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype),
+        kernel_metadata={"out_sharding": sharding}, rngs=rngs,
+    )  # fmt: skip
 
 
 def constrain(x: Array, *spec: str | tuple[str, ...] | None) -> Array:
@@ -67,16 +54,16 @@ def constrain(x: Array, *spec: str | tuple[str, ...] | None) -> Array:
 
 
 class PlainMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) if gated, else down(silu(up(x)))."""
+    """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: TransformerConfig, *, gated: bool = True, layout: Layout = PLAIN, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
         self.layout = layout
         self.up = linear(config.width, config.mlp_width, layout.columns, config, rngs)
-        self.gate = linear(config.width, config.mlp_width, layout.columns, config, rngs) if gated else None
+        self.gate = linear(config.width, config.mlp_width, layout.columns, config, rngs)
         self.down = linear(config.mlp_width, config.width, layout.rows, config, rngs)
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        hidden = jax.nn.silu(self.up(x)) if self.gate is None else jax.nn.silu(self.gate(x)) * self.up(x)
+        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
         batch = self.layout.batch
         return constrain(self.down(constrain(hidden, batch, None, "model")), batch, "model", None)
 
@@ -130,14 +117,9 @@ class PlainTransformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
         self.layout, self.remat = layout, config.remat
         self.embed = nnx.Embed(
-            config.vocab_size,
-            config.width,
-            dtype=jnp.dtype(config.dtype),
-            param_dtype=jnp.dtype(config.param_dtype),
-            embedding_init=nnx.initializers.normal(0.02),
-            embedding_metadata={"out_sharding": layout.rows},
-            rngs=rngs,
-        )
+            config.vocab_size, config.width, dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype),
+            embedding_init=nnx.initializers.normal(0.02), embedding_metadata={"out_sharding": layout.rows}, rngs=rngs,
+        )  # fmt: skip
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})

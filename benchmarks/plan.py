@@ -16,7 +16,6 @@ asynchronous all-gather of more than two devices into steps inside matmuls, whic
 is calibrated (docs/player.md).
 """
 
-import argparse
 import collections
 import dataclasses
 import functools
@@ -24,18 +23,14 @@ import itertools
 import json
 import pathlib
 import random
-import time
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.player_layers import play_program
-from benchmarks.table import print_table, write_between_markers
-from flaxasync.check.player import Result
+from benchmarks.programs import SYNCHRONOUS, array, play_program, seconds_without_exit_copies
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.ops.plan import Plan
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -47,39 +42,30 @@ MESHES = {  # topology, and shape of ("data", "model"); the ring lies on "model"
     "v6e:2x2 ring 4": ("v6e:2x2", (1, 4)),
     "v6e:2x4 ring 8": ("v6e:2x4", (1, 8)),
 }
-LINES = {
-    "v5e:2x4 ring 4"
-}  # not a closed ring of chips, but the player's model of XLA's gathers only knows closed rings
+LINES = {"v5e:2x4 ring 4"}  # no closed rings of chips, which alone the player's model of XLA's gathers knows
 ROWS = (128, 512, 2048)
 SIDES = ((1024, 512), (2048, 2048), (4096, 1024), (8192, 3584), (4096, 4096))  # (features, hidden features)
 BACKENDS = ("none", "xla", "pallas", "fused")
-OPTIONS = {"xla_tpu_enable_async_collective_fusion": "false"}
+OPTIONS = SYNCHRONOUS
 COUNT, SEED = 30, 4
 FIRST_UNSEEN = 3  # the constants of the model were fitted to the samples of smaller seeds
 ALLOWED = 0.05
-HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")  # opcodes that do not change an array
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op at one shape.
+    """One op at one shape; the sizes are those of one device.
 
-    Attributes:
-      op: "all_gather_matmul": [rows, features] @ [features, hidden]; "matmul_reduce_scatter": [ring * rows, hidden] @
-        [hidden, features].
-      mesh: A key of MESHES.
-      rows: The rows of one device.
-      features: The features outside the pair of ops, on one device.
-      hidden: The hidden features, on one device.
-      backward: Whether both gradients are computed too.
+    all_gather_matmul is [rows, features] @ [features, hidden], and matmul_reduce_scatter is
+    [ring * rows, hidden] @ [hidden, features].
     """
 
     op: str
-    mesh: str
+    mesh: str  # a key of MESHES
     rows: int
     features: int
     hidden: int
-    backward: bool
+    backward: bool  # whether both gradients are computed, too
 
     @property
     def ring(self) -> int:
@@ -128,8 +114,7 @@ def played_seconds(case: Case, backend: str) -> float:
 
     def whole(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
         counts = ({None: 1, "data": data, "model": ring}.get(axis, data * ring) for axis in spec)
-        sides = tuple(side * count for side, count in zip(shape, counts, strict=True))
-        return jax.ShapeDtypeStruct(sides, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        return array(tuple(side * count for side, count in zip(shape, counts, strict=True)), mesh, spec)
 
     op = functools.partial(getattr(fa, case.op), axis_name="model", backend=backend)
     local = jax.shard_map(op, mesh=mesh, in_specs=specs[:2], out_specs=specs[2])
@@ -145,93 +130,57 @@ def played_seconds(case: Case, backend: str) -> float:
     return seconds_without_exit_copies(*play_program(topology, fn, *arguments, compiler_options=OPTIONS))
 
 
-def seconds_without_exit_copies(result: Result, program: fa.check.CompiledProgram) -> float:
-    """Returns the seconds of a played program without those of `exit_copies`."""
-    copies = exit_copies(fa.check.parse(program.text))
-    return result.seconds - sum(p.seconds for p in result.slowest.phases if p.name in copies)
-
-
-def exit_copies(module: fa.check.HloModule) -> set[str]:
-    """Returns the copies that hand a kernel's results to the caller. Copies of what XLA computed are work."""
-    by_name = {i.name: i for i in module.entry.instructions}
-
-    def of_kernel(name: str) -> bool:
-        made = by_name[name]
-        return made.opcode == "custom-call" or (made.opcode in HANDED_ON and of_kernel(made.operands[0]))
-
-    root = module.entry.root
-    assert root is not None
-    results = root.operands if root.opcode == "tuple" else (root.name,)
-    copies = [name for name in results if name in by_name and by_name[name].opcode == "copy"]
-    return {name for name in copies if of_kernel(by_name[name].operands[0])}
-
-
-def read_results(path: str | None) -> dict[tuple[Case, str], float]:
-    """Returns the seconds by case and backend of the plays in a file."""
-    if path is None or not pathlib.Path(path).exists():
-        return {}
-    lines = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
-    return {(Case(**line["case"]), line["backend"]): line["seconds"] for line in lines}
-
-
 def play_sample(cases: list[Case], backends: Sequence[str], path: str | None) -> dict[tuple[Case, str], float]:
-    """Plays what the results at `path` lack, and adds it to them."""
-    results = read_results(path)
-    wanted = [(case, backend) for case in cases for backend in backends]
-    begin = time.perf_counter()
-    for number, (case, backend) in enumerate(wanted, 1):
+    """Returns the seconds of each case with each backend. Plays what the file at `path` lacks, and adds it there."""
+    file = None if path is None else pathlib.Path(path)
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
+    results = {(Case(**line["case"]), line["backend"]): line["seconds"] for line in lines}
+    for number, (case, backend) in enumerate(itertools.product(cases, backends), 1):
         if (case, backend) in results:
             continue
         results[case, backend] = seconds = played_seconds(case, backend)
-        spent = time.perf_counter() - begin
-        print(f"{number}/{len(wanted)} {case} {backend}: {seconds * 1e3:.4f} ms ({spent:.0f} s)", flush=True)
-        if path is not None:
-            with open(path, "a") as file:
-                file.write(
-                    json.dumps({"case": dataclasses.asdict(case), "backend": backend, "seconds": seconds}) + "\n"
-                )
+        print(f"{number}/{len(cases) * len(backends)} {case} {backend}: {seconds * 1e3:.4f} ms", flush=True)
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            line = json.dumps({"case": dataclasses.asdict(case), "backend": backend, "seconds": seconds})
+            with file.open("a") as stream:
+                stream.write(f"{line}\n")
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--results", metavar="FILE", help="keep each play in this file, and play nothing twice")
-    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
     chosen = parser.parse_args()
-    cases = grid()
-    played_cases = sample(chosen.seed, chosen.count)
-    results = play_sample(played_cases, chosen.backends, chosen.results)
+    cases, backends = sample(chosen.seed, chosen.count), chosen.backends
+    results = play_sample(cases, backends, chosen.results)
     rows: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {}  # the error of a prediction, and the cells
     behind = []
-    for case in sorted(played_cases, key=lambda c: (c.op, c.mesh, c.backward, c.rows)):
-        played = {backend: results[case, backend] for backend in chosen.backends}
-        plan = case.plan()
-        choice = min(played, key=lambda backend: plan.seconds[backend])
+    for case in sorted(cases, key=lambda c: (c.op, c.mesh, c.backward, c.rows)):
+        played = {backend: results[case, backend] for backend in backends}
+        planned = case.plan().seconds
+        choice = min(played, key=lambda backend: planned[backend])
         behind.append(played[choice] / min(played.values()) - 1)
-        error = max(abs(plan.seconds[backend] / played[backend] - 1) for backend in chosen.backends)
-        group = (case.op, case.mesh)
-        if group not in rows or error > rows[group][0]:
-            rows[group] = error, (
-                case.op, case.mesh, f"{case.rows}x{case.features}x{case.hidden}", "yes" if case.backward else "no",
-                *(f"{played[b] * 1e3:.3f} ({plan.seconds[b] * 1e3:.3f})" for b in chosen.backends), choice,
-                f"{behind[-1]:.1%}",
-            )  # fmt: skip
-    table = print_table(
-        ("op", "mesh", "rows x features x hidden", "gradients", *(f"{b}: played (planned) ms" for b in chosen.backends),
-         "chosen", "behind the best"), [cells for _, cells in rows.values()],
-    )  # fmt: skip
-    choices = collections.Counter(case.plan().backend for case in cases)
+        error = max(abs(planned[backend] / played[backend] - 1) for backend in backends)
+        if error > rows.get((case.op, case.mesh), (-1.0, ()))[0]:
+            size, gradients = f"{case.rows}x{case.features}x{case.hidden}", "yes" if case.backward else "no"
+            times = [f"{played[b] * 1e3:.3f} ({planned[b] * 1e3:.3f})" for b in backends]
+            cells = (case.op, case.mesh, size, gradients, *times, choice, f"{behind[-1]:.1%}")
+            rows[case.op, case.mesh] = error, cells
+    columns = [f"{backend}: played (planned) ms" for backend in backends]
+    header = ("op", "mesh", "rows x features x hidden", "gradients", *columns, "chosen", "behind the best")
+    table = print_table(header, [cells for _, cells in rows.values()])
+    choices = collections.Counter(case.plan().backend for case in grid()).most_common()
     text = (
-        f"Of {len(cases)} cases `plan` chooses {', '.join(f'{b} for {n}' for b, n in choices.most_common())}. Of the "
-        f"{len(played_cases)} that were played, {sum(b <= ALLOWED for b in behind)} are within {ALLOWED:.0%} of the "
-        f"best; the furthest is {max(behind):.1%} behind."
+        f"Of {len(grid())} cases `plan` chooses {', '.join(f'{b} for {n}' for b, n in choices)}. Of the {len(cases)} "
+        f"that were played, {sum(b <= ALLOWED for b in behind)} are within {ALLOWED:.0%} of the best; the furthest is "
+        f"{max(behind):.1%} behind."
     )
     print(text)
-    if chosen.write:
-        write_between_markers(chosen.write, "plan", f"{table}\n\n{text}")
+    write_between_markers(chosen.write, "plan", f"{table}\n\n{text}")
 
 
 if __name__ == "__main__":

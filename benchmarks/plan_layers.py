@@ -16,17 +16,14 @@ gathered rows, where it is compared with the forms that keep nothing, and with 1
 The command fails if a choice takes more than 5 % longer than the fastest form.
 """
 
-import argparse
 import dataclasses
-import hashlib
-import importlib.metadata
 import itertools
-import json
 import math
 import pathlib
 import random
 import sys
 import time
+from typing import Any
 from unittest import mock
 
 import jax
@@ -35,10 +32,10 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flaxasync as fa
-from benchmarks.plan import ALLOWED, OPTIONS, seconds_without_exit_copies
-from benchmarks.player_layers import play_program
-from benchmarks.step import PLAYER, layer_program
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.plan import ALLOWED, OPTIONS
+from benchmarks.programs import kept, play_program, seconds_without_exit_copies
+from benchmarks.step import layer_program
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.ops.costs import collective_matmul
 
 TOPOLOGIES = ("v5e:2x2", "v5e:2x4", "v6e:2x2", "v6e:2x4")  # a ring of all devices
@@ -53,36 +50,22 @@ COUNT, SEED = 12, 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One layer at one size.
-
-    Attributes:
-      layer: One of LAYERS.
-      topology: One of TOPOLOGIES.
-      batch: The sequences.
-      rows: The rows of each, on all devices together.
-      width: The features of input and output.
-    """
+    """One layer at one size."""
 
     layer: str
     topology: str
-    batch: int
-    rows: int
-    width: int
+    batch: int  # sequences
+    rows: int  # of each sequence, on all devices together
+    width: int  # features of input and output
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a layer is executed.
+    """How a layer is executed."""
 
-    Attributes:
-      backend: The backend of all of its ops; None for what each of them chooses.
-      keep: Whether what is gathered is kept; with no backend, whether it may be.
-      exchange: Whether weights and heads travel in an attention block; None for what it chooses.
-    """
-
-    backend: str | None
-    keep: bool = False
-    exchange: bool | None = False
+    backend: str | None  # of all of its ops; None for what each of them chooses
+    keep: bool = False  # whether what is gathered is kept; with no backend, whether it may be
+    exchange: bool | None = False  # whether weights and heads of attention travel; None for what the block chooses
 
     def __str__(self) -> str:
         return f"{self.backend}{' kept' if self.keep else ''}{', heads travel' if self.exchange else ''}"
@@ -116,8 +99,8 @@ def forms(case: Case) -> tuple[Form, ...]:
 
 def make_layer(case: Case, form: Form) -> nnx.Module:
     """Makes the layer of a case in a form, for the ambient mesh."""
-    dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    options = {"backend": form.backend, "gathered_bytes": MEMORY if form.keep else 0, "rngs": nnx.Rngs(0), **dtypes}
+    options: dict[str, Any] = {"backend": form.backend, "gathered_bytes": MEMORY if form.keep else 0}
+    options |= {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     if case.layer == "MLP":
         return fa.nn.ParallelMLP(case.width, HIDDEN * case.width, **options)
     return fa.nn.ParallelSelfAttention(
@@ -135,16 +118,13 @@ def played_seconds(case: Case, form: Form, cache: pathlib.Path | None = None) ->
     least = -math.inf if form.backend and form.keep else collective_matmul.KEEPING_GAINS
     with jax.set_mesh(mesh), mock.patch.object(collective_matmul, "KEEPING_GAINS", least):
         fn, arguments = layer_program(lambda: make_layer(case, form), shape, mesh)
-        sources = [file.read_text() for file in sorted(PLAYER.glob("*.py"))]
-        key = (case.topology, importlib.metadata.version("libtpu"), fn.lower(*arguments).as_text(), OPTIONS, sources)
-        file = None if cache is None else cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
-        if file is not None and file.exists():
-            return json.loads(file.read_text())["seconds"]
-        seconds = seconds_without_exit_copies(*play_program(case.topology, fn, *arguments, compiler_options=OPTIONS))
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"case": dataclasses.asdict(case), "form": str(form), "seconds": seconds}))
-    return seconds
+        facts = case.topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text(), OPTIONS
+
+        def simulate() -> float:
+            played = play_program(case.topology, fn, *arguments, compiler_options=OPTIONS)
+            return seconds_without_exit_copies(*played)
+
+        return kept(cache, facts, simulate)
 
 
 def behind(chosen: float, form: Form, played: dict[Form, float]) -> float:
@@ -154,28 +134,22 @@ def behind(chosen: float, form: Form, played: dict[Form, float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
-    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
-    arguments = parser.parse_args()
-    cases, begin = sample(arguments.seed, arguments.count), time.perf_counter()
-    played: dict[Case, dict[Form, float]] = {case: {} for case in cases}
-    for form in (*FORMS[:3], *EXCHANGED, *FORMS[3:], *CHOSEN):
-        for case in cases:
-            if form in CHOSEN or form in forms(case):
-                played[case][form] = seconds = played_seconds(case, form, arguments.cache)
-                spent = time.perf_counter() - begin
-                print(f"{case} {form}: {seconds * 1e3:.4f} ms ({spent:.0f} s)", flush=True)
+    chosen = parser.parse_args()
+    cases, begin = sample(chosen.seed, chosen.count), time.perf_counter()
     rows, lags = [], []
     for case in cases:
-        named = {form: played[case][form] for form in forms(case)}
-        own = [behind(played[case][form], form, named) for form in CHOSEN]
+        played = {form: played_seconds(case, form, chosen.cache) for form in (*forms(case), *CHOSEN)}
+        print(f"{case}: played after {time.perf_counter() - begin:.0f} s", flush=True)
+        named = {form: played[form] for form in forms(case)}
+        own = [behind(played[form], form, named) for form in CHOSEN]
         lags += own
         cells = [f"{named[form] * 1e3:.3f}" if form in named else "-" for form in FORMS + EXCHANGED]
         size = f"{case.batch}x{case.rows}x{case.width}"
-        choices = [f"{played[case][form] * 1e3:.3f} ({lag:.1%})" for form, lag in zip(CHOSEN, own, strict=True)]
+        choices = [f"{played[form] * 1e3:.3f} ({lag:.1%})" for form, lag in zip(CHOSEN, own, strict=True)]
         rows.append((case.layer, case.topology, size, *cells, *choices))
     header = ("layer", "mesh", "batch x rows x width", *map(str, FORMS + EXCHANGED), "chosen", "chosen with 128 MiB")
     table = print_table(header, rows)
@@ -185,8 +159,7 @@ def main() -> None:
         f"takes {max(lags):.1%} longer."
     )
     print(text)
-    if arguments.write:
-        write_between_markers(arguments.write, "plan layers", f"{table}\n\n{text}")
+    write_between_markers(chosen.write, "plan layers", f"{table}\n\n{text}")
     if within < len(lags):
         sys.exit(1)
 

@@ -11,31 +11,24 @@ difference" are a published total less published phases. Nothing here ran on a T
 prediction is further from its figure than `TOLERANCE` allows.
 """
 
-import argparse
 import dataclasses
-import json
 import pathlib
-import resource
 import sys
-import time
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.player_kernels import STUDY, Tiles, program
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.programs import array
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.check import save_picture, topology_mesh
 from flaxasync.check.player import Result, play
 from flaxasync.kernels.gemm import gemm
 
 SMALL, SMALL_TILES = (2048, 2048, 1024), Tiles(256, 256, 256, 256)
 TOPOLOGY = "v5e:2x2"
-DIAGONAL, OFF_DIAGONAL = (
-    0,
-    1,
-)  # a device that holds the rows of the right-hand side that it needs, and one that does not
+DIAGONAL = 0  # a device that holds the rows of the right-hand side that it needs
+OFF_DIAGONAL = 1  # one that does not
 TITLES = {
     "xla": "XLA (jnp.matmul)",
     "collectives_and_gemm": "XLA collectives + Pallas GEMM",
@@ -48,27 +41,16 @@ DRAWN = ("fused", "overlapped")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-      variant: The program.
-      label: The name of the row.
-      phases: The phases whose times are added; empty for the total.
-      device: The device whose phases are taken.
-      measured: The published time in ms; None if there is none.
-      calibrates: The constant of the chip table that this figure fixed.
-      by_difference: Whether `measured` is a published total less published phases.
-      waiting: Whether only the waits for other devices are added.
-    """
-
-    variant: str
+    variant: str  # the program
     label: str
-    phases: tuple[str, ...] = ()
-    device: int = OFF_DIAGONAL
-    measured: float | None = None
-    calibrates: str = ""
-    by_difference: bool = False
-    waiting: bool = False
+    phases: tuple[str, ...] = ()  # whose times are added; empty for the total
+    device: int = OFF_DIAGONAL  # whose phases are taken
+    measured: float | None = None  # the published time in ms
+    calibrates: str = ""  # the constant of the chip table that this figure fixed
+    by_difference: bool = False  # whether `measured` is a published total less published phases
+    waiting: bool = False  # whether only the waits for other devices are added
 
 
 ROWS = (
@@ -81,18 +63,12 @@ ROWS = (
     Row("collectives_and_gemm", "slice", ("constant_dynamic-slice",)),
     Row("collectives_and_gemm", "GEMM kernel", ("gemm",), measured=5.93),
     Row("collectives_and_gemm", "all-reduce", ("psum",)),
-    Row(
-        "collectives_and_gemm",
-        "these three together",
-        ("all-gather", "constant_dynamic-slice", "psum"),
-        measured=12.5 - 5.93,
-        by_difference=True,
-    ),
+    Row("collectives_and_gemm", "these three together", ("all-gather", "constant_dynamic-slice", "psum"),
+        measured=12.5 - 5.93, by_difference=True),
     Row("series", "total", measured=13.17),
     Row("series", "all-gather kernel", ("all_gather",), measured=3.32),
-    Row(
-        "series", "slice", ("constant_dynamic-slice",), measured=13.17 - 3.32 - 5.93 - 3.07 - 0.4087, by_difference=True
-    ),
+    Row("series", "slice", ("constant_dynamic-slice",), measured=13.17 - 3.32 - 5.93 - 3.07 - 0.4087,
+        by_difference=True),
     Row("series", "GEMM kernel", ("gemm",), measured=5.93),
     Row("series", "all-reduce kernel", ("all_reduce",), measured=3.07),
     Row("series", "exit copy", ("copy.",), measured=0.4087, calibrates="HBM"),
@@ -103,22 +79,20 @@ ROWS = (
     Row("fused", "all-reduce kernel", ("all_reduce",), measured=12.3 - 8.84 - 0.4087, by_difference=True),
     Row("overlapped", "total"),
     Row("overlapped", "kernel", ("overlapped",)),
-)
-STEP_MEASURED = 5.59e-3  # ms of one step of 512 x 1024 x 1024
+)  # fmt: skip
+STEP = Row("step", "one step over k", measured=5.59e-3)  # of 512 x 1024 x 1024
 TOLERANCE = {"total": 0.02, "phase": 0.1, "step": 0.01}
 
 
-def study(shape: tuple[int, int, int], tiles: Tiles) -> dict[str, tuple[Result, float]]:
-    """Simulates every variant. Returns its result, and the seconds that compiling and simulating it took."""
+def study(shape: tuple[int, int, int], tiles: Tiles) -> dict[str, Result]:
+    """Simulates every variant."""
     mesh = topology_mesh(TOPOLOGY, (2, 2), ("x", "y"))
     totals = {row.variant: row.measured for row in ROWS if not row.phases}
     results = {}
     for variant in TITLES:
         fn, *arguments = program(variant, mesh, shape, tiles)
-        begin = time.perf_counter()
         measured = totals[variant] if shape == STUDY else None
-        result = play(fn, *arguments, topology=TOPOLOGY, measured=measured and measured / 1e3)
-        results[variant] = result, time.perf_counter() - begin
+        results[variant] = play(fn, *arguments, topology=TOPOLOGY, measured=measured and measured / 1e3)
     return results
 
 
@@ -134,22 +108,13 @@ def value_ms(row: Row, result: Result) -> float:
 def step_ms(tiles: Tiles) -> float:
     """Returns what one more step over k costs in the GEMM kernel, in ms, in its steady state on one chip."""
     mesh = topology_mesh("v5e:1x1", (1,), ("x",))
-    place = NamedSharding(mesh, P(None, None))
     seconds = []
     for steps in (8, 16):
         shapes = ((tiles.m, steps * tiles.k), (steps * tiles.k, tiles.n))
-        arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+        arguments = [array(shape, mesh, P()) for shape in shapes]
         result = play(jax.jit(lambda x, w: gemm(x, w, tiles=tiles.matmul())), *arguments, topology="v5e:1x1")
         seconds.append(result.devices[0].phase("gemm").seconds)
     return (seconds[1] - seconds[0]) / 8 * 1e3
-
-
-STEP = Row("step", "one step over k", measured=STEP_MEASURED)
-
-
-def predictions(results: dict[str, tuple[Result, float]], tiles: Tiles) -> list[tuple[Row, float]]:
-    """Returns every row with its prediction in ms."""
-    return [(row, value_ms(row, results[row.variant][0])) for row in ROWS] + [(STEP, step_ms(tiles))]
 
 
 def misses(predicted: list[tuple[Row, float]]) -> list[str]:
@@ -168,7 +133,7 @@ def misses(predicted: list[tuple[Row, float]]) -> list[str]:
 
 def table_rows(predicted: list[tuple[Row, float]], *, compare: bool) -> list[tuple[str, ...]]:
     """Returns the cells of the table."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row, value in predicted:
         known, error = "-" if row.variant == "overlapped" else "not at hand", ""
         if compare and row.measured is not None:
@@ -181,28 +146,19 @@ def table_rows(predicted: list[tuple[Row, float]], *, compare: bool) -> list[tup
 
 def main() -> None:
     """Prints the table; writes it and draws the picture if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--small", action="store_true", help="small sizes, which take seconds and compare with nothing")
-    parser.add_argument("--write", metavar="FILE", help="put the table between the markers of this file")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="FOLDER", help="draw player_study.png there")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write totals and phases")
     chosen = parser.parse_args()
     shape, tiles = (SMALL, SMALL_TILES) if chosen.small else (STUDY, Tiles())
     results = study(shape, tiles)
-    predicted = predictions(results, tiles)
+    predicted = [*((row, value_ms(row, results[row.variant])) for row in ROWS), (STEP, step_ms(tiles))]
     rows = table_rows(predicted, compare=not chosen.small)
     table = print_table(("program", "phase", "measured ms", "predicted ms", "error"), rows)
-    spent = ", ".join(f"{variant} {seconds:.1f} s" for variant, (_, seconds) in results.items())
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"\ncompiled and simulated in: {spent}; peak memory of the player {memory:.2f} GiB")
-    if chosen.write:
-        write_between_markers(chosen.write, "player study", table)
+    write_between_markers(chosen.write, "player study", table)
     if chosen.pictures:
-        save_picture(
-            [results[n][0] for n in DRAWN], chosen.pictures / "player_study.png", titles=[TITLES[n] for n in DRAWN]
-        )
-    if chosen.json:
-        chosen.json.write_text(json.dumps({n: json.loads(r.to_json()) for n, (r, _) in results.items()}, indent=1))
+        titles = [TITLES[variant] for variant in DRAWN]
+        save_picture([results[variant] for variant in DRAWN], chosen.pictures / "player_study.png", titles=titles)
     if not chosen.small and (missed := misses(predicted)):
         sys.exit("further from the measurements than allowed:\n  " + "\n  ".join(missed))
 

@@ -12,7 +12,7 @@ devices. `program` makes the jitted function and its arguments for any m, k and 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.programs import array
 from flaxasync.hardware import MIB
 from flaxasync.kernels.engine import operands, ring
 from flaxasync.kernels.gemm import gemm, grid, specs, step
@@ -44,10 +45,13 @@ class Tiles:
         return operands.Tiles(rows * self.m, self.k, self.n)
 
 
+DEFAULT_TILES = Tiles()
+
+
 def all_gather(w: jax.Array) -> jax.Array:
     """Returns both halves of w. The own half is copied, and then sent to the neighbour on x."""
 
-    def body(w_ref, o_ref, copy_sem, send_sem, recv_sem):
+    def body(w_ref: Any, o_ref: Any, copy_sem: Any, send_sem: Any, recv_sem: Any) -> None:
         index = lax.axis_index("x")
         mine = o_ref.at[pl.ds(index * w_ref.shape[0], w_ref.shape[0]), :]
         copy = pltpu.make_async_copy(w_ref, mine, copy_sem)
@@ -71,7 +75,7 @@ def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
     """Returns the sum of x and the x of the neighbour on y, tile by tile through VMEM."""
     bm, bn = min(tiles.reduce, x.shape[0]), min(tiles.reduce, x.shape[1])
 
-    def body(x_ref, o_ref, send_sem, recv_sem, copy_sem, mine, theirs):
+    def body(x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: Any, copy_sem: Any, mine: Any, theirs: Any) -> None:
         copy = pltpu.make_async_copy(x_ref, mine, copy_sem)
         copy.start()
         copy.wait()
@@ -105,12 +109,12 @@ def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
     tiles = tiles.within(m, k, n)
     x_spec, w_spec, o_spec = specs(tiles)
 
-    def body(x_ref, w_ref, o_ref, received, send_sem, recv_sem, accumulator):
+    def body(x_ref: Any, w_ref: Any, o_ref: Any, received: Any, send_sem: Any, recv_sem: Any, accumulator: Any) -> None:
         holds = lax.axis_index("x") == lax.axis_index("y")
         other = _other("x")
         send = pltpu.make_async_remote_copy(w_ref, received, send_sem, recv_sem, device_id=other)
         multiply = pltpu.emit_pipeline(
-            lambda *refs: step(*refs, accumulator, depth=k),
+            lambda x, w, o: step(x, w, o, accumulator, depth=k),
             grid=grid(tiles, m, k, n),
             in_specs=[x_spec, w_spec],
             out_specs=[o_spec],
@@ -118,13 +122,13 @@ def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
         ring.enter("gather_gemm", [], None, conditional=[(other, jnp.logical_not(holds), holds)])
 
         @pl.when(holds)
-        def _():
+        def _() -> None:
             send.start()
             multiply(x_ref, w_ref, o_ref)
             send.wait_send()
 
         @pl.when(jnp.logical_not(holds))
-        def _():
+        def _() -> None:
             with jax.named_scope("wait"):
                 send.wait_recv()
             multiply(x_ref, received, o_ref)
@@ -156,8 +160,7 @@ def all_overlapped(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
     return overlapped(x, w, tiles=tiles.matmul(rows=2))
 
 
-VARIANTS: dict[str, Callable | None] = {
-    "xla": None,
+VARIANTS = {
     "collectives_and_gemm": collectives_and_gemm,
     "series": series,
     "fused": fused_then_reduce,
@@ -165,21 +168,15 @@ VARIANTS: dict[str, Callable | None] = {
 }
 
 
-def program(variant: str, mesh: Mesh, shape: tuple[int, int, int] = STUDY, tiles: Tiles = Tiles()) -> tuple:
-    """Returns the jitted function of a variant and its two arguments, without values."""
+def program(variant: str, mesh: Mesh, shape: tuple[int, int, int] = STUDY, tiles: Tiles = DEFAULT_TILES) -> tuple:
+    """Returns the jitted function of a variant, or of "xla", and its two arguments, without values."""
     m, k, n = shape
-    arguments = tuple(
-        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for s, spec in (((m, k), P("x", "y")), ((k, n), P("x", None)))
-    )
-    local = VARIANTS[variant]
-    if local is None:
-        return jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None))), *arguments
-    sharded = jax.shard_map(
-        functools.partial(local, tiles=tiles), mesh=mesh, in_specs=(P("x", "y"), P("x", None)), out_specs=P("x", None),
-        check_vma=False,
-    )  # fmt: skip
-    return jax.jit(sharded), *arguments
+    specs, out = (P("x", "y"), P("x", None)), P("x", None)
+    arguments = array((m, k), mesh, specs[0]), array((k, n), mesh, specs[1])
+    if variant == "xla":
+        return jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, out)), *arguments
+    local = functools.partial(VARIANTS[variant], tiles=tiles)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)), *arguments
 
 
 def _other(axis: str) -> dict:

@@ -3,8 +3,6 @@
     python benchmarks/scaling.py                                    predicts all rows in about half a minute, no TPU
     python benchmarks/scaling.py --write docs/scaling.md            also puts the table between the markers there
     python benchmarks/scaling.py --compile llama_8b v5e:4x4 ...     compiles the best mesh of each PRESET TOPOLOGY pair
-    python benchmarks/scaling.py --compile ... --results FILE       keeps compiled rows there, and repeats none of them
-                                                                    that has the same configuration, JAX and libtpu
 
 A step has one sequence for each chip. The mesh of a row is the best of all grids of data x fsdp x context x model by
 `train.dry_run.mesh_costs`, whose predictions are made of the sizes of model and mesh alone. A compiled row has the
@@ -12,21 +10,17 @@ memory that libtpu counts for the same mesh and the time that `fa.check.timeline
 The compilation of a step takes minutes, so that `--write` without `--compile` replaces the predicted table only.
 """
 
-import argparse
 import dataclasses
-import hashlib
-import importlib.metadata
-import json
 import pathlib
 
 import jax
 
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check
 from flaxasync.hardware import CHIPS
 from train.config import Config
 from train.config.command import load_preset
-from train.dry_run.compare_meshes import COMPILED, Row, compiled_row, rank
+from train.dry_run.compare_meshes import compiled_row, rank
 from train.dry_run.mesh_costs import Prediction
 from train.dry_run.report import gib, time_text
 
@@ -52,7 +46,7 @@ def run(preset: str, chip: str, chips: int) -> Config:
 def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
     """Returns the row of the best mesh of so many chips."""
     best = rank(run(preset, chip, chips), CHIPS[chip], chips)[0]
-    mesh = _mesh(best)
+    mesh = mesh_text(best)
     if not best.fits:
         limit = f"memory: a {chip} has {gib(best.available)}"
         return (preset, f"{chips} {chip}", mesh, gib(best.needed), "-", "-", "-", "-", limit)
@@ -63,60 +57,39 @@ def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def compiled(preset: str, topology: str, results: pathlib.Path | None) -> list[tuple[str, ...]]:
-    """Returns the predicted row of the best mesh of a topology, and its compiled row, kept in a file or made now."""
+def compiled(preset: str, topology: str) -> list[tuple[str, ...]]:
+    """Returns the predicted row of the best mesh of a topology, and the row of its compiled step."""
     chip, chips = topology.partition(":")[0], check.topology_size(topology)
     config = run(preset, chip, chips)
     best = rank(config, CHIPS[chip], chips)[0]
-    key = f"{preset} {topology} {_mesh(best)} {fingerprint(config)}"
-    lines = results.read_text().splitlines() if results is not None and results.exists() else []
-    if fields := dict(json.loads(line) for line in lines).get(key):
-        row = Row(**fields)
-    else:
-        row = compiled_row(config, topology, best, "predicted")
-        if results is not None and row.source == COMPILED:  # a crash or a time limit may not repeat itself
-            results.write_text("".join(f"{line}\n" for line in [*lines, json.dumps([key, dataclasses.asdict(row)])]))
+    row = compiled_row(config, topology, best, "predicted")
     speed = "-" if row.seconds is None else f"{SEQUENCE[chip] / row.seconds:,.0f}"
     memory, step, mfu, exposed, by_what, source = row.cells()[5:]
     before = predicted(preset, chip, chips)
     return [
         (preset, topology, *before[2:], "predicted"),
-        (preset, topology, _mesh(best), memory, step, speed, mfu, exposed, by_what, source),
+        (preset, topology, mesh_text(best), memory, step, speed, mfu, exposed, by_what, source),
     ]
 
 
-def fingerprint(config: Config) -> str:
-    """Returns a digest of what decides a compiled row beside its mesh: configuration, compiler, and its figures."""
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")]
-    figures = [field.name for field in dataclasses.fields(Row)]
-    return hashlib.sha256(
-        json.dumps([dataclasses.asdict(config), versions, figures], sort_keys=True).encode()
-    ).hexdigest()[:16]
-
-
-def _mesh(prediction: Prediction) -> str:
+def mesh_text(prediction: Prediction) -> str:
     return "x".join(str(prediction.mesh.get(axis, 1)) for axis in ("data", "fsdp", "context", "model"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
-    parser.add_argument(
-        "--compile", nargs="+", metavar="PRESET TOPOLOGY", help="pairs to compile, instead of predictions"
-    )
-    parser.add_argument("--results", type=pathlib.Path, metavar="FILE", help="file that keeps compiled rows")
+    parser = command_line(__doc__)
+    parser.add_argument("--compile", nargs="+", default=[], metavar="PRESET TOPOLOGY", help="pairs to compile")
     chosen = parser.parse_args()
-    if len(chosen.compile or ()) % 2:
+    if len(chosen.compile) % 2:
         parser.error(f"--compile needs pairs of a preset and a topology: got {len(chosen.compile)} arguments")
     if chosen.compile:
         jax.config.update("jax_platforms", "cpu")
         pairs = zip(chosen.compile[::2], chosen.compile[1::2], strict=True)
-        rows = [row for preset, topology in pairs for row in compiled(preset, topology, chosen.results)]
+        rows = [row for preset, topology in pairs for row in compiled(preset, topology)]
+        write_between_markers(chosen.write, "compiled", print_table((*HEADER, "figures are"), rows))
     else:
         rows = [predicted(preset, chip, n) for preset in PRESETS for chip in CHIP_COUNTS for n in CHIP_COUNTS[chip]]
-    text = print_table((*HEADER, "figures are") if chosen.compile else HEADER, rows)
-    if chosen.write:
-        write_between_markers(chosen.write, "compiled" if chosen.compile else "predicted", text)
+        write_between_markers(chosen.write, "predicted", print_table(HEADER, rows))
 
 
 if __name__ == "__main__":

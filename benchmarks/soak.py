@@ -3,14 +3,13 @@
     python benchmarks/soak.py [--minutes 60] [--every 120] [--write docs/operations.md]
 
 One run is disturbed every `--every` seconds, on average, by `kill -9`, SIGTERM, SIGHUP or a disk that is full for a
-while, and is started again whenever its exit code asks for that. The kinds of faults are drawn from a bag, so that none
-is drawn again before all others were. After `--minutes` the run is stopped. A second run then trains as many steps
-without a fault. The exit code is 1 if a loss differs by a bit, or if the memory of the process grew by more than 2 % in
-the longest start after its first third, which is its warm-up; a step that does not have exactly one line fails an
-assertion. The full disk is a small tmpfs, which only root can mount; without it that fault is left out.
+while, and is started again whenever its exit code asks for that. After `--minutes` the run is stopped. A second run
+then trains as many steps without a fault. The exit code is 1 if a loss differs by a bit, or if the memory of the
+process grew by more than 2 % in the longest start after its first third, which is its warm-up; a step that does not
+have exactly one line fails an assertion. The full disk is a small tmpfs, which only root can mount; without it that
+fault is left out.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -23,14 +22,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.table import command_line, print_table, write_between_markers
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train" / "run.py"
 START_AGAIN = (74, 75, -signal.SIGKILL)
-DISK = "64m"
+DISK, FULL_DISK = "64m", "full disk"
 FULL_SECONDS = (3.0, 30.0)  # how long the disk stays full
 MOST_GROWTH = 0.02  # of the memory of one start after its warm-up
 STEPS = 1_000_000  # more than any soak reaches, so that the learning rate of a step does not depend on its length
@@ -41,33 +40,27 @@ class Soak:
 
     def __init__(self, disk: Path, can_fill: bool, seed: int, every: float):
         self.work, self._disk, self._dice, self._every = disk / "run", disk, random.Random(seed), every
-        self._faults: dict[str, Callable[[subprocess.Popen], None]] = {
-            number.name: lambda process, number=number: process.send_signal(number)
-            for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-        }
-        if can_fill:
-            self._faults["full disk"] = self._fill_disk
+        self._kinds = ["SIGKILL", "SIGTERM", "SIGHUP", *([FULL_DISK] if can_fill else [])]
         self._bag: list[str] = []
-        self.injected, self.codes = Counter[str](dict.fromkeys(self._faults, 0)), Counter[int]()
+        self.injected, self.codes = Counter[str](), Counter[int]()
         self.memory: list[list[tuple[float, int]]] = []  # of each start: seconds since it began and resident bytes
 
     def run(self, seconds: float) -> None:
         """Disturbs the run for some time, and then stops it."""
         until = time.monotonic() + seconds
-        process, fault_at = self._start(), time.monotonic() + self._dice.uniform(0.5, 1.5) * self._every
+        process, fault_at = self._start(), self._next_fault()
         while time.monotonic() < until:
             time.sleep(1)
             if process.poll() is not None:
                 self._note_end(process)
                 process = self._start()
             elif time.monotonic() >= fault_at:
-                name = self.draw()
-                self.injected[name] += 1
-                self._faults[name](process)
-                fault_at = time.monotonic() + self._dice.uniform(0.5, 1.5) * self._every
+                self._disturb(process, self.draw())
+                fault_at = self._next_fault()
             else:
                 with contextlib.suppress(OSError):
-                    self.memory[-1].append((time.monotonic() - self._began, resident_bytes(process.pid)))
+                    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+                    self.memory[-1].append((time.monotonic() - self._began, pages * os.sysconf("SC_PAGE_SIZE")))
         process.send_signal(signal.SIGTERM)
         process.wait()
         self._note_end(process)
@@ -75,21 +68,27 @@ class Soak:
     def draw(self) -> str:
         """Draws the next fault from a bag that is filled with one of each kind whenever it is empty."""
         if not self._bag:
-            self._bag = list(self._faults)
-            self._dice.shuffle(self._bag)
+            self._bag = self._dice.sample(self._kinds, len(self._kinds))
         return self._bag.pop()
+
+    def _next_fault(self) -> float:
+        return time.monotonic() + self._dice.uniform(0.5, 1.5) * self._every
 
     def _start(self) -> subprocess.Popen:
         self._began = time.monotonic()
         self.memory.append([])
-        return start(self.work, STEPS)
+        return start(self.work)
 
     def _note_end(self, process: subprocess.Popen) -> None:
         self.codes[process.returncode] += 1
         if process.returncode not in START_AGAIN:
             sys.exit(f"the run ended with exit code {process.returncode}, after which nobody starts it again")
 
-    def _fill_disk(self, process: subprocess.Popen) -> None:
+    def _disturb(self, process: subprocess.Popen, kind: str) -> None:
+        self.injected[kind] += 1
+        if kind != FULL_DISK:
+            process.send_signal(signal.Signals[kind])
+            return
         filler = self._disk / "filler"
         with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -98,26 +97,21 @@ class Soak:
         filler.unlink()
 
 
-def start(work: Path, steps: int, *options: str) -> subprocess.Popen:
-    command = [sys.executable, str(SCRIPT), "configs/tiny.py", "--workdir", str(work), "--steps", str(steps), *options]
+def start(work: Path, *options: str) -> subprocess.Popen:
+    command = [sys.executable, str(SCRIPT), "configs/tiny.py", "--workdir", str(work), "--steps", str(STEPS), *options]
     quiet = ("--eval.every", "0", "--eval.sample_tokens", "0", "--checkpoint.every", "25")
     return subprocess.Popen([*command, *quiet], cwd=SCRIPT.parents[1], stdout=subprocess.DEVNULL)
 
 
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def undisturbed(folder: Path, last: int) -> list[float]:
+def undisturbed(work: Path, last: int) -> list[float]:
     """Trains without a fault until the metrics have step `last`, and returns the losses up to it."""
-    process = start(folder / "undisturbed", STEPS, "--checkpoint.keep", "1")
-    while True:
-        time.sleep(2)
+    process = start(work, "--checkpoint.keep", "1")
+    while len(found := losses(work)) < last:
         assert process.poll() is None, process.returncode
-        if len(found := losses(folder / "undisturbed")) >= last:
-            process.kill()
-            process.wait()
-            return found[:last]
+        time.sleep(2)
+    process.kill()
+    process.wait()
+    return found[:last]
 
 
 def losses(work: Path) -> list[float]:
@@ -155,32 +149,27 @@ def small_disk() -> Iterator[tuple[Path, bool]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--every", type=float, default=120, help="mean seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for the metrics and events of both runs")
-    parser.add_argument("--write", help="a document whose table is replaced")
-    options = parser.parse_args()
+    chosen = parser.parse_args()
     with small_disk() as (disk, can_fill), tempfile.TemporaryDirectory() as folder:
-        soak = Soak(disk, can_fill, options.seed, options.every)
-        soak.run(60 * options.minutes)
+        soak = Soak(disk, can_fill, chosen.seed, chosen.every)
+        soak.run(60 * chosen.minutes)
+        works = {"disturbed": soak.work, "undisturbed": Path(folder) / "run"}
         disturbed = losses(soak.work)
-        expected = undisturbed(Path(folder), len(disturbed))
-        if options.keep:
-            for work, name in ((soak.work, "disturbed"), (Path(folder) / "undisturbed", "undisturbed")):
-                (options.keep / name).mkdir(parents=True, exist_ok=True)
-                for file in filter(Path.is_file, work.iterdir()):
-                    shutil.copy(file, options.keep / name)
+        expected = undisturbed(works["undisturbed"], len(disturbed))
+        for name, work in works.items() if chosen.keep else ():
+            shutil.copytree(work, chosen.keep / name, ignore=shutil.ignore_patterns("checkpoints"))
     equal = sum(a == b for a, b in zip(disturbed, expected, strict=True))
     longest = max(soak.memory, key=len)
     early, late = settled_memory(longest)
-    faults = ", ".join(f"{count} x {name}" for name, count in sorted(soak.injected.items()))
-    codes = ", ".join(f"{count} x {code}" for code, count in sorted(soak.codes.items()))
     rows = [
-        ["duration", f"{options.minutes:g} min, a fault every {options.every:g} s on average"],
-        ["faults", faults],
-        ["exit codes", codes],
+        ["duration", f"{chosen.minutes:g} min, a fault every {chosen.every:g} s on average"],
+        ["faults", ", ".join(f"{count} x {name}" for name, count in sorted(soak.injected.items()))],
+        ["exit codes", ", ".join(f"{count} x {code}" for code, count in sorted(soak.codes.items()))],
         ["steps", f"{len(disturbed):,}, each with one line"],
         ["losses that equal those of an undisturbed run, bit by bit", f"{equal:,} of {len(disturbed):,}"],
         [
@@ -188,9 +177,7 @@ def main() -> None:
             f"{early:,.0f} MiB and {late:,.0f} MiB",
         ],
     ]
-    table = print_table(["", "measured"], rows)
-    if options.write:
-        write_between_markers(options.write, "soak", table)
+    write_between_markers(chosen.write, "soak", print_table(["", "measured"], rows))
     if equal < len(disturbed):
         sys.exit(f"{len(disturbed) - equal} losses differ from those of the undisturbed run")
     if late > early * (1 + MOST_GROWTH):

@@ -13,40 +13,32 @@ may keep the rows that they gather for the weight gradient, up to 128 MiB each. 
 nnx.Linear, whose collective operations XLA chooses. benchmarks/whole_step.py has it with XLA's flags, too.
 All of them use the attention kernel of `flaxasync.attention`.
 
-A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. It
-cannot execute XLA's asynchronous all-gathers. Programs that have them are compiled with
-xla_tpu_enable_async_collective_fusion=false, and marked with a *. "Estimate" is how far `fa.check.timeline` with
-kernels="play" is from it. "Of peak" compares with all matmuls at the peak of the data sheet, the causal half of
-attention alone, and its gradient as twice its forward pass. A play takes minutes: with --cache, programs that were
-played before, by their text, are not played again.
+A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. A
+* marks a program that had to be compiled with synchronous collectives. "Estimate" is how far `fa.check.timeline` with
+kernels="play" is from the prediction. "Of peak" compares with all matmuls at the peak of the data sheet: the causal
+half of attention alone, and gradients as twice the forward pass. A play takes minutes; with --cache none is repeated.
 """
 
-import argparse
 import dataclasses
-import hashlib
-import importlib.metadata
 import itertools
-import json
 import pathlib
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from benchmarks.plain_transformer import Layout, PlainLayer
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.programs import array, kept, play_or_synchronize, split_layer
+from benchmarks.table import command_line, print_table, write_between_markers
 from configs.llama_8b import llama_8b
 from configs.llama_70b import llama_70b
 from flaxasync import check, hardware
-from flaxasync.check import compile_for, topology_devices, topology_size
-from flaxasync.check.player import play_dump
-from flaxasync.check.player.errors import UnknownOperationError
+from flaxasync.check import topology_devices, topology_size
 from models.config import TransformerConfig
 from models.transformer import DecoderLayer
 from train.config import Config
@@ -56,47 +48,33 @@ PRESETS: dict[str, tuple[Callable[[], Config], int, int]] = {  # and the sequenc
     "llama_8b": (llama_8b, 4, 4096),
     "llama_70b": (llama_70b, 4, 4096),
 }
-SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
 KEPT = "flaxasync, gathered x kept"
-VARIANTS: dict[str, dict[str, str]] = {"flaxasync": {}, KEPT: {}, "automatic": {}}
 OURS = ("flaxasync", KEPT)
-TIMEOUT = 7200  # seconds of a compilation; on a machine with nothing else to do it takes two minutes
-PLAYER = pathlib.Path(fa.check.__file__).parent / "player"
+VARIANTS = (*OURS, "automatic")
+HEADER = ("layer", "topology", "program", "predicted ms", "estimate", "of peak", "matrix units busy ms", "exposed ms",
+          "temporaries MiB")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """What one variant of the layer is predicted to take on a topology, on its slowest device.
-
-    Attributes:
-      preset: One of PRESETS.
-      topology: The topology.
-      variant: One of VARIANTS.
-      seconds: The total time.
-      estimated: The estimate of `fa.check.timeline` with kernels="play".
-      matrix_busy: The seconds in which the matrix units multiply.
-      exposed: The seconds of waiting for other devices.
-      temporaries: The bytes of a device beside arguments and results.
-      synchronous: Whether the program had to be compiled with synchronous collectives.
-      phases: The name, and seconds in all, in multiplying and in waiting for others, of each instruction.
-    """
+    """What one variant of the layer is predicted to take on a topology, on its slowest device; times are in seconds."""
 
     preset: str
     topology: str
     variant: str
     seconds: float
-    estimated: float
-    matrix_busy: float
-    exposed: float
-    temporaries: int
-    synchronous: bool
-    phases: tuple[tuple[str, float, float, float], ...]
+    estimated: float  # the estimate of `fa.check.timeline` with kernels="play"
+    matrix_busy: float  # time in which the matrix units multiply
+    exposed: float  # time of waiting for other devices
+    temporaries: int  # bytes of a device beside arguments and results
+    mark: str  # "*" if the program had to be compiled with synchronous collectives
+    phases: list[tuple[str, float, float, float]]  # name, total, multiplying and waiting for others, per instruction
 
 
 def architecture(preset: str, variant: str) -> TransformerConfig:
     """Returns the architecture of a preset, with everything in bfloat16 and without rematerialization."""
-    model, kept = PRESETS[preset][0]().model, 128 if variant == KEPT else 0
-    return dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=kept)
+    model, mib = PRESETS[preset][0]().model, 128 if variant == KEPT else 0
+    return dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=mib)
 
 
 def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology: str) -> float:
@@ -126,7 +104,7 @@ def mesh_of(devices: Sequence[Any], variant: str, config: TransformerConfig) -> 
 
 def program(
     variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh
-) -> tuple[Callable, tuple[Any, Any, Any]]:
+) -> tuple[Any, tuple[Any, Any, Any]]:
     """Makes the jitted function of a variant and its abstract arguments; see `layer_program`."""
     shape = jax.ShapeDtypeStruct((batch, sequence, config.width), jnp.dtype(config.dtype))
     return layer_program(lambda: make_layer(variant, config, nnx.Rngs(0)), shape, mesh)
@@ -134,7 +112,7 @@ def program(
 
 def layer_program(
     make: Callable[[], nnx.Module], shape: jax.ShapeDtypeStruct, mesh: Mesh
-) -> tuple[Callable, tuple[Any, Any, Any]]:
+) -> tuple[Any, tuple[Any, Any, Any]]:
     """Makes the jitted forward and backward pass of a layer; must be called under `jax.set_mesh(mesh)`.
 
     Args:
@@ -146,13 +124,8 @@ def layer_program(
       The function, which returns y, the gradients of the parameters, and dx; and its abstract arguments: the
       parameters, x and dy.
     """
-    graph, state = nnx.split(nnx.eval_shape(make))
-
-    def abstract(value: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
-
-    state = jax.tree.map(abstract, state, nnx.get_partition_spec(state))
-    x = abstract(shape, P("data", "model", None))
+    graph, state = split_layer(make, mesh)
+    x = array(shape.shape, mesh, P("data", "model", None), shape.dtype)
 
     def forward_and_backward(state: Any, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
         y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
@@ -163,67 +136,28 @@ def layer_program(
 
 
 def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None = None) -> Played:
-    """Simulates a layer; see `Played`."""
+    """Simulates a layer, or reads from the folder `cache` what it took when it was simulated before."""
     _, batch, sequence = PRESETS[preset]
     config = architecture(preset, variant)
     mesh = mesh_of(topology_devices(topology), variant, config)
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, config, batch, sequence, mesh)
-        content, compiled, synchronous = simulated(topology, fn, arguments, VARIANTS[variant], cache)
-    slowest = max(content["devices"], key=lambda device: device["seconds"])
-    between = ("receive", "send", "sync", "collective")
-    phases = tuple(
-        (p["name"], p["seconds"], p["matrix_busy"], sum(p["waits"].get(cause, 0.0) for cause in between))
-        for p in slowest["phases"]
-    )
-    estimated = check.timeline(compiled, kernels="play").seconds
-    return Played(
-        preset, topology, variant, content["seconds"], estimated, slowest["matrix_busy"], content["exposed"],
-        compiled.bytes_by_kind["temporaries"], synchronous, phases,
-    )  # fmt: skip
 
+        def simulate() -> dict[str, Any]:
+            result, compiled, mark = play_or_synchronize(topology, fn, *arguments)
+            slowest = result.slowest
+            return {
+                "seconds": result.seconds,
+                "estimated": check.timeline(compiled, kernels="play").seconds,
+                "matrix_busy": slowest.matrix_busy,
+                "exposed": result.exposed,
+                "temporaries": compiled.bytes_by_kind["temporaries"],
+                "mark": mark,
+                "phases": [(p.name, p.seconds, p.matrix_busy, p.exposed) for p in slowest.phases],
+            }
 
-def simulated(
-    topology: str, fn: Callable, arguments: tuple, options: dict[str, str], cache: pathlib.Path | None
-) -> tuple[dict[str, Any], check.CompiledProgram, bool]:
-    """Compiles and simulates a program, or reads from the cache what it took when it was simulated before.
-
-    Args:
-      topology: The chips.
-      fn: A jitted function.
-      arguments: Its abstract arguments.
-      options: XLA's options.
-      cache: The folder of programs that were simulated; None for none.
-
-    Returns:
-      The result as JSON, the program, and whether it was compiled with synchronous collectives, because the simulator
-      cannot execute others.
-
-    Raises:
-      UnknownOperationError: The simulator cannot execute the program.
-    """
-    try:
-        return *_simulate(topology, fn, arguments, options, cache), False
-    except UnknownOperationError:
-        pass
-    return *_simulate(topology, fn, arguments, options | SYNCHRONOUS, cache), True
-
-
-def _simulate(
-    topology: str, fn: Callable, arguments: tuple, options: dict[str, str], cache: pathlib.Path | None
-) -> tuple[dict[str, Any], check.CompiledProgram]:
-    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
-        compiled = compile_for(topology, fn, *arguments, keep_dumps=folder, compiler_options=options, timeout=TIMEOUT)
-        text = "\n".join(file.read_text() for file in sorted(PLAYER.glob("*.py")))
-        key = (topology, str(compiled.coords), importlib.metadata.version("libtpu"), compiled.text, text)
-        file = None if cache is None else cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
-        if file is not None and file.exists():
-            return json.loads(file.read_text()), compiled
-        content = json.loads(play_dump(folder, topology=topology, coords=compiled.coords).to_json())
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(content))
-        return content, compiled
+        facts = topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text()
+        return Played(preset, topology, variant, **kept(cache, facts, simulate))
 
 
 def milliseconds(seconds: float) -> str:
@@ -237,7 +171,7 @@ def row(found: Played, peak: float) -> tuple[str, ...]:
         found.preset,
         found.topology,
         found.variant,
-        milliseconds(found.seconds) + "*" * found.synchronous,
+        milliseconds(found.seconds) + found.mark,
         f"{found.estimated / found.seconds - 1:+.1%}",
         f"{peak / found.seconds:.1%}",
         milliseconds(found.matrix_busy),
@@ -247,13 +181,12 @@ def row(found: Played, peak: float) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--phases", action="store_true", help="also print the time of each instruction")
     parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
-    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
     chosen = parser.parse_args()
     rows = []
     for preset, topology in itertools.product(chosen.presets, chosen.topologies):
@@ -264,20 +197,7 @@ def main() -> None:
             print(*rows[-1], flush=True)
             for phase, *seconds in found.phases if chosen.phases else ():
                 print(f"  {phase:44s}", *(f"{value * 1e3:8.4f}" for value in seconds))
-    header = (
-        "layer",
-        "topology",
-        "program",
-        "predicted ms",
-        "estimate",
-        "of peak",
-        "matrix units busy ms",
-        "exposed ms",
-        "temporaries MiB",
-    )
-    text = print_table(header, rows)
-    if chosen.write:
-        write_between_markers(chosen.write, "step", text)
+    write_between_markers(chosen.write, "step", print_table(HEADER, rows))
 
 
 if __name__ == "__main__":

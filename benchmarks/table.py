@@ -1,7 +1,15 @@
-"""Tables of the benchmarks, which are printed as Markdown and written between markers of a document."""
+"""What every benchmark does with its table: prints it as Markdown, and writes it between the markers of a page."""
 
+import argparse
 import pathlib
 from collections.abc import Sequence
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """Makes the command line of a benchmark: its docstring is the help, and --write names the page of its table."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", metavar="FILE", help="page in which the table between its markers is replaced")
+    return parser
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -19,12 +27,14 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return table
 
 
-def write_between_markers(path: str, name: str, text: str) -> None:
-    """Replaces the text between `<!-- name -->` and `<!-- /name -->` in a file.
+def write_between_markers(path: str | None, name: str, text: str) -> None:
+    """Replaces the text between `<!-- name -->` and `<!-- /name -->` in a file; without a path it does nothing.
 
     Raises:
       ValueError: The file has no such pair of markers.
     """
+    if path is None:
+        return
     file = pathlib.Path(path)
     before, opening, rest = file.read_text().partition(f"<!-- {name} -->")
     _, closing, after = rest.partition(f"<!-- /{name} -->")

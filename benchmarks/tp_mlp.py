@@ -9,13 +9,11 @@ features over the same eight devices. The backend "automatic" is the same formul
 with its default options. "Gradients" means one program that computes sum(y^2) and its gradients with respect to x, up
 and down.
 
-A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. It
-cannot execute XLA's asynchronous all-gathers. Where "automatic" or "none" has them, the program is compiled with
-xla_tpu_enable_async_collective_fusion=false, and its prediction is marked with a *. On a machine with eight TPUs the
-same command also runs the programs there, with XLA's default options, and prints the measured times.
+A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. A
+* marks a program that had to be compiled with synchronous collectives. On a machine with eight TPUs the command also
+runs the programs there, with XLA's default options, and prints the measured times.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,17 +25,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.measure import fastest_ms
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.programs import array, fastest_ms, has_tpus, play_or_synchronize, split_layer
+from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import hardware
 from flaxasync.check import topology_devices, topology_size
-from flaxasync.check.player import Result, play
-from flaxasync.check.player.errors import PlayerError, UnknownOperationError
+from flaxasync.check.player import Result
+from flaxasync.check.player.errors import PlayerError
 
 TOPOLOGY = "v5e:2x4"
 VARIANTS = ("automatic", "none", "xla", "pallas", "fused")
-XLA_GATHERS = ("automatic", "none")  # variants whose collective operations XLA chooses
-SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +66,12 @@ def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[
     Returns:
       The function, and its abstract arguments: the parameters and x.
     """
-    x_shape = jax.ShapeDtypeStruct((shape.batch, shape.sequence, shape.model), jnp.bfloat16)
     rows = P(None, "model", None)
-
-    def abstract(value: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(value.shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-
+    x = array((shape.batch, shape.sequence, shape.model), mesh, rows)
     if variant == "automatic":
-        sides = (shape.model, shape.hidden), (shape.hidden, shape.model)
-        specs = P(None, "model"), P("model", None)
         state: Any = [
-            abstract(jax.ShapeDtypeStruct(s, jnp.bfloat16), spec) for s, spec in zip(sides, specs, strict=True)
+            array((shape.model, shape.hidden), mesh, P(None, "model")),
+            array((shape.hidden, shape.model), mesh, P("model", None)),
         ]
 
         def forward(state: Any, x: jax.Array) -> jax.Array:
@@ -92,8 +83,7 @@ def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[
         def make() -> nnx.Module:
             return fa.nn.ParallelMLP(shape.model, shape.hidden, gated=False, backend=variant, rngs=nnx.Rngs(0))
 
-        graph, state = nnx.split(nnx.eval_shape(make))
-        state = jax.tree.map(abstract, state, nnx.get_partition_spec(state))
+        graph, state = split_layer(make, mesh, jnp.bfloat16)
 
         def forward(state: Any, x: jax.Array) -> jax.Array:
             return nnx.merge(graph, state)(x)
@@ -101,7 +91,6 @@ def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[
     def loss(state: Any, x: jax.Array) -> jax.Array:
         return jnp.square(forward(state, x).astype(jnp.float32)).sum()
 
-    x = abstract(x_shape, rows)
     shardings = jax.tree.map(lambda v: v.sharding, (state, x))
     if backward:
         out = NamedSharding(mesh, P()), shardings
@@ -120,28 +109,8 @@ def predicted(variant: str, shape: Shape, *, backward: bool, topology: str = TOP
     mesh = ring(topology_devices(topology), variant)
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, shape, mesh, backward=backward)
-        try:
-            return play(fn, *arguments, topology=topology), ""
-        except UnknownOperationError:
-            if variant not in XLA_GATHERS:
-                raise
-        return play(fn, *arguments, topology=topology, compiler_options=SYNCHRONOUS), "*"
-
-
-def measured_ms(variant: str, shape: Shape, *, backward: bool) -> float | None:
-    """Returns the time of the fastest of several runs, or None if the machine does not have that many TPUs."""
-    if jax.default_backend() != "tpu" or jax.device_count() != topology_size(TOPOLOGY):
-        return None
-    mesh = ring(jax.devices(), variant)
-    with jax.set_mesh(mesh):
-        fn, arguments = program(variant, shape, mesh, backward=backward)
-        values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype, device=a.sharding), arguments)
-        return fastest_ms(fn, *values)
-
-
-def longest_wait(result: Result) -> float:
-    """Returns the longest wait of the slowest device for others in one instruction, as a share of the whole time."""
-    return max((p.exposed for p in result.slowest.phases), default=0.0) / result.seconds
+        result, _, mark = play_or_synchronize(topology, fn, *arguments)
+    return result, mark
 
 
 def row(variant: str, shape: Shape) -> tuple[str, ...]:
@@ -155,30 +124,24 @@ def row(variant: str, shape: Shape) -> tuple[str, ...]:
             cells += ["-", "-", "-"]
         else:
             total, ideal = result.seconds * 1e3, shape.ideal_ms(TOPOLOGY, backward=backward)
-            cells += [f"{total:.2f}{mark}", f"{total / ideal - 1:+.0%}", f"{longest_wait(result):.1%}"]
-        here = measured_ms(variant, shape, backward=backward)
-        cells += [] if here is None else [f"{here:.2f}"]
+            wait = max((p.exposed for p in result.slowest.phases), default=0.0) / result.seconds
+            cells += [f"{total:.2f}{mark}", f"{total / ideal - 1:+.0%}", f"{wait:.1%}"]
+        if has_tpus(topology_size(TOPOLOGY)):
+            mesh = ring(jax.devices(), variant)
+            with jax.set_mesh(mesh):
+                fn, arguments = program(variant, shape, mesh, backward=backward)
+                cells.append(f"{fastest_ms(fn, *arguments):.2f}")
     return (str(shape), variant, *cells)
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    measured = len(rows[0]) > 8
-    header = [
-        f"{which}{what}"
-        for which in ("forward ", "gradients ")
-        for what in ("ms", "above ideal", "longest wait", "measured ms")[: 4 if measured else 3]
-    ]
-    return print_table(("MLP", "backend", *header), rows)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="predict the first shape only")
-    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
     chosen = parser.parse_args()
-    text = table([row(variant, shape) for shape, variant in (ROWS if chosen.quick else ROWS + MORE_ROWS)])
-    if chosen.write:
-        write_between_markers(chosen.write, "tp mlp", text)
+    rows = [row(variant, shape) for shape, variant in (ROWS if chosen.quick else ROWS + MORE_ROWS)]
+    columns = ("ms", "above ideal", "longest wait", "measured ms")[: (len(rows[0]) - 2) // 2]
+    header = [f"{which} {column}" for which in ("forward", "gradients") for column in columns]
+    write_between_markers(chosen.write, "tp mlp", print_table(("MLP", "backend", *header), rows))
 
 
 if __name__ == "__main__":

@@ -1,186 +1,91 @@
-"""Throughput of a training step with our layers and with plain nnx layers, and temporary memory on a TPU.
+"""Throughput of a training step with our layers and with plain nnx layers, on 8 simulated CPU devices (2 x 4).
 
     python benchmarks/train_throughput.py [--rounds N] [--write README.md]
 
-Throughput is measured on 8 simulated CPU devices (data 2 x model 4). Every round runs one step of each variant, so that
-other work on the machine slows all of them, and the speedup over plain is the median of the ratios within the rounds.
-The memory figures are those of the TPU compiler for v5e:2x4. They need libtpu, but no TPU.
+Every round runs one step of each variant, so that other work on the machine slows all of them, and the speedup over
+plain is the median of the ratios within the rounds.
 """
 
-import argparse
 import dataclasses
 import statistics
-import sys
-import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-import flaxasync.check
-from benchmarks.plain_transformer import PlainMLP, PlainTransformer
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.plain_transformer import PlainTransformer
+from benchmarks.table import command_line, print_table, write_between_markers
 from configs.tiny import tiny
-from models.config import TransformerConfig
 from models.transformer import Transformer
 from train.step.optimizer import make_optimizer
 
 BACKENDS = ("xla", "none")
-TPU, MLP_SHAPE = "v5e:2x4", {"batch": 8, "rows": 2048, "features": 8192, "hidden": 28672}
-SPEED_NOTE = (
-    "Tokens per second are medians over {rounds} rounds, each of which runs one step of every variant. The speedup is "
-    "the median of the ratios to *plain* within each round. Other load on the machine slows all variants of a round, "
-    "so this median varies less than the quotient of the two medians, from which it can differ."
-)
+HEADER = ("training step on 8 simulated CPU devices (2 x 4)", "layers", "tokens/s", "plain = 1")
 
 
-class Stack(nnx.Module):
-    """A stack of residual MLPs as one scan, whose loss is the mean square of its output."""
-
-    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
-        def stack(rngs: nnx.Rngs) -> nnx.Module:
-            return make(rngs)
-
-        self.layers = stack(rngs)
-
-    def loss(self, x: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
-        def run(layer: Any, x: jax.Array) -> jax.Array:
-            return x + layer(x)
-
-        return jnp.mean(run(self.layers, x) ** 2)
-
-
-def training_step(model: nnx.Module, batch: tuple[jax.Array, ...]) -> Callable[[], Any]:
+def training_step(model: Any, tokens: jax.Array) -> Callable[[], Any]:
     """Compiles a training step of a model with AdamW; returns a function that runs it once and waits for the result."""
-    graphdef, params = nnx.split(model)
-    params = nnx.to_pure_dict(params)
+    graphdef, state = nnx.split(model)
+    params = nnx.to_pure_dict(state)
     optimizer = make_optimizer(tiny().optimizer, steps=1000)
 
     @jax.jit
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda params: nnx.merge(graphdef, params).loss(*batch))(params)
+    def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda params: nnx.merge(graphdef, params).loss(tokens, tokens))(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
     opt_state = jax.jit(optimizer.init)(params)
-    compiled = step.lower(params, opt_state, batch).compile()
-    return lambda: jax.block_until_ready(compiled(params, opt_state, batch))
+    compiled = step.lower(params, opt_state, tokens).compile()
+    return lambda: jax.block_until_ready(compiled(params, opt_state, tokens))
 
 
 def measure(steps: dict[str, Callable[[], Any]], tokens: int, rounds: int, title: str) -> list[list[str]]:
-    """Runs one step of each variant per round; returns a row per variant, with its speedup over the first one."""
+    """Runs one step of each variant per round; returns a row per variant, with its speedup over the plain one."""
     for run in steps.values():
         run()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for done in range(rounds):
         # Each round begins with another variant, because the time of a step depends on what ran before it.
-        for name in [*steps][done % len(steps) :] + [*steps][: done % len(steps)]:
+        first = done % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
             steps[name]()
             seconds[name].append(time.perf_counter() - start)
-        if sys.stdout.isatty():
-            print(f"\r{title}: round {done + 1} of {rounds}", end="", flush=True)
-    print(f"{'\r' if sys.stdout.isatty() else ''}{title}: {rounds} rounds", flush=True)
-    first = next(iter(steps))
     rows = []
     for name, own in seconds.items():
-        ratio = statistics.median(a / b for a, b in zip(seconds[first], own, strict=True))
+        ratio = statistics.median(a / b for a, b in zip(seconds["plain"], own, strict=True))
         rows.append([title, name, f"{tokens / statistics.median(own):,.0f}", f"{ratio:.2f}"])
     return rows
 
 
-def throughput(rounds: int) -> list[list[str]]:
-    """Measures both models and the MLPs alone; returns the rows of the table."""
+def main() -> None:
+    """Measures, prints the table, and writes it to a file on request."""
+    parser = command_line(__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of one step of every variant (default: 15)")
+    chosen = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
     base = tiny()
     wide = dataclasses.replace(base.model, width=4 * base.model.width, mlp_width=4 * base.model.mlp_width)
     batch, length = base.data.batch_size, base.data.sequence_length
     rows = []
-    mesh = fa.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(fa.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
         tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, base.model.vocab_size)
         tokens = jax.device_put(tokens, P("data", None))
         for name, config in (("tiny model", base.model), ("4x wider model", wide)):
-            models = {"plain": PlainTransformer(config, rngs=nnx.Rngs(0))}
-            models |= {b: Transformer(config, backend=b, rngs=nnx.Rngs(0)) for b in BACKENDS}
-            steps = {label: training_step(model, (tokens, tokens)) for label, model in models.items()}
-            rows += measure(steps, batch * length, rounds, f"{name} (width {config.width})")
-        x = jax.device_put(jax.random.normal(jax.random.key(0), (16, 256, 512)), P("data", "model", None))
-        mlp = dataclasses.replace(wide, width=512, mlp_width=2048)
-        stacks = {"plain": Stack(lambda rngs: PlainMLP(mlp, rngs=rngs), 4, rngs=nnx.Rngs(0))}
-        stacks |= {b: Stack(lambda rngs, b=b: parallel_mlp(mlp, b, rngs), 4, rngs=nnx.Rngs(0)) for b in BACKENDS}
-        steps = {label: training_step(stack, (x,)) for label, stack in stacks.items()}
-        rows += measure(steps, 16 * 256, rounds, "4 MLPs alone (512, 2048)")
-    return rows
-
-
-def parallel_mlp(config: TransformerConfig, backend: str, rngs: nnx.Rngs, *, gated: bool = True) -> fa.nn.ParallelMLP:
-    """Makes the parallel MLP with the sizes and dtypes of a config."""
-    dtypes = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
-    return fa.nn.ParallelMLP(config.width, config.mlp_width, gated=gated, backend=backend, **dtypes, rngs=rngs)
-
-
-def temporary_bytes() -> list[list[str]]:
-    """Compiles the forward pass of an ungated MLP for a TPU; returns rows of its temporary memory per device."""
-    shape = MLP_SHAPE
-    config = TransformerConfig(
-        width=shape["features"], mlp_width=shape["hidden"], dtype="bfloat16", param_dtype="bfloat16"
-    )
-    mesh = fa.check.topology_mesh(TPU, (1, 8), ("data", "model"))
-    x = jax.ShapeDtypeStruct(
-        (shape["batch"], shape["rows"], shape["features"]),
-        jnp.bfloat16,
-        sharding=jax.NamedSharding(mesh, P("data", "model", None)),
-    )
-    makers: dict[str, Callable[[], nnx.Module]] = {"plain": lambda: PlainMLP(config, gated=False, rngs=nnx.Rngs(0))}
-    makers |= {b: lambda b=b: parallel_mlp(config, b, nnx.Rngs(0), gated=False) for b in BACKENDS}
-    sizes = {}
-    for name, make in makers.items():
-        with jax.set_mesh(mesh):
-            graphdef, params = nnx.split(nnx.eval_shape(make))
-            params = jax.tree.map(
-                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                params,
-                nnx.get_named_sharding(params, mesh),
-            )
-            forward = jax.jit(lambda params, x, graphdef=graphdef: nnx.merge(graphdef, params)(x))
-            program = fa.check.compile_for(TPU, forward, params, x)
-        sizes[name] = program.memory["temp_size_in_bytes"]
-    return [[name, f"{size / 2**20:,.0f}", f"{size / sizes['plain']:.2f}"] for name, size in sizes.items()]
-
-
-def main() -> None:
-    """Measures, prints the tables, and writes them to a file on request."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=15,
-        help="number of rounds, each of which runs one step of every variant (default: 15)",
-    )
-    parser.add_argument("--write", metavar="FILE", help="file whose tables, between markers, are replaced")
-    args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    speed = print_table(
-        ["training step on 8 simulated CPU devices (2 x 4)", "layers", "median tokens/s", "median speedup over plain"],
-        throughput(args.rounds),
-    )
-    note = textwrap.fill(SPEED_NOTE.format(rounds=args.rounds), 120)
-    print(f"\n{note}\n")
-    title = "MLP forward, not gated, B{batch} S{rows} D{features} F{hidden} bf16, compiled for ".format(**MLP_SHAPE)
-    memory = print_table([title + TPU, "temporary MiB per device", "relative to plain"], temporary_bytes())
-    if args.write:
-        write_between_markers(args.write, "throughput", f"{speed}\n\n{note}\n\n{memory}")
+            models: dict[str, nnx.Module] = {"plain": PlainTransformer(config, rngs=nnx.Rngs(0))}
+            models |= {backend: Transformer(config, backend=backend, rngs=nnx.Rngs(0)) for backend in BACKENDS}
+            steps = {label: training_step(model, tokens) for label, model in models.items()}
+            rows += measure(steps, batch * length, chosen.rounds, f"{name} (width {config.width})")
+    write_between_markers(chosen.write, "throughput", print_table(HEADER, rows))
 
 
 if __name__ == "__main__":

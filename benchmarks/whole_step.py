@@ -15,7 +15,6 @@ takes what its own cost estimate says. Nothing has run on a TPU. DIR keeps what 
 again with the same configuration, JAX, libtpu and sources of the package.
 """
 
-import argparse
 import dataclasses
 import gzip
 import hashlib
@@ -24,7 +23,6 @@ import json
 import pathlib
 import pickle
 import re
-import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -35,11 +33,13 @@ from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, Int
 
 from benchmarks.plain_transformer import Layout, PlainTransformer
-from benchmarks.table import print_table, write_between_markers
+from benchmarks.programs import COMPILE_SECONDS, array
+from benchmarks.table import command_line, print_table, write_between_markers
 from configs.llama_8b import llama_8b
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import trusting
+from models.config import Remat
 from train.config import Config
 from train.dry_run.report import gib, time_text
 from train.metrics.model_flops import model_flops_per_token
@@ -62,67 +62,37 @@ ASYNCHRONOUS = {  # libtpu refuses this fusion on v6e: it supports it on v5e alo
     "xla_tpu_overlap_compute_collective_tc": "true",
 }
 FLAGS: dict[str, dict[str, str]] = {"": {}, "windowed": WINDOWED, "asynchronous": ASYNCHRONOUS}
-COMPILE_SECONDS = 3000
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 OUR_SOURCES = ("flaxasync/kernels", "flaxasync/nn", "flaxasync/ops", "flaxasync/transport", "models")
-HEADER = (
-    "chips",
-    "program",
-    "data x fsdp x model",
-    "remat",
-    "fsdp overlap",
-    "flags",
-    "memory",
-    "step",
-    "MFU",
-    "exposed",
-    "longest wait",
-)
+HEADER = ("chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "flags", "memory", "step", "MFU",
+          "exposed", "longest wait")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One step to compile.
-
-    Attributes:
-      topology: The chips.
-      program: AUTOMATIC or OURS.
-      mesh: The sizes of the axes data, fsdp and model.
-      remat: What the backward pass computes again; see `TransformerConfig.remat`.
-      flags: The name of a set of XLA's flags.
-      overlap: What hides the transfers of fsdp; see `TransformerConfig.fsdp_overlap`.
-      kept: The MiB of gathered rows that are kept; see `TransformerConfig.gathered_mib`.
-      heads: Whether weights and heads of attention travel; see `TransformerConfig.exchange_heads`.
-    """
+    """One step to compile; see `TransformerConfig` for remat, overlap (fsdp_overlap) and kept (gathered_mib)."""
 
     topology: str
-    program: str
-    mesh: tuple[int, int, int]
-    remat: str = "layer"
-    flags: str = ""
-    overlap: str = "xla"
+    program: str  # AUTOMATIC or OURS
+    mesh: tuple[int, int, int]  # sizes of the axes data, fsdp and model
+    remat: Remat = "layer"
+    flags: str = ""  # a key of FLAGS
+    overlap: Literal["xla", "prefetch_pallas"] = "xla"
     kept: int = 0
-    heads: bool | None = None
 
 
 CASES = (
     Case("v6e:4x4", OURS, (1, 4, 4)),
-    Case("v6e:4x4", OURS, (1, 4, 4), remat="dots"),
-    Case("v6e:4x4", OURS, (1, 4, 4), remat="cheap"),
     Case("v6e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas"),
     Case("v6e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas", kept=128),
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1)),
     Case("v6e:4x4", AUTOMATIC, (1, 16, 1), remat="dots"),
     Case("v6e:4x4", AUTOMATIC, (1, 4, 4)),
-    Case("v5p:2x2x2", OURS, (1, 4, 2), remat="cheap"),
     Case("v5p:2x2x2", OURS, (1, 8, 1), remat="cheap"),
-    Case("v5p:2x2x2", OURS, (1, 8, 1), overlap="prefetch_pallas"),
     Case("v5p:2x2x2", OURS, (1, 8, 1), remat="cheap", overlap="prefetch_pallas"),
     Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1)),
     Case("v5p:2x2x2", AUTOMATIC, (1, 8, 1), remat="dots"),
-    Case("v5e:4x4", OURS, (1, 4, 4)),
     Case("v5e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas"),
-    Case("v5e:4x4", OURS, (1, 4, 4), overlap="prefetch_pallas", kept=128),
     Case("v5e:4x4", AUTOMATIC, (1, 16, 1)),
     Case("v5e:4x4", AUTOMATIC, (1, 4, 4)),
     Case("v5e:4x4", AUTOMATIC, (1, 4, 4), flags="windowed"),
@@ -158,7 +128,7 @@ class AutomaticTrainer(Trainer):
         def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             name = jax.tree_util.keystr(path)
             spec = next((spec for parameter, spec in by_name.items() if name.endswith(parameter)), jax.P())
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(self._mesh, spec))
+            return array(leaf.shape, self._mesh, spec, leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(place, self._jitted_init.eval_shape(self._config.seed))
 
@@ -171,9 +141,7 @@ def config_of(case: Case) -> Config:
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, model=model),
-        model=dataclasses.replace(
-            config.model, remat=case.remat, fsdp_overlap=case.overlap, gathered_mib=case.kept, exchange_heads=case.heads
-        ),
+        model=dataclasses.replace(config.model, remat=case.remat, fsdp_overlap=case.overlap, gathered_mib=case.kept),
         data=dataclasses.replace(config.data, batch_size=BATCH, sequence_length=length, microbatches=1),
     )
 
@@ -189,7 +157,7 @@ def compiled(case: Case, file: pathlib.Path) -> check.CompiledProgram | dict[str
     """Compiles a step, or reads what an earlier call has left in a file.
 
     Returns:
-      The program; or what is known of one that does not compile: the memory that it needs, or an error.
+      The program; or the memory that a step needs that does not fit.
     """
     if file.exists():
         with gzip.open(file, "rb") as stream:
@@ -207,8 +175,6 @@ def compiled(case: Case, file: pathlib.Path) -> check.CompiledProgram | dict[str
             )
         except check.HbmError as error:
             found = {"memory": error.needed}
-        except (ValueError, RuntimeError) as error:  # heads do not divide; the compiler crashed or refused a flag
-            found = {"error": str(error).partition("\n")[0]}
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wb") as stream:
         pickle.dump(found, stream)
@@ -232,11 +198,8 @@ def estimated(case: Case, program: check.CompiledProgram, kernels: Literal["play
 def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     """Makes the row of a case."""
     overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
-    overlap += ", rows travel" if case.heads is False else ""
     mesh = "x".join(map(str, case.mesh))
     named = (case.topology, case.program, mesh, case.remat, overlap, case.flags or "-")
-    if "error" in found:
-        return (*named, "-", "-", "-", "-", textwrap.shorten(f"not compiled: {found['error']}", 60, placeholder=" ..."))
     if "seconds" not in found:
         return (*named, f"{gib(found['memory'])} (too much)", "-", "-", "-", "-")
     longest = found["waits"][0][0] if found["waits"] else "-"
@@ -257,12 +220,11 @@ def file_of(case: Case, folder: pathlib.Path) -> pathlib.Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of compiled steps")
     parser.add_argument("--only", default="", metavar="TEXT", help="only steps whose file has a name with this text")
     parser.add_argument("--limit", type=int, default=len(CASES), metavar="N", help="compile N steps at most")
     parser.add_argument("--kernels", choices=("play", "estimate"), default="play", help="how kernels are timed")
-    parser.add_argument("--write", metavar="FILE", help="file in which the table between the markers is replaced")
     chosen = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     rows = []
@@ -276,9 +238,7 @@ def main() -> None:
             found = estimated(case, found, "play" if chosen.kernels == "play" else None)
         rows.append(row(case, found))
         print(*rows[-1], flush=True)
-    text = print_table(HEADER, rows)
-    if chosen.write:
-        write_between_markers(chosen.write, "whole step", text)
+    write_between_markers(chosen.write, "whole step", print_table(HEADER, rows))
 
 
 if __name__ == "__main__":

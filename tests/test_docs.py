@@ -9,7 +9,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = [page for page in DOCUMENTS if page.name != "CHANGELOG.md"]  # which also names files of earlier versions
 
 
 def test_the_readme_example_runs():
@@ -45,6 +46,24 @@ def test_a_broken_link_is_found():
     """The negative test: one link of three points at no file."""
     text = "[JAX](https://docs.jax.dev), [README](README.md#layers) and [a page](docs/no_such_page.md)"
     assert broken_links(text, ROOT) == ["docs/no_such_page.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_files_that_a_page_names_exist(page):
+    assert missing_files(page.read_text()) == []
+
+
+def test_a_missing_file_is_found():
+    """The negative test: one path of three does not exist."""
+    text = "`python benchmarks/table.py --write docs/tpu.md`, `ops/plan.py` and tests/no_such_test.py"
+    assert missing_files(text) == ["tests/no_such_test.py"]
+
+
+def missing_files(text):
+    """Returns the paths of Python files in a text that are neither in the repository nor in flaxasync/."""
+    named = re.findall(r"(?<![\w./])\w[\w-]*(?:/[\w-]+)*/[\w-]+\.py\b", text)
+    ours = [path for path in named if not path.startswith("runs/")]  # `runs` has what commands of the pages make
+    return [path for path in ours if not any((base / path).exists() for base in (ROOT, ROOT / "flaxasync"))]
 
 
 def broken_links(text, folder):

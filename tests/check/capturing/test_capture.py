@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from flaxasync.check import HLO_ONLY, audit, capture, compile_for, overview, parse, read_folder, topology_mesh
 from flaxasync.check.__main__ import main
 from flaxasync.check.capturing import programs as files
+from flaxasync.check.capturing import recorder
 from flaxasync.check.capturing.recorder import EVENT
 from tests.check.capturing import training
 
@@ -66,13 +68,21 @@ def test_every_module_of_a_training_script(compilations, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_overhead_is_below_two_percent_of_the_compile_time(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from check_dump import overhead
+def test_the_overhead_is_below_two_percent_of_the_compile_time(monkeypatch, tmp_path):
+    """The capture is counted in processor time, because other work on the machine lengthens the elapsed time."""
+    record, spent = recorder._compiled, {"compiling": 0.0, "capturing": 0.0}
 
-    with jax.numpy_dtype_promotion("standard"):
-        compiling, capturing = overhead(rounds=3)
-    assert 0 < capturing < 0.02 * compiling
+    def timed(event, seconds, **facts):
+        began = time.process_time()
+        record(event, seconds, **facts)
+        spent["capturing"] += time.process_time() - began
+        spent["compiling"] += seconds * (event == EVENT)
+
+    monkeypatch.setattr(recorder, "_compiled", timed)
+    jax.clear_caches()
+    with jax.numpy_dtype_promotion("standard"), capture(tmp_path):
+        training.train(steps=1)
+    assert 0 < spent["capturing"] < 0.02 * spent["compiling"]
 
 
 def test_nothing_is_recorded_outside_of_the_block():

@@ -1,23 +1,45 @@
 """Jitted NNX layers, forward and backward, with XLA's collectives and with those of the package."""
 
-import tempfile
-
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.player_layers import estimated, play_layer
-from flaxasync.check import compile_for, topology_mesh
-from flaxasync.check.player import play_dump
+from benchmarks.player_layers import estimated
+from benchmarks.programs import array, play_program, split_layer
+from flaxasync.check import topology_mesh, topology_size
 from tests.check.player.programs import assert_times_add_up
 
 DEVICES = {"v5e:2x2": 4, "v5e:2x4": 8}
 BATCH, ROWS, FEATURES, HIDDEN = 2, 1024, 512, 1024
 ACTIVATIONS = BATCH * ROWS * FEATURES * 2  # bytes
+
+
+def mlp(backend):
+    return lambda: fa.nn.ParallelMLP(FEATURES, HIDDEN, backend=backend, rngs=nnx.Rngs(0))
+
+
+def linear(backend):
+    return lambda: fa.nn.ColumnParallelLinear(FEATURES, HIDDEN, backend=backend, rngs=nnx.Rngs(0))
+
+
+def play_layer(topology, make, shape, *, backward=False):
+    """Simulates a layer, or its gradients, on a ring of all devices; x [batch, rows, features] is sharded by rows."""
+    mesh = topology_mesh(topology, (topology_size(topology),), ("model",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        graph, state = split_layer(make, mesh, jnp.bfloat16)
+
+        def forward(state, x):
+            return nnx.merge(graph, state)(x)
+
+        def loss(state, x):
+            return jnp.square(forward(state, x).astype(jnp.float32)).sum()
+
+        fn = jax.jit(jax.grad(loss, argnums=(0, 1)) if backward else forward)
+        return play_program(topology, fn, state, array(shape, mesh, P(None, "model", None)))
 
 
 @pytest.mark.parametrize("topology", [pytest.param("v5e:2x2", marks=pytest.mark.slow), "v5e:2x4"])
@@ -51,9 +73,7 @@ def test_a_large_matmul_of_a_layer_agrees_with_the_compilers_estimate():
 def test_passes_over_hbm_take_half_of_the_compilers_estimates():
     """estimated_cycles is up to twice the measured time of a plain copy or pass."""
     mesh = topology_mesh("v5e:1x1", (1,), ("x",))
-    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-    with tempfile.TemporaryDirectory() as folder:
-        program = compile_for("v5e:1x1", jax.jit(lambda x: jnp.tanh(x) + 1), x, keep_dumps=folder)
-        (found,) = estimated(play_dump(folder, topology="v5e:1x1"), program)
+    fn = jax.jit(lambda x: jnp.tanh(x) + 1)
+    (found,) = estimated(*play_program("v5e:1x1", fn, array((4096, 4096), mesh, P())))
     assert found.kind == "passes"
     assert 0.45 < found.ratio < 0.55

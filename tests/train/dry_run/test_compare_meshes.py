@@ -187,36 +187,14 @@ def test_the_table_of_the_document_is_what_the_command_makes(preset, chip, chips
     assert scaling.predicted(preset, chip, chips) in rows
 
 
-@pytest.fixture
-def keep(monkeypatch, tmp_path):
-    """A function (row of a compilation) -> the table of the benchmark and the number of compilations so far."""
-    config, compilations = llama_8b(), []
+def test_the_benchmark_has_a_predicted_and_a_compiled_row(monkeypatch):
+    config = llama_8b()
     monkeypatch.setattr(scaling, "run", lambda *args: config)
-    monkeypatch.setattr(scaling.check, "topology_size", lambda topology: 16)
-
-    def keep(source, **data):
-        nonlocal config
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
-
-        def compile_one(config, topology, best, trust):
-            compilations.append(best)
-            return dataclasses.replace(module.row_of(best), source=source)
-
-        monkeypatch.setattr(scaling, "compiled_row", compile_one)
-        row = scaling.compiled("llama_8b", "v5e:4x4", tmp_path / "results")[1]
-        return row[-1], len(compilations)
-
-    return keep
-
-
-def test_the_benchmark_keeps_rows_that_compiled_for_the_same_configuration(keep, monkeypatch):
-    assert keep(module.FAILED) == (module.FAILED, 1)
-    assert keep("compiled") == ("compiled", 2)
-    assert keep("compiled") == ("compiled", 2)
-    assert keep("compiled", sequence_length=2048) == ("compiled", 3)
-    monkeypatch.setattr(scaling.importlib.metadata, "version", lambda name: "another")
-    assert keep("compiled") == ("compiled", 4)
-    assert keep("compiled") == ("compiled", 4)
+    monkeypatch.setattr(scaling, "compiled_row", lambda config, topology, best, trust: module.row_of(best))
+    predicted, compiled = scaling.compiled("llama_8b", "v5e:4x4")
+    assert predicted[:3] == compiled[:3]
+    assert (predicted[-1], len(predicted)) == ("predicted", len(scaling.HEADER) + 1)
+    assert compiled[-1] == module.row_of(rank(config, CHIPS["v5e"], 16)[0]).source
 
 
 def test_the_benchmark_refuses_a_preset_without_a_topology(capsys, monkeypatch):

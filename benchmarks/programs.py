@@ -1,0 +1,124 @@
+"""Programs for chips that the machine need not have: their arguments, their simulation, and their time on real TPUs."""
+
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flaxasync import check
+from flaxasync.check.player import Result, play_dump
+from flaxasync.check.player.errors import UnknownOperationError
+
+RUNS = 10  # timed runs of a program on attached devices
+COMPILE_SECONDS = 7200  # a large program takes two minutes on an idle machine, and much longer on a busy one
+HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")  # opcodes that do not change an array
+SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
+
+
+def array(shape: tuple[int, ...], mesh: Mesh, spec: P, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """Describes an argument of a program: its global shape, and how it is sharded."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def split_layer(make: Callable[[], nnx.Module], mesh: Mesh, dtype: Any = None) -> tuple[Any, Any]:
+    """Returns the structure of a layer, and its parameters without values, sharded as the layer asks.
+
+    Args:
+      make: Makes the layer, for the ambient mesh.
+      mesh: The ambient mesh.
+      dtype: The dtype of all parameters; None for those that the layer gives them.
+    """
+    graph, state = nnx.split(nnx.eval_shape(make))
+    specs = nnx.get_partition_spec(state)
+    return graph, jax.tree.map(lambda leaf, spec: array(leaf.shape, mesh, spec, dtype or leaf.dtype), state, specs)
+
+
+def play_program(
+    topology: str, fn: Callable, *arguments: Any, compiler_options: Mapping[str, Any] | None = None
+) -> tuple[Result, check.CompiledProgram]:
+    """Compiles and simulates a jitted function. Returns the result, and the compiled program."""
+    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
+        program = check.compile_for(
+            topology, fn, *arguments, keep_dumps=folder, compiler_options=compiler_options, timeout=COMPILE_SECONDS
+        )
+        return play_dump(folder, topology=topology, coords=program.coords), program
+
+
+def play_or_synchronize(topology: str, fn: Callable, *arguments: Any) -> tuple[Result, check.CompiledProgram, str]:
+    """Simulates a program as XLA compiles it by default or, if that is refused, with synchronous collectives.
+
+    Returns:
+      The result, the compiled program, and a mark for its row of a table: "*" if its collectives are synchronous.
+
+    Raises:
+      PlayerError: The simulator refuses both programs.
+    """
+    try:
+        return *play_program(topology, fn, *arguments), ""
+    except UnknownOperationError:
+        return *play_program(topology, fn, *arguments, compiler_options=SYNCHRONOUS), "*"
+
+
+def seconds_without_exit_copies(result: Result, program: check.CompiledProgram) -> float:
+    """Returns the seconds of a played program without the copies that XLA adds where a kernel ends the program."""
+    copies = exit_copies(check.parse(program.text))
+    return result.seconds - sum(p.seconds for p in result.slowest.phases if p.name in copies)
+
+
+def exit_copies(module: check.HloModule) -> set[str]:
+    """Returns the copies that hand a kernel's results to the caller. Copies of what XLA computed are work."""
+    by_name = {i.name: i for i in module.entry.instructions}
+
+    def of_kernel(name: str) -> bool:
+        made = by_name[name]
+        return made.opcode == "custom-call" or (made.opcode in HANDED_ON and of_kernel(made.operands[0]))
+
+    root = module.entry.root
+    assert root is not None
+    results = root.operands if root.opcode == "tuple" else (root.name,)
+    copies = [name for name in results if name in by_name and by_name[name].opcode == "copy"]
+    return {name for name in copies if of_kernel(by_name[name].operands[0])}
+
+
+def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) -> Any:
+    """Returns what `make` returns, in JSON's types, or what an earlier call with the same facts left in the folder.
+
+    Facts are what the result depends on; the version of libtpu and the sources of `flaxasync.check` are added to them.
+    """
+    if folder is None:
+        return make()
+    sources = [file.read_text() for file in sorted(pathlib.Path(check.__file__).parent.rglob("*.py"))]
+    everything = repr((facts, importlib.metadata.version("libtpu"), sources))
+    file = folder / f"{hashlib.sha256(everything.encode()).hexdigest()}.json"
+    if not file.exists():
+        content = json.dumps(make())
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    return json.loads(file.read_text())
+
+
+def has_tpus(count: int) -> bool:
+    """Says whether this machine has so many TPUs, so that programs can be measured."""
+    return jax.default_backend() == "tpu" and jax.device_count() == count
+
+
+def fastest_ms(fn: Callable, *arguments: Any) -> float:
+    """Returns the milliseconds of the fastest of several runs on the attached devices, after one that compiles."""
+    values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype, device=a.sharding), arguments)
+    jax.block_until_ready(fn(*values))
+    spent = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        jax.block_until_ready(fn(*values))
+        spent.append(time.perf_counter() - begin)
+    return min(spent) * 1e3
