@@ -107,4 +107,4 @@ def test_a_second_done_is_a_deadlock():
 def test_a_slice_past_the_end_of_its_array():
     """The scenario has four planes and picks one by the number of the device, so on eight devices half of them miss."""
     with pytest.raises(OutOfBoundsError, match="on device 4 reads outside every buffer"):
-        play_block("v5e:2x4", SCENARIOS["dynamic_slice"].run)
+        play_block("v5e:2x4", SCENARIOS["two_dynamic_slices"].run)
