@@ -20,7 +20,7 @@ LAYERS = [  # label, colour, bottom, top
 ]
 BOXES = {  # name: (x, y, width, title, what it does)
     "layer": (2.6, 8.1, 3.6, "nn/linear.py  ColumnParallelLinear", "holds kernel [in, out], sharded P(None, 'model')"),
-    "place": (7.1, 8.1, 3.6, "nn/placement.py  place, run", "reads how x is sharded; jax.shard_map"),
+    "place": (7.1, 8.1, 3.6, "nn/placement.py  place, bind", "reads how x is sharded; jax.shard_map"),
     "shards": (2.6, 7.25, 3.6, "nn/shards.py  column", "on local shards: casts, bias"),
     "api": (2.6, 6.1, 3.6, "ops/matmul/api.py  all_gather_matmul", "checks the call, once"),
     "choose": (7.1, 6.1, 3.6, "ops/execution.py  decide", "a backend: the named one, or what plan.py predicts"),
