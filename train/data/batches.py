@@ -32,15 +32,10 @@ end before it in its sequence.
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """A random-access data source for grain, whose elements are the windows of a token array.
+    """A random-access data source for grain, whose elements are the windows of a token array."""
 
-    Attributes:
-      tokens: The tokens, a 1-D array of any unsigned type; mapped files stay on disk.
-      length: L, the number of tokens that the model sees.
-    """
-
-    tokens: np.ndarray
-    length: int
+    tokens: np.ndarray  # 1-D, of any unsigned type; mapped files stay on disk
+    length: int  # L, the number of tokens that the model sees
 
     def __len__(self) -> int:
         return max(0, (self.tokens.size - 1) // self.length)

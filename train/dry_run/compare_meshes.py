@@ -25,9 +25,9 @@ from train.dry_run.command import compile_step, replace_options, topology_device
 from train.dry_run.mesh_costs import Prediction, predict
 from train.dry_run.report import gib, time_text
 from train.lifecycle.errors import InputError
-from train.metrics.model_flops import model_flops_per_token
 from train.metrics.output import say
 from train.step.mesh import check_fits_mesh, mesh_over, mesh_shape
+from train.step.products import model_flops_per_token
 from train.step.trainer import backend_limits_are_input_errors
 
 AXES = ("data", "fsdp", "context", "model")

@@ -79,8 +79,8 @@ def exit_code(
       action: The command. It returns its exit code, or None for 0.
       outcome: What a command that did not finish has done, as a sentence without a period: "Nothing was imported".
       memory_advice: What needs less memory, as a sentence without a period.
-      reader_may_leave: Whether the command does nothing but print, so that it is complete once nobody reads its output.
-        A command that writes files must go on without a reader: it prints by `train.metrics.output.print_line`.
+      reader_may_leave: Whether the command only prints, so that it is complete once nobody reads its output. One that
+        writes files prints by `train.metrics.output.print_line`, which goes on without a reader.
       several_processes: Whether the errors of a collective whose partner is gone are explained, too.
     """
     try:

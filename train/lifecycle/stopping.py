@@ -30,13 +30,11 @@ TICK_SECONDS = 1.0
 class StopRequest:
     """A context manager that records the first signal instead of letting it end the process.
 
-    Attributes:
-      signal: The first signal that arrived, or None.
+    `shared` says whether several processes train together.
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """Takes whether several processes train together."""
-        self.signal: signal.Signals | None = None
+        self.signal: signal.Signals | None = None  # the first one that arrived
         self._shared = shared
         self._before: dict[signal.Signals, Any] = {}
 

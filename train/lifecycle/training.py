@@ -34,11 +34,7 @@ from train.step.trainer import Trainer, TrainState, backend_limits_are_input_err
 
 
 def train(command: Command, stop: StopRequest) -> int:
-    """Trains as the command line says, and returns the exit code. The processes of the run have joined each other.
-
-    Raises:
-      RunError: The run ended for a reason that one paragraph explains.
-    """
+    """Trains as the command line says, and returns the exit code. The processes of the run have joined each other."""
     config = command.config
     if not config.mesh.distributed:
         configure_jax(config.mesh)
@@ -133,8 +129,7 @@ class Run:
     def _first_state(self, trainer: Trainer, start: int) -> tuple[TrainState | None, int, list[str]]:
         """Restores the checkpoint of step `start`, or takes the parameters of another run.
 
-        Returns:
-          The state, or None if it is to be drawn; the tokens that it has consumed; and the accepted changes.
+        Returns the state, or None if it is to be drawn; the tokens that it has consumed; and the accepted changes.
         """
         config = self.config
         if start:

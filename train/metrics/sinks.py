@@ -22,9 +22,9 @@ from flaxasync.hardware import chip_of_device
 from train.config import Config
 from train.lifecycle.workdir import Workdir
 from train.metrics.lines import AppendedFile, Events, Line, MetricsFile, Sink, read_events, read_metrics
-from train.metrics.model_flops import model_flops_per_token
 from train.metrics.output import print_line, warn
 from train.metrics.recorder import Pace, Recorder
+from train.step.products import model_flops_per_token
 
 _SMOOTH_OVER = 50  # the bold curve of the losses averages over a fiftieth of the run on either side
 

@@ -24,9 +24,7 @@ FSDP, CONTEXT = "fsdp", "context"
 def configure_jax(config: MeshConfig) -> None:
     """Selects the platform, divides the CPU into devices, and joins the other processes if there are any.
 
-    Raises:
-      InputError: There is nothing here that tells which processes to join.
-      RestartError: The processes could not be joined.
+    Raises a RestartError if these could not be joined, and an InputError if nothing here tells which they are.
     """
     # JAX has no platform called "gpu", only "cuda" and "rocm"; make_mesh checks which devices JAX found.
     if config.platform in ("cpu", "tpu"):

@@ -30,23 +30,14 @@ from train.step.optimizer import GuardState, init_guard, is_on, judge, keep_if, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All arrays of a run; a checkpoint stores them.
+    """All arrays of a run; a checkpoint stores them."""
 
-    Attributes:
-      params: Parameters of the model, as nested dicts.
-      opt_state: State of the optax optimizer, whose moments are sharded as the parameters are.
-      step: Number of steps that are done, an int32 scalar.
-      key: Random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it.
-      ema: Running mean of the parameters in float32, or None if `optimizer.ema_decay` is 0.
-      guard: State of what skips updates, or None if none are skipped.
-    """
-
-    params: Any
-    opt_state: Any
-    step: jax.Array
-    key: jax.Array
-    ema: Any = None
-    guard: GuardState | None = None
+    params: Any  # of the model, as nested dicts
+    opt_state: Any  # of the optax optimizer, whose moments are sharded as the parameters are
+    step: jax.Array  # number of steps that are done, an int32 scalar
+    key: jax.Array  # random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it
+    ema: Any = None  # running mean of the parameters in float32, if `optimizer.ema_decay` is above 0
+    guard: GuardState | None = None  # of what skips updates, if any may be skipped
 
 
 class Trainer:

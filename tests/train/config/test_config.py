@@ -1,4 +1,4 @@
-"""Tests of train/config/fields.py: presets, the command line, and the input that is refused."""
+"""Tests of train/config: presets, the command line, and the input that is refused."""
 
 import dataclasses
 import json
@@ -59,9 +59,6 @@ def test_help_explains_every_field_with_its_unit(capsys):
     [
         (["--model.depth", "3"], "--model.depth"),
         (["--steps", "many"], "--steps"),
-        (["--backend", "magic"], "magic"),
-        (["--data.batch_size"], "--data.batch_size"),
-        (["extra.py"], "extra.py"),
     ],
 )
 def test_a_bad_command_line_exits_with_2_and_names_the_mistake(options, named, capsys):

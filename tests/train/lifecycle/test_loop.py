@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.train.metrics.test_recorder import Lines
 from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import identify_run
 from train.checkpoints.saver import Saver
@@ -17,7 +18,7 @@ from train.lifecycle.errors import DivergedError
 from train.lifecycle.loop import Loop, Profiler
 from train.lifecycle.stopping import StopRequest, Watchdog
 from train.metrics import recorder as metrics_module
-from train.metrics.lines import Events, Sink
+from train.metrics.lines import Events
 from train.metrics.recorder import Pace, Recorder
 from train.step.evaluation import Evaluation
 
@@ -65,17 +66,6 @@ def steps(opened, tmp_path):
             return checkpoints.steps()
 
     return steps
-
-
-class Lines(Sink):
-    """Collects lines and calls `on_write` for each report."""
-
-    def __init__(self, on_write=lambda lines: None):
-        self.lines, self.on_write = [], on_write
-
-    def write(self, lines):
-        self.lines += lines
-        self.on_write(lines)
 
 
 def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_intervals(config, make_loop, steps):
@@ -155,7 +145,7 @@ def test_the_host_dispatches_two_intervals_before_it_waits(waits, until, ahead, 
 
 
 def test_a_stop_saves_the_current_step(config, make_loop, steps):
-    loop = make_loop(config, Lines(on_write=lambda lines: loop.stop._note(15, None)))
+    loop = make_loop(config, Lines(on_write=lambda: loop.stop._note(15, None)))
     _, step = loop.run(loop.trainer.init(), start=0)
     assert step == 4, "the first report, which has the steps up to 2, comes in step 4"
     assert steps() == [4]

@@ -14,13 +14,14 @@ from train.metrics.recorder import Pace, Recorder
 
 
 class Lines(Sink):
-    """Keeps what it is given."""
+    """Keeps what it is given, and calls `on_write` for each report."""
 
-    def __init__(self):
-        self.lines, self.closed = [], False
+    def __init__(self, on_write=lambda: None):
+        self.lines, self.closed, self.on_write = [], False, on_write
 
     def write(self, lines):
         self.lines += lines
+        self.on_write()
 
     def close(self):
         self.closed = True

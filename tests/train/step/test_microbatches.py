@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.step.steps import STEPS, batches, continue_run, place, train
+from tests.train.step.steps import STEPS, batches, place, train
 from train.step.mesh import make_mesh
 from train.step.microbatches import loss_and_gradient, split_batch, sum_of_losses
 
@@ -91,14 +91,3 @@ def test_twenty_steps_have_the_losses_of_the_whole_batch(config, replace, traine
         np.testing.assert_allclose(norms, whole_norms, rtol=1e-4)  # rounding in twenty updates moves them apart
         np.testing.assert_allclose(total, totals[0], rtol=1e-5)
     assert histories[0][-1][0] < 0.8 * histories[0][0][0]
-
-
-@pytest.mark.slow
-def test_a_run_with_micro_batches_resumes_exactly_and_may_change_their_number(config, replace, trainer_of, tmp_path):
-    def continue_with(count, folder, start, steps):
-        changed = replace(config, mesh=FULLY_SHARDED, data={"batch_size": 16, "microbatches": count})
-        return continue_run(changed, make_mesh(changed.mesh), trainer_of, tmp_path / folder, start, steps)[1]
-
-    straight = continue_with(2, "straight", 0, 4)
-    assert continue_with(2, "again", 0, 2) + continue_with(2, "again", 2, 2) == straight  # exactly
-    np.testing.assert_allclose(continue_with(4, "again", 4, 1), continue_with(2, "straight", 4, 1), rtol=1e-5)

@@ -114,21 +114,19 @@ def test_a_state_that_is_not_sharded_over_fsdp_is_noticed(on):
 
 
 @pytest.mark.slow
-def test_runs_resume_exactly_and_checkpoints_move_between_tensor_parallel_and_fully_sharded_meshes(
-    on, trainer_of, tmp_path
-):
+def test_runs_resume_exactly_and_may_change_their_mesh_and_the_number_of_micro_batches(on, trainer_of, tmp_path):
     tensor_parallel, fully_sharded = (2, 1, 1, 4), (2, 2, 1, 2)
 
-    def continue_on(sizes, folder, start, steps):
-        config, mesh = on(sizes)
+    def continue_on(sizes, folder, start, steps, parts):
+        config, mesh = on(sizes, data={"batch_size": 16, "microbatches": parts})
         state, history = continue_run(config, mesh, trainer_of, tmp_path / folder, start, steps)
         check_shards(state, mesh)
         return history
 
-    straight = continue_on(fully_sharded, "straight", 0, 4)
-    again = continue_on(fully_sharded, "again", 0, 2)
-    assert again + continue_on(fully_sharded, "again", 2, 2) == straight  # exactly
-    moved = continue_on(tensor_parallel, "moved", 0, 2)
-    moved += continue_on(fully_sharded, "moved", 2, 1)
-    moved += continue_on(tensor_parallel, "moved", 3, 1)
+    straight = continue_on(fully_sharded, "straight", 0, 4, parts=2)
+    again = continue_on(fully_sharded, "again", 0, 2, parts=2)
+    assert again + continue_on(fully_sharded, "again", 2, 2, parts=2) == straight  # exactly
+    moved = continue_on(tensor_parallel, "moved", 0, 2, parts=1)
+    moved += continue_on(fully_sharded, "moved", 2, 1, parts=4)
+    moved += continue_on(tensor_parallel, "moved", 3, 1, parts=1)
     np.testing.assert_allclose(moved, straight, atol=1e-4)
