@@ -82,7 +82,6 @@ class Checkpoints:
         return step
 
     def path(self, step: int) -> epath.Path:
-        """Returns the folder of the checkpoint of a step."""
         return self.folder / str(step)
 
     def save(self, step: int, state: TrainState, *, data: dict[str, Any], tokens: int, identity: RunIdentity) -> None:
@@ -216,7 +215,6 @@ def unused_path(path: epath.Path) -> epath.Path:
 
 
 def _parts_of(state: TrainState) -> dict[str, Any]:
-    """Returns the parts of a state that are there, by name."""
     return {name: part for name, part in vars(state).items() if part is not None}
 
 
@@ -237,8 +235,7 @@ def _is_io_error(error: BaseException | None) -> bool:
 def _silence_orbax() -> None:
     """Silences what orbax prints about failures, because each of them is raised to the caller and reported there.
 
-    When a write or a read fails, orbax logs the traceback of every thread that took part. When one of its concurrent
-    reads fails, each of the others prints a traceback too, because its event loop is closed, possibly much later.
+    Otherwise every thread that takes part logs a traceback, or prints it later, when its event loop is closed.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -84,7 +84,6 @@ def _sums_of_bits(leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 
 def identify_run(config: Config, corpus: dict[str, dict[str, Any]]) -> RunIdentity:
-    """Collects what a checkpoint must agree with."""
     stream = {name: value for name, value in flat_fields(config).items() if name in _STREAM}
     if config.data.sources:
         stream["weights"] = {name: weight for name, _, weight in config.data.sources}

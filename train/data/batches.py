@@ -125,8 +125,7 @@ def segment_ids(tokens: np.ndarray, separator: int) -> np.ndarray:
 def share_of_batch(starts: set[int], shard_rows: int, *, batch_size: int) -> tuple[int, int]:
     """Returns which sequences of a batch a process loads, as the first one and the stride.
 
-    `starts` has the first row of each shard that its devices hold. Processes that split only the model axis among them
-    hold the same rows, so the stride can be smaller than the number of processes.
+    `starts` has the first row of each shard that its devices hold; processes that split only the model axis share them.
     """
     rows = len(starts) * shard_rows
     return min(starts) // rows, batch_size // rows

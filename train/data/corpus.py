@@ -59,10 +59,7 @@ def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
 
 
 def open_source(location: str | None, config: DataConfig, *, vocab_size: int, field: str = "data.path") -> Corpus:
-    """Opens the data at a path or a URL as tokens and checks every token; None is the standard library of this Python.
-
-    `field` is the field of the configuration that names the location, for the InputError that bad data raise.
-    """
+    """Opens and checks the data at a path or a URL, or Python's standard library; messages name its `field`."""
     name = location or f"the standard library of Python {platform.python_version()}"
     tokenizer, file, is_text = None, None, False
     if config.tokenizer is not None and is_file(config.tokenizer):
@@ -96,8 +93,7 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
 def identify(corpus: Corpus, tokenizer: str | None, cache: Path) -> dict[str, Any]:
     """Returns what a checkpoint records of data, in which alone its position has a meaning, as JSON data.
 
-    `tokenizer` is the name that the configuration gives to the tokenizer of a file of tokens. The file `cache` has the
-    hashes of large files, which hold for one size and one time of modification.
+    `tokenizer` names what made a file of tokens. The file `cache` has the hashes of large files.
     """
     if corpus.tokenizer:
         tokenizer = corpus.tokenizer.name
@@ -135,11 +131,7 @@ def hash_all(tokens: np.ndarray) -> str:
 
 
 def fetch(location: str, field: str) -> Path:
-    """Copies a file or a folder of data into the user's cache folder, unless the same version is there already.
-
-    Returns the local file or folder, whose name is that of the original. `field` is the field of the configuration that
-    names the URL, for the messages.
-    """
+    """Copies a file or a folder at a URL into the user's cache folder, unless this version is there, and returns it."""
     try:
         return _fetch(location)
     except (FileNotFoundError, PermissionError, ImportError, ValueError) as error:
@@ -177,7 +169,6 @@ def _fetch(location: str) -> Path:
 
 
 def _find(location: str, field: str) -> Path:
-    """Returns the file or the folder at a location, which is copied here first if it is in an object store."""
     path = fetch(location, field) if "://" in location else Path(location).expanduser()
     if not path.exists():
         raise InputError(f"{field} must be a file or a folder: there is no {path}")

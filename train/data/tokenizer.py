@@ -85,7 +85,6 @@ def tokenize_files(files: list[Path], tokenizer: Tokenizer, *, separator: int | 
 
     It lies in tokens/ beside the tokenizer, under a hash of VERSION, the tokenizer, the separator, and the names, sizes
     and modification times of the text files. If several processes need it at once, one makes it and the others wait.
-    A file that cannot be read, is not UTF-8, or has a line of .jsonl without a string "text", is an InputError.
     """
     described = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([VERSION, tokenizer.name, separator, described])
@@ -120,7 +119,6 @@ class _Piece(NamedTuple):
 
 
 def _write(out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separator: int | None, *, total: int) -> None:
-    """Writes the tokens of some files, which have `total` bytes."""
     pieces, done = (piece for file in files for piece in _pieces(file)), 0
     with Percent("tokenized") as percent:
         for batch in itertools.batched(pieces, BATCH_PIECES):  # they are encoded side by side

@@ -76,10 +76,7 @@ class Prediction:
 
 
 def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
-    """Predicts a step of a run on a mesh, which must divide what `train.step.mesh.check_fits_mesh` checks.
-
-    Of the run's own mesh only the layout of sequences is read.
-    """
+    """Predicts a step of a run on a mesh that it divides over; of the run's own mesh only `context_layout` is read."""
     model, parts = config.model, config.data.microbatches
     fsdp, context, ring = mesh.get(FSDP, 1), mesh.get(CONTEXT, 1), mesh["model"]
     batch = config.data.batch_size // (batch_shards(mesh) * parts)
@@ -128,13 +125,11 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     ```
 
     Remat dots keeps the results of matmuls that the gradient needs: all but that of the down projection, which is only
-    added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result
-    twice: for its own gradient and for that of the projection after it, each of which is in a `shard_map` of its own.
-    The activations of a layer include its attention scores, in float32, where all of them are in memory: with
-    attention_softcap or alternating_window.
+    added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result twice: for
+    its own gradient and for that of the projection after it, each of which is in a `shard_map` of its own. With
+    attention_softcap or alternating_window the activations of a layer include all attention scores, in float32.
 
-    `chip` says by whose costs rows are kept or sent again; on chips without a data sheet (None) they are kept wherever
-    the memory allows it. The run's own mesh is not read.
+    `chip` says by whose costs rows are kept or sent again; without one they are kept wherever the limit allows it.
     """
     model, optimizer, parts = config.model, config.optimizer, config.data.microbatches
     fsdp, context, ring = mesh.get(FSDP, 1), mesh.get(CONTEXT, 1), mesh["model"]

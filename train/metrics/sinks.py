@@ -112,8 +112,7 @@ def _number(value: float | None, form: str) -> str:
 class TensorBoard(Sink):
     """Writes an event file that makes TensorBoard discard what earlier files have from the step after `start` on.
 
-    The writers of tensorboardX are not used: one of them writes in a thread, which a full disk ends with a traceback,
-    and the other one waits for the disk.
+    The writers of tensorboardX do not survive a full disk: one of them ends with a traceback, the other one waits.
     """
 
     def __init__(self, folder: Path, *, start: int):

@@ -72,10 +72,9 @@ def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTran
 
 
 def decay_mask(params: Any) -> Any:
-    """Returns a tree of booleans that says which parameters decay: kernels do, scales, biases and embeddings do not.
+    """Returns a tree of booleans that says which parameters decay, by their names.
 
-    The decision follows the name of the parameter, which must be one of these, and not its rank, because layers are
-    stacked for `scan`, which gives the scale of a norm two dimensions.
+    Their rank does not tell, because layers are stacked for `scan`, which gives the scale of a norm two dimensions.
     """
 
     def decays(path: tuple[Any, ...], _: Any) -> bool:
@@ -92,7 +91,6 @@ def decay_mask(params: Any) -> Any:
 
 
 def is_on(config: SkipConfig) -> bool:
-    """Returns whether any updates may be skipped."""
     return config.nonfinite or config.spike_factor > 0
 
 
@@ -117,5 +115,4 @@ def judge(guard: GuardState, loss: jax.Array, norm: jax.Array, config: SkipConfi
 
 
 def keep_if(skip: jax.Array, old: Any, new: Any) -> Any:
-    """Returns the old tree if the update is skipped, and the new one otherwise."""
     return jax.tree.map(lambda before, after: jnp.where(skip, before, after), old, new)

@@ -124,7 +124,6 @@ class Trainer:
         return self._first_state(params, _run_key(seed))
 
     def _first_state(self, params: Any, key: jax.Array) -> TrainState:
-        """Returns the state of step 0 that has the given parameters."""
         optimizer = self._config.optimizer
         if optimizer.master_copies:
             params = _as_float32(params)
@@ -144,7 +143,6 @@ class Trainer:
         return self.model(params).loss(tokens, targets, segment_ids_BL=segments[0], weights_BL=weights)
 
     def _targets(self, tokens: jax.Array, *_: jax.Array) -> jax.Array:
-        """Returns the number of targets of a batch, as float32."""
         if self._config.data.separator is None:
             return jnp.float32(tokens.size)
         return jnp.sum(self._has_target(tokens), dtype=jnp.float32)
@@ -196,7 +194,6 @@ def backend_limits_are_input_errors(config: Config) -> Iterator[None]:
 
 
 def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError where the devices of the mesh cannot send to each other as `model.fsdp_overlap` needs it."""
     if config.model.fsdp_overlap != "prefetch_pallas":
         return
     other = "--model.fsdp_overlap prefetch"
