@@ -77,11 +77,11 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
                 f"nothing says how to turn it into tokens of {config.tokenizer}; give --data.tokenizer the file "
                 "tokenizer.json, or None for bytes"
             )
+        elif path is not None and path.is_file():
+            tokens, file, is_text = _map_text(path, field), path, True
         else:
-            files, is_text = _text_files(path, field), True
-            file = path if path is not None and path.is_file() else None
-            joined = b"" if file else b"\n".join(text.read_bytes() for text in files)
-            tokens = _map_text(file, field) if file else np.frombuffer(joined, np.uint8)
+            joined = b"\n".join(text.read_bytes() for text in _text_files(path, field))
+            tokens, is_text = np.frombuffer(joined, np.uint8), True
     except RunError:  # such as a StorageError, which is an OSError
         raise
     except OSError as error:

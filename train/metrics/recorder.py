@@ -80,7 +80,7 @@ class Recorder:
     `skip_limit` skipped updates in a row end the run.
     """
 
-    def __init__(self, sinks: Iterable[Sink], pace: Pace, events: Events, *, skip_limit: int = 1):
+    def __init__(self, sinks: Iterable[Sink], pace: Pace, events: Events, *, skip_limit: int):
         self.pace = pace
         self._sinks, self._events, self._skip_limit = list(sinks), events, skip_limit
         self._skipped_in_row = 0

@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 
-import jax
 import pytest
 
 from models.config import check_fits
@@ -112,13 +111,6 @@ def test_a_bad_preset_is_refused(content, message, tmp_path):
 def test_a_value_out_of_range_is_refused(option, value, message):
     with pytest.raises(InputError, match=message):
         parse([str(DEFAULT_PRESET), option, str(value)])
-
-
-def test_parsing_asks_for_no_device(preset, monkeypatch):
-    """The devices of this process exist already, so the test forbids the calls that would make them."""
-    for name in ("devices", "local_devices", "device_count", "default_backend"):
-        monkeypatch.setattr(jax, name, lambda *_, name=name: pytest.fail(f"parse called jax.{name}"))
-    parse([str(preset())])
 
 
 def run_script(*options: str) -> tuple[subprocess.CompletedProcess, float]:
