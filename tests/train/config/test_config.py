@@ -54,11 +54,7 @@ def test_help_explains_every_field_with_its_unit(capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--model.depth", "3"], "--model.depth"),
-        (["--steps", "many"], "--steps"),
-    ],
+    ("options", "named"), [(["--model.depth", "3"], "--model.depth"), (["--steps", "many"], "--steps")]
 )
 def test_a_bad_command_line_exits_with_2_and_names_the_mistake(options, named, capsys):
     with pytest.raises(SystemExit) as exit_info:

@@ -102,12 +102,6 @@ def test_a_token_outside_the_vocabulary_is_found_in_any_chunk(index, tmp_path, m
     open_path(tmp_path / "a.bin", vocab_size=501)
 
 
-def test_tokens_whose_type_cannot_leave_the_vocabulary_are_not_scanned(tmp_path, monkeypatch):
-    np.zeros(8, np.uint16).tofile(tmp_path / "a.bin")
-    monkeypatch.setattr(corpus, "CHUNK_TOKENS", 0)  # a scan would raise
-    open_path(tmp_path / "a.bin", vocab_size=65_536)
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
