@@ -1,5 +1,6 @@
 """Tests of train/run.py: whole runs, in this process and in separate processes."""
 
+import gzip
 import json
 import re
 import shutil
@@ -8,7 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.train.launcher import checkpoints_of, contents, lines_of
+from flaxasync.check.__main__ import main as check_main
+from flaxasync.check.hlo.reader import parse
+from flaxasync.check.trace.exposed import measure_exposed
+from flaxasync.check.trace.profile import read_profile
+from tests.train.launcher import checkpoints_of, contents, events_of, lines_of
 
 QUIET = ("--eval.every", 0, "--eval.sample_tokens", 0)
 
@@ -160,3 +165,23 @@ def test_divergence_before_the_first_checkpoint_is_explained(run):
     code, _, err = run("--steps", 60, "--optimizer.learning_rate", 1e30)
     assert code == 3
     assert "there is no good checkpoint, because none was due before that step. Starting again repeats it" in err
+
+
+def test_the_profile_of_a_run_has_its_window_and_is_read(run, tmp_path, capsys):
+    code, _, err = run("--steps", 7, *QUIET, "--profile.start", 5, "--profile.steps", 2)
+    assert (code, err) == (0, "")
+    work, program = tmp_path / "run", tmp_path / "program.txt"
+    assert [event["step"] for event in events_of(work) if event["event"] == "profile"] == [6]
+    program.write_bytes(gzip.decompress((work / "program.txt.gz").read_bytes()))
+    times = measure_exposed(read_profile(work / "profile"), module=parse(program.read_text()))
+    assert len(times) == 8
+    for device in times:
+        assert "train_step" in device.program
+        assert device.runs == 2
+        assert 0 < device.exposed <= device.communication <= device.seconds
+        assert device.exposed == pytest.approx(sum(op.seconds for op in device.ops), rel=1e-3)
+        assert {layer.name for layer in device.layers} - {""}
+    assert check_main(["trace", str(work / "profile"), "--program", str(program), "--chip", "v5e"]) == 0
+    out = capsys.readouterr().out
+    assert "/device:CPU:7" in out
+    assert "estimated" in out

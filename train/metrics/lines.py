@@ -58,7 +58,7 @@ class AppendedFile:
             self._is_failing = True
 
     def flush(self) -> None:
-        """Waits until everything is on the disk; if that does not take it, raises a StorageError and still keeps it."""
+        """Waits until everything is on the disk; if that does not take it, keeps it and raises a StorageError."""
         try:
             self._write_pending()
             os.fsync(self._file.fileno())
