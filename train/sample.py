@@ -117,8 +117,8 @@ def stream(
 ) -> Iterator[str]:
     """Yields the text of the prompt, and what each part adds to it, until the first of the tokens `ends`.
 
-    The last character may need tokens of the next part; it is held back until they are there. A decoder may write other
-    text for earlier tokens when later ones follow. What was shown stays, and all that is different now follows it.
+    A last character that may need tokens of the next part is held back. A decoder may write other text for earlier
+    tokens when later ones follow: what was shown stays, and all that is different follows it.
     """
     tokens, shown = list(prompt), ""
     for part in itertools.chain([[]], parts):  # the prompt is shown before the first token is drawn

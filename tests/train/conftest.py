@@ -180,9 +180,9 @@ def start(preset, compile_little, launcher):
     """A function that starts train/run.py on the minuscule run in a process that is forked after all imports."""
     runs = []
 
-    def launch(*options: object, terminal: int | None = None, **environment: str) -> Run:
+    def launch(*options: object, **environment: str) -> Run:
         environment = os.environ | compile_little | environment
-        runs.append(launcher.start([str(preset()), *map(str, options)], environment=environment, terminal=terminal))
+        runs.append(launcher.start([str(preset()), *map(str, options)], environment=environment))
         return runs[-1]
 
     yield launch

@@ -58,23 +58,17 @@ class Launcher:
                 start_new_session=True,  # Ctrl-C must reach only the tests, which then end this process
             )
 
-    def start(self, options: list[str], *, environment: Mapping[str, str], terminal: int | None = None) -> "Run":
-        """Starts `python train/run.py OPTIONS`.
-
-        Args:
-          options: The command line.
-          environment: The environment variables of the run.
-          terminal: File descriptor of a terminal that the run prints to; None makes a pipe.
-        """
+    def start(self, options: list[str], *, environment: Mapping[str, str]) -> "Run":
+        """Starts `python train/run.py OPTIONS` in an environment."""
         news, write_news = os.pipe()
-        out, write_out = os.pipe() if terminal is None else (None, os.dup(terminal))
+        out, write_out = os.pipe()
         err = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the run closes it)
         request = json.dumps([options, dict(environment)]).encode() + b"\n"
         socket.send_fds(self._requests, [request[:1]], [write_news, write_out, err.fileno()])
         self._requests.sendall(request[1:])
         os.close(write_news)
         os.close(write_out)
-        return Run(open(news), None if out is None else open(out), err)
+        return Run(open(news), open(out), err)
 
     def close(self) -> None:
         self._requests.close()

@@ -1,15 +1,21 @@
 """Tests of train/run.py: whole runs, in this process and in separate processes."""
 
+import gzip
 import json
-import os
-import pty
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.train.launcher import contents, lines_of
+from flaxasync.check.__main__ import main as check_main
+from flaxasync.check.hlo.reader import parse
+from flaxasync.check.trace.exposed import measure_exposed
+from flaxasync.check.trace.profile import read_profile
+from tests.train.launcher import checkpoints_of, contents, events_of, lines_of
+
+QUIET = ("--eval.every", 0, "--eval.sample_tokens", 0)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,6 @@ def test_a_run_completes_and_continues_with_more_steps(run, finished):
     assert "8 cpu, as data 2 x model 4" in out
     assert re.search(r"size +[\d,]+ parameters", out)
     assert "model      vocab_size=128  layers=2" in out
-    assert re.search(r"started    the first step was done [\d.]+ s after the start of the process", out)
     assert "step 12/12  loss " in out
     assert "step 12: validation loss " in out
     names = {path.name for path in finished.iterdir()}
@@ -68,7 +73,7 @@ def test_a_run_without_its_sample_makes_it_at_the_next_start(run, finished):
 
 def test_checkpoints_are_kept_in_another_folder(run, tmp_path):
     work, elsewhere = tmp_path / "run", tmp_path / "elsewhere" / "checkpoints"
-    few = ("--eval.every", 0, "--eval.sample_tokens", 0, "--checkpoint.folder", elsewhere)
+    few = (*QUIET, "--checkpoint.folder", elsewhere)
     third = ("--workdir", tmp_path / "other", "--checkpoint.folder", tmp_path / "third")
     other = ("--steps", 1, *third, "--init_from", work)
     for options, said in (
@@ -81,6 +86,46 @@ def test_checkpoints_are_kept_in_another_folder(run, tmp_path):
         assert (code, err) == (0, "")
         assert said in out
     assert not (work / "checkpoints").exists()
+
+
+@pytest.fixture
+def trained(run, tmp_path):
+    """A function that trains 14 steps in this process, unless options say otherwise, and returns the workdir."""
+
+    def trained(name: str, *options: object) -> Path:
+        code, _, err = run("--steps", 14, "--workdir", tmp_path / name, *options)
+        assert (code, err) == (0, "")
+        return tmp_path / name
+
+    return trained
+
+
+@pytest.mark.slow
+def test_several_sources_and_evaluation_sets_have_losses_of_their_own(trained, text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("another language altogether, over and over again\n" * 200)
+    sources = ("--data.path", "None", "--data.sources", "code", text, 3.0, "prose", other, 1.0)
+    work = trained("mixed", *sources, "--eval.sets", "held_out", other, "--eval.sample_tokens", 0)
+    last = lines_of(work)[-1]
+    for name in ("code", "prose", "held_out", "validation"):
+        assert last[f"{name}_perplexity"] == pytest.approx(np.exp(last[f"{name}_loss"]))
+    assert last["validation_loss"] == pytest.approx(0.75 * last["code_loss"] + 0.25 * last["prose_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_parameters_of_another_one(trained):
+    first = trained("first", *QUIET)
+    again = trained("again", *QUIET, "--init_from", first, "--steps", 1)
+    drawn = lines_of(first)[0]["loss"]
+    assert lines_of(again)[0]["loss"] < drawn
+
+
+@pytest.mark.slow
+def test_permanent_checkpoints_stay_beside_the_newest_ones(trained):
+    work = trained(
+        "permanent", *QUIET, "--checkpoint.every", 2, "--checkpoint.keep", 2, "--checkpoint.permanent_every", 5
+    )
+    assert checkpoints_of(work) == {"5", "10", "12", "14"}
 
 
 @pytest.mark.parametrize(
@@ -122,29 +167,21 @@ def test_divergence_before_the_first_checkpoint_is_explained(run):
     assert "there is no good checkpoint, because none was due before that step. Starting again repeats it" in err
 
 
-def test_an_error_in_the_code_keeps_its_traceback(run, monkeypatch):
-    monkeypatch.setattr("train.lifecycle.training.split", lambda *arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run("--steps", 3)
-
-
-@pytest.mark.slow
-def test_a_terminal_shows_a_live_line(preset, start, tmp_path):
-    ours, theirs = pty.openpty()
-    process = start("--steps", 12, "--eval.sample_tokens", 0, terminal=theirs, TERM="xterm-256color", COLUMNS="100")
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not chunk:
-            break
-        shown += chunk
-    os.close(ours)
-    assert process.wait() == 0
-    plain = re.sub(rb"\x1b\[[^A-Za-z]*[A-Za-z]", b"", shown)
-    assert b"step 12/12" in plain
-    assert b"tokens/s" in plain
-    assert b"\x1b[2K" in shown, "nothing was redrawn"
+def test_the_profile_of_a_run_has_its_window_and_is_read(run, tmp_path, capsys):
+    code, _, err = run("--steps", 7, *QUIET, "--profile.start", 5, "--profile.steps", 2)
+    assert (code, err) == (0, "")
+    work, program = tmp_path / "run", tmp_path / "program.txt"
+    assert [event["step"] for event in events_of(work) if event["event"] == "profile"] == [6]
+    program.write_bytes(gzip.decompress((work / "program.txt.gz").read_bytes()))
+    times = measure_exposed(read_profile(work / "profile"), module=parse(program.read_text()))
+    assert len(times) == 8
+    for device in times:
+        assert "train_step" in device.program
+        assert device.runs == 2
+        assert 0 < device.exposed <= device.communication <= device.seconds
+        assert device.exposed == pytest.approx(sum(op.seconds for op in device.ops), rel=1e-3)
+        assert {layer.name for layer in device.layers} - {""}
+    assert check_main(["trace", str(work / "profile"), "--program", str(program), "--chip", "v5e"]) == 0
+    out = capsys.readouterr().out
+    assert "/device:CPU:7" in out
+    assert "estimated" in out

@@ -22,15 +22,10 @@ def load_parameters(
 ) -> tuple[Any, epath.Path, str]:
     """Reads the parameters of a checkpoint, whose architecture must be that of the configuration.
 
-    Args:
-      location: The workdir of a run or of an import, a folder of checkpoints, or one of its checkpoints.
-      config: The configuration.
-      trainer: The model's functions.
-      step: The step of the checkpoint; None for the one that `location` names, or the newest one.
-      evaluated: Whether the running mean of the parameters is read instead, if the checkpoint has one.
+    `location` is the workdir of a run or of an import, a folder of checkpoints, or one of its checkpoints; without a
+    `step` the newest one is read. `evaluated` takes the running mean of the parameters, if the checkpoint has one.
 
-    Returns:
-      The parameters, the folder of the checkpoint, and which part of it they are: "params", or "ema" for their mean.
+    Returns the parameters, the folder of the checkpoint, and which part of it they are: "params", or "ema".
     """
     folder, named = _find(epath.Path(location).expanduser())
     with Checkpoints(folder, read_only=True) as checkpoints:

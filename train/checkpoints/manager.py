@@ -31,11 +31,7 @@ _STATUS = re.compile("[A-Z]+_[A-Z]+:|UNAVAILABLE:|INTERNAL:|ABORTED:|UNKNOWN:|Sa
 
 
 class Checkpoints:
-    """The checkpoints in a folder. Use it as a context manager: leaving it waits until every save is complete.
-
-    Attributes:
-      folder: The folder, which may be in an object store.
-    """
+    """The checkpoints in a folder, which may be in an object store; leaving the context waits until all are saved."""
 
     def __init__(self, folder: epath.PathLike, *, keep: int = 1, permanent_every: int = 0, read_only: bool = False):
         """Opens the folder; `read_only` leaves it as it is, perhaps while another run saves there."""
@@ -86,14 +82,12 @@ class Checkpoints:
         return step
 
     def path(self, step: int) -> epath.Path:
-        """Returns the folder of the checkpoint of a step."""
         return self.folder / str(step)
 
     def save(self, step: int, state: TrainState, *, data: dict[str, Any], tokens: int, identity: RunIdentity) -> None:
         """Copies the state to the host, for which it waits for the devices, then writes it in the background.
 
-        Raises:
-          StorageError: The previous checkpoint, or the beginning of this one, could not be written.
+        Raises a StorageError if the previous checkpoint, or the beginning of this one, could not be written.
         """
         self.wait()
         parts = _parts_of(state)
@@ -110,8 +104,7 @@ class Checkpoints:
     def poll(self) -> int | None:
         """Returns the step of the checkpoint that was being written once it is complete, otherwise None; never waits.
 
-        Raises:
-          StorageError: It could not be written.
+        Raises a StorageError if it could not be written.
         """
         return None if self._manager.is_saving_in_progress() else self.wait()
 
@@ -136,16 +129,10 @@ class Checkpoints:
     def restore(
         self, step: int, abstract: TrainState, identity: RunIdentity, *, accept_change: bool = False
     ) -> tuple[TrainState, Record, list[str]]:
-        """Reads the checkpoint of a step onto the devices that `abstract` names, whatever mesh it was saved on.
+        """Reads a checkpoint onto the devices that `abstract` names, whatever mesh it was saved on.
 
-        Args:
-          step: The step of the checkpoint.
-          abstract: Shape, type and sharding of every array of the state.
-          identity: What the checkpoint must agree with.
-          accept_change: Whether a checkpoint of other data is accepted.
-
-        Returns:
-          The state, in which parts that the checkpoint lacks are None; the record; and the accepted differences.
+        Returns the state, in which parts that the checkpoint lacks are None; the record; and the differences to
+        `identity` that `accept_change` accepts.
         """
         record = self.record(step)
         changed = check_identity(record, identity, where=str(self.path(step)), accept_change=accept_change)
@@ -228,7 +215,6 @@ def unused_path(path: epath.Path) -> epath.Path:
 
 
 def _parts_of(state: TrainState) -> dict[str, Any]:
-    """Returns the parts of a state that are there, by name."""
     return {name: part for name, part in vars(state).items() if part is not None}
 
 
@@ -249,8 +235,7 @@ def _is_io_error(error: BaseException | None) -> bool:
 def _silence_orbax() -> None:
     """Silences what orbax prints about failures, because each of them is raised to the caller and reported there.
 
-    When a write or a read fails, orbax logs the traceback of every thread that took part. When one of its concurrent
-    reads fails, each of the others prints a traceback too, because its event loop is closed, possibly much later.
+    Otherwise every thread that takes part logs a traceback, or prints it later, when its event loop is closed.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -24,37 +24,22 @@ _NOT_ARCHITECTURE = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-    """What a checkpoint must agree with so that a run can continue from it.
+    """What a checkpoint must agree with so that a run can continue from it."""
 
-    Attributes:
-      stream: The fields of the configuration that determine the stream of sequences, and the weights of the sources.
-      corpus: Identity of each data source by its name, see `train.data.corpus.identify`.
-      architecture: The fields that determine the parameters and what they mean, {"model.layers": 4, ...}.
-    """
-
-    stream: dict[str, Any]
-    corpus: dict[str, dict[str, Any]]
-    architecture: dict[str, Any]
+    stream: dict[str, Any]  # what determines the stream of sequences: fields of `Config`, and weights of the sources
+    corpus: dict[str, dict[str, Any]]  # each data source by its name, see `train.data.corpus.identify`
+    architecture: dict[str, Any]  # see `architecture`
 
 
 @dataclasses.dataclass(frozen=True)
 class Record(RunIdentity):
-    """The record of a checkpoint, as JSON data.
+    """The record of a checkpoint, as JSON data."""
 
-    Attributes:
-      step: Number of steps that are done.
-      data: Position of the training batches.
-      tokens: Number of tokens that were consumed.
-      parts: The fields of the train state that the checkpoint has.
-      fingerprint: Checksum of each array of the train state, see `fingerprint`.
-      version: Version of the format.
-    """
-
-    step: int
-    data: dict[str, Any]
-    tokens: int
-    parts: list[str]
-    fingerprint: dict[str, int]
+    step: int  # number of steps that are done
+    data: dict[str, Any]  # position of the training batches
+    tokens: int  # number of tokens that were consumed
+    parts: list[str]  # the fields of the train state that the checkpoint has
+    fingerprint: dict[str, int]  # checksum of each array of the train state, see `fingerprint`
     version: int = VERSION
 
     def to_json(self) -> dict[str, Any]:
@@ -68,12 +53,7 @@ class DamagedError(ValueError):
 
 
 def from_json(fields: dict[str, Any]) -> Record:
-    """Reads what `Record.to_json` returned.
-
-    Raises:
-      DamagedError: It is not what was saved.
-      InputError: It has another version of the format.
-    """
+    """Reads what `Record.to_json` returned, or raises a DamagedError if it is not what was saved."""
     if fields.get("version") != VERSION:
         raise InputError(
             f"the checkpoint has version {fields.get('version', 1)} of the format, and this code reads {VERSION}; "
@@ -104,7 +84,6 @@ def _sums_of_bits(leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 
 def identify_run(config: Config, corpus: dict[str, dict[str, Any]]) -> RunIdentity:
-    """Collects what a checkpoint must agree with."""
     stream = {name: value for name, value in flat_fields(config).items() if name in _STREAM}
     if config.data.sources:
         stream["weights"] = {name: weight for name, _, weight in config.data.sources}
@@ -112,11 +91,7 @@ def identify_run(config: Config, corpus: dict[str, dict[str, Any]]) -> RunIdenti
 
 
 def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_change: bool) -> list[str]:
-    """Checks that a run can continue from the checkpoint in the folder `where`.
-
-    Returns:
-      The differences of the data, if `accept_change` says that they are accepted.
-    """
+    """Checks that a run can continue from the checkpoint in the folder `where`; returns the accepted differences."""
     check_architecture(record.architecture, identity.architecture, where=where)
     changed = differences(record.stream | _flat(record.corpus), identity.stream | _flat(identity.corpus))
     if changed and not accept_change:

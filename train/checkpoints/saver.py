@@ -30,22 +30,16 @@ _FULL = re.compile("No space left|Disk quota exceeded|File too large", re.IGNORE
 
 @dataclasses.dataclass
 class Saver:
-    """Saves a run: on time, and in spite of a disk that is full for a while.
-
-    Attributes:
-      recorder: What must be on disk before a checkpoint is.
-      identity: What checkpoints record of the run.
-      before_save: Called before every save; it may raise to prevent it.
-    """
+    """Saves a run: on time, and in spite of a disk that is full for a while."""
 
     config: Config
     checkpoints: Checkpoints
     batches: TrainingBatches
-    recorder: Recorder
+    recorder: Recorder  # whose lines must be on disk before a checkpoint is
     events: Events
     identity: RunIdentity
     watchdog: Watchdog
-    before_save: Callable[[], None]
+    before_save: Callable[[], None]  # called before every save; it may raise to prevent it
     _saved_at: float = dataclasses.field(default_factory=time.monotonic, init=False)
     _saved_instead: int = dataclasses.field(default=-1, init=False)  # the last step that `poll` has saved
 

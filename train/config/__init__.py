@@ -172,9 +172,7 @@ class Config:
     seed: int = 0
     """Seed of the parameters, the order of the data and the sample (integer, 0 to 2**31 - 1)."""
     backend: Literal["auto", "xla", "pallas", "stateful", "fused", "none"] = "auto"
-    """How layers communicate: none or xla anywhere; pallas, stateful or fused on TPUs; auto lets fa.plan choose.
-
-    "exchange" is left out: only matmul_all_reduce has it, which no training step calls; samples get it by auto."""
+    """How layers communicate: none or xla anywhere; pallas, stateful or fused on TPUs; auto lets fa.plan choose."""
     init_from: str | None = None
     """Workdir or checkpoint of another run, whose parameters step 0 of this run takes; None draws new ones."""
     compile_cache: str = "auto"

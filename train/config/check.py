@@ -43,7 +43,6 @@ _RANGES = {
 
 
 def check(config: Config) -> None:
-    """Checks the range of every value."""
     values = dict(flatten(dataclasses.asdict(config)))
     for needed, (is_right, names) in _RANGES.items():
         for name in names.split():

@@ -1,8 +1,7 @@
 """The command line of train/run.py: a preset file, options that replace single fields, and what to do with the run.
 
-The configuration of a run or of an import that is already in a workdir is read here, too.
-
-Nothing here imports JAX, so that a mistake on the command line is reported within a second.
+The configuration of a run or of an import that is already in a workdir is read here, too. Nothing here imports JAX, so
+that a mistake on the command line is reported within a second.
 """
 
 import dataclasses
@@ -147,7 +146,6 @@ def _section(config: Config, name: str) -> Any:
 
 
 def _check_modes(command: Command) -> None:
-    """Checks the options that say what to do with the run."""
     if command.dry_run != (command.topology is not None):
         raise InputError(
             f"--dry-run and --topology go together: got only {'--dry-run' if command.dry_run else '--topology'}; "

@@ -32,15 +32,10 @@ end before it in its sequence.
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """A random-access data source for grain, whose elements are the windows of a token array.
+    """A random-access data source for grain, whose elements are the windows of a token array."""
 
-    Attributes:
-      tokens: The tokens, a 1-D array of any unsigned type; mapped files stay on disk.
-      length: L, the number of tokens that the model sees.
-    """
-
-    tokens: np.ndarray
-    length: int
+    tokens: np.ndarray  # 1-D, of any unsigned type; mapped files stay on disk
+    length: int  # L, the number of tokens that the model sees
 
     def __len__(self) -> int:
         return max(0, (self.tokens.size - 1) // self.length)
@@ -130,8 +125,7 @@ def segment_ids(tokens: np.ndarray, separator: int) -> np.ndarray:
 def share_of_batch(starts: set[int], shard_rows: int, *, batch_size: int) -> tuple[int, int]:
     """Returns which sequences of a batch a process loads, as the first one and the stride.
 
-    `starts` has the first row of each shard that its devices hold. Processes that split only the model axis among them
-    hold the same rows, so the stride can be smaller than the number of processes.
+    `starts` has the first row of each shard that its devices hold; processes that split only the model axis share them.
     """
     rows = len(starts) * shard_rows
     return min(starts) // rows, batch_size // rows

@@ -3,6 +3,9 @@
 Every byte of a text is one token, unless `data.tokenizer` is the file of a tokenizer: text is then turned into a file
 of tokens first, see `train.data.tokenizer`. A text file and a file of tokens are memory-mapped. A folder of text and
 Python's standard library, which a run without `data.path` reads, are held in memory.
+
+Data at a URL, such as gs://bucket/text.txt, are copied into the user's cache folder once for each version. fsspec reads
+every URL whose client is installed, such as gcsfs for gs://; it finds credentials as these clients do.
 """
 
 import concurrent.futures
@@ -12,16 +15,16 @@ import hashlib
 import json
 import platform
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from train.config import DataConfig
-from train.data.remote import fetch
 from train.data.tokenizer import Tokenizer, is_file, tokenize_files
-from train.lifecycle.errors import InputError, RunError
-from train.lifecycle.files import write_atomically
+from train.lifecycle.errors import InputError, RunError, StorageError
+from train.lifecycle.files import user_cache, write_atomically
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
 HASHED_BYTES = 1 << 24  # threads hash chunks of this size
@@ -36,21 +39,13 @@ _SKIPPED_MODULES = "_sysconfigdata"
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens and where they come from.
+    """Tokens and where they come from."""
 
-    Attributes:
-      name: The path or the URL, for messages.
-      tokens: A 1-D array of uint8, uint16 or uint32 that may be mapped from a file.
-      is_text: Whether every token is a byte of text, so that generated tokens can be shown as text.
-      file: The file that the tokens are mapped from, or None if they are in memory.
-      tokenizer: What makes text of tokens, if its file was given.
-    """
-
-    name: str
-    tokens: np.ndarray
-    is_text: bool
-    file: Path | None = None
-    tokenizer: Tokenizer | None = None
+    name: str  # the path or the URL, for messages
+    tokens: np.ndarray  # 1-D, uint8, uint16 or uint32; it may be mapped from a file
+    is_text: bool  # whether every token is a byte of text, so that generated tokens can be shown as text
+    file: Path | None = None  # what the tokens are mapped from; None if they are in memory
+    tokenizer: Tokenizer | None = None  # what makes text of tokens, if its file was given
 
 
 def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
@@ -64,10 +59,7 @@ def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
 
 
 def open_source(location: str | None, config: DataConfig, *, vocab_size: int, field: str = "data.path") -> Corpus:
-    """Opens the data at a path or a URL as tokens and checks every token; None is the standard library of this Python.
-
-    `field` is the field of the configuration that names the location, for the InputError that bad data raise.
-    """
+    """Opens and checks the data at a path or a URL, or Python's standard library; messages name its `field`."""
     name = location or f"the standard library of Python {platform.python_version()}"
     tokenizer, file, is_text = None, None, False
     if config.tokenizer is not None and is_file(config.tokenizer):
@@ -85,11 +77,11 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
                 f"nothing says how to turn it into tokens of {config.tokenizer}; give --data.tokenizer the file "
                 "tokenizer.json, or None for bytes"
             )
+        elif path is not None and path.is_file():
+            tokens, file, is_text = _map_text(path, field), path, True
         else:
-            files, is_text = _text_files(path, field), True
-            file = path if path is not None and path.is_file() else None
-            joined = b"" if file else b"\n".join(text.read_bytes() for text in files)
-            tokens = _map_text(file, field) if file else np.frombuffer(joined, np.uint8)
+            joined = b"\n".join(text.read_bytes() for text in _text_files(path, field))
+            tokens, is_text = np.frombuffer(joined, np.uint8), True
     except RunError:  # such as a StorageError, which is an OSError
         raise
     except OSError as error:
@@ -101,8 +93,7 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
 def identify(corpus: Corpus, tokenizer: str | None, cache: Path) -> dict[str, Any]:
     """Returns what a checkpoint records of data, in which alone its position has a meaning, as JSON data.
 
-    `tokenizer` is the name that the configuration gives to the tokenizer of a file of tokens. The file `cache` has the
-    hashes of large files, which hold for one size and one time of modification.
+    `tokenizer` names what made a file of tokens. The file `cache` has the hashes of large files.
     """
     if corpus.tokenizer:
         tokenizer = corpus.tokenizer.name
@@ -139,8 +130,45 @@ def hash_all(tokens: np.ndarray) -> str:
         return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
 
 
+def fetch(location: str, field: str) -> Path:
+    """Copies a file or a folder at a URL into the user's cache folder, unless this version is there, and returns it."""
+    try:
+        return _fetch(location)
+    except (FileNotFoundError, PermissionError, ImportError, ValueError) as error:
+        raise InputError(f"{field}={location} cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:  # each client has errors of its own, such as gcsfs.retry.HttpError
+        raise StorageError(f"{field}={location} did not answer: {type(error).__name__}: {error}") from error
+
+
+def _fetch(location: str) -> Path:
+    import fsspec  # imported late, because most runs do not need it
+
+    store, root = fsspec.core.url_to_fs(location, use_listings_cache=False, skip_instance_cache=True)
+    root = root.rstrip("/")
+    found = {root: store.info(root)} if store.isfile(root) else store.find(root, detail=True)
+    if not found:
+        raise FileNotFoundError(f"there is no {location}")
+    # What a store says about its objects, such as their size, their time and their ETag, tells versions apart.
+    version = hashlib.blake2b(json.dumps(found, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    folder, name = user_cache() / "data" / version, root.rpartition("/")[2]
+    if folder.exists():
+        return folder / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".tmp") as temporary:
+        for path in found:
+            if not path.endswith("/"):  # some tools mark folders with such objects
+                copy = Path(temporary, "data", name + path.removeprefix(root))
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                store.get_file(path, str(copy))
+        try:
+            Path(temporary, "data").rename(folder)
+        except OSError:
+            if not folder.exists():  # otherwise another process was faster
+                raise
+    return folder / name
+
+
 def _find(location: str, field: str) -> Path:
-    """Returns the file or the folder at a location, which is copied here first if it is in an object store."""
     path = fetch(location, field) if "://" in location else Path(location).expanduser()
     if not path.exists():
         raise InputError(f"{field} must be a file or a folder: there is no {path}")

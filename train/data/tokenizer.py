@@ -30,18 +30,11 @@ PIECE_BYTES, BATCH_PIECES = 1 << 20, 16
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of the package `tokenizers`, which turns text into the tokens of a model and back.
+    """A tokenizer of the package `tokenizers`, which turns text into the tokens of a model and back."""
 
-    Attributes:
-      name: The hash of its file, which a run must not change.
-      inner: The tokenizer of the package. It neither truncates nor pads, whatever the file says.
-      prefix: The special tokens that begin every text, such as the one that begins a document.
-      path: Its file.
-    """
-
-    name: str
-    inner: tokenizers.Tokenizer
-    prefix: tuple[int, ...]
+    name: str  # has the hash of its file, which a run must not change
+    inner: tokenizers.Tokenizer  # neither truncates nor pads, whatever the file says
+    prefix: tuple[int, ...]  # the special tokens that begin every text
     path: Path
 
     @classmethod
@@ -92,7 +85,6 @@ def tokenize_files(files: list[Path], tokenizer: Tokenizer, *, separator: int | 
 
     It lies in tokens/ beside the tokenizer, under a hash of VERSION, the tokenizer, the separator, and the names, sizes
     and modification times of the text files. If several processes need it at once, one makes it and the others wait.
-    A file that cannot be read, is not UTF-8, or has a line of .jsonl without a string "text", is an InputError.
     """
     described = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([VERSION, tokenizer.name, separator, described])
@@ -117,17 +109,16 @@ def tokenize_files(files: list[Path], tokenizer: Tokenizer, *, separator: int | 
 
 
 class _Piece(NamedTuple):
-    """A piece of a document: its file, its text, which ends of the document it has, and the bytes it used up."""
+    """A piece of a document."""
 
     file: Path
     text: str
-    begins: bool
+    begins: bool  # whether the document begins here
     ends: bool
-    used: int
+    used: int  # bytes of the file
 
 
 def _write(out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separator: int | None, *, total: int) -> None:
-    """Writes the tokens of some files, which have `total` bytes."""
     pieces, done = (piece for file in files for piece in _pieces(file)), 0
     with Percent("tokenized") as percent:
         for batch in itertools.batched(pieces, BATCH_PIECES):  # they are encoded side by side

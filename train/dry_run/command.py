@@ -38,8 +38,7 @@ type Kernels = Literal["play", "estimate"]
 def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: Kernels = "play") -> int:
     """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and returns the exit code.
 
-    `trust` and `kernels` are those of `train.config.command.Command`. What does not fit the topology, and a step that
-    cannot be compiled at all, is an InputError.
+    `trust` and `kernels` are those of `train.config.command.Command`.
     """
     began = time.monotonic()
     mesh = mesh_over(topology_devices(topology), config.mesh, topology)
@@ -115,10 +114,7 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, k
 
 
 def _smaller_steps(config: Config, mesh: jax.sharding.Mesh, chip: Chip) -> Iterator[dict[str, Any]]:
-    """Yields the options to try, from no change to the smallest step.
-
-    A smaller batch comes first, then bfloat16 parameters in addition, then fewer layers in addition.
-    """
+    """Yields the options to try: none, a smaller batch, then bfloat16 parameters too, then fewer layers too."""
     smaller: dict[str, Any] = {}
     yield smaller
     for batch in _smaller_batches(config, mesh, chip):

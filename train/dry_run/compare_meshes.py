@@ -25,9 +25,9 @@ from train.dry_run.command import compile_step, replace_options, topology_device
 from train.dry_run.mesh_costs import Prediction, predict
 from train.dry_run.report import gib, time_text
 from train.lifecycle.errors import InputError
-from train.metrics.model_flops import model_flops_per_token
 from train.metrics.output import say
 from train.step.mesh import check_fits_mesh, mesh_over, mesh_shape
+from train.step.products import model_flops_per_token
 from train.step.trainer import backend_limits_are_input_errors
 
 AXES = ("data", "fsdp", "context", "model")
@@ -135,7 +135,6 @@ def grids(devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def row_of(one: Prediction) -> Row:
-    """Returns the row of a mesh that was not compiled."""
     exposed = one.exposed / one.seconds
     return Row(_sizes(one), one.remat, one.needed, one.fits, one.seconds, one.mfu, exposed, one.binds, PREDICTED)
 
@@ -187,10 +186,9 @@ def _compile_best(config: Config, topology: str, ranked: list[Prediction], trust
 
 
 def _fastest_policy(policies: list[Prediction]) -> Prediction:
-    """Returns the prediction of a mesh with one of some policies of rematerialization; see `rank`.
+    """Returns the fastest prediction that leaves some memory, or that which needs the least.
 
-    Predictions of memory are no better than a few percent, and a step that is refused would take the place of one that
-    is only a little slower, so a policy that keeps more than another one must leave some memory.
+    Predictions of memory are only good to a few percent, and a step that is refused takes the place of a slower one.
     """
     least = min(policies, key=lambda one: one.needed)
     roomy = [one for one in policies if one.needed <= ROOM * one.available]
@@ -198,7 +196,6 @@ def _fastest_policy(policies: list[Prediction]) -> Prediction:
 
 
 def _changed(config: Config, sizes: tuple[int, ...], remat: Remat | None = None) -> Config:
-    """Returns a configuration with another mesh and another policy of rematerialization."""
     mesh = {f"mesh.{name}": size for name, size in zip(AXES, sizes, strict=True)}
     return replace_options(config, mesh | {"model.remat": remat or config.model.remat})
 

@@ -27,65 +27,44 @@ from flaxasync.check.estimate.collective_time import collective_seconds
 from flaxasync.hardware import Chip
 from models.config import Remat, TransformerConfig
 from train.config import Config
-from train.metrics.model_flops import model_flops_per_token, parameters_of_a_layer
 from train.step.mesh import CONTEXT, FSDP, batch_shards
-from train.step.products import local_heads, products_of_a_layer
+from train.step.products import local_heads, model_flops_per_token, parameters_of_a_layer, products_of_a_layer
 
-ROWS_MOVED = 8
-"""How many times a device moves its rows of the residual stream through HBM in a layer, forward: norms, rotary
-positions, residuals. Fitted. The backward pass moves twice as many."""
-HIDDEN_MOVED = 2
-"""How many times it moves the hidden features of the MLP, likewise. Fitted."""
-LOGITS_MOVED = 4
-"""How many times the loss moves float32 logits through HBM. Assumed."""
-BYTES_OF_A_LOGIT = 8
-"""What a logit of a micro-batch occupies: in bfloat16 forward, with its gradient, and once in float32. Assumed."""
-WORKING_ROWS = 3
-"""How often the activations of one layer are in memory while it is computed backward, as such and as gradients.
-Assumed."""
+# How many times a device moves values through HBM. The backward pass of a layer moves twice what its forward pass does.
+ROWS_MOVED = 8  # its rows of the residual stream, for norms, rotary positions and residuals, in a layer; fitted
+HIDDEN_MOVED = 2  # the hidden features of the MLP, in a layer; fitted
+LOGITS_MOVED = 4  # float32 logits, for the loss; assumed
+BYTES_OF_A_LOGIT = 8  # of a micro-batch: in bfloat16 forward, with its gradient, and once in float32; assumed
+WORKING_ROWS = 3  # how often one layer's activations are in memory while it is computed backward; assumed
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A mesh, and what a step on it is predicted to take.
-
-    Attributes:
-      mesh: The sizes of its axes.
-      remat: The policy of rematerialization.
-      memory: The bytes of a device, by use.
-      work: Seconds in which the core works.
-      waits: Seconds in which the core waits for other devices, by the axis and the transfer.
-      mfu: Model FLOPs utilization, 0 to 1.
-      available: The bytes that programs can use on a device.
-    """
+    """A mesh, and what a step on it is predicted to take, in seconds and in bytes of a device."""
 
     mesh: Mapping[str, int]
     remat: Remat
-    memory: Mapping[str, int]
-    work: float
-    waits: Mapping[str, float]
-    mfu: float
-    available: int
+    memory: Mapping[str, int]  # by use
+    work: float  # time in which the core works
+    waits: Mapping[str, float]  # time in which the core waits for other devices, by the axis and the transfer
+    mfu: float  # model FLOPs utilization, 0 to 1
+    available: int  # memory that programs can use
 
     @property
     def needed(self) -> int:
-        """The bytes that a device needs."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits the memory of the chip."""
         return self.needed <= self.available
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the core waits for other devices."""
         return sum(self.waits.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
         return self.work + self.exposed
 
     @property
@@ -97,10 +76,7 @@ class Prediction:
 
 
 def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
-    """Predicts a step of a run on a mesh, which must divide what `train.step.mesh.check_fits_mesh` checks.
-
-    Of the run's own mesh only the layout of sequences is read.
-    """
+    """Predicts a step of a run on a mesh that it divides over; of the run's own mesh only `context_layout` is read."""
     model, parts = config.model, config.data.microbatches
     fsdp, context, ring = mesh.get(FSDP, 1), mesh.get(CONTEXT, 1), mesh["model"]
     batch = config.data.batch_size // (batch_shards(mesh) * parts)
@@ -149,13 +125,11 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     ```
 
     Remat dots keeps the results of matmuls that the gradient needs: all but that of the down projection, which is only
-    added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result
-    twice: for its own gradient and for that of the projection after it, each of which is in a `shard_map` of its own.
-    The activations of a layer include its attention scores, in float32, where all of them are in memory: with
-    attention_softcap or alternating_window.
+    added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result twice: for
+    its own gradient and for that of the projection after it, each of which is in a `shard_map` of its own. With
+    attention_softcap or alternating_window the activations of a layer include all attention scores, in float32.
 
-    `chip` says by whose costs rows are kept or sent again; on chips without a data sheet (None) they are kept wherever
-    the memory allows it. The run's own mesh is not read.
+    `chip` says by whose costs rows are kept or sent again; without one they are kept wherever the limit allows it.
     """
     model, optimizer, parts = config.model, config.optimizer, config.data.microbatches
     fsdp, context, ring = mesh.get(FSDP, 1), mesh.get(CONTEXT, 1), mesh["model"]

@@ -11,7 +11,7 @@ from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.check.estimate.timeline import SOURCES
 from train.config import Config
-from train.metrics.model_flops import FORMULA, model_flops_per_token
+from train.step.products import FORMULA, model_flops_per_token
 from train.step.trainer import TrainState
 
 GIB = 1 << 30

@@ -4,12 +4,11 @@ docs/operations.md says what a supervisor does after each code. Any function of 
 given what it cannot use; docstrings name only the other errors.
 """
 
-import contextlib
 import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 COMPLETE = 0  # all steps are done, or there was nothing to do
 BAD_INPUT = 2  # the command line, the data or the workdir cannot be used as they are; no checkpoint was changed
@@ -79,16 +78,12 @@ def exit_code(
       action: The command. It returns its exit code, or None for 0.
       outcome: What a command that did not finish has done, as a sentence without a period: "Nothing was imported".
       memory_advice: What needs less memory, as a sentence without a period.
-      reader_may_leave: Whether the command does nothing but print, so that it is complete once nobody reads its output.
-        A command that writes files must go on without a reader: it prints by `train.metrics.output.print_line`.
+      reader_may_leave: Whether the command only prints, so that it is complete once nobody reads its output. One that
+        writes files prints by `train.metrics.output.print_line`, which goes on without a reader.
       several_processes: Whether the errors of a collective whose partner is gone are explained, too.
     """
     try:
-        with _explained(outcome, memory_advice, several_processes):
-            return action() or COMPLETE
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return action() or COMPLETE
     except KeyboardInterrupt:
         print(f"\nerror: interrupted. {outcome}", file=sys.stderr)
         return INTERRUPTED
@@ -98,31 +93,30 @@ def exit_code(
         # Whoever read the output, such as `head`, has enough of it. Python would complain again when it flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return COMPLETE
-
-
-@contextlib.contextmanager
-def _explained(outcome: str, memory_advice: str, several_processes: bool) -> Iterator[None]:
-    """Turns errors of memory, disks and lost processes into a RunError; any other error keeps its traceback."""
-    try:
-        yield
-    except RunError:
-        raise
-    except MemoryError as error:
-        raise OutOfMemoryError(f"the host has too little memory ({error}). {outcome}. {memory_advice}") from error
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+    except Exception as error:
+        explained = _explain(error, outcome, memory_advice, several_processes)
+        if explained is None:
             raise
+        print(f"error: {explained}", file=sys.stderr)
+        return explained.exit_code
+
+
+def _explain(error: Exception, outcome: str, memory_advice: str, several_processes: bool) -> RunError | None:
+    """Makes a RunError of an error of memory, disks or lost processes; any other error keeps its traceback."""
+    if isinstance(error, RunError):
+        return error
+    if isinstance(error, MemoryError):
+        return OutOfMemoryError(f"the host has too little memory ({error}). {outcome}. {memory_advice}")
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         what = error.filename or "a file of the workdir"
-        raise StorageError(f"{what} could not be written or read: {error.strerror}. {outcome}") from error
-    except RuntimeError as error:  # jax.errors.JaxRuntimeError is one
+        return StorageError(f"{what} could not be written or read: {error.strerror}. {outcome}")
+    if isinstance(error, RuntimeError):  # jax.errors.JaxRuntimeError is one
         first_line = str(error).partition("\n")[0]
         if _NO_MEMORY.search(str(error)):
-            raise OutOfMemoryError(
-                f"a device has too little memory ({first_line}). {outcome}. {memory_advice}"
-            ) from error
+            return OutOfMemoryError(f"a device has too little memory ({first_line}). {outcome}. {memory_advice}")
         if several_processes and _LOST_PROCESS.search(str(error)):
-            raise RestartError(
+            return RestartError(
                 f"another process of the run is gone ({first_line}), so this one ends; starting all of them again "
                 "continues from the newest checkpoint"
-            ) from error
-        raise
+            )
+    return None

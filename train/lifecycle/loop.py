@@ -1,14 +1,10 @@
 """The training loop. The host dispatches steps ahead of the devices and waits for them only to report or to save."""
 
-import contextlib
 import dataclasses
-import threading
-import time
 from pathlib import Path
 
 import jax
 
-from train import BEGAN
 from train.checkpoints.saver import Saver
 from train.config import Config, ProfileConfig
 from train.data.batches import TrainingBatches
@@ -40,14 +36,7 @@ class Loop:
         """Trains from step `start`, whose state is donated, to the last step or a stop, and saves the final state.
 
         Reports are one interval late: when the host waits for a report, one more interval of steps has already been
-        dispatched, so the devices never run out of work.
-
-        Returns:
-          The state and its step.
-
-        Raises:
-          DivergedError: The loss or the gradient norm is not finite; nothing is saved from that step on.
-          StorageError: A checkpoint could not be written.
+        dispatched, so the devices never run out of work. After a DivergedError nothing was saved from that step on.
         """
         config, step = self.config, start
         self.recorder.pace.start()
@@ -57,8 +46,6 @@ class Loop:
             self.profiler.before(step, state)
             state, metrics = self.train_step(state, *batch)
             self.recorder.add(step, **metrics)
-            if step == start + 1:
-                _show_first_step(metrics)
             last = step == config.steps
             if self.eval_step is not None and (last or step % config.eval.every == 0):
                 self.recorder.add(step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state)))
@@ -103,14 +90,3 @@ class Profiler:
         if self._is_on:
             jax.profiler.stop_trace()
             self._is_on = False
-
-
-def _show_first_step(metrics: dict[str, jax.Array]) -> None:
-    """Prints when the first step was done; the loop does not wait for it."""
-
-    def wait_and_say() -> None:
-        with contextlib.suppress(Exception):  # the loop reports the failure of a step
-            jax.block_until_ready(metrics)
-            say(f"started    the first step was done {time.monotonic() - BEGAN:.1f} s after the start of the process")
-
-    threading.Thread(target=wait_and_say, name="first step", daemon=True).start()

@@ -71,8 +71,7 @@ def require_same(values: dict[str, Any]) -> None:
 def agree_on_kernels() -> None:
     """Makes all processes agree which kernels of their TPUs are trusted; the enclosing mesh says what these are.
 
-    Processes that share chips cannot verify them before the run, as one process alone does: their verdicts are those
-    that `python -m flaxasync.verify --distributed` has stored.
+    Processes that share chips cannot verify them before the run, as one process alone does: they read what is stored.
     """
     if mesh.platform() != "tpu":
         return
@@ -87,10 +86,7 @@ def agree_on_kernels() -> None:
 def compile_steps(
     trainer: Trainer, config: Config, work: Workdir, events: Events
 ) -> tuple[jax.stages.Compiled, jax.stages.Compiled | None]:
-    """Compiles the training step and, if the run has validations, the evaluation step.
-
-    The text of the training step is written to the workdir, where `train/report.py` reads it.
-    """
+    """Compiles the training step, whose text `train/report.py` reads, and the evaluation step if there are any."""
     began = time.monotonic()
     with backend_limits_are_input_errors(config):
         train_step = trainer.compile_train_step()
@@ -113,11 +109,7 @@ def compile_steps(
 
 
 def describe_dispatch(train_step: jax.stages.Compiled) -> list[str]:
-    """Returns the lines to print about what in a compiled step makes the host wait or calls it.
-
-    The devices stay busy only if the host dispatches a step in less time than they need to run it. A print or a
-    callback in the model can prevent that without any error.
-    """
+    """Says what in a compiled step makes the host wait or calls it, such as a print, so that devices may idle."""
     info = check_async_compatible(train_step)
     if info.compatible and not info.has_host_callbacks:
         return []

@@ -30,13 +30,11 @@ TICK_SECONDS = 1.0
 class StopRequest:
     """A context manager that records the first signal instead of letting it end the process.
 
-    Attributes:
-      signal: The first signal that arrived, or None.
+    `shared` says whether several processes train together.
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """Takes whether several processes train together."""
-        self.signal: signal.Signals | None = None
+        self.signal: signal.Signals | None = None  # the first one that arrived
         self._shared = shared
         self._before: dict[signal.Signals, Any] = {}
 
@@ -76,13 +74,12 @@ class StopRequest:
 class Watchdog:
     """A context manager whose thread ends the process if `progress` is not called for some time.
 
-    A supervisor cannot tell a hang from a slow step: a collective whose partner is gone can wait forever, and so does a
-    read from a file system that has stopped answering. The time is counted in ticks of the thread and not read from a
-    clock, so that a process which was stopped with SIGSTOP, or a machine that slept, does not count as hanging.
+    `seconds` is the longest time without progress, 0 for ever, and `stacks` the file that gets the stack of every
+    thread. The time is counted in ticks of the thread and not read from a clock, so that a process which was stopped
+    with SIGSTOP, or a machine that slept, does not count as hanging.
     """
 
     def __init__(self, seconds: float, stacks: Path, *, end: Callable[[int], object] = os._exit):
-        """Takes the longest time without progress, 0 for ever, and the file that gets the stack of every thread."""
         self._seconds, self._stacks, self._end = seconds, stacks, end
         self._idle, self._last = 0.0, "the start"
         self._stopped = threading.Event()

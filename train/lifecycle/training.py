@@ -34,11 +34,7 @@ from train.step.trainer import Trainer, TrainState, backend_limits_are_input_err
 
 
 def train(command: Command, stop: StopRequest) -> int:
-    """Trains as the command line says, and returns the exit code. The processes of the run have joined each other.
-
-    Raises:
-      RunError: The run ended for a reason that one paragraph explains.
-    """
+    """Trains as the command line says, and returns the exit code. The processes of the run have joined each other."""
     config = command.config
     if not config.mesh.distributed:
         configure_jax(config.mesh)
@@ -56,7 +52,6 @@ class Run:
     """One start of a run, whose workdir is locked."""
 
     def __init__(self, command: Command, mesh: jax.sharding.Mesh, stop: StopRequest, work: Workdir):
-        """Opens and checks the data, and opens the checkpoints."""
         self.command, self.config, self.mesh, self.stop, self.work = command, command.config, mesh, stop, work
         config = self.config
         self.corpora = open_corpora(config.data, vocab_size=config.model.vocab_size)
@@ -115,7 +110,6 @@ class Run:
         return COMPLETE
 
     def _show_setup(self, parameters: int, changes: list[str]) -> None:
-        """Prints the resolved configuration, the devices, the data, and the number of parameters."""
         fields = dataclasses.asdict(self.config)
         sections = {name: value for name, value in fields.items() if isinstance(value, dict)}
         sections["run"] = {name: value for name, value in fields.items() if name not in sections}
@@ -133,8 +127,7 @@ class Run:
     def _first_state(self, trainer: Trainer, start: int) -> tuple[TrainState | None, int, list[str]]:
         """Restores the checkpoint of step `start`, or takes the parameters of another run.
 
-        Returns:
-          The state, or None if it is to be drawn; the tokens that it has consumed; and the accepted changes.
+        Returns the state, or None if it is to be drawn; the tokens that it has consumed; and the accepted changes.
         """
         config = self.config
         if start:
@@ -213,7 +206,6 @@ class Run:
         say(f"done       {self.checkpoints.path(config.steps)}, {work.metrics}, {work.plot}, {work.tensorboard}")
 
     def _with_advice(self, error: DivergedError) -> DivergedError:
-        """Returns the error with what a person can do about it."""
         self.checkpoints.wait()
         good = self.checkpoints.choose(None)
         where = "there is no good checkpoint, because none was due before that step"

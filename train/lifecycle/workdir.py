@@ -41,11 +41,7 @@ class Workdir:
         self.lock_file: IO[str] | None = None
 
     def require_lock(self) -> None:
-        """Checks that the lock file is still the one that this process has locked.
-
-        Raises:
-          StorageError: The folder or its lock file was removed, so another run may be writing there.
-        """
+        """Raises a StorageError if the lock file is no longer the one that this process has locked."""
         lock = self.lock_file
         with contextlib.suppress(OSError):
             if lock is None or os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno())):

@@ -22,10 +22,8 @@ from train.lifecycle.errors import StorageError
 from train.lifecycle.files import write_atomically
 from train.metrics.output import warn
 
-Line = dict[str, Any]
-"""The values of one step by name, as docs/train.md lists them; a number that is not finite is None."""
+Line = dict[str, Any]  # the values of one step by name, as docs/train.md lists them; not finite is None
 PACKAGES = ("flaxasync", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")
-"""The packages that determine what a run computes."""
 
 
 class Sink:
@@ -60,11 +58,7 @@ class AppendedFile:
             self._is_failing = True
 
     def flush(self) -> None:
-        """Waits until everything is on the disk.
-
-        Raises:
-          StorageError: The disk does not take it; it is still kept.
-        """
+        """Waits until everything is on the disk; if that does not take it, keeps it and raises a StorageError."""
         try:
             self._write_pending()
             os.fsync(self._file.fileno())
@@ -98,15 +92,11 @@ class LineFile(AppendedFile):
 
 
 class MetricsFile(LineFile, Sink):
-    """The sink that writes metrics.jsonl. Opening it drops the lines after step `start`, which are repeated.
-
-    Attributes:
-      seconds: Time that earlier processes spent on the steps of the file.
-    """
+    """The sink that writes metrics.jsonl. Opening it drops the lines after step `start`, which are repeated."""
 
     def __init__(self, path: Path, *, start: int):
         kept = repair(path, start=start)
-        self.seconds = math.fsum(line.get("step_seconds") or 0.0 for line in kept)
+        self.seconds = math.fsum(line.get("step_seconds") or 0.0 for line in kept)  # that earlier processes spent
         super().__init__(path)
 
 

@@ -21,24 +21,17 @@ from train.metrics.lines import Events, Line, Sink
 class Pace:
     """Measures the speed of one interval after the other, each from the report before it to its own report.
 
-    Attributes:
-      tokens_per_step: Number of tokens of a step.
-      steps_before: Number of steps that were done before this process.
-      tokens_before: Number of tokens that were consumed before this process.
-      flops_per_token: Model FLOPs of a token.
-      peak_flops: Peak rate of all devices together, in FLOP per second; None if it is not known.
-      began: Wall-clock time of the first start of the run, in seconds since the epoch.
-      productive: Time that was spent on steps that still count, in seconds. Its share of the time since `began` is the
-        goodput: neither restarts, compilations and checkpoints nor steps that were repeated after a crash are in it.
+    The goodput is the share of `productive` in the time since `began`: neither restarts, compilations and checkpoints
+    nor steps that were repeated after a crash are in it.
     """
 
     tokens_per_step: int
-    steps_before: int = 0
-    tokens_before: int = 0
-    flops_per_token: float = 0.0
-    peak_flops: float | None = None
-    began: float = dataclasses.field(default_factory=lambda: time.time())
-    productive: float = 0.0
+    steps_before: int = 0  # that were done before this process
+    tokens_before: int = 0  # that were consumed before this process
+    flops_per_token: float = 0.0  # model FLOPs
+    peak_flops: float | None = None  # of all devices together, in FLOP per second; None if it is not known
+    began: float = dataclasses.field(default_factory=lambda: time.time())  # the first start, seconds since the epoch
+    productive: float = 0.0  # time that was spent on steps that still count, in seconds
 
     def __post_init__(self) -> None:
         self.start()
@@ -87,7 +80,7 @@ class Recorder:
     `skip_limit` skipped updates in a row end the run.
     """
 
-    def __init__(self, sinks: Iterable[Sink], pace: Pace, events: Events, *, skip_limit: int = 1):
+    def __init__(self, sinks: Iterable[Sink], pace: Pace, events: Events, *, skip_limit: int):
         self.pace = pace
         self._sinks, self._events, self._skip_limit = list(sinks), events, skip_limit
         self._skipped_in_row = 0
@@ -103,8 +96,7 @@ class Recorder:
     def report(self, until: int) -> None:
         """Waits for the steps up to `until` and writes their lines to the sinks.
 
-        Raises:
-          DivergedError: A loss or the gradient norm of a step is not finite; the lines up to that step are written.
+        A loss or a gradient norm that is not finite raises a DivergedError once the lines up to its step are written.
         """
         steps = [step for step in self._pending if step <= until]
         if not steps:

@@ -22,9 +22,9 @@ from flaxasync.hardware import chip_of_device
 from train.config import Config
 from train.lifecycle.workdir import Workdir
 from train.metrics.lines import AppendedFile, Events, Line, MetricsFile, Sink, read_events, read_metrics
-from train.metrics.model_flops import model_flops_per_token
 from train.metrics.output import print_line, warn
 from train.metrics.recorder import Pace, Recorder
+from train.step.products import model_flops_per_token
 
 _SMOOTH_OVER = 50  # the bold curve of the losses averages over a fiftieth of the run on either side
 
@@ -112,8 +112,7 @@ def _number(value: float | None, form: str) -> str:
 class TensorBoard(Sink):
     """Writes an event file that makes TensorBoard discard what earlier files have from the step after `start` on.
 
-    The writers of tensorboardX are not used: one of them writes in a thread, which a full disk ends with a traceback,
-    and the other one waits for the disk.
+    The writers of tensorboardX do not survive a full disk: one of them ends with a traceback, the other one waits.
     """
 
     def __init__(self, folder: Path, *, start: int):

@@ -16,8 +16,7 @@ from train.lifecycle.errors import InputError
 from train.step.trainer import Trainer, TrainState
 
 PROMPT_TOKENS = 32  # most tokens of the prompt of the sample
-MAIN = "validation"
-"""Name of the main set: the validation part of the data, or of all data sources together."""
+MAIN = "validation"  # name of the validation part of the data, or of all data sources together
 
 
 class Evaluation:
@@ -55,13 +54,10 @@ class Evaluation:
 
 
 def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Config) -> tuple[list[int], list[int]]:
-    """Continues a prompt by `eval.sample_tokens` tokens, drawn with `eval.temperature`.
+    """Continues a prompt by `eval.sample_tokens` tokens, drawn with `eval.temperature`; the same state draws the same.
 
-    The random key is that of the run with the step folded in, so the same checkpoint gives the same text.
-
-    Returns:
-      The first tokens of the prompt, of which at most PROMPT_TOKENS are used, and no more than a sequence of training
-      has room for beside the generated ones; and the generated tokens.
+    Returns the first tokens of the prompt, of which at most PROMPT_TOKENS are used, and no more than a sequence of
+    training has room for beside the generated ones; and the generated tokens.
     """
     length, count = config.data.sequence_length, config.eval.sample_tokens
     used = prompt[: min(PROMPT_TOKENS, length - count, prompt.size)]

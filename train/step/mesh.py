@@ -24,9 +24,7 @@ FSDP, CONTEXT = "fsdp", "context"
 def configure_jax(config: MeshConfig) -> None:
     """Selects the platform, divides the CPU into devices, and joins the other processes if there are any.
 
-    Raises:
-      InputError: There is nothing here that tells which processes to join.
-      RestartError: The processes could not be joined.
+    Raises a RestartError if these could not be joined, and an InputError if nothing here tells which they are.
     """
     # JAX has no platform called "gpu", only "cuda" and "rocm"; make_mesh checks which devices JAX found.
     if config.platform in ("cpu", "tpu"):
@@ -77,7 +75,7 @@ def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, in
     """Returns the axis names of the mesh and their sizes, major axis first.
 
     The model axis is the minor one, whose devices are neighbours: its blocks travel at every matmul, those of the
-    other axes only once per layer or step. See `infer_sizes`.
+    other axes only once per layer or step.
     """
     sizes = infer_sizes(axis_sizes(config), devices, kind)
     return {name: size for name, size in sizes.items() if size > 1 or name not in (FSDP, CONTEXT)}
@@ -120,10 +118,7 @@ def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
 
 
 def open_model_mesh(config: Config) -> jax.sharding.Mesh:
-    """Opens the devices and makes the mesh of a command that only holds the model: to decode, to import or to export.
-
-    The mesh must divide the model; batches and sequences do not matter.
-    """
+    """Opens the devices and makes the mesh of a command without batches, which must divide the model alone."""
     configure_jax(config.mesh)
     mesh = make_mesh(config.mesh)
     length = 2 * mesh.shape["model"] * mesh.shape.get(CONTEXT, 1)  # one that every such mesh divides

@@ -14,25 +14,17 @@ import optax
 
 from train.config import OptimizerConfig, SkipConfig
 
-NORM_DECAY = 0.98
-"""Decay of the running mean of the gradient norm, which thus remembers about 50 steps."""
-STEPS_BEFORE = 20
-"""Number of applied updates before a norm can count as a spike, because norms fall fast at the beginning."""
+NORM_DECAY = 0.98  # of the running mean of the gradient norm, which thus remembers about 50 steps
+STEPS_BEFORE = 20  # applied updates before a norm can count as a spike, because norms fall fast at the beginning
 _DECAYS = {"kernel": True, "scale": False, "bias": False, "embedding": False}
 
 
 class GuardState(NamedTuple):
-    """What is remembered of earlier updates to judge the next one; a checkpoint stores it.
+    """What is remembered of earlier updates to judge the next one; a checkpoint stores it. All are scalars."""
 
-    Attributes:
-      norm: Running mean of the gradient norms of applied updates, a float32 scalar.
-      applied: Number of applied updates, an int32 scalar.
-      skipped: Number of skipped updates, an int32 scalar.
-    """
-
-    norm: jax.Array
-    applied: jax.Array
-    skipped: jax.Array
+    norm: jax.Array  # float32, running mean of the gradient norms of applied updates
+    applied: jax.Array  # int32, number of applied updates
+    skipped: jax.Array  # int32, number of skipped updates
 
 
 def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
@@ -80,10 +72,9 @@ def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTran
 
 
 def decay_mask(params: Any) -> Any:
-    """Returns a tree of booleans that says which parameters decay: kernels do, scales, biases and embeddings do not.
+    """Returns a tree of booleans that says which parameters decay, by their names.
 
-    The decision follows the name of the parameter, which must be one of these, and not its rank, because layers are
-    stacked for `scan`, which gives the scale of a norm two dimensions.
+    Their rank does not tell, because layers are stacked for `scan`, which gives the scale of a norm two dimensions.
     """
 
     def decays(path: tuple[Any, ...], _: Any) -> bool:
@@ -100,7 +91,6 @@ def decay_mask(params: Any) -> Any:
 
 
 def is_on(config: SkipConfig) -> bool:
-    """Returns whether any updates may be skipped."""
     return config.nonfinite or config.spike_factor > 0
 
 
@@ -109,10 +99,7 @@ def init_guard() -> GuardState:
 
 
 def judge(guard: GuardState, loss: jax.Array, norm: jax.Array, config: SkipConfig) -> tuple[jax.Array, GuardState]:
-    """Decides whether to skip an update, by the loss of the batch and the norm of its gradient before clipping.
-
-    Returns whether to skip the update, and the new state of the guard.
-    """
+    """Decides whether to skip an update, by its loss and by the norm of its gradient before clipping."""
     loss, norm = loss.astype(jnp.float32), norm.astype(jnp.float32)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     skip = jnp.bool_(config.nonfinite) & ~finite
@@ -128,5 +115,4 @@ def judge(guard: GuardState, loss: jax.Array, norm: jax.Array, config: SkipConfi
 
 
 def keep_if(skip: jax.Array, old: Any, new: Any) -> Any:
-    """Returns the old tree if the update is skipped, and the new one otherwise."""
     return jax.tree.map(lambda before, after: jnp.where(skip, before, after), old, new)

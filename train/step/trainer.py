@@ -30,23 +30,14 @@ from train.step.optimizer import GuardState, init_guard, is_on, judge, keep_if, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All arrays of a run; a checkpoint stores them.
+    """All arrays of a run; a checkpoint stores them."""
 
-    Attributes:
-      params: Parameters of the model, as nested dicts.
-      opt_state: State of the optax optimizer, whose moments are sharded as the parameters are.
-      step: Number of steps that are done, an int32 scalar.
-      key: Random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it.
-      ema: Running mean of the parameters in float32, or None if `optimizer.ema_decay` is 0.
-      guard: State of what skips updates, or None if none are skipped.
-    """
-
-    params: Any
-    opt_state: Any
-    step: jax.Array
-    key: jax.Array
-    ema: Any = None
-    guard: GuardState | None = None
+    params: Any  # of the model, as nested dicts
+    opt_state: Any  # of the optax optimizer, whose moments are sharded as the parameters are
+    step: jax.Array  # number of steps that are done, an int32 scalar
+    key: jax.Array  # random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it
+    ema: Any = None  # running mean of the parameters in float32, if `optimizer.ema_decay` is above 0
+    guard: GuardState | None = None  # of what skips updates, if any may be skipped
 
 
 class Trainer:
@@ -133,7 +124,6 @@ class Trainer:
         return self._first_state(params, _run_key(seed))
 
     def _first_state(self, params: Any, key: jax.Array) -> TrainState:
-        """Returns the state of step 0 that has the given parameters."""
         optimizer = self._config.optimizer
         if optimizer.master_copies:
             params = _as_float32(params)
@@ -153,7 +143,6 @@ class Trainer:
         return self.model(params).loss(tokens, targets, segment_ids_BL=segments[0], weights_BL=weights)
 
     def _targets(self, tokens: jax.Array, *_: jax.Array) -> jax.Array:
-        """Returns the number of targets of a batch, as float32."""
         if self._config.data.separator is None:
             return jnp.float32(tokens.size)
         return jnp.sum(self._has_target(tokens), dtype=jnp.float32)
@@ -205,7 +194,6 @@ def backend_limits_are_input_errors(config: Config) -> Iterator[None]:
 
 
 def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError where the devices of the mesh cannot send to each other as `model.fsdp_overlap` needs it."""
     if config.model.fsdp_overlap != "prefetch_pallas":
         return
     other = "--model.fsdp_overlap prefetch"

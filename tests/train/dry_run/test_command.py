@@ -17,9 +17,9 @@ from train.dry_run.command import topology_devices
 from train.dry_run.mesh_costs import predicted_memory
 from train.dry_run.report import GIB
 from train.lifecycle.errors import InputError
-from train.metrics.model_flops import model_flops_per_token
 from train.run import main
 from train.step.mesh import make_mesh, mesh_over
+from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -27,7 +27,7 @@ TOPOLOGY = "v5e:2x2"
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
+def program():
     """A dict that holds the minuscule training step on 2 x 2 chips once it has been compiled."""
     return {}
 

@@ -13,16 +13,11 @@ from flaxasync import check
 from flaxasync.hardware import CHIPS
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train.dry_run import compare_meshes as module
-from train.dry_run.compare_meshes import grids, rank
+from train.dry_run.compare_meshes import rank
 from train.lifecycle.errors import InputError
 from train.run import main
 
 TOPOLOGY = "v5e:2x2"
-
-
-def test_grids_are_all_ways_to_share_out_the_devices():
-    assert len(set(grids(16))) == len(list(grids(16))) == 35
-    assert (1, 3, 1, 2) in set(grids(6))
 
 
 def test_meshes_that_fit_come_first_and_those_that_do_not_divide_are_left_out(config, replace):
@@ -164,20 +159,6 @@ def test_a_compiler_that_crashes_on_every_mesh_ends_the_comparison_with_code_2(p
 )
 def test_bad_options_are_refused(options, says, refuses):
     refuses(main, says, "configs/tiny.py", *options)
-
-
-@pytest.mark.slow
-def test_the_best_meshes_are_compiled(preset, tmp_path, capsys):
-    assert main(options(preset, "--compiled-meshes", "2")) == 0
-    rows = json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text())
-    assert [row["source"] for row in rows].count("compiled") == 2
-    assert rows[0]["seconds"] <= rows[1]["seconds"]
-    for row in rows[:2]:
-        assert 0 < row["mfu"] < 1
-        assert 0 <= row["exposed"] < 1
-        assert row["memory"] > 0
-    assert len(rows) == 10
-    assert module.HEADER[0] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("preset", "chip", "chips"), [("llama_8b", "v5e", 16), ("llama_70b", "v5p", 8)])

@@ -15,7 +15,7 @@ import pytest
 
 from tests.processes import environments
 from tests.train.launcher import SCRIPT, checkpoints_of, lines_of
-from tests.train.lifecycle.faults.workplace import fault
+from tests.train.lifecycle.faults.workplace import after_step, fault
 from train.lifecycle.workdir import open_workdir
 from train.run import main
 
@@ -44,13 +44,6 @@ def losses_of(workdir: Path) -> list[float]:
     return [line["loss"] for line in lines_of(workdir)]
 
 
-def wait_for_step(process, step: int) -> None:
-    for line in process.stdout:
-        if line.startswith(f"step {step}/"):
-            return
-    raise AssertionError(process.communicate())
-
-
 def end(processes) -> tuple[list[int], list[tuple[str, str]]]:
     printed = [process.communicate(timeout=120) for process in processes]
     return [process.returncode for process in processes], printed
@@ -63,7 +56,7 @@ def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, 
     assert main([str(preset("auto")), *common, "--steps", "10", "--workdir", str(tmp_path / "one")]) == 0
 
     both = launch(*FOREVER, "--workdir", tmp_path / "two")
-    wait_for_step(both[0], 10)
+    after_step(both[0], 10)
     both[1].send_signal(signal.SIGTERM)
     codes, printed = end(both)
     assert codes == [75, 75], printed
@@ -80,7 +73,7 @@ def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, 
 )
 def test_a_signal_stops_all_after_the_same_step_which_they_save(to, number, codes, after, launch, tmp_path):
     both = launch(*FOREVER)
-    wait_for_step(both[0], after) if after else both[0].stdout.readline()
+    after_step(both[0], after) if after else both[0].stdout.readline()
     for rank in to:
         both[rank].send_signal(number)
     ended, printed = end(both)
@@ -104,7 +97,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_another(start):
 def test_the_end_of_one_process_ends_the_others(victim, number, launch):
     """SIGSTOP stands for a machine that hangs or has lost its network."""
     both = launch(*FOREVER)
-    wait_for_step(both[0], 3)
+    after_step(both[0], 3)
     both[victim].send_signal(number)
     out, err = both[1 - victim].communicate(timeout=SECONDS)
     assert both[1 - victim].returncode in LOST, out + err

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.train.metrics.test_recorder import Lines
 from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import identify_run
 from train.checkpoints.saver import Saver
@@ -16,8 +17,7 @@ from train.data.corpus import open_corpora
 from train.lifecycle.errors import DivergedError
 from train.lifecycle.loop import Loop, Profiler
 from train.lifecycle.stopping import StopRequest, Watchdog
-from train.metrics import recorder as metrics_module
-from train.metrics.lines import Events, Sink
+from train.metrics.lines import Events
 from train.metrics.recorder import Pace, Recorder
 from train.step.evaluation import Evaluation
 
@@ -36,7 +36,7 @@ def make_loop(mesh, trainer_of, opened, tmp_path):
         trainer, identity = trainer_of(config, mesh), identify_run(config, {})
         batches = TrainingBatches(training, config, mesh)
         checkpoints = opened.enter_context(Checkpoints(tmp_path / "checkpoints", keep=9))
-        recorder = Recorder([sink] if sink else [], Pace(tokens_per_step=64), Events(None))
+        recorder = Recorder([sink] if sink else [], Pace(tokens_per_step=64), Events(None), skip_limit=1)
         events, watchdog = Events(None), Watchdog(0, tmp_path / "stacks.txt")
         return Loop(
             config,
@@ -67,17 +67,6 @@ def steps(opened, tmp_path):
     return steps
 
 
-class Lines(Sink):
-    """Collects lines and calls `on_write` for each report."""
-
-    def __init__(self, on_write=lambda lines: None):
-        self.lines, self.on_write = [], on_write
-
-    def write(self, lines):
-        self.lines += lines
-        self.on_write(lines)
-
-
 def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_intervals(config, make_loop, steps):
     loop = make_loop(dataclasses.replace(config, steps=12), sink := Lines())
     state, step = loop.run(loop.trainer.init(), start=0)
@@ -85,22 +74,6 @@ def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_inte
     assert [line["step"] for line in sink.lines] == list(range(1, 13))
     assert [line["step"] for line in sink.lines if "validation_loss" in line] == [10, 12]
     assert steps() == [5, 10, 12]
-
-
-def test_a_report_fetches_the_interval_before_the_last_one(config, make_loop, monkeypatch, replace):
-    """While the host waits for a report, the devices still have one more interval of steps to run."""
-    fetched, dispatched = [], []  # fetched: (steps dispatched by then, steps fetched)
-    device_get = jax.device_get
-    monkeypatch.setattr(
-        metrics_module.jax, "device_get", lambda tree: fetched.append((len(dispatched), len(tree))) or device_get(tree)
-    )
-    config = replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0})
-    loop = make_loop(config)
-    step = loop.train_step
-    loop = dataclasses.replace(loop, train_step=lambda *arguments: dispatched.append(1) or step(*arguments))
-    loop.run(loop.trainer.init(), start=0)
-    assert fetched[:4] == [(8, 4), (12, 4), (16, 4), (20, 4)]
-    assert fetched[4] == (20, 4), "the checkpoint of the last step fetches the rest"
 
 
 def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
@@ -155,7 +128,7 @@ def test_the_host_dispatches_two_intervals_before_it_waits(waits, until, ahead, 
 
 
 def test_a_stop_saves_the_current_step(config, make_loop, steps):
-    loop = make_loop(config, Lines(on_write=lambda lines: loop.stop._note(15, None)))
+    loop = make_loop(config, Lines(on_write=lambda: loop.stop._note(15, None)))
     _, step = loop.run(loop.trainer.init(), start=0)
     assert step == 4, "the first report, which has the steps up to 2, comes in step 4"
     assert steps() == [4]

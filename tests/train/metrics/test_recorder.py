@@ -14,13 +14,14 @@ from train.metrics.recorder import Pace, Recorder
 
 
 class Lines(Sink):
-    """Keeps what it is given."""
+    """Keeps what it is given, and calls `on_write` for each report."""
 
-    def __init__(self):
-        self.lines, self.closed = [], False
+    def __init__(self, on_write=lambda: None):
+        self.lines, self.closed, self.on_write = [], False, on_write
 
     def write(self, lines):
         self.lines += lines
+        self.on_write()
 
     def close(self):
         self.closed = True
@@ -28,7 +29,7 @@ class Lines(Sink):
 
 def test_a_line_has_all_metrics_of_its_step():
     sink = Lines()
-    recorder = Recorder([sink], Pace(tokens_per_step=64), Events(None))
+    recorder = Recorder([sink], Pace(tokens_per_step=64), Events(None), skip_limit=1)
     recorder.add(3, loss=jnp.float32(2.5), grad_norm=jnp.float32(0.1), learning_rate=jnp.float32(1e-3))
     recorder.add(3, validation_loss=jnp.float32(2.75))
     recorder.report(3)
@@ -75,7 +76,7 @@ class Late:
 def test_every_report_has_the_speed_and_the_wait_of_its_own_interval(monkeypatch):
     clock, sink = Clock(), Lines()
     monkeypatch.setattr(module, "time", clock)
-    recorder = Recorder([sink], Pace(tokens_per_step=60), Events(None))
+    recorder = Recorder([sink], Pace(tokens_per_step=60), Events(None), skip_limit=1)
     clock.now += 1
     recorder.add(1, loss=Late(clock))
     recorder.report(1)
@@ -99,7 +100,7 @@ def test_every_report_has_the_speed_and_the_wait_of_its_own_interval(monkeypatch
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_stops_with_its_step_and_stays_valid_json(name, value, tmp_path):
     file, sink = MetricsFile(tmp_path / "metrics.jsonl", start=0), Lines()
-    recorder = Recorder([file, sink], Pace(tokens_per_step=1), Events(None))
+    recorder = Recorder([file, sink], Pace(tokens_per_step=1), Events(None), skip_limit=1)
     for step in range(1, 6):
         metrics = {"loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
         recorder.add(step, **(metrics | {name: jnp.float32(value)} if step == 3 else metrics))

@@ -1,6 +1,5 @@
 """Tests of train/step/mesh.py: the mesh of devices, and what must divide over it."""
 
-import math
 import re
 
 import jax
@@ -15,14 +14,6 @@ from train.dry_run.command import topology_devices
 from train.lifecycle.errors import InputError
 from train.step.mesh import check_fits_mesh, infer_sizes, make_mesh, mesh_over, open_model_mesh
 from train.step.trainer import Trainer
-
-
-@given(sizes=st.lists(st.integers(1, 16), min_size=4, max_size=4))
-def test_any_axis_is_inferred_from_the_others(sizes):
-    names = ("data", "fsdp", "context", "model")
-    given_sizes = dict(zip(names, sizes, strict=True))
-    for unknown in ({}, *({name: -1} for name in names)):
-        assert infer_sizes(given_sizes | unknown, math.prod(sizes)) == given_sizes
 
 
 @given(data=st.integers(-1, 64), model=st.integers(-1, 64), devices=st.integers(1, 64))

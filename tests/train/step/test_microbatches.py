@@ -5,11 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.step.steps import STEPS, batches, continue_run, place, train
-from train.step.mesh import make_mesh
 from train.step.microbatches import loss_and_gradient, split_batch, sum_of_losses
-
-FULLY_SHARDED = {"data": 2, "fsdp": 2, "model": 2}
 
 
 @pytest.fixture
@@ -59,46 +55,3 @@ def test_sums_are_float32_sharded_as_the_parameters_and_weighted_by_targets(rows
 def _in_float32(w, x, weights):
     whole = jax.sharding.reshard(w, jax.P(None, None)).astype(jnp.float32)
     return weighted_mean(whole, x, weights)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("separator", [None, 2], ids=["", "documents"])
-@pytest.mark.parametrize(
-    "mesh_config", [{"data": 2, "model": 4}, FULLY_SHARDED, {"data": 1, "fsdp": 2, "context": 2, "model": 2}], ids=str
-)
-def test_twenty_steps_have_the_losses_of_the_whole_batch(config, replace, trainer_of, mesh_config, separator):
-    # A token of these rows is 2 now and then, but not equally often in each micro-batch.
-    config = replace(config, mesh=mesh_config, data={"batch_size": 16, "separator": separator})
-    mesh = make_mesh(config.mesh)
-    with jax.set_mesh(mesh):
-        began, histories, totals = None, [], []
-        for count in (1, 2, 4):
-            changed = replace(config, data={"microbatches": count})
-            trainer = trainer_of(changed, mesh)
-            if began is None:
-                began = jax.tree.map(np.array, trainer.init())
-            expected, state = trainer.abstract_state(), place(began, trainer)
-            nothing = jax.device_put(np.zeros(2, np.float32), jax.NamedSharding(mesh, jax.P()))
-            totals.append(trainer.eval_step(state.params, nothing, *next(batches(changed, mesh, 0, 1))))
-            state, history = train(trainer, changed, mesh, state, 0, STEPS)
-            histories.append(history)
-            for leaf, to in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-                assert leaf.sharding.is_equivalent_to(to.sharding, leaf.ndim)
-    for history, total in zip(histories[1:], totals[1:], strict=True):
-        (losses, norms), (whole_losses, whole_norms) = np.transpose(history), np.transpose(histories[0])
-        np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
-        np.testing.assert_allclose(norms[0], whole_norms[0], rtol=1e-5)
-        np.testing.assert_allclose(norms, whole_norms, rtol=1e-4)  # rounding in twenty updates moves them apart
-        np.testing.assert_allclose(total, totals[0], rtol=1e-5)
-    assert histories[0][-1][0] < 0.8 * histories[0][0][0]
-
-
-@pytest.mark.slow
-def test_a_run_with_micro_batches_resumes_exactly_and_may_change_their_number(config, replace, trainer_of, tmp_path):
-    def continue_with(count, folder, start, steps):
-        changed = replace(config, mesh=FULLY_SHARDED, data={"batch_size": 16, "microbatches": count})
-        return continue_run(changed, make_mesh(changed.mesh), trainer_of, tmp_path / folder, start, steps)[1]
-
-    straight = continue_with(2, "straight", 0, 4)
-    assert continue_with(2, "again", 0, 2) + continue_with(2, "again", 2, 2) == straight  # exactly
-    np.testing.assert_allclose(continue_with(4, "again", 4, 1), continue_with(2, "straight", 4, 1), rtol=1e-5)

@@ -1,4 +1,7 @@
-"""Tests that twenty training steps give the same losses on every mesh, with every backend and way to move weights."""
+"""Tests that twenty training steps give the same losses on every mesh, with every backend and way to move weights.
+
+The batches are easy to learn, and gradients may be those of micro-batches.
+"""
 
 import dataclasses
 import types
@@ -9,8 +12,11 @@ import pytest
 
 from flaxasync.transport import direct
 from tests.simulator.split_pairs import session
-from tests.train.step.steps import STEPS, continue_run, on_devices, place, train
+from train.checkpoints.manager import Checkpoints
+from train.checkpoints.record import identify_run
+from train.step.mesh import make_mesh, sequence_order, token_spec
 
+STEPS = 20
 ALONE = (1, 1, 1, 1)  # (data, fsdp, context, model), the reference
 SLOW = pytest.mark.slow
 
@@ -18,7 +24,16 @@ SLOW = pytest.mark.slow
 @pytest.fixture
 def on(config, replace, monkeypatch):
     """A function from the sizes of the four axes to the configuration and the mesh of a run on as many devices."""
-    return lambda sizes, **sections: on_devices(config, sizes, replace, monkeypatch, **sections)
+
+    def on(sizes, **sections):
+        devices = jax.devices()[: int(np.prod(sizes))]
+        names = ("data", "fsdp", "context", "model")
+        changed = replace(config, mesh=dict(zip(names, sizes, strict=True)), **sections)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "devices", lambda: devices)
+            return changed, make_mesh(changed.mesh)
+
+    return on
 
 
 @pytest.fixture
@@ -37,6 +52,34 @@ def losses(on, trainer_of):
         return [loss for loss, _ in history], began
 
     return run
+
+
+def batches(config, mesh, start, steps):
+    """Yields batches in which each token is half of the one before it, which twenty steps can begin to learn."""
+    order = sequence_order(mesh, config.mesh, config.data.sequence_length)
+    sharding = jax.NamedSharding(mesh, token_spec(mesh))
+    for step in range(start, start + steps):
+        tokens = np.random.default_rng(step).integers(0, 64, (config.data.batch_size, 1))
+        tokens = (tokens >> np.arange(config.data.sequence_length + 1) % 6).astype(np.int32)
+        parts = [tokens[:, :-1], tokens[:, 1:]]
+        if config.data.separator is not None:
+            ends = parts[0] == config.data.separator
+            parts.append((np.cumsum(ends, axis=1) - ends).astype(np.int32))
+        yield tuple(jax.device_put(part[:, order], sharding) for part in parts)
+
+
+def train(trainer, config, mesh, state, start, steps):
+    """Returns the state after some steps, and the loss and the gradient norm of each of them."""
+    history = []
+    for batch in batches(config, mesh, start, steps):
+        state, metrics = trainer.train_step(state, *batch)
+        history.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return state, history
+
+
+def place(state, trainer):
+    """Puts the arrays of a state on the devices of a trainer."""
+    return jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), state, trainer.abstract_state())
 
 
 def check_shards(state, mesh):
@@ -71,6 +114,35 @@ def test_losses_match_those_of_one_device_and_the_state_stays_sharded(losses, si
     history, _ = losses(sizes, began, backend, model={"fsdp_overlap": overlap, "remat": remat})
     np.testing.assert_allclose(history, expected, atol=1e-4)
     assert history[-1] < 0.8 * history[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("separator", [None, 2], ids=["", "documents"])
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 4), (2, 2, 1, 2), (1, 2, 2, 2)], ids=str)
+def test_micro_batches_have_the_losses_of_the_whole_batch(on, replace, trainer_of, sizes, separator):
+    # A token of these rows is 2 now and then, but not equally often in each micro-batch.
+    config, mesh = on(sizes, data={"batch_size": 16, "separator": separator})
+    with jax.set_mesh(mesh):
+        began, histories, totals = None, [], []
+        for count in (1, 2, 4):
+            changed = replace(config, data={"microbatches": count})
+            trainer = trainer_of(changed, mesh)
+            if began is None:
+                began = jax.tree.map(np.array, trainer.init())
+            expected, state = trainer.abstract_state(), place(began, trainer)
+            nothing = jax.device_put(np.zeros(2, np.float32), jax.NamedSharding(mesh, jax.P()))
+            totals.append(trainer.eval_step(state.params, nothing, *next(batches(changed, mesh, 0, 1))))
+            state, history = train(trainer, changed, mesh, state, 0, STEPS)
+            histories.append(history)
+            for leaf, to in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+                assert leaf.sharding.is_equivalent_to(to.sharding, leaf.ndim)
+    for history, total in zip(histories[1:], totals[1:], strict=True):
+        (losses, norms), (whole_losses, whole_norms) = np.transpose(history), np.transpose(histories[0])
+        np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
+        np.testing.assert_allclose(norms[0], whole_norms[0], rtol=1e-5)
+        np.testing.assert_allclose(norms, whole_norms, rtol=1e-4)  # rounding in twenty updates moves them apart
+        np.testing.assert_allclose(total, totals[0], rtol=1e-5)
+    assert histories[0][-1][0] < 0.8 * histories[0][0][0]
 
 
 def test_parameters_drawn_on_several_devices_are_those_of_one(losses):
@@ -114,21 +186,24 @@ def test_a_state_that_is_not_sharded_over_fsdp_is_noticed(on):
 
 
 @pytest.mark.slow
-def test_runs_resume_exactly_and_checkpoints_move_between_tensor_parallel_and_fully_sharded_meshes(
-    on, trainer_of, tmp_path
-):
+def test_runs_resume_exactly_and_may_change_their_mesh_and_the_number_of_micro_batches(on, trainer_of, tmp_path):
     tensor_parallel, fully_sharded = (2, 1, 1, 4), (2, 2, 1, 2)
 
-    def continue_on(sizes, folder, start, steps):
-        config, mesh = on(sizes)
-        state, history = continue_run(config, mesh, trainer_of, tmp_path / folder, start, steps)
+    def continue_on(sizes, folder, start, steps, parts):
+        config, mesh = on(sizes, data={"batch_size": 16, "microbatches": parts})
+        identity = identify_run(config, {})
+        with jax.set_mesh(mesh), Checkpoints(tmp_path / folder, keep=9) as checkpoints:
+            trainer = trainer_of(config, mesh)
+            state = checkpoints.restore(start, trainer.abstract_state(), identity)[0] if start else trainer.init()
+            state, history = train(trainer, config, mesh, state, start, steps)
+            checkpoints.save(start + steps, state, data={}, tokens=0, identity=identity)
         check_shards(state, mesh)
         return history
 
-    straight = continue_on(fully_sharded, "straight", 0, 4)
-    again = continue_on(fully_sharded, "again", 0, 2)
-    assert again + continue_on(fully_sharded, "again", 2, 2) == straight  # exactly
-    moved = continue_on(tensor_parallel, "moved", 0, 2)
-    moved += continue_on(fully_sharded, "moved", 2, 1)
-    moved += continue_on(tensor_parallel, "moved", 3, 1)
+    straight = continue_on(fully_sharded, "straight", 0, 4, parts=2)
+    again = continue_on(fully_sharded, "again", 0, 2, parts=2)
+    assert again + continue_on(fully_sharded, "again", 2, 2, parts=2) == straight  # exactly
+    moved = continue_on(tensor_parallel, "moved", 0, 2, parts=1)
+    moved += continue_on(fully_sharded, "moved", 2, 1, parts=4)
+    moved += continue_on(tensor_parallel, "moved", 3, 1, parts=1)
     np.testing.assert_allclose(moved, straight, atol=1e-4)

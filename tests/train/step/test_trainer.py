@@ -1,11 +1,13 @@
-"""Tests of train/step/trainer.py: the train state, the training step and the validation step."""
+"""Tests of train/step/trainer.py and evaluation.py: the train state, the steps, their options, and the sample."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.step.mesh import token_spec
+from train.step.evaluation import generate
+from train.step.mesh import make_mesh, token_spec
+from train.step.trainer import Trainer
 
 
 @pytest.fixture
@@ -13,23 +15,6 @@ def batch(config, mesh):
     rows = jax.random.randint(jax.random.key(1), (8, 17), 0, config.model.vocab_size, jnp.int32)
     sharding = jax.NamedSharding(mesh, token_spec(mesh))
     return tuple(jax.device_put(np.asarray(part), sharding) for part in (rows[:, :-1], rows[:, 1:]))
-
-
-def test_the_abstract_state_matches_the_initial_state(trainer, mesh):
-    abstract, state = trainer.abstract_state(), trainer.init()
-    assert jax.tree.structure(abstract) == jax.tree.structure(state)
-    for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
-        assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
-        assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
-    assert int(state.step) == 0
-
-
-def test_moments_are_sharded_as_their_parameters(trainer):
-    state = trainer.abstract_state()
-    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(state.params)]
-    assert any("model" in spec for spec in specs)
-    moments = [leaf.sharding.spec for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    assert moments == specs * 2
 
 
 def test_repeated_steps_on_one_batch_lower_its_loss(trainer, batch):
@@ -74,3 +59,89 @@ def test_validation_adds_the_losses_and_their_number(trainer, batch):
     assert once[1] == 8 * 16
     loss = float(trainer.train_step(state, *batch)[1]["loss"])
     np.testing.assert_allclose(float(once[0] / once[1]), loss, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_running_mean_follows_the_parameters(config, mesh, replace, batch):
+    trainer = Trainer(replace(config, optimizer={"ema_decay": 0.75}), mesh)
+    state = trainer.init()
+    expected = jax.tree.map(lambda leaf: np.array(leaf, np.float32), state.params)
+    for _ in range(3):
+        state, _ = trainer.train_step(state, *batch)
+        expected = jax.tree.map(lambda mean, leaf: 0.75 * mean + 0.25 * np.asarray(leaf), expected, state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.ema, expected)
+    assert trainer.evaluated(state) is state.ema
+
+
+@pytest.mark.slow
+def test_master_copies_keep_updates_that_bfloat16_rounds_away(config, mesh, replace, batch):
+    """At 1 a bfloat16 cannot hold an update of 1e-4, so the scales of the norms move only with float32 copies."""
+    few = {"learning_rate": 1e-4, "warmup_steps": 0, "schedule": "constant"}
+    moved = {}
+    for copies in (False, True):
+        settings = few | {"master_copies": copies}
+        trainer = Trainer(replace(config, model={"param_dtype": "bfloat16"}, optimizer=settings), mesh)
+        state = trainer.init()
+        for _ in range(4):
+            state, _ = trainer.train_step(state, *batch)
+        scale = state.params["final_norm"]["scale"]
+        assert scale.dtype == (jnp.float32 if copies else jnp.bfloat16)
+        assert trainer.model(state.params).final_norm.scale.dtype == jnp.bfloat16
+        moved[copies] = float(jnp.max(jnp.abs(scale.astype(jnp.float32) - jnp.float32(1))))
+    assert moved[True] == pytest.approx(4e-4, rel=0.2)
+    assert moved[False] < 1e-6 or moved[False] > 3e-3
+
+
+@pytest.mark.slow
+def test_documents_do_not_see_each_other(config, mesh, trainer_of):
+    """The logits of a document do not depend on the one before it, with segment ids; without them they do."""
+    trainer = trainer_of(config, mesh)
+    params = trainer.init().params
+    spec = jax.NamedSharding(mesh, jax.P("data", None))
+    dice = np.random.default_rng(1)
+    tokens = dice.integers(1, 128, (2, 16)).astype(np.int32)
+    other = np.concatenate([dice.integers(1, 128, (2, 8)), tokens[:, 8:]], axis=1).astype(np.int32)
+    segments = jax.device_put(np.repeat([[0, 1]], 8, axis=1).repeat(2, axis=0).astype(np.int32), spec)
+
+    @jax.jit
+    def logits(params, *batch):
+        return jax.sharding.reshard(trainer.model(params)(*batch), jax.P("data", None, None))
+
+    apart = [np.asarray(logits(params, jax.device_put(x, spec), segments))[:, 8:] for x in (tokens, other)]
+    together = [np.asarray(logits(params, jax.device_put(x, spec)))[:, 8:] for x in (tokens, other)]
+    np.testing.assert_allclose(apart[0], apart[1], rtol=1e-4, atol=1e-6)
+    assert np.abs(together[0] - together[1]).max() > 1e-3
+
+
+def test_the_same_state_gives_the_same_text(config, trainer):
+    prompt, state = np.arange(17), trainer.init()
+    used, text = generate(trainer, state, prompt, config)
+    assert used == list(range(12)), "eval.sample_tokens=4 of 16 leave room for 12 tokens of the prompt"
+    assert len(text) == 4
+    assert all(0 <= token < config.model.vocab_size for token in text)
+    assert (used, text) == generate(trainer, state, prompt, config)
+
+
+def test_near_temperature_zero_every_token_is_the_most_likely_one(config, trainer, replace):
+    """The reference has other padding on the right, so this also proves that the padding has no influence."""
+    state = trainer.init()
+    config = replace(config, eval={"temperature": 1e-6})
+    used, text = generate(trainer, state, np.arange(17), config)
+    window = np.full((config.data.batch_size, config.data.sequence_length), 99, np.int32)
+    window[:, : len(used)] = used
+    forward = jax.jit(lambda params, window: trainer.model(params)(window))
+    for position, token in enumerate(text, start=len(used)):
+        logits = np.asarray(forward(state.params, jax.device_put(window, trainer.abstract_batch()[0].sharding)))
+        assert token == logits[0, position - 1].argmax()
+        window[:, position] = token
+
+
+@pytest.mark.slow
+def test_the_text_is_the_same_on_a_mesh_that_splits_sequences(config, replace, trainer_of):
+    texts = []
+    for sizes in ({"data": 2, "context": 2, "model": 2}, {"data": 2, "model": 4}):
+        now = replace(config, mesh={"context": 1} | sizes, eval={"temperature": 1e-6})
+        with jax.set_mesh(make_mesh(now.mesh)):
+            trainer = trainer_of(now, jax.sharding.get_mesh())
+            texts.append(generate(trainer, trainer.init(), np.arange(17), now))
+    assert texts[0] == texts[1]

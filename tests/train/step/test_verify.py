@@ -81,14 +81,16 @@ def test_the_cases_have_the_heads_that_a_device_computes(config, replace):
     assert ("attention", ((4, 1024, 2, head), (4, 1024, 1, head))) in shapes
 
 
-def test_a_run_verifies_once_and_full_each_time(config, ran, capsys, monkeypatch):
+def test_a_run_verifies_each_shape_once_and_full_each_time(config, ran, replace, capsys, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("this process opened the chips before its children"))
     verify_first(config, "auto")
     verify_first(config, "auto")
     assert len(ran.runs) == 1
     assert "verify     16 cases on TPU v5 lite, once; --verify off skips this" in capsys.readouterr().out
+    verify_first(replace(config, data={"batch_size": 16}), "auto")
+    assert len(ran.runs) == 2
     verify_first(config, "full")
-    assert {case.op for case in ran.runs[1]} >= {"mesh_matmul", "ring_attention", "ppermute"}
+    assert {case.op for case in ran.runs[2]} >= {"mesh_matmul", "ring_attention", "ppermute"}
 
 
 def test_a_kernel_that_cannot_serve_the_shapes_is_not_verified(config, ran, replace):
@@ -111,12 +113,6 @@ def test_a_size_that_is_inferred_is_inferred_from_the_chips(config, ran, replace
     for _ in range(2):
         verify_first(replace(config, mesh={"data": -1}), "auto")
     assert ran.runs == [cases_of(config, {"data": 2, "model": 4})], "once"
-
-
-def test_another_shape_is_verified_again(config, ran, replace):
-    verify_first(config, "auto")
-    verify_first(replace(config, data={"batch_size": 16}), "auto")
-    assert len(ran.runs) == 2
 
 
 def test_nothing_is_verified_where_that_is_not_wanted_or_there_are_no_tpus(config, ran, replace, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.lifecycle.faults.workplace import after_checkpoint, after_step, fault
+from tests.train.lifecycle.faults.workplace import after_checkpoint, after_step, error_of, fault
 
 
 @pytest.fixture
@@ -45,9 +45,7 @@ def test_full_disk_for_a_while(place, disk, expected):
     filler = fill(disk)
     time.sleep(6)
     filler.unlink()
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    assert "Traceback" not in err
+    err = error_of(process, 0)
     assert re.search(r"warning: .* could not be written: .*; step (\d+) is saved instead\n", err), err
     assert re.search(r"warning: step \d+ is saved\n", err), err
     assert place.losses() == expected
@@ -58,15 +56,12 @@ def test_full_disk(place, disk, expected):
     process = place.start("--checkpoint.retry_seconds", 3)
     after_checkpoint(place, process)
     filler = fill(disk)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 74, err
-    assert "Traceback" not in err
+    err = error_of(process, 74)
     assert re.search(r"error: .* in attempts over 3 s, so the run ends; nothing that was complete is lost", err), err
     assert err.count("\n") < 8
     assert place.steps_saved(), "the newest complete checkpoint was deleted"
     code, _, err = place.run("--checkpoint.retry_seconds", 1)  # the disk is still full
     assert code == 74, err
-    assert "Traceback" not in err
     filler.unlink()
     place.completes()
     assert place.losses() == expected
@@ -97,7 +92,6 @@ _os.write, _os.mkdir = _refusing_write, _refusing_mkdir
 """
     code, _, err = place.run("--checkpoint.retry_seconds", 2, code=read_only)
     assert code == 74, err
-    assert "Traceback" not in err
     assert re.search(r"error: .* could not be written: .*Read-only file system, in attempts over 2 s", err), err
     assert "deleted" not in err
     assert place.steps_saved() == [5]
@@ -113,7 +107,6 @@ def test_file_size_limit(place, expected):
     limit = "import resource as _r\n_r.setrlimit(_r.RLIMIT_FSIZE, (6000, 6000))\n"
     code, _, err = place.run("--checkpoint.retry_seconds", 1, "--compile_cache", "none", code=limit)
     assert code == 74, err
-    assert "Traceback" not in err
     place.completes()
     assert place.losses() == expected
 
@@ -123,10 +116,7 @@ def test_removed_workdir(place, expected):
     process = place.start()
     after_step(process, 7)
     place.work.rename(place.work.with_name("moved"))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 74, err
-    assert "was removed or replaced while the run was going on" in err
-    assert "Traceback" not in err
+    assert "was removed or replaced while the run was going on" in error_of(process, 74)
     shutil.rmtree(place.work, ignore_errors=True)
     place.work.with_name("moved").rename(place.work)
     place.completes()

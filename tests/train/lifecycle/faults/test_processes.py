@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.train.launcher import lines_of
-from tests.train.lifecycle.faults.workplace import after_step, ends, fault
+from tests.train.lifecycle.faults.workplace import after_step, ends, error_of, fault
 
 
 @fault("SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C")
@@ -30,9 +30,7 @@ def test_second_interrupt(place, expected):
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in err, out + err
+    error_of(process, 130)
     place.goes_on(expected)
 
 

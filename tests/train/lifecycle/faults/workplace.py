@@ -59,6 +59,7 @@ class Workplace:
         """Runs to the end; returns the exit code and what was printed."""
         process = self.start(*options, code=code)
         out, err = process.communicate(timeout=120)
+        assert "Traceback" not in err, out + err
         return process.returncode, out, err
 
     def fails(self, exit_code: int, says: str, *options: object, code: str = "") -> str:
@@ -100,6 +101,14 @@ def ends(process, code: int, err: str = "") -> str:
     out, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (code, err)
     return out
+
+
+def error_of(process, code: int) -> str:
+    """Waits for the end of a run, checks its exit code, and returns what it said."""
+    _, said = process.communicate(timeout=90)
+    assert process.returncode == code, said
+    assert "Traceback" not in said
+    return said
 
 
 def after_step(process, step: int) -> None:
