@@ -98,14 +98,12 @@ class ColumnParallelLinear(_ParallelLinear):
     If x is sharded by rows, this is `flaxasync.all_gather_matmul`: some rows travel while others are multiplied.
 
     Args:
-      in_features: The features of the input.
       out_features: The features of the output; a multiple of the axis, unless `pad`.
       pad: Whether out_features need not be a multiple of the axis. The output then has the next multiple of features,
         of which the last are as low as can be, so that none of them wins an argmax; the kernel keeps its shape
         [in, out], and is fetched by an all-to-all in every call. For an output over a vocabulary:
         `softmax_cross_entropy` leaves the padding out (`vocab_size`).
       shares: For layers that pad in other ways; see `flaxasync.nn.shares`.
-      rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its rows dimension names `axis_name`, or no
         axis where every device has all rows.
 
@@ -150,10 +148,8 @@ class RowParallelLinear(_ParallelLinear):
 
     Args:
       in_features: The features of the input; a multiple of the axis.
-      out_features: The features of the output.
       layout: How the rows of the output lie: "sequence" or "replicated".
       shares: For layers that pad their input; see `flaxasync.nn.shares`.
-      rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its features dimension must name `axis_name`.
 
     Raises:
@@ -184,12 +180,8 @@ class ColumnParallelProjections(nnx.Module):
     q, k, v = qkv(x)
     ```
 
-    Each layer is an attribute: qkv.query is a `ColumnParallelLinear`, whose options and errors these are.
-
-    Args:
-      in_features: The features of the input.
-      out_features: The features of each output by its name; multiples of the axis.
-      rngs: The random streams; the layers draw from `params` in the order of the names.
+    `out_features` has the features of each output by its name, and the layers draw their parameters in that order. Each
+    layer is an attribute: qkv.query is a `ColumnParallelLinear`, whose options and errors these are.
     """
 
     def __init__(

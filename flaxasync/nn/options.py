@@ -22,7 +22,8 @@ from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 class LayerOptions(TypedDict, total=False):
     """Keywords of every layer. An unknown one is a TypeError. A layer is built, and called, on the ambient mesh.
 
-    Every layer raises ValueError where no mesh is set, or where it lacks an axis that the layer names.
+    Every layer draws its parameters from the stream `params` of `rngs`. It raises ValueError where no mesh is set, or
+    where the mesh lacks an axis that the layer names.
 
     Attributes:
       axis_name: The axis that splits the layer, of the mesh of `jax.set_mesh`; "model" by default.

@@ -30,8 +30,6 @@ class ParallelLoRA(nnx.LoRA):
 
     Args:
       base: The layer that is adapted. Its output is that of `nnx.Linear`, so `pad` is not supported.
-      rank: The features between the two factors.
-      rngs: The random streams; the layer draws from `params`.
 
     Raises:
       ValueError: base is no parallel Dense layer, or pads.

@@ -173,11 +173,6 @@ class HeadAttention:
         return [name for name, is_used in used.items() if is_used]
 
     @property
-    def mask(self) -> Mask:
-        """Which rows attend to which, by position."""
-        return Mask(self.causal, self.window)
-
-    @property
     def scale(self) -> float:
         """The factor of the scores."""
         return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
@@ -240,7 +235,7 @@ class HeadAttention:
         return (x32 * (lax.rsqrt(variance + self.qk_epsilon) * scale)).astype(x.dtype)
 
     def _attend_dense(self, q: Array, k: Array, v: Array, inputs: Inputs[Array]) -> Array:
-        mask = positional_mask(self.mask, q.shape[1], k.shape[1], inputs.segment_ids)
+        mask = positional_mask(Mask(self.causal, self.window), q.shape[1], k.shape[1], inputs.segment_ids)
         if inputs.mask is not None:
             mask = inputs.mask if mask is None else inputs.mask & mask
         if self.attention_fn is not None:
