@@ -115,15 +115,9 @@ def make_call(
     projections = layer.query, layer.key, layer.value, layer.out
     linears, parts = tuple(p.parameters() for p in projections), tuple(p.part for p in projections)
     norms = Norms(*(None if norm is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln)))
-    splits_heads = parts[0].shares is not None
-    call = Call(
-        settings=with_dtype(layer.settings, x, *(parameter for linear in linears for parameter in linear)),
-        parts=parts,
-        rows_sharded=splits_heads and placement.rows_sharded,
-        attention=attention,
-        kv_rows_sharded=splits_heads and kv_placement.rows_sharded,
-    )
-    return call, linears, norms
+    settings = with_dtype(layer.settings, x, *(parameter for linear in linears for parameter in linear))
+    rows, kv_rows = (parts[0].shares is not None and p.rows_sharded for p in (placement, kv_placement))
+    return Call(settings, parts, rows, attention=attention, kv_rows_sharded=kv_rows), linears, norms
 
 
 def run(

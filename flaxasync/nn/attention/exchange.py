@@ -74,11 +74,7 @@ def project_output(call: Call, heads: Array, out: Linear) -> Array:
 
 
 def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> Form | None:
-    """Says what exchanges the heads of a call, inside shard_map; None where rows travel.
-
-    Raises:
-      NotImplementedError: Heads must travel, and cannot.
-    """
+    """Says what exchanges heads; None where rows travel. Raises NotImplementedError if heads must travel but cannot."""
     settings, wanted = call.settings, call.attention.exchange_heads
     size = lax.axis_size(settings.axis_name)
     if wanted is False or size == 1 or x.size == 0:

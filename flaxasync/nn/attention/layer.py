@@ -138,11 +138,9 @@ class ParallelAttention(AttentionLayer):
         """
         layer = type(self).__name__
         lacking = {
-            "sow_weights": sow_weights or None,
-            "out_sharding": out_sharding,
-            "qkv_sharding": qkv_sharding,
+            "sow_weights": sow_weights or None, "out_sharding": out_sharding, "qkv_sharding": qkv_sharding,
             "input_positions": input_positions,
-        }
+        }  # fmt: skip
         for name, given in lacking.items():
             if given is not None:
                 raise NotImplementedError(
@@ -240,10 +238,7 @@ def _all_rows(x: Array, placement: Placement) -> int:
 
 
 def _context_in_spec(x: Array, axis_name: str, context_axis: str) -> P | None:
-    """Returns how an input is sharded under Auto axes where sequences are split: its rows over both axes.
-
-    The other axes shard the batch if they divide it. None under Explicit axes and inside shard_map, where types say it.
-    """
+    """Returns how an input with split sequences is sharded under Auto axes; None where its type says it."""
     mesh = jax.sharding.get_abstract_mesh()
     auto = [name for name, kind in axis_types().items() if kind == AxisType.Auto]
     if not {context_axis, axis_name} <= set(auto):
