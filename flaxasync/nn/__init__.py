@@ -2,9 +2,10 @@
 
 from flaxasync.nn.adopt.loading import Loaded as Loaded
 from flaxasync.nn.adopt.loading import load as load
-from flaxasync.nn.adopt.lora import ParallelLoRA as ParallelLoRA
 from flaxasync.nn.adopt.parallelize import Replaced as Replaced
 from flaxasync.nn.adopt.parallelize import parallelize as parallelize
+from flaxasync.nn.adopt.products import ParallelLoRA as ParallelLoRA
+from flaxasync.nn.adopt.products import parallel_dot_general as parallel_dot_general
 from flaxasync.nn.attention.heads import AttentionOptions as AttentionOptions
 from flaxasync.nn.attention.heads import ParallelAttentionOptions as ParallelAttentionOptions
 from flaxasync.nn.attention.layer import ParallelAttention as ParallelAttention
@@ -12,7 +13,6 @@ from flaxasync.nn.attention.rotary import RopeScaling as RopeScaling
 from flaxasync.nn.attention.rotary import rotary_embedding as rotary_embedding
 from flaxasync.nn.attention.self_attention import ParallelSelfAttention as ParallelSelfAttention
 from flaxasync.nn.attention.self_attention import RingSelfAttention as RingSelfAttention
-from flaxasync.nn.dot_general import parallel_dot_general as parallel_dot_general
 from flaxasync.nn.embed import VocabParallelEmbed as VocabParallelEmbed
 from flaxasync.nn.embed import softmax_cross_entropy as softmax_cross_entropy
 from flaxasync.nn.linear import ColumnParallelLinear as ColumnParallelLinear

@@ -42,14 +42,11 @@ class VocabParallelEmbed(StoredLayer):
       num_embeddings: V, the number of entries. Where the axis does not divide it, the logits of `attend` have the next
         multiple of entries, of which the last are as low as can be, `softmax_cross_entropy` needs `vocab_size` for
         label smoothing, and the parameter, whose shape stays [V, features], is fetched by an all-to-all in every call.
-      features: The features of an entry.
       layout: How the rows of the output lie: "sequence" or "replicated".
       embedding_init: The initializer of the parameter.
       embedding_metadata: Metadata of the parameter, beside how it is sharded.
-      rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LayerOptions`. `dtype` is that of the parameter by default; `in_spec` is that of ids
         [..., s].
-
     """
 
     names = ("embedding",)
@@ -82,9 +79,7 @@ class VocabParallelEmbed(StoredLayer):
     def __call__(self, ids: Int[Array, "*batch s"], *, layout: Layout | None = None) -> Float[Array, "*batch s d"]:
         """Looks up `ids`. An id outside 0 .. V-1 gives zeros.
 
-        Args:
-          ids: The entries.
-          layout: How the rows of this output lie; by default what the layer was built with.
+        `layout` says how the rows of this output lie; by default what the layer was built with.
 
         Raises:
           ValueError: ids are not integers, are sharded over the axis, or have rows that cannot be shared out equally.

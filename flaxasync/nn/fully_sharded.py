@@ -57,15 +57,10 @@ class StoredLayer(nnx.Module):
 def stored_parameter(
     layer: str, name: str, value: Any, settings: LayerSettings, needed: P, metadata: Mapping[str, Any]
 ) -> tuple[nnx.Param, P]:
-    """Returns a new parameter, and how it is stored; see `stored_spec`.
-
-    The value may have metadata of `nnx.with_partitioning`, which count like `metadata`.
-    """
-    if isinstance(value, nnx.VariableMetadata):
-        metadata = dict(metadata) | dict(value.metadata)
-        value = value.raw_value
-    annotation = metadata.get("out_sharding")
-    spec = stored_spec(layer, name, value.shape, needed, settings, annotation)
+    """Returns a new parameter, and how it is stored; see `stored_spec`."""
+    if isinstance(value, nnx.VariableMetadata):  # as nnx.with_partitioning makes it
+        metadata, value = dict(metadata) | dict(value.metadata), value.raw_value
+    spec = stored_spec(layer, name, value.shape, needed, settings, metadata.get("out_sharding"))
     return nnx.Param(value, **(dict(metadata) | {"out_sharding": tuple(spec)})), spec
 
 
@@ -141,18 +136,16 @@ def gather(parameter: Array, stored: P | None, like: Array, axis_name: str, dtyp
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored_dtype: jnp.dtype) -> Array:
+def _gather(shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype) -> Array:
     return lax.all_gather(shard.astype(dtype), axis, axis=dim, tiled=True)
 
 
-def _gather_fwd(shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored_dtype: jnp.dtype) -> tuple[Array, None]:
-    return _gather(shard, axis, dim, dtype, stored_dtype), None
+def _gather_fwd(shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype) -> tuple[Array, None]:
+    return _gather(shard, axis, dim, dtype, stored), None
 
 
-def _gather_bwd(
-    axis: str, dim: int, dtype: jnp.dtype, stored_dtype: jnp.dtype, _: None, gradient: Array
-) -> tuple[Array]:
-    return (lax.psum_scatter(gradient.astype(stored_dtype), axis, scatter_dimension=dim, tiled=True),)
+def _gather_bwd(axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype, _: None, gradient: Array) -> tuple[Array]:
+    return (lax.psum_scatter(gradient.astype(stored), axis, scatter_dimension=dim, tiled=True),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)

@@ -77,9 +77,8 @@ class _ParallelLinear(StoredLayer):
           ValueError: x has other features, is sharded as this layer does not take it, or, for a row-parallel layer, has
             rows that cannot be shared out equally.
         """
-        padded = self.shares if self.pad else None
-        product = _Product(self.settings, (self.part,), self.layout == "sequence", split=self.split, padded=padded)
-        return product.bind(type(self).__name__, x, self.in_features, self.parameters())()
+        name, linear = type(self).__name__, self.parameters()
+        return _bind(name, x, self.in_features, linear, self.settings, self.part, self.layout, self.pad)()
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -98,14 +97,12 @@ class ColumnParallelLinear(_ParallelLinear):
     If x is sharded by rows, this is `flaxasync.all_gather_matmul`: some rows travel while others are multiplied.
 
     Args:
-      in_features: The features of the input.
       out_features: The features of the output; a multiple of the axis, unless `pad`.
       pad: Whether out_features need not be a multiple of the axis. The output then has the next multiple of features,
         of which the last are as low as can be, so that none of them wins an argmax; the kernel keeps its shape
         [in, out], and is fetched by an all-to-all in every call. For an output over a vocabulary:
         `softmax_cross_entropy` leaves the padding out (`vocab_size`).
       shares: For layers that pad in other ways; see `flaxasync.nn.shares`.
-      rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its rows dimension names `axis_name`, or no
         axis where every device has all rows.
 
@@ -150,10 +147,8 @@ class RowParallelLinear(_ParallelLinear):
 
     Args:
       in_features: The features of the input; a multiple of the axis.
-      out_features: The features of the output.
       layout: How the rows of the output lie: "sequence" or "replicated".
       shares: For layers that pad their input; see `flaxasync.nn.shares`.
-      rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its features dimension must name `axis_name`.
 
     Raises:
@@ -184,12 +179,8 @@ class ColumnParallelProjections(nnx.Module):
     q, k, v = qkv(x)
     ```
 
-    Each layer is an attribute: qkv.query is a `ColumnParallelLinear`, whose options and errors these are.
-
-    Args:
-      in_features: The features of the input.
-      out_features: The features of each output by its name; multiples of the axis.
-      rngs: The random streams; the layers draw from `params` in the order of the names.
+    `out_features` has the features of each output by its name, and the layers draw their parameters in that order. Each
+    layer is an attribute: qkv.query is a `ColumnParallelLinear`, whose options and errors these are.
     """
 
     def __init__(
@@ -219,44 +210,41 @@ def _project(call: Call, x: Array, linears: tuple[Linear, ...]) -> tuple[Array, 
     return shards.column(x, call.take(x, linears), call.settings, rows_sharded=call.rows_sharded)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Product(Call):
-    """What is static in the product of one layer. For split output features `bind` says whether rows are sharded."""
+def _bind(
+    caller: str, x: Array, in_features: int, linear: Linear, settings: LinearSettings, part: Part, layout: Layout,
+    pad: bool = False,
+) -> Callable[[], Array]:  # fmt: skip
+    """Returns the function that multiplies x with the kernel and adds the bias.
 
-    split: Split
-    padded: Shares | None = None  # those of the output features, where the last ones are padding, which wins no argmax
-
-    def bind(self, caller: str, x: Array, in_features: int, linear: Linear) -> Callable[[], Array]:
-        """Returns the function that multiplies x with the kernel and adds the bias.
-
-        A layer calls that function itself, which keeps this method out of the tracebacks of what happens in the layer.
-        """
-        settings, column, layout = self.settings, self.split == "out_features", self.layout
-        sharded: Literal["rows", "features"] = "rows" if column else "features"
-        placement = place(caller, x, settings.axis_name, settings.in_spec, sharded=sharded)
-        check_input(caller, x, in_features, placement)
-        if not column:
-            check_output_rows(caller, x.shape[-2], layout, placement)
-        product = dataclasses.replace(
-            self,
-            settings=with_dtype(settings, x, *linear),
-            rows_sharded=placement.rows_sharded if column else self.rows_sharded,
-        )
-        out_spec = placement.spec(features=True) if column else placement.spec(layout)
-        in_specs = placement.in_spec, self.specs
-        return placement.bind(_column if column else _row, product, (x, (linear,)), in_specs, out_spec)
+    A layer calls that function itself, which keeps this one out of the tracebacks of what happens in the layer.
+    """
+    column = part.dim == 1
+    apply = (_padded_column if pad else _column) if column else _row
+    placement = place(caller, x, settings.axis_name, settings.in_spec, sharded="rows" if column else "features")
+    check_input(caller, x, in_features, placement)
+    if not column:
+        check_output_rows(caller, x.shape[-2], layout, placement)
+    rows_sharded = placement.rows_sharded if column else layout == "sequence"
+    call = Call(with_dtype(settings, x, *linear), (part,), rows_sharded)
+    out_spec = placement.spec(features=True) if column else placement.spec(layout)
+    return placement.bind(apply, call, (x, (linear,)), (placement.in_spec, call.specs), out_spec)
 
 
-def _column(product: _Product, x: Array, linears: tuple[Linear]) -> Array:
-    settings, (linear,) = product.settings, product.take(x, linears)
-    multiply = shards.bind_columns(x, (linear,), settings, rows_sharded=product.rows_sharded)
-    y = shards.finish(multiply()[0], linear[1], settings)
-    return y if product.padded is None else product.padded.mask_padding(y, settings.axis_name)
+def _column(call: Call, x: Array, linears: tuple[Linear]) -> Array:
+    (linear,) = call.take(x, linears)
+    multiply = shards.bind_columns(x, (linear,), call.settings, rows_sharded=call.rows_sharded)
+    return shards.finish(multiply()[0], linear[1], call.settings)
 
 
-def _row(product: _Product, x: Array, linears: tuple[Linear]) -> Array:
-    (linear,) = product.take(x, linears)
-    return shards.row(x, linear, product.settings, layout=product.layout)
+def _padded_column(call: Call, x: Array, linears: tuple[Linear]) -> Array:
+    shares = call.parts[0].shares
+    assert shares is not None
+    return shares.mask_padding(_column(call, x, linears), call.settings.axis_name)
+
+
+def _row(call: Call, x: Array, linears: tuple[Linear]) -> Array:
+    (linear,) = call.take(x, linears)
+    return shards.row(x, linear, call.settings, layout=call.layout)
 
 
 def multiply(caller: str, x: Array, kernel: Array, settings: LinearSettings, split: Split, layout: Layout) -> Array:
@@ -271,8 +259,7 @@ def multiply(caller: str, x: Array, kernel: Array, settings: LinearSettings, spl
     check_sharded(caller, "kernel", kernel, spec)
     shares = Shares.equal(kernel.shape[int(column)], mesh_axis_size(caller, axis_name))
     part = Part(spec, None, shares, dim=int(column))
-    product = _Product(settings, (part,), layout == "sequence", split=split)
-    return product.bind(caller, x, kernel.shape[0], (kernel, None))()
+    return _bind(caller, x, kernel.shape[0], (kernel, None), settings, part, layout)()
 
 
 def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:

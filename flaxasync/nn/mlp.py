@@ -31,11 +31,9 @@ class ParallelMLP(nnx.Module):
     `down`.
 
     Args:
-      features: The features of input and output.
       hidden_features: The features between the two; a multiple of the axis.
       gated: Whether there is a gate.
       activation: The activation of the gate, or of up where there is no gate. It is elementwise.
-      rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default. `in_spec` and errors are those of
         `ColumnParallelLinear`.
     """

@@ -1,8 +1,4 @@
-"""The keywords that the layers share, their defaults, and what is refused.
-
-`LayerOptions` and `LinearOptions` name and document the keywords, which type checkers read from the layers' signatures
-(PEP 692). `LayerSettings` and `LinearSettings` are what a layer keeps of them.
-"""
+"""The keywords that layers share, as type checkers read them (PEP 692), their defaults, and what is refused."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,7 +18,8 @@ from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 class LayerOptions(TypedDict, total=False):
     """Keywords of every layer. An unknown one is a TypeError. A layer is built, and called, on the ambient mesh.
 
-    Every layer raises ValueError where no mesh is set, or where it lacks an axis that the layer names.
+    Every layer draws its parameters from the stream `params` of `rngs`. It raises ValueError where no mesh is set, or
+    where the mesh lacks an axis that the layer names.
 
     Attributes:
       axis_name: The axis that splits the layer, of the mesh of `jax.set_mesh`; "model" by default.
@@ -116,10 +113,7 @@ class LinearSettings(LayerSettings):
 
 
 def settings_of[S: LayerSettings](kind: type[S], layer: str, options: Mapping[str, Any]) -> S:
-    """Returns the settings of a layer: the options that it was given, and the defaults of the others.
-
-    Raises TypeError, ValueError or NotImplementedError, with messages that begin with `layer`, for what it cannot use.
-    """
+    """Returns the options that a layer was given, with the defaults of the others. Messages begin with `layer`."""
     known = [field.name for field in dataclasses.fields(kind)]
     for name in options:
         if name not in known:

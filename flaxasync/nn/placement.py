@@ -156,10 +156,7 @@ def _mapped(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, axe
 
 @functools.lru_cache(1024)
 def _compiled(*given: Any) -> Callable:
-    """Returns the program of a layer that is called outside of jit. A second call of the layer finds it here.
-
-    While a program is traced, this is not used: layers that share a trace would share its source locations.
-    """
+    """Returns the program of an eager call. Calls that are traced would share the source locations of one trace."""
     return jax.jit(_mapped(*given), inline=True)
 
 

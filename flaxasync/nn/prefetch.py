@@ -83,11 +83,8 @@ def scan_with_prefetch(
                 "scan_with_prefetch has no gradient for further arguments, which must be integers or booleans: got "
                 f"{arg.dtype}{list(arg.shape)}; make it a parameter of the layers, or use nnx.scan"
             )
-    out_spec, last, finish = x_spec, _Parameters.of((), fsdp_axis), None
-    if then is not None:
-        finish, last = then[0], _Parameters.of(then[1], fsdp_axis)
-        made = jax.eval_shape(lambda leaves, x: finish(last.module(leaves), x), last.leaves, x)
-        out_spec = made.sharding.spec
+    finish, modules = then or (None, ())
+    out_spec, last = x_spec, _Parameters.of(modules, fsdp_axis)
 
     def apply_whole(whole: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
         return apply(stack.module(whole, without=fsdp_axis), x, *args)
@@ -96,6 +93,8 @@ def scan_with_prefetch(
         assert finish is not None
         return finish(last.module(whole, without=fsdp_axis), x)
 
+    if finish is not None:
+        out_spec = jax.eval_shape(lambda leaves, x: finish(last.module(leaves), x), last.leaves, x).sharding.spec
     whole = finish_whole if finish else None
     scan = Scan(apply_whole, fsdp_axis, stack.dims, jnp.dtype(dtype), backend, policy, whole, last.dims)
     return jax.shard_map(
@@ -120,11 +119,9 @@ class _Parameters:
         other = rest[0]
         if jax.tree.leaves(other):
             path, variable = next(iter(nnx.to_flat_state(other)))
-            remedy = (
-                "to drop the cache of init_cache, set cached_key, cached_value and cache_index to None"
-                if isinstance(variable, nnx.Cache)
-                else "use nnx.scan"
-            )
+            remedy = "use nnx.scan"
+            if isinstance(variable, nnx.Cache):
+                remedy = "to drop the cache of init_cache, set cached_key, cached_value and cache_index to None"
             raise ValueError(
                 f"scan_with_prefetch takes layers that have parameters alone: got {'.'.join(map(str, path))}, too; "
                 f"{remedy}"
@@ -153,13 +150,13 @@ def _dimension(fsdp_axis: str, stacked: bool, path: tuple, spec: P) -> int | Non
             "scan_with_prefetch needs all layers of a stack on every device: "
             f"{'.'.join(map(str, path))} is stored {spec}, whose first dimension is that of the layers"
         )
-    for dim, entry in enumerate(spec):
-        if fsdp_axis in axes_of(entry):
-            if axes_of(entry)[-1] != fsdp_axis:
-                raise ValueError(
-                    f"scan_with_prefetch needs {fsdp_axis!r} as the last axis of a dimension: "
-                    f"{'.'.join(map(str, path))} is stored {spec}; change that order in its out_sharding, or use "
-                    "nnx.scan"
-                )
-            return dim - stacked
+    for dim, axes in enumerate(map(axes_of, spec)):
+        if fsdp_axis not in axes:
+            continue
+        if axes[-1] != fsdp_axis:
+            raise ValueError(
+                f"scan_with_prefetch needs {fsdp_axis!r} as the last axis of a dimension: {'.'.join(map(str, path))} "
+                f"is stored {spec}; change that order in its out_sharding, or use nnx.scan"
+            )
+        return dim - stacked
     return None

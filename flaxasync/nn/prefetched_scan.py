@@ -15,8 +15,6 @@ whole.
 
 What follows the layers, such as the output projection, can be part of the scan. Its weights arrive while the layers
 run forward, and its gradients leave while they run backward.
-
-`flaxasync.transport.transfers` moves weights and gradients, by permutes or by direct copies.
 """
 
 import dataclasses

@@ -71,10 +71,7 @@ class Call:
 
 
 def column(x: Array, linears: Sequence[Linear], settings: LinearSettings, *, rows_sharded: bool) -> tuple[Array, ...]:
-    """Multiplies one input with several column-parallel kernels [k, n]: all rows, this device's columns of each.
-
-    The dtype in `settings` is that of the computation; it is not None.
-    """
+    """Multiplies one input with several column-parallel kernels [k, n]: all rows, this device's columns of each."""
     ys: Sequence[Array] = bind_columns(x, linears, settings, rows_sharded=rows_sharded)()
     return tuple(finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
 
@@ -116,10 +113,7 @@ def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -
 def mlp(
     x: Array, columns: Sequence[Linear], down: Linear, activation: Activation, settings: LinearSettings
 ) -> Array | None:
-    """Applies an MLP to this device's rows of x.
-
-    Returns None where something lies between its ops; then `column`, the activation and `row` do the same.
-    """
+    """Applies an MLP to this device's rows of x; None where it is not one op, and `column` and `row` do the same."""
     biases = [bias for _, bias in columns if bias is not None]
     if biases or multiplies_locally(settings) or settings.preferred_element_type not in (None, settings.dtype):
         return None

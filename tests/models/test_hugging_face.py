@@ -21,7 +21,7 @@ from models.families import FAMILIES, read_config, write_config
 from models.hugging_face import export_parameters, import_parameters, load_config
 from models.safetensors_files import TensorFiles, write
 from models.transformer import Transformer
-from tests.models.test_transformer import make_mesh
+from tests.nn.conftest import make_mesh
 
 BASE = TransformerConfig(vocab_size=30, layers=3, width=16, heads=4, kv_heads=2, mlp_width=24, head_dim=8)
 CONFIGS = {

@@ -17,7 +17,7 @@ from models.config import TransformerConfig
 from models.hugging_face import export_parameters, import_parameters, load_config
 from models.transformer import Transformer
 from tests.models.test_hugging_face import abstract
-from tests.models.test_transformer import make_mesh
+from tests.nn.conftest import make_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_compile")]
 

@@ -10,13 +10,21 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import flaxasync as fa
+
 # In float32 only the order of additions differs; bfloat16 keeps 8 bits, and partial sums travel in it.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 ROWS, COLUMNS, SAME, TOKENS = P("data", "model", None), P("data", None, "model"), P("data", None, None), P("data", None)
+FSDP_AXES = ("data", "fsdp", "context", "model")
 
 
-def make_mesh(data, model, axis_type=AxisType.Explicit):
+def make_mesh(data=2, model=4, axis_type=AxisType.Explicit):
     return jax.make_mesh((data, model), ("data", "model"), (axis_type,) * 2, devices=jax.devices()[: data * model])
+
+
+def make_fsdp_mesh(*sizes, axis_type=AxisType.Explicit):
+    """Returns a mesh with axes for parameters that are fully sharded, and for split sequences."""
+    return jax.make_mesh(sizes, FSDP_AXES, (axis_type,) * 4, devices=jax.devices()[: np.prod(sizes)])
 
 
 def drawn(make, seed=0):
@@ -46,14 +54,6 @@ def scan(layers, x, *args, apply=lambda layer, x, *args: layer(x, *args)):
 def put(value, like):
     """Returns `value` sharded like another array, which may be abstract, on the ambient mesh."""
     return jax.device_put(value, getattr(like.sharding, "spec", like.sharding))
-
-
-def load(layer, reference):
-    """Loads the reference's parameters into a layer, by name and in their global shapes."""
-    state, plain = nnx.state(layer, nnx.Param), nnx.to_pure_dict(nnx.state(reference, nnx.Param))
-    placed = jax.tree.map(lambda ours, theirs: put(np.asarray(theirs), ours), nnx.to_pure_dict(state), plain)
-    nnx.replace_by_pure_dict(state, placed)
-    nnx.update(layer, state)
 
 
 def round_parameters(module, dtype):
@@ -118,7 +118,7 @@ def check_parity(
     want_params, want_dx, want_y = gradients(reference, x.astype(np.float32), dy.astype(np.float32), apply=apply)
     with jax.set_mesh(make_mesh(data, size, axis_type)):
         layer = nnx.eval_shape(lambda: make_layer(held))
-        load(layer, reference)
+        fa.nn.load(layer, reference)
         params, dx, y = gradients(layer, jax.device_put(x, x_spec), jax.device_put(dy, y_spec), apply=apply)
         if axis_type == AxisType.Explicit and size > 1 and data > 1:
             assert jax.typeof(y).sharding.spec == y_spec

@@ -9,17 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import (
-    ROWS,
-    SAME,
-    assert_close,
-    assert_parameters_close,
-    drawn,
-    gradients,
-    load,
-    ones,
-    permutes,
-)  # fmt: skip
+from tests.nn.conftest import ROWS, SAME, assert_close, assert_parameters_close, drawn, gradients, ones, permutes
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -107,7 +97,7 @@ def check_split(make, mesh, x_spec, *, layout, window=None, segments=False, use_
         layer = nnx.eval_shape(lambda: make(
             FEATURES, HEADS, kv_heads=KV_HEADS, window=window, use_bias=use_bias, rngs=nnx.Rngs(0)
         ))  # fmt: skip
-        load(layer, plain)
+        fa.nn.load(layer, plain)
         ids = None if ids is None else jax.device_put(ids[:, order], P("data", "context"))
         params, dx, y = gradients(layer, *(jax.device_put(v[:, order], x_spec) for v in (x, dy)), ids)
     assert_close(y, np.asarray(want_y)[:, order], "float32", "y")
@@ -207,7 +197,7 @@ def test_float64_is_computed_in_float64(mesh_of):
         want = plain(x)
         with jax.set_mesh(mesh_of(1, 4)):
             layer = nnx.eval_shape(lambda: fa.nn.ParallelSelfAttention(16, 4, **form, rngs=nnx.Rngs(0)))
-            load(layer, plain)
+            fa.nn.load(layer, plain)
             y = layer(jax.device_put(x, ROWS))
     assert y.dtype == want.dtype == np.float64
     np.testing.assert_allclose(y, want, rtol=1e-12, atol=1e-12)

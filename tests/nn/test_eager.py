@@ -1,12 +1,21 @@
-"""Layers that are called outside of jax.jit: a second call compiles nothing, and transformations work as within."""
+"""Layers as their users meet them: called outside of jax.jit, displayed by the tools of Flax, and read.
+
+A second call outside of jit compiles nothing, and transformations work as within.
+"""
+
+import pathlib
+import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
 
 import flaxasync as fa
+from flaxasync import mesh as ambient_mesh
 from tests.nn.conftest import COLUMNS, ROWS, TOKENS, drawn, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -103,3 +112,65 @@ def test_vmap_over_a_sharded_batch(mesh_of, kind):
         (got, y), (want, want_y) = (call(state, x, mapped=mapped) for mapped in (True, False))
     np.testing.assert_allclose(y, want_y, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "embed", pytest.param("attention", marks=pytest.mark.slow)])
+def test_a_table_of_a_layer_leaves_its_class_as_it_was(mesh_of, kind):
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer, x = example(kind)
+        before = {name: getattr(type(layer), name) for name in dir(type(layer))}
+        table = nnx.tabulate(layer, x, console_kwargs={"width": 160})
+        after = {name: getattr(type(layer), name) for name in before}
+        assert {name for name in before if after[name] != before[name]} <= {"__annotations__", "__dict__"}
+        assert layer(x).shape == (4, 8, 16)
+    assert type(layer).__name__ in table
+
+
+def test_a_layer_is_displayed(mesh_of, capsys):
+    with jax.set_mesh(mesh_of(2, 4)):
+        nnx.display(drawn(LAYERS["mlp"][0]))
+    assert "ColumnParallelLinear" in capsys.readouterr().out
+
+
+def test_the_attributes_of_nnx_linear_and_embed_are_there(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        pairs = [
+            (fa.nn.ColumnParallelLinear, nnx.Linear, (8, 12)),
+            (fa.nn.RowParallelLinear, nnx.Linear, (8, 12)),
+            (fa.nn.VocabParallelEmbed, nnx.Embed, (8, 12)),
+        ]
+        for ours, plain, sizes in pairs:
+            layer, reference = (kind(*sizes, rngs=nnx.Rngs(0), dtype=np.float16) for kind in (ours, plain))
+            for name in set(vars(reference)) - {"pytree__state", "_pytree__state", "_pytree__nodes", "rngs"}:
+                value = getattr(reference, name)
+                if isinstance(value, int | bool | str | type) or value is None:
+                    assert getattr(layer, name) == value, (ours, name)
+                else:
+                    assert hasattr(layer, name), (ours, name)
+
+
+class ReachedError(Exception):
+    """The operation was reached; the message has a line for each function of the package on the way."""
+
+
+def stop(*_, **__):
+    package = pathlib.Path(fa.__file__).parent
+    frames = [frame for frame in traceback.extract_stack() if pathlib.Path(frame.filename).is_relative_to(package)]
+    raise ReachedError("\n".join(f"{frame.filename}:{frame.name}" for frame in frames))
+
+
+@pytest.mark.parametrize(("backend", "operation", "most"), [
+    ("xla", (lax, "ppermute"), 9), ("fused", (pl, "pallas_call"), 7),
+])  # fmt: skip
+def test_from_a_layer_to_its_operation(mesh_of, monkeypatch, backend, operation, most):
+    monkeypatch.setattr(*operation, stop)
+    monkeypatch.setattr(ambient_mesh, "platform", lambda: "tpu")
+    options = {"dtype": jnp.bfloat16, "backend": backend}
+    with jax.set_mesh(mesh_of(2, 4)):
+        layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(1024, 2048, rngs=nnx.Rngs(0), **options))
+        graph, state = nnx.split(layer)
+        sharding = jax.NamedSharding(jax.sharding.get_mesh(), ROWS)
+        x = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16, sharding=sharding)
+        with pytest.raises(ReachedError) as reached:
+            jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x), state, x)
+    assert len(str(reached.value).splitlines()) <= most, str(reached.value)

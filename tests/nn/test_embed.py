@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import COLUMNS, ROWS, SAME, TOKENS, drawn, load, ones, round_parameters
+from tests.nn.conftest import COLUMNS, ROWS, SAME, TOKENS, drawn, ones, round_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -39,7 +39,7 @@ def check_lookup(mesh, make, plain, rows, *, dtype="float32", y_spec=ROWS):
     want, want_y = lookup_gradients(plain, ids, dy.astype(np.float32))
     with jax.set_mesh(mesh):
         layer = nnx.eval_shape(lambda: make(held))
-        load(layer, plain)
+        fa.nn.load(layer, plain)
         got, y = lookup_gradients(layer, jax.device_put(ids, TOKENS), jax.device_put(dy, y_spec))
     np.testing.assert_array_equal(np.asarray(y, np.float32), want_y)  # one addend a row: exact in any dtype
     atol = 1e-5 if dtype == "float32" else 2e-2 * 4

@@ -11,9 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import drawn
+from tests.nn.conftest import drawn, make_fsdp_mesh
 
-AXES = ("data", "fsdp", "context", "model")
 BATCH = ("data", "fsdp")
 ROWS, COLUMNS = P(BATCH, "model", None), P(BATCH, None, "model")
 CONTEXT_ROWS, RING_ROWS = P(BATCH, ("context", "model"), None), P(BATCH, "context", None)
@@ -34,10 +33,6 @@ FAST = ("mlp", "attention")  # the layers whose tests are not marked slow, becau
 EMBEDDINGS = {  # entries, layout; 31 entries are padded
     "embed": (32, "sequence"), "embed_pad": (31, "sequence"), "embed_replicated": (32, "replicated"),
 }  # fmt: skip
-
-
-def mesh_of(*sizes, axis_type=AxisType.Explicit):
-    return jax.make_mesh(sizes, AXES, (axis_type,) * 4, devices=jax.devices()[: np.prod(sizes)])
 
 
 def parameters(module):
@@ -68,7 +63,7 @@ def look_up_and_attend(layer, ids):
 
 def run(make, x, dy, *, sizes, spec_x=None, axis_type=AxisType.Explicit, apply=first, **options):
     """Returns the layer, the gradients of its parameters, that of x, and the output, on a mesh of these sizes."""
-    with jax.set_mesh(mesh_of(*sizes, axis_type=axis_type)):
+    with jax.set_mesh(make_fsdp_mesh(*sizes, axis_type=axis_type)):
         layer = drawn(lambda: make(rngs=nnx.Rngs(0), **options))
         grads, y = gradients(layer, jax.device_put(x, spec_x or P(BATCH, None)), dy, apply=apply)
         grads, dx = grads if isinstance(grads, tuple) else (grads, None)
@@ -123,7 +118,7 @@ def test_an_embedding_computes_the_same_however_it_is_stored(name):
 
 
 def test_weights_travel_in_the_dtype_of_the_computation_and_gradients_are_summed_in_that_of_the_parameter():
-    with jax.set_mesh(mesh_of(1, 4, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(1, 4, 1, 2)):
         layer = fa.nn.ColumnParallelLinear(
             16, 32, use_bias=False, fsdp_axis="fsdp", dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
         )
@@ -138,7 +133,7 @@ def test_a_batch_that_is_the_same_on_the_fsdp_axis_needs_no_sum_over_it():
     """Every device of the axis has the same gradient. A sum would be a multiple of it."""
     make, _, features = LAYERS["mlp"]
     x, dy = data(features)
-    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
         layer = make(rngs=nnx.Rngs(0), fsdp_axis="fsdp")
         found = collectives(layer, jax.device_put(x, P("data", "model", None)))
     assert {(kind, axes) for kind, _, axes in found if "fsdp" in axes} == {("all_gather_invariant", ("fsdp",))}
@@ -186,7 +181,7 @@ def test_annotations_of_the_user_are_honoured_and_swapped_for_the_kernels_of_the
 def test_a_layer_inside_shard_map_gathers_what_the_map_splits():
     make, spec_x, features = LAYERS["mlp"]
     x, _ = data(features)
-    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
         layer = make(rngs=nnx.Rngs(0), fsdp_axis="fsdp")
         x = jax.device_put(x, spec_x)
         graph, state = nnx.split(layer)
@@ -198,7 +193,7 @@ def test_a_layer_inside_shard_map_gathers_what_the_map_splits():
 def test_a_parameter_that_lost_its_sharding_is_refused_and_loaded_again():
     make, spec_x, features = LAYERS["mlp"]
     x, _ = data(features)
-    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
         layer = make(rngs=nnx.Rngs(0), fsdp_axis="fsdp")
         kernel = layer.up.kernel[...]
         layer.up.kernel.set_value(jax.device_put(kernel, P(None, "model")))  # as the layer needs it, and not stored
@@ -225,12 +220,12 @@ def test_a_parameter_that_lost_its_sharding_is_refused_and_loaded_again():
      r"the kernel \[16, 32\] has 2 dimensions: got out_sharding="),
 ])  # fmt: skip
 def test_bad_input_is_refused_with_sizes_that_work(make, options, message):
-    with jax.set_mesh(mesh_of(2, 2, 1, 2)), pytest.raises(ValueError, match=message):
+    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)), pytest.raises(ValueError, match=message):
         make(rngs=nnx.Rngs(0), **options)
 
 
 def test_parallelize_stores_a_dense_model_fully_sharded():
-    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
         model = nnx.Dict(up=nnx.Linear(16, 32, rngs=nnx.Rngs(0)), down=nnx.Linear(32, 16, rngs=nnx.Rngs(0)))
         fa.nn.parallelize(model, {"up": "column", "down": "row"}, fsdp_axis="fsdp", verbose=False)
         assert model.up.kernel[...].sharding.spec == P("fsdp", "model")
@@ -242,7 +237,7 @@ def test_parallelize_stores_a_dense_model_fully_sharded():
 ])  # fmt: skip
 def test_a_checkpointed_layer_gathers_its_parameters_again_unless_the_policy_keeps_them(policy, gathers):
     x, _ = data(16)
-    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
         layer = fa.nn.ParallelMLP(16, 32, fsdp_axis="fsdp", backend="none", rngs=nnx.Rngs(0))
         x = jax.device_put(x, ROWS)
         counts = [

@@ -71,11 +71,8 @@ def test_parity_on_a_sub_axis(parity, form, axis):
     parity(layer, linear(4), (4, 12, 16), size=4, data=2, axis_type=axis_type, x_spec=x_spec, y_spec=y_spec)
 
 
-def test_rows_need_not_divide_where_they_are_not_sharded(parity):
+def test_rows_need_not_divide_where_they_are_not_sharded_and_two_dimensions_are_enough(parity):
     parity(row(4, layout="replicated"), linear(4), (2, 7, 16), size=4, x_spec=COLUMNS, y_spec=SAME)
-
-
-def test_two_dimensions_are_enough(parity):
     parity(column(4), linear(4), (12, 16), size=4, x_spec=P("model", None), y_spec=P(None, "model"))
 
 
@@ -158,7 +155,8 @@ def test_layers_that_cannot_be_built(mesh_of, make, error):
 
 @pytest.mark.parametrize(("cls", "options", "shape", "spec", "error"), [
     (COLUMN, {}, (2, 4, 16), ROWS, r"built for 8 input features: got \[2, 4, 16\], needed \[..., 8\]"),
-    (ROW, {}, (2, 4, 16), COLUMNS, r"built for 8 input features: got \[2, 4, 16\], needed \[..., 8\]"),
+    (ROW, {}, (2, 4, 16), COLUMNS, "built for 8 input features"),
+    (fa.nn.ParallelMLP, {}, (2, 4, 12), ROWS, "ParallelMLP was built for 8 input features"),
     (COLUMN, {}, (8,), P(), r"needs an input \[..., rows, features\]: got \[8\]"),
     (ROW, {}, (2, 6, 8), COLUMNS, "got 6 rows on 4 devices; pad them to 8, or use layout='replicated'"),
     (COLUMN, {}, (4, 4, 8), COLUMNS, r"whose rows \(dimension -2\) are sharded over 'model'"),

@@ -1,14 +1,13 @@
 """The parallel MLP against three nnx.Linear layers."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax import lax
 from jax.sharding import AxisType
 
 import flaxasync as fa
 from tests.nn.conftest import ROWS, SAME, drawn, ones, permutes
+from tests.nn.test_dot_general import differentiable
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -56,11 +55,7 @@ def test_an_input_that_is_the_same_on_all_devices_gives_such_an_output(parity):
 
 
 def test_a_product_of_the_caller(parity):
-    parity(*pair(4, dot_general=sine), (2, 8, 8), size=4, data=2)
-
-
-def sine(x, w, dimension_numbers, **options):
-    return lax.dot_general(jnp.sin(x), jnp.sin(w), dimension_numbers, **options)
+    parity(*pair(4, dot_general=differentiable), (2, 8, 8), size=4, data=2)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -88,12 +83,3 @@ def test_gate_and_up_share_one_trip_and_no_ring_is_run_again(mesh_of):
             text = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
             assert text.count(" collective-permute(") == 2 * 3
             assert not gated or permutes(mlp, x) == 4 * 3  # XLA merges the trips of x
-
-
-def test_features_that_do_not_fit(mesh_of):
-    with jax.set_mesh(mesh_of(1, 4)):
-        with pytest.raises(ValueError, match="out_features=10 on 4 devices; use 8 or 12"):
-            fa.nn.ParallelMLP(8, 10, rngs=nnx.Rngs(0))
-        mlp = drawn(lambda: fa.nn.ParallelMLP(8, 16, rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match="ParallelMLP was built for 8 input features"):
-            mlp(ones((2, 4, 12), ROWS))

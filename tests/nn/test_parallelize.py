@@ -80,12 +80,13 @@ def odd_layers():
         cached=attention(decode=True), filled=attention(), function=attention(attention_fn=lambda q, *_, **__: q),
         dropped=attention(dropout_rate=0.5, broadcast_dropout=True), adapted=attention(normalize_qk=True),
         normed=attention(normalize_qk=True), custom=linear(16, dot_general=lambda *a, **_: jax.lax.dot_general(*a)),
-        uneven=linear(18), unbiased=linear(16), a=linear(16), b=linear(16),
+        uneven=linear(18), unbiased=linear(16), scaled=linear(16), a=linear(16), b=linear(16), fitting=linear(16),
     )  # fmt: skip
     model.filled.init_cache((1, 8, 16))
     model.adapted.query = nnx.LoRA(16, 2, 16, base_module=model.adapted.query, rngs=nnx.Rngs(0))
     model.normed.key_ln = nnx.RMSNorm(4, rngs=nnx.Rngs(0))
     model.unbiased.bias = nnx.data(None)
+    model.scaled.scale = nnx.Param(jnp.ones(8))
     model.b.kernel = model.a.kernel
     return model
 
@@ -100,6 +101,7 @@ def odd_layers():
     ("custom", "custom by the rule 'column': .* dot_general of its own lacks backend='xla'"),
     ("uneven", "uneven by the rule 'column': .*out_features=18 on 4 devices"),
     ("unbiased", "unbiased by the rule 'column': it lacks, and a layer of its options has, the parameters bias"),
+    ("scaled", "scaled by the rule 'column': it has, and a parallel layer lacks, the parameters scale"),
     ("a", r"a: a.kernel and b.kernel are one parameter, and would be two"),
 ])  # fmt: skip
 def test_layers_that_cannot_be_replaced(mesh_of, path, message):
@@ -107,7 +109,8 @@ def test_layers_that_cannot_be_replaced(mesh_of, path, message):
         model = nnx.eval_shape(odd_layers)
         rule = "attention" if isinstance(model[path], nnx.MultiHeadAttention) else "column"
         with pytest.raises(ValueError, match=f"parallelize cannot replace {message}"):
-            fa.nn.parallelize(model, {path: rule}, backend="xla")
+            fa.nn.parallelize(model, {"fitting": "column", path: rule}, backend="xla")
+        assert type(model.fitting) is nnx.Linear
 
 
 def test_parameters_keep_their_dtypes_and_metadata(mesh_of):
@@ -128,18 +131,6 @@ def test_parameters_keep_their_dtypes_and_metadata(mesh_of):
     assert {value.dtype for value in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("bfloat16")}
     metadata = model.linear.kernel.get_metadata()
     assert (metadata["decay"], metadata["out_sharding"]) == (0.1, (None, "model"))
-
-
-def test_nothing_is_replaced_where_one_layer_cannot_be_loaded(mesh_of):
-    class Model(nnx.Module):
-        def __init__(self):
-            self.first, self.second = (nnx.Linear(4, 8, rngs=nnx.Rngs(0)) for _ in range(2))
-            self.second.scale = nnx.Param(jnp.ones(8))
-
-    model = drawn(Model)
-    with jax.set_mesh(mesh_of(2, 4)), pytest.raises(ValueError, match=r"second by .* lacks, the parameters scale"):
-        fa.nn.parallelize(model, {"*": "column"})
-    assert type(model.first) is nnx.Linear
 
 
 @pytest.mark.parametrize("container", [lambda x: (x,), lambda x: [[x]], lambda x: {"name": x}])

@@ -15,15 +15,11 @@ import flaxasync as fa
 from flaxasync.nn.prefetched_scan import Scan
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import ring_all_gather, ring_reduce_scatter
-from tests.nn.conftest import scan, stack
+from tests.nn.conftest import make_fsdp_mesh, scan, stack
 from tests.simulator.split_pairs import session
 
-AXES, BATCH = ("data", "fsdp", "context", "model"), ("data", "fsdp")
+BATCH = ("data", "fsdp")
 ROWS = P(BATCH, "model", None)
-
-
-def mesh_of(*sizes, axis_type=AxisType.Explicit):
-    return jax.make_mesh(sizes, AXES, (axis_type,) * 4, devices=jax.devices()[: np.prod(sizes)])
 
 
 def placed(x, spec=ROWS):
@@ -102,7 +98,7 @@ def assert_alike(found, expected, atol):
     ]),
 ])  # fmt: skip
 def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, layers, policy, then):
-    with jax.set_mesh(mesh_of(*sizes)):
+    with jax.set_mesh(make_fsdp_mesh(*sizes)):
         module, runs = (
             Model(layers),
             (functools.partial(projected_within, policy=POLICIES.get(policy)), projected_after),
@@ -126,7 +122,7 @@ def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
         kept.append([a.shape for a in jax.tree.leaves(found) if (a.shape, a.dtype) in weights])
         return y, found
 
-    with jax.set_mesh(mesh_of(1, 4, 1, 1)), mock.patch.object(Scan, "forward", watch):
+    with jax.set_mesh(make_fsdp_mesh(1, 4, 1, 1)), mock.patch.object(Scan, "forward", watch):
         x = jax.device_put(np.ones((4, 3, 16), np.float32), P("fsdp", None, None))
         ids = jax.device_put(np.ones((4, 3), np.int32), P("fsdp", None))
         gradients(blocks(2), x, ids, run=functools.partial(prefetch, policy=POLICIES[policy]))
@@ -142,7 +138,7 @@ def test_direct_copies_in_the_simulator(sizes, layers, policy):
     kinds = direct.all_gather, direct.all_to_all
     for kind in kinds:
         kind.cache_clear()
-    with jax.set_mesh(mesh_of(*sizes)):
+    with jax.set_mesh(make_fsdp_mesh(*sizes)):
         module = Model(layers, features=512)
         x = np.random.default_rng(0).standard_normal((4, 2, 512)).astype(np.float32)
         x = jax.device_put(x, P(("data", "fsdp")))
@@ -161,7 +157,7 @@ def test_direct_copies_in_the_simulator(sizes, layers, policy):
 @pytest.mark.slow
 def test_transfers_are_permutes_in_the_dtype_of_the_computation_and_sums_in_that_of_the_parameters():
     """No collective but permutes is over fsdp, except the sum of the gradients of what every device has."""
-    with jax.set_mesh(mesh_of(1, 4, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(1, 4, 1, 2)):
         graph, state = nnx.split(blocks(3, dtype=jnp.bfloat16))
         x = jax.device_put(np.ones((8, 8, 16), np.float32), P("fsdp", "model", None))
 
@@ -185,7 +181,7 @@ def test_the_rings_are_a_gather_and_its_transpose(dim, block):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     addends = np.random.default_rng(1).standard_normal((4, *shape)).astype(np.float32)
     spec = P(*("fsdp" if i == dim else None for i in range(2)))
-    with jax.set_mesh(mesh_of(1, 4, 1, 1)):
+    with jax.set_mesh(make_fsdp_mesh(1, 4, 1, 1)):
 
         def both(shard, addend):
             return ring_all_gather(shard, "fsdp", dim)[None], ring_reduce_scatter(addend[0], "fsdp", dim)
@@ -199,9 +195,9 @@ def test_the_rings_are_a_gather_and_its_transpose(dim, block):
 def test_bad_input_is_refused():
     x = np.ones((8, 8, 16), np.float32)
     message = r"reads from types how arrays are sharded: .*make all of them Explicit"
-    with jax.set_mesh(mesh_of(2, 2, 1, 2, axis_type=AxisType.Auto)), pytest.raises(ValueError, match=message):
+    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2, axis_type=AxisType.Auto)), pytest.raises(ValueError, match=message):
         prefetch(nnx.eval_shape(lambda: blocks(2)), x)
-    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
         layers, counted, sharded, x = blocks(2), blocks(2), blocks(2), placed(x)
         counted.count = nnx.BatchStat(jnp.zeros(2))
         sharded.norm.scale = nnx.Param(placed(np.ones((2, 16)), P("data")))
@@ -226,7 +222,7 @@ def test_the_axis_must_be_the_last_of_a_dimension(axes):
     def make(rngs):
         return fa.nn.ParallelMLP(16, 32, kernel_metadata={"out_sharding": (axes, "model")}, rngs=rngs)
 
-    with jax.set_mesh(mesh_of(2, 2, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
         module, x = stack(make, 2), placed(np.ones((8, 8, 16)))
         if axes == ("data", "fsdp"):
             got, want = nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x)
@@ -243,7 +239,7 @@ def test_layers_whose_parameters_every_device_of_their_axis_has(execute):
     def make():
         return stack(lambda rngs: fa.nn.RingSelfAttention(16, 4, use_bias=True, fsdp_axis="fsdp", rngs=rngs), 2)
 
-    with jax.set_mesh(mesh_of(1, 2, 2, 2)):
+    with jax.set_mesh(make_fsdp_mesh(1, 2, 2, 2)):
         x = placed(np.random.default_rng(0).standard_normal((4, 8, 16)), P(BATCH, "context", None))
         if not execute:
             assert nnx.eval_shape(lambda x: prefetch(make(), x), x).shape == x.shape
@@ -264,6 +260,6 @@ def test_a_cache_is_refused_until_it_is_dropped():
         module.cached_key = module.cached_value = module.cache_index = None
         return prefetch(module, x)
 
-    with jax.set_mesh(mesh_of(1, 2, 1, 2)):
+    with jax.set_mesh(make_fsdp_mesh(1, 2, 1, 2)):
         x = placed(np.ones((4, 8, 16)), P("fsdp", "model", None))
         assert nnx.eval_shape(run, x).shape == x.shape

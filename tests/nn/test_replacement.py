@@ -1,6 +1,7 @@
-"""Stacks of layers, which nnx.vmap makes for nnx.scan, become stacks of parallel layers."""
+"""Stacks of layers, which nnx.vmap makes for nnx.scan, and layers that are adapted become parallel ones."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -8,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import COLUMNS, ROWS, check_replaced, drawn, ones, stack
+from tests.nn.conftest import COLUMNS, ROWS, SAME, assert_close, check_replaced, drawn, ones, stack
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -91,3 +92,170 @@ def test_a_stack_along_another_dimension_is_refused(mesh_of):
         message = r"its kernel is \[16, 3, 32\], .* make a stack of layers with out_axes=0 of nnx.vmap"
         with pytest.raises(ValueError, match=message):
             fa.nn.parallelize(model, {"layers.down": "row"})
+
+
+def test_what_low_rank_adaptation_lacks(mesh_of):
+    with jax.set_mesh(mesh_of(2, 4)):
+        x = jax.device_put(np.ones((2, 8, 16), np.float32), ROWS)
+        for layer, name in [
+            (drawn(lambda: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0))), "query"),
+            (drawn(lambda: fa.nn.ParallelMLP(16, 16, rngs=nnx.Rngs(0))), "up"),
+            (drawn(lambda: fa.nn.ColumnParallelProjections(16, {"query": 16}, rngs=nnx.Rngs(0))), "query"),
+        ]:
+            setattr(layer, name, fa.nn.ParallelLoRA(getattr(layer, name), 2, rngs=nnx.Rngs(0)))
+            kind = type(layer).__name__
+            with pytest.raises(NotImplementedError, match=f"{kind} does not call its layers, .* take a ParallelLoRA"):
+                layer(x)
+        with pytest.raises(ValueError, match="adapts ColumnParallelLinear and RowParallelLinear: got Linear; for"):
+            fa.nn.ParallelLoRA(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0))
+        padded = drawn(lambda: fa.nn.ColumnParallelLinear(8, 13, pad=True, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match="a ColumnParallelLinear that pads its output, which ParallelLoRA lacks"):
+            fa.nn.ParallelLoRA(padded, 2, rngs=nnx.Rngs(0))
+
+
+class Adapted(nnx.Module):
+    """Two layers that a user of Flax adapted."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.LoRA(16, 2, 32, base_module=nnx.Linear(16, 32, rngs=rngs), rngs=rngs)
+        self.down = nnx.LoRA(32, 2, 16, base_module=nnx.Linear(32, 16, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("base", ["plain", "parallel"])
+def test_parallelize_turns_nnx_lora_into_parallel_lora(mesh_of, axis_type, base):
+    """Around a plain layer, and around one that was replaced before it was adapted."""
+
+    def replace(model):
+        if base == "parallel":
+            for lora, cls in ((model.up, fa.nn.ColumnParallelLinear), (model.down, fa.nn.RowParallelLinear)):
+                linear = drawn(lambda lora=lora, cls=cls: cls(lora.in_features, lora.out_features, rngs=nnx.Rngs(0)))
+                fa.nn.load(linear, lora.base_module)
+                lora.base_module = linear
+        done = fa.nn.parallelize(model, {"up": "column", "down": "row"}, verbose=False)
+        assert [found.after for found in done] == ["ParallelLoRA"] * 2
+        return model
+
+    got = check_replaced(drawn(Adapted), mesh_of(2, 4, axis_type), replace, wrt=nnx.LoRAParam)
+    assert {path[-1] for path, _ in nnx.to_flat_state(got)} == {"lora_a", "lora_b"}
+
+
+@pytest.mark.parametrize(("cls", "spec"), [(fa.nn.RowParallelLinear, COLUMNS), (fa.nn.ColumnParallelLinear, SAME)])
+def test_nnx_lora_itself(mesh_of, cls, spec):
+    """It works around layers whose output may be added to one that is sharded as the input's rows are."""
+
+    def replace(plain):
+        base = drawn(lambda: cls(16, 16, rngs=nnx.Rngs(0)))
+        layer = drawn(lambda: lora(base))
+        fa.nn.load(layer, plain)
+        return layer
+
+    plain = drawn(lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
+    check_replaced(plain, mesh_of(2, 4), replace, spec=spec, wrt=nnx.LoRAParam)
+
+
+def test_nnx_lora_around_a_column_parallel_layer_is_an_error_of_jax(mesh_of):
+    """One addend is sharded by rows, and the other by features: docs/your_model.md names the remedy."""
+    with jax.set_mesh(mesh_of(2, 4)):
+        base = drawn(lambda: fa.nn.ColumnParallelLinear(16, 16, rngs=nnx.Rngs(0)))
+        layer = nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(0))
+        with pytest.raises(Exception, match=r"add operation .* illegally sharded result"):
+            layer(ones((2, 8, 16), ROWS))
+
+
+def lora(base, seed=1):
+    return nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(seed))
+
+
+class Shared(nnx.Module):
+    """One layer that is used as it is, and adapted twice."""
+
+    def __init__(self):
+        self.a = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.b, self.c = lora(self.a, 1), lora(self.a, 2)
+
+    def __call__(self, x):
+        return self.a(x) + self.b(x) + self.c(x)
+
+
+@pytest.mark.parametrize("rules", [{"b": "column", "c": "column"}, {"a": "column", "b": "column", "c": "column"}])
+def test_a_shared_layer_stays_shared(mesh_of, rules):
+    def replace(model):
+        done = fa.nn.parallelize(model, rules, verbose=False)
+        assert type(model.a) is fa.nn.ColumnParallelLinear
+        assert model.a is model.b.base_module is model.c.base_module
+        assert sorted(found.path for found in done) == ["a", "b", "c"]
+        return model
+
+    check_replaced(drawn(Shared), mesh_of(2, 4), replace)
+
+
+class Odd(nnx.Module):
+    def __init__(self):
+        first, second = (nnx.Linear(16, 16, rngs=nnx.Rngs(0)) for _ in range(2))
+        self.plain, self.alone = lora(first), lora(None)
+        self.other = nnx.LoRA(16, 2, 16, base_module=second, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(("make", "rules", "message"), [
+    (Odd, {"plain.base_module": "row"}, "because nnx.LoRA .* it is at plain: give it the rule 'row', and it becomes"),
+    (Odd, {"alone": "column"}, "alone, a LoRA: it is around a NoneType, and the rules are those of nnx.Linear"),
+    (Odd, {"other": "column"}, "other, a LoRA: its dtype, param_dtype or promote_dtype is not that of the layer"),
+    (Shared, {"a": "column"}, "a, because nnx.LoRA .* it is at b: give it the rule 'column'"),
+    (Shared, {"b": "column"}, "a, because nnx.LoRA .* it is at c: give it the rule 'column'"),
+    (Shared, {"b": "column", "c": "row"}, "c by the rule 'row': it adapts a, .* says 'column'; give both"),
+    (lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))), {"base_module": "row"},
+     "base_module, because .* the model itself is it, so put it into a module, such as an nnx.Dict, and"),
+])  # fmt: skip
+def test_adaptations_that_cannot_be_replaced(mesh_of, make, rules, message):
+    with jax.set_mesh(mesh_of(2, 4)):
+        model = nnx.eval_shape(make)
+        with pytest.raises(ValueError, match=f"cannot replace .*{message}"):
+            fa.nn.parallelize(model, rules)
+        assert not any(isinstance(module, fa.nn.ColumnParallelLinear) for _, module in nnx.iter_modules(model))
+
+
+def test_a_parallel_layer_that_is_adapted_stays_as_it_is(mesh_of):
+    """Its axis, its layout and its in_spec are kept, or the rule is refused."""
+    x = np.random.default_rng(0).standard_normal((2, 7, 16)).astype(np.float32)
+    with jax.set_mesh(mesh_of(2, 4, AxisType.Auto)):
+        column = drawn(
+            lambda: lora(fa.nn.ColumnParallelLinear(16, 16, in_spec=P("data", None, None), rngs=nnx.Rngs(0)))
+        )
+        row = drawn(lambda: lora(fa.nn.RowParallelLinear(16, 16, layout="replicated", rngs=nnx.Rngs(0))))
+        other = drawn(lambda: lora(fa.nn.ColumnParallelLinear(16, 16, axis_name="data", rngs=nnx.Rngs(0))))
+        model = nnx.Dict(column=column, row=row, other=other)
+        bases, want = [column.base_module, row.base_module], [column(x), row(x)]
+        for rules, message in [
+            ({"column": "row"}, "around a ColumnParallelLinear over 'model', which stays .* is 'column', with"),
+            ({"row": "row"}, "around a RowParallelLinear over 'model', which stays as it is: .* is 'row_replicated'"),
+            ({"other": "column"}, "over 'data', which .* with axis_name='data'; got axis_name='model'"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                fa.nn.parallelize(model, rules)
+        fa.nn.parallelize(model, {"column": "column", "row": "row_replicated"}, verbose=False)
+        assert [model.column.base_module, model.row.base_module] == bases
+        assert type(model.column) is type(model.row) is fa.nn.ParallelLoRA
+        for got, wanted in zip((model.column(x), model.row(x)), want, strict=True):
+            assert_close(got, wanted, "float32", "y")
+
+
+@pytest.mark.parametrize("rule", ["column", "row"])
+def test_factors_that_are_wider_than_the_layer(mesh_of, rule):
+    """Everything is then computed in float32, as in nnx.LoRA."""
+    x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(jnp.bfloat16)
+    model = nnx.Dict(x=drawn(lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))))
+    base = model.x.base_module
+    for parameter in (base.kernel, base.bias):
+        parameter.set_value(parameter[...].astype(jnp.bfloat16))
+    with jax.numpy_dtype_promotion("standard"), jax.set_mesh(mesh_of(2, 4)):
+        want = model.x(x)
+        fa.nn.parallelize(model, {"x": rule}, verbose=False)
+        x = jax.device_put(x, ROWS if rule == "column" else COLUMNS)
+        y = model.x(x)
+        assert y.dtype == want.dtype == jnp.float32
+    np.testing.assert_allclose(y, want, atol=1e-5)

@@ -1,4 +1,6 @@
-"""Heads and vocabularies that the axis does not divide, and key-value heads that several devices need."""
+"""Heads, vocabularies and rows that the axis does not divide, and key-value heads that several devices need."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.nn.shares import Shares, head_shares
-from tests.nn.conftest import ROWS, TOKENS, assert_close, assert_model_close, assert_parameters_close, drawn
+from tests.nn.conftest import ROWS, TOKENS, assert_close, assert_model_close, assert_parameters_close, drawn, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -56,16 +58,14 @@ def test_attention_is_that_of_nnx(mesh_of, heads, kv_heads, form, axis_type):
     biases = {"bias": rng.standard_normal(shape[1:]).astype(np.float32)} if "bias" in form else {}
 
     def loss(layer, x, other):
-        y = layer(x, *((other,) if cross else ()), **masks, **biases)
+        given = biases if isinstance(layer, fa.nn.ParallelAttention) else {}
+        y = layer(x, *((other,) if cross else ()), **masks, **given)
         return jnp.sum(jnp.sin(y)), y
 
     if biases:  # nnx.MultiHeadAttention takes no bias, but its attention function does
         plain.attention_fn = lambda *args, **kwargs: nnx.dot_product_attention(*args, **kwargs, bias=biases["bias"])
-        reference = lambda layer, x, other: (lambda y: (jnp.sum(jnp.sin(y)), y))(layer(x, other))  # noqa: E731
-    else:
-        reference = loss
     step = {"argnums": (0, 1, 2), "has_aux": True}  # the gradients of parameters and of both inputs
-    (_, want_y), (want, *want_dx) = nnx.jit(nnx.value_and_grad(reference, **step))(plain, x, other)
+    (_, want_y), (want, *want_dx) = nnx.jit(nnx.value_and_grad(loss, **step))(plain, x, other)
     with jax.set_mesh(mesh_of(2, 4, axis_type)):
         layer = drawn(lambda: fa.nn.ParallelAttention(
             24, num_heads=heads, kv_heads=kv_heads, head_dim=4, normalize_qk=normalize, rngs=nnx.Rngs(0)
@@ -188,3 +188,30 @@ def test_a_split_sequence_takes_no_other_keys():
         x, keys = np.ones((2, 16, 16), np.float32), np.ones((2, 8, 16), np.float32)
         with pytest.raises(NotImplementedError, match="over a split sequence lacks inputs_k: keys would need posit"):
             layer(jax.device_put(x, P(None, ("context", "model"), None)), jax.device_put(keys, P(None, "model", None)))
+
+
+PADDED = 20  # a class token and 16 patches, padded for four devices
+
+
+def first_row(y):
+    """Takes the class token as docs/your_model.md says: one row of each sequence moves, and not the sequences."""
+    return jnp.sum(y, axis=1, where=(jnp.arange(y.shape[1]) == 0)[:, None])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_one_row_moves_and_its_value_and_gradient_are_exact(mesh_of, axis_type):
+    x = np.random.default_rng(0).standard_normal((2, PADDED, 16)).astype(np.float32)
+    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+        run = jax.jit(jax.value_and_grad(lambda y: jnp.sin(first_row(y)).sum())).lower(ones(x.shape, ROWS)).compile()
+        value, dx = run(jax.device_put(x, ROWS))
+    moved = re.findall(r" = (\S+?)\{\S* (all-[a-z]+|reduce-scatter|collective-permute)\(", run.as_text())
+    assert [found for found in moved if found[0] != "f32[]"] == [("f32[1,16]", "all-reduce")]
+    np.testing.assert_allclose(value, np.sin(x[:, 0]).sum(), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(dx)[:, 0], np.cos(x[:, 0]), rtol=1e-6, atol=1e-6)
+    assert not np.asarray(dx)[:, 1:].any()
+
+
+def test_an_index_is_refused_by_jax(mesh_of):
+    """The negative test: when JAX takes it, the passage in docs/your_model.md is to go."""
+    with jax.set_mesh(mesh_of(2, 4)), pytest.raises(Exception, match="slicing on sharded dims"):
+        jax.jit(lambda y: y[:, 0])(ones((2, PADDED, 16), ROWS))

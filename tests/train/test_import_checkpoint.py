@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.models.test_hugging_face import BASE, export, random_parameters
-from tests.models.test_transformer import make_mesh
+from tests.nn.conftest import make_mesh
 from tests.train.data.test_tokenizer import train_tokenizer
 from train import export_checkpoint, import_checkpoint, run, sample
 from train.checkpoints.init_from import load_parameters

@@ -12,7 +12,7 @@ from flax.typing import DotGeneralT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.nn.adopt.lora import ParallelLoRA
+from flaxasync.nn.adopt.products import ParallelLoRA
 from flaxasync.nn.attention.layer import ParallelAttention
 from flaxasync.nn.embed import VocabParallelEmbed
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -72,10 +72,7 @@ def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
 
 
 def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.Module:
-    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one.
-
-    Raises ValueError for a rule that would make another layer than a parallel one that is there already.
-    """
+    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one."""
     stays = base is old.base_module
     if stays:
         if isinstance(base, ColumnParallelLinear):

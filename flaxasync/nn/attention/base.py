@@ -1,4 +1,16 @@
-"""What the attention layers share: four projections, norms of heads, room for a cache, and how they run on shards."""
+"""What the attention layers share: four projections, norms of heads, and how they run on shards, or with a cache.
+
+The cache of keys and values follows `nnx.MultiHeadAttention`. One call with `decode=True` may add any number of rows to
+it, such as a whole prompt.
+
+```
+cached_key, cached_value  [b, length, R * local heads, head_dim]    each device has the key-value heads that it uses
+cache_index               []                                        the rows so far
+x                         [b, s, features]                          the new rows
+```
+
+With fewer key-value heads than devices, several devices hold the same head, so that no head ever travels.
+"""
 
 import functools
 from typing import Any
@@ -10,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from flaxasync.kernels.attention_block import Mask
 from flaxasync.nn.attention import exchange
 from flaxasync.nn.attention.exchange import Call, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
@@ -19,6 +32,7 @@ from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, check_n
 from flaxasync.nn.options import LinearSettings
 from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.shards import Linear, Part
+from flaxasync.ops.attention.dense import cached_attention
 from flaxasync.ops.attention.layouts import check_segments
 
 
@@ -34,8 +48,7 @@ class WholeLinear(StoredLayer, nnx.Linear):
             given = dict(getattr(settings, f"{name}_metadata"))
             annotation = given.get("out_sharding")
             if settings.fsdp_axis is not None or annotation is not None:
-                spec = stored_spec("RingSelfAttention", name, shape, P(), settings, annotation)
-                given["out_sharding"] = tuple(spec)
+                given["out_sharding"] = tuple(stored_spec("RingSelfAttention", name, shape, P(), settings, annotation))
             metadata[f"{name}_metadata"] = given
         super().__init__(
             in_features, out_features, use_bias=settings.use_bias, param_dtype=settings.param_dtype,
@@ -102,15 +115,9 @@ def make_call(
     projections = layer.query, layer.key, layer.value, layer.out
     linears, parts = tuple(p.parameters() for p in projections), tuple(p.part for p in projections)
     norms = Norms(*(None if norm is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln)))
-    splits_heads = parts[0].shares is not None
-    call = Call(
-        settings=with_dtype(layer.settings, x, *(parameter for linear in linears for parameter in linear)),
-        parts=parts,
-        rows_sharded=splits_heads and placement.rows_sharded,
-        attention=attention,
-        kv_rows_sharded=splits_heads and kv_placement.rows_sharded,
-    )
-    return call, linears, norms
+    settings = with_dtype(layer.settings, x, *(parameter for linear in linears for parameter in linear))
+    rows, kv_rows = (parts[0].shares is not None and p.rows_sharded for p in (placement, kv_placement))
+    return Call(settings, parts, rows, attention=attention, kv_rows_sharded=kv_rows), linears, norms
 
 
 def run(
@@ -183,3 +190,62 @@ def scores_spec(array: Array | None, placement: Placement, batch: int) -> P | No
     if array is None:
         return None
     return P(placement.token_spec()[0] if array.shape[0] == batch else None, None, None, None)
+
+
+def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Array:
+    """Adds the rows of x to the cache of a layer, and returns its output for them.
+
+    Inside `jax.jit` and other transformations nobody can check here how many rows the cache has already, and the caller
+    must. Rows beyond its end are written over its last ones, and the outputs are wrong from then on.
+    """
+    name, keys, values, index = type(layer).__name__, layer.cached_key, layer.cached_value, layer.cache_index
+    for argument in ("inputs_k", "bias", "segment_ids"):
+        if getattr(inputs, argument) is not None:
+            raise NotImplementedError(f"{name} with decode=True lacks {argument}; leave it out")
+    placement = place_input(layer, x, None, layer.settings.in_spec)
+    if keys is None or values is None or index is None:
+        raise ValueError(f"{name} decodes with a cache of keys and values, and has none: call init_cache first")
+    if layer.attention.attention_fn is not None or placement.manual:
+        raise NotImplementedError(f"{name} lacks a cache with an attention_fn, and inside shard_map: leave decode out")
+    batch, length = keys[...].shape[:2]
+    if x.shape[0] != batch or x.shape[1] > length:
+        raise ValueError(
+            f"{name} has a cache for {batch} sequences of {length} rows: got {x.shape[0]} sequences and {x.shape[1]} "
+            "new rows; make a larger one with init_cache"
+        )
+    if not isinstance(index[...], jax.core.Tracer) and int(index[...]) + x.shape[1] > length:
+        raise ValueError(
+            f"{name} has a cache of {length} rows, of which {int(index[...])} are taken: got {x.shape[1]} new rows; "
+            "make a larger one with init_cache"
+        )
+    mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
+    call, linears, norms = make_call(layer, x, layer.attention, placement, placement)
+    heads, norm_specs = P(placement.spec()[0], None, placement.axis_name, None), jax.tree.map(lambda _: P(None), norms)
+    arguments = x, linears, norms, keys[...], values[...], index[...], mask
+    mask_spec = scores_spec(mask, placement, batch)
+    specs = placement.in_spec, call.specs, norm_specs, heads, heads, P(), mask_spec
+    out_specs = placement.in_spec, heads, heads
+    y, keys[...], values[...] = placement.bind(_attend_new_rows, call, arguments, specs, out_specs)()
+    index[...] += x.shape[1]
+    return y
+
+
+def _attend_new_rows(
+    call: Call, x: Array, linears: tuple[Linear, ...], norms: Norms, keys: Array, values: Array, index: Array,
+    mask: Array | None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Returns the output for new rows, and the keys and values with theirs, inside shard_map."""
+    weights, attention = Weights(*call.take(x, linears)), call.attention
+    query, key, value = project_inputs(call, x, weights, Inputs())
+    rows = index + jnp.arange(query.shape[1], dtype=index.dtype)
+    q, k, v = attention.split(query, key, value, norms, rows)
+    keys = lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), index, 1)
+    values = lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), index, 1)
+    positions = Mask(True, attention.window)  # no row of the cache is later than the newest one
+    allowed = positions.allows(rows[:, None], jnp.arange(keys.shape[1], dtype=index.dtype))[None, None]
+    allowed = allowed if mask is None else allowed & mask
+    y = cached_attention(
+        q, keys, values, allowed, scale=attention.scale, softcap=attention.logit_softcap,
+        precision=attention.precision,
+    )  # fmt: skip
+    return project_output(call, y, weights.out), keys, values

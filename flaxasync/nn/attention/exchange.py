@@ -24,7 +24,6 @@ from flaxasync.ops.matmul.products import row_major
 from flaxasync.transport.direct import LANES, in_whole_tiles
 
 type Form = Literal["xla", "direct"]  # by XLA's all-to-all, or by copies from every device to every other one
-type Biases = tuple[Array | None, ...]  # of queries, keys and values
 
 
 class Weights(NamedTuple):
@@ -75,11 +74,7 @@ def project_output(call: Call, heads: Array, out: Linear) -> Array:
 
 
 def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> Form | None:
-    """Says what exchanges the heads of a call, inside shard_map; None where rows travel.
-
-    Raises:
-      NotImplementedError: Heads must travel, and cannot.
-    """
+    """Says what exchanges heads; None where rows travel. Raises NotImplementedError if heads must travel but cannot."""
     settings, wanted = call.settings, call.attention.exchange_heads
     size = lax.axis_size(settings.axis_name)
     if wanted is False or size == 1 or x.size == 0:
@@ -129,7 +124,7 @@ def apply(call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segm
     varying = jax.typeof(x).mat.varying
     scales = jax.tree.map(lambda scale: cast_to_varying(scale, varying), norms)
 
-    def attend(z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[Biases, Norms]) -> Array:
+    def attend(z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[tuple, Norms]) -> Array:
         (inputs, tables), (biases, norms) = sequence, shared
         projected = lax.split(row_major(z.transpose(0, 2, 1)).reshape(1, size * rows, -1), widths, 2)
         q, k, v = (y if bias is None else y + bias for y, bias in zip(projected, biases, strict=True))

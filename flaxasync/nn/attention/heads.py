@@ -173,11 +173,6 @@ class HeadAttention:
         return [name for name, is_used in used.items() if is_used]
 
     @property
-    def mask(self) -> Mask:
-        """Which rows attend to which, by position."""
-        return Mask(self.causal, self.window)
-
-    @property
     def scale(self) -> float:
         """The factor of the scores."""
         return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
@@ -185,10 +180,7 @@ class HeadAttention:
     def attend(
         self, q: Array, k: Array, v: Array, inputs: Inputs[Array], norms: Norms, tables: RotaryTables | None = None
     ) -> Array:
-        """Returns the attention [b, s, h, d] of this device's heads, from projections [b, s, h * d] and [b, t, n * d].
-
-        `tables` is what `rotary_tables` returns for these rows, where it was computed before.
-        """
+        """Returns the attention [b, s, h, d] of this device's heads of projections [b, s, h * d] and [b, t, n * d]."""
         axis = self.context_axis
         at = None if axis is None else positions(self.context_layout, q.shape[1], axis)
         q, k, v = self.split(q, k, v, norms, at, tables)
@@ -206,10 +198,7 @@ class HeadAttention:
     def split(
         self, q: Array, k: Array, v: Array, norms: Norms, positions: Array | None, tables: RotaryTables | None = None
     ) -> tuple[Array, Array, Array]:
-        """Returns the heads [b, s, h, d] of projections [b, s, h * d], normalized, and rotated by their positions.
-
-        The positions are 0 .. s - 1 by default.
-        """
+        """Returns the heads [b, s, h, d] of projections [b, s, h * d], normalized, and rotated by their positions."""
         tables = self.rotary_tables(q, q.shape[1], positions) if tables is None else tables
         k_tables = tables if k.shape[1] == q.shape[1] else self.rotary_tables(k, k.shape[1], positions)
         q, k, v = (x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (q, k, v))
@@ -219,7 +208,7 @@ class HeadAttention:
         return q, k, v
 
     def rotary_tables(self, x: Array, rows: int, positions: Array | None = None) -> RotaryTables | None:
-        """Returns the cosines and sines of the rotary position embedding of a number of rows; None for no embedding."""
+        """Returns the cosines and sines of rows at positions, by default 0 .. rows - 1; None where nothing rotates."""
         if self.rope_theta is None:
             return None
         tables = rotary_tables(
@@ -240,7 +229,7 @@ class HeadAttention:
         return (x32 * (lax.rsqrt(variance + self.qk_epsilon) * scale)).astype(x.dtype)
 
     def _attend_dense(self, q: Array, k: Array, v: Array, inputs: Inputs[Array]) -> Array:
-        mask = positional_mask(self.mask, q.shape[1], k.shape[1], inputs.segment_ids)
+        mask = positional_mask(Mask(self.causal, self.window), q.shape[1], k.shape[1], inputs.segment_ids)
         if inputs.mask is not None:
             mask = inputs.mask if mask is None else inputs.mask & mask
         if self.attention_fn is not None:

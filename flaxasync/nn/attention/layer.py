@@ -13,8 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.attention.base import AttentionLayer, place_input, run, scores_array
-from flaxasync.nn.attention.cache import attend_cached, init_cache
+from flaxasync.nn.attention.base import AttentionLayer, attend_cached, place_input, run, scores_array
 from flaxasync.nn.attention.heads import AttentionOptions, HeadAttention, Inputs, ParallelAttentionOptions
 from flaxasync.nn.checks import check_input
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -51,7 +50,7 @@ class ParallelAttention(AttentionLayer):
       out_features: The features of the output; by default features.
       causal: Whether a row attends only to itself and to earlier rows.
       rope_theta: The base of the rotary position embedding; None for none.
-      rngs: The random streams; the layer draws from `params`, and from `dropout` where it drops.
+      rngs: The random streams, from whose `dropout` a layer that drops draws, too.
       **options: See `flaxasync.nn.LinearOptions` and `flaxasync.nn.AttentionOptions`. If you give
         `in_spec`, its rows dimension names `axis_name`, or no axis where every device has all rows.
 
@@ -117,8 +116,7 @@ class ParallelAttention(AttentionLayer):
         """Applies the layer.
 
         Args:
-          inputs_q: The input of queries.
-          inputs_k: The input of keys; by default inputs_q.
+          inputs_q, inputs_k: The inputs of queries and of keys; the same by default.
           inputs_v: The input of values; by default inputs_k.
           mask: True where a row attends to another; broadcasts to [b, heads, s, t].
           bias: Added to the scores; broadcasts to [b, heads, s, t].
@@ -140,11 +138,9 @@ class ParallelAttention(AttentionLayer):
         """
         layer = type(self).__name__
         lacking = {
-            "sow_weights": sow_weights or None,
-            "out_sharding": out_sharding,
-            "qkv_sharding": qkv_sharding,
+            "sow_weights": sow_weights or None, "out_sharding": out_sharding, "qkv_sharding": qkv_sharding,
             "input_positions": input_positions,
-        }
+        }  # fmt: skip
         for name, given in lacking.items():
             if given is not None:
                 raise NotImplementedError(
@@ -164,7 +160,18 @@ class ParallelAttention(AttentionLayer):
         `input_shape` is that of the longest input that is decoded, [b, length, features]. A stack of layers, as
         `nnx.vmap` makes it, has its size before b.
         """
-        init_cache(self, input_shape, dtype)
+        shares = self.key.part.shares
+        assert shares is not None
+        *stack, batch, length, _ = input_shape
+        axis_name, mesh = self.settings.axis_name, jax.sharding.get_abstract_mesh()
+        shape = (*stack, batch, length, shares.devices * shares.local, self.head_dim)
+        others = [name for name in mesh.axis_names if name not in (axis_name, self.attention.context_axis)]
+        if batch % math.prod(mesh.shape[name] for name in others):
+            others = []  # they do not divide the batch, which every device then has whole
+        spec = (*(None,) * len(stack), tuple(others) or None, None, axis_name, None)
+        self.cached_key = nnx.Cache(jnp.zeros(shape, dtype), out_sharding=spec)
+        self.cached_value = nnx.Cache(jnp.zeros(shape, dtype), out_sharding=spec)
+        self.cache_index = nnx.Cache(jnp.zeros(tuple(stack), jnp.int32))
 
     def _attend(self, x: Array, inputs: Inputs[Array], *, is_causal: bool = False) -> Array:
         layer, attention, in_spec = type(self).__name__, self.attention, self.settings.in_spec
@@ -231,10 +238,7 @@ def _all_rows(x: Array, placement: Placement) -> int:
 
 
 def _context_in_spec(x: Array, axis_name: str, context_axis: str) -> P | None:
-    """Returns how an input is sharded under Auto axes where sequences are split: its rows over both axes.
-
-    The other axes shard the batch if they divide it. None under Explicit axes and inside shard_map, where types say it.
-    """
+    """Returns how an input with split sequences is sharded under Auto axes; None where its type says it."""
     mesh = jax.sharding.get_abstract_mesh()
     auto = [name for name, kind in axis_types().items() if kind == AxisType.Auto]
     if not {context_axis, axis_name} <= set(auto):

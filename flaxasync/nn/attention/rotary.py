@@ -22,23 +22,18 @@ class RopeScaling:
     A frequency that turns fewer than `low_frequency` times within `original_length` positions is divided by `factor`;
     one that turns more than `high_frequency` times is kept; between the two the result is interpolated linearly.
 
-    Attributes:
-      factor: The divisor of low frequencies.
-      low_frequency: The number of turns below which a frequency counts as low.
-      high_frequency: The number of turns above which a frequency is kept.
-      original_length: The length of the sequences for which the frequencies were meant (positions).
+    `low_frequency` and `high_frequency` count turns.
     """
 
     factor: float
     low_frequency: float = 1.0
     high_frequency: float = 4.0
-    original_length: int = 8192
+    original_length: int = 8192  # of the sequences for which the frequencies were meant, in positions
 
     def apply(self, frequency: Array) -> Array:
         """Returns the scaled frequencies (radians per position)."""
         turns = frequency * (self.original_length / (2 * math.pi))
-        kept = (turns - self.low_frequency) / (self.high_frequency - self.low_frequency)
-        kept = jnp.clip(kept, 0, 1)
+        kept = jnp.clip((turns - self.low_frequency) / (self.high_frequency - self.low_frequency), 0, 1)
         return frequency * (kept + (1 - kept) / self.factor)
 
 
@@ -58,14 +53,8 @@ def rotary_embedding(
 ) -> Float[Array, "*batch s h d"]:
     """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), in float32, or float64 for such an x.
 
-    Args:
-      x: Rows of heads.
-      theta: The base of the frequencies.
-      positions: The positions of the rows; 0 .. s - 1 by default.
-      scaling: How the frequencies are scaled; None for as they are.
-
-    Returns:
-      The rotated rows, in the dtype of x.
+    The positions of the rows are 0 .. s - 1 by default. `scaling` says how the frequencies are scaled. The result has
+    the dtype of x.
     """
     tables = rotary_tables(
         x.shape[-3], x.shape[-1], accumulator_dtype(x), theta=theta, positions=positions, scaling=scaling

@@ -5,8 +5,7 @@ from typing import Unpack
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flaxasync.nn.attention.base import AttentionLayer, WholeLinear, place_input, run
-from flaxasync.nn.attention.cache import attend_cached
+from flaxasync.nn.attention.base import AttentionLayer, WholeLinear, attend_cached, place_input, run
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, ParallelAttentionOptions
 from flaxasync.nn.attention.layer import ParallelAttention
 from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
@@ -86,14 +85,12 @@ class RingSelfAttention(AttentionLayer):
     `ParallelSelfAttention` with `context_axis`.
 
     Args:
-      features: The features of input and output.
       heads: The query heads; a multiple of `kv_heads`.
       kv_heads: The key-value heads; by default heads.
       head_dim: The features of a head; by default features / heads.
       layout: The order of the rows: "contiguous" or "zigzag"; see `flaxasync.ring_attention`. The input is in the order
         of `flaxasync.sequence_order`.
       causal, window, rope_theta: As in `ParallelAttention`.
-      rngs: The random streams; the layer draws from `params`.
       **options: See `flaxasync.nn.LinearOptions`. `axis_name`, which splits the sequence, is "context" by default;
         `use_bias` is False by default; `backend` is that of `flaxasync.ring_attention`. If you give `in_spec`,
         its rows dimension must name `axis_name`.

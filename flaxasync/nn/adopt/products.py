@@ -1,0 +1,140 @@
+"""Products of parallel layers beside plain ones: low-rank adaptation, and a `dot_general` for an `nnx.Linear`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from flaxasync.nn.checks import check_output_layout
+from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, Split, multiply, with_dtype
+from flaxasync.nn.options import LinearSettings
+from flaxasync.nn.placement import Layout
+
+
+class ParallelLoRA(nnx.LoRA):
+    """A parallel Dense layer and a product of low rank that is added to it.
+
+    ```
+    lora_a  [in, rank]     for a row-parallel layer sharded by rows, else the same on all devices
+    lora_b  [rank, out]    for a column-parallel layer sharded by columns, else the same on all devices
+
+    y = base(x) + x @ lora_a @ lora_b          rank features a row travel beside those of base
+    ```
+
+    The parameters have the type, names and global shapes of those of `nnx.LoRA`, so that
+    `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))` and `nnx.Optimizer(..., wrt=nnx.LoRAParam)` train them
+    alone, and checkpoints load. `nnx.LoRA` itself, around a column-parallel layer whose input is sharded by rows, adds
+    arrays that are sharded in different ways, which Explicit axes refuse. `parallelize` turns it into this layer.
+    `ParallelMLP`, `ColumnParallelProjections` and the attention layers do not call their projections, so they refuse
+    one that was adapted.
+
+    Args:
+      base: The layer that is adapted. Its output is that of `nnx.Linear`, so `pad` is not supported.
+
+    Raises:
+      ValueError: base is no parallel Dense layer, or pads.
+    """
+
+    def __init__(self, base: ColumnParallelLinear | RowParallelLinear, rank: int, *, rngs: nnx.Rngs):
+        if not isinstance(base, ColumnParallelLinear | RowParallelLinear):
+            raise ValueError(
+                f"ParallelLoRA adapts ColumnParallelLinear and RowParallelLinear: got {type(base).__name__}; for "
+                "others use nnx.LoRA"
+            )
+        if not base.shares.whole:
+            raise ValueError(
+                f"ParallelLoRA got a {type(base).__name__} that pads its output, which ParallelLoRA lacks; use "
+                "features that the axis divides"
+            )
+        settings, column = base.settings, isinstance(base, ColumnParallelLinear)
+        super().__init__(
+            base.in_features, rank, base.out_features, base_module=base, dtype=settings.dtype,
+            param_dtype=settings.param_dtype, rngs=rngs,
+            a_metadata={"out_sharding": (None if column else settings.axis_name, None)},
+            b_metadata={"out_sharding": (None, settings.axis_name if column else None)},
+        )  # fmt: skip
+
+    def __call__(self, x: Float[Array, "*batch s in"], **kwargs: Any) -> Float[Array, "*batch s out"]:
+        """Applies the layer. Errors are those of the layer that is adapted."""
+        base = self.base_module
+        assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
+        a, b = self.lora_a[...], self.lora_b[...]
+        plain = dataclasses.replace(base.settings, dot_general=lax.dot_general, preferred_element_type=None)
+        settings = with_dtype(plain, x, a, b)
+        x = x.astype(settings.dtype)
+        y = base(x, **kwargs)  # of the x that was promoted with the factors, as nnx.LoRA does it
+        if base.split == "out_features":
+            low_rank = multiply("ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.split, base.layout)
+        else:
+            hidden = multiply("ParallelLoRA", x, a, settings, base.split, base.layout)
+            low_rank = hidden @ b.astype(hidden.dtype)
+        with jax.numpy_dtype_promotion("standard"):  # the layer may prefer another dtype
+            return y + low_rank
+
+
+def parallel_dot_general(
+    split: Literal["column", "row"],
+    *,
+    axis_name: str = "model",
+    layout: Layout = "sequence",
+    backend: str | None = None,
+) -> Callable[..., Array]:
+    """Returns a `dot_general` for `nnx.Linear` that does the product of a column- or row-parallel layer.
+
+    The kernel has to be sharded as that of the parallel layer:
+
+    ```python
+    nnx.Linear(
+        64, 256, dot_general=fa.nn.parallel_dot_general("column"),
+        kernel_metadata={"out_sharding": (None, "model")}, bias_metadata={"out_sharding": ("model",)}, rngs=rngs,
+    )
+    nnx.Linear(
+        256, 64, dot_general=fa.nn.parallel_dot_general("row"),
+        kernel_metadata={"out_sharding": ("model", None)}, rngs=rngs,
+    )
+    ```
+
+    Args:
+      split: "column", as `ColumnParallelLinear`, or "row", as `RowParallelLinear`.
+      axis_name: The mesh axis that splits the kernel.
+      layout: How the rows of the output of "row" lie: "sequence" or "replicated".
+      backend: What executes the product; see `flaxasync.all_gather_matmul`.
+
+    Raises:
+      ValueError: `split` or `layout` is unknown. A call raises it for operands that are no input and kernel of
+        `nnx.Linear`, or are not sharded as they have to be.
+    """
+    if split not in ("column", "row"):
+        raise ValueError(f"parallel_dot_general got {split!r}: it must be 'column' or 'row'")
+    check_output_layout("parallel_dot_general", layout)
+    features: Split = "out_features" if split == "column" else "in_features"
+
+    def dot_general(
+        x: Array,
+        kernel: Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> Array:
+        contracting, batch = dimension_numbers
+        given = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
+        if kernel.ndim != 2 or given != (((x.ndim - 1,), (0,)), ((), ())):
+            raise ValueError(
+                "parallel_dot_general contracts the last dimension of x with the first of a kernel [in, out]: got "
+                f"x {list(x.shape)}, kernel {list(kernel.shape)} and {dimension_numbers}"
+            )
+        if out_sharding is not None:
+            raise ValueError("parallel_dot_general shards its output itself: leave out_sharding out")
+        settings = LinearSettings(
+            axis_name=axis_name, backend=backend, precision=precision, preferred_element_type=preferred_element_type
+        )
+        return multiply("parallel_dot_general", x, kernel, with_dtype(settings, x, kernel), features, layout)
+
+    dot_general.has_collectives = True  # type: ignore[attr-defined]  # parallel layers refuse it as their own product
+    return dot_general
