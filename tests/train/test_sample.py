@@ -4,6 +4,8 @@ import dataclasses
 import json
 
 import pytest
+import tokenizers
+from tokenizers import decoders
 
 from tests.train.data.test_tokenizer import train_tokenizer
 from train.sample import main, stream
@@ -20,6 +22,30 @@ def test_a_character_is_shown_when_it_is_whole():
     assert "".join(stream(decode, [], iter([list(first)]), ())) == "caf\ufffd", "what stays incomplete is shown at last"
 
 
+def bytes_tokenizer():
+    """Returns a tokenizer as that of Llama 2: spaces are part of tokens, and unknown characters are bytes."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "b": 258}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def test_no_text_is_lost_when_the_decoder_rewrites_earlier_text():
+    """The first bytes of a character, after another one, turn both into replacement characters if "b" follows."""
+    tokenizer = bytes_tokenizer()
+    tokens = [*tokenizer.encode("a \u00e9").ids, *"\u20ac".encode()[:2]]
+    assert tokenizer.decode(tokens[:-2]) == "a \u00e9"
+    assert not tokenizer.decode([*tokens, 258]).startswith("a \u00e9"), "otherwise the test shows nothing"
+    parts = [[token] for token in [*tokens, *tokenizer.encode("b a").ids]]
+    assert "".join(stream(tokenizer.decode, [], iter(parts), ())) == "a \u00e9" + 4 * "\ufffd" + " b a"
+    whole = tokenizer.encode("a \u00e9\u20ac b").ids
+    shown = list(stream(tokenizer.decode, whole[:1], iter([[token] for token in whole[1:]]), ()))
+    assert "".join(shown) == "a \u00e9\u20ac b"
+
+
 def test_the_text_ends_at_the_token_that_ends_documents():
     for end in (0, 1):
         parts = iter([list(b"ab"), [*b"c", end, *b"d"], list(b"e")])
@@ -28,7 +54,7 @@ def test_the_text_ends_at_the_token_that_ends_documents():
 
 
 @pytest.mark.parametrize("end", [[], [99]])
-def test_no_text_is_lost_when_the_decoder_rewrites_earlier_text(end):
+def test_no_rewritten_text_is_lost_at_the_token_that_ends_documents(end):
     """The second token changes text that was shown, and leaves its length as it was, as bytes of a character may."""
     texts = {(): "", (1,): "a\u00e9", (1, 2): "ab", (1, 2, 3): "abc"}
     for parts, shown in (([[1], [2, *end]], "a\u00e9b"), ([[1], [2], [3], end], "a\u00e9bc")):
