@@ -43,8 +43,7 @@ class XlaChannel:
         return state
 
     def tie(self, state: Block, values: Any) -> tuple[Block, Any]:
-        """Ties nothing: XLA schedules its own permute, and the compute must be free to move across it."""
-        return state, values
+        return state, values  # untied: the compute must be free to move across XLA's own permute
 
     def hop(self, state: Block, update: Update, turn: int) -> Block:
         arrived: jax.Array = lax.ppermute(state, self.axis_name, self.permutation)

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul, stays_resident
-from flaxasync.kernels.engine.epilogue import Epilogue
+from flaxasync.kernels.engine.matmul import Epilogue
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.kernels.weight_gradient import gather_weight_gradient
