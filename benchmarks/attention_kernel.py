@@ -1,7 +1,6 @@
 """The attention kernels of flaxasync, JAX and tokamax, forward and backward: simulated without a TPU.
 
-    python benchmarks/attention_kernel.py                          prints the table (about ten minutes)
-    python benchmarks/attention_kernel.py --write docs/kernels/layers.md  and writes it there
+    python benchmarks/attention_kernel.py [--write docs/kernels/layers.md]      about ten minutes
 
 The program computes causal attention of one sequence of 4096 rows, with four heads of 128 features that share one head
 of keys and values, in bfloat16, and its gradients. That is what one of eight tensor-parallel devices has of a sequence
@@ -89,7 +88,6 @@ LIBRARIES = {"JAX": of_jax, "tokamax": of_tokamax}
 
 
 def simulated(attention: Callable[[Array, Array, Array], Array], name: str) -> Times:
-    """Simulates attention and its gradients on one chip."""
     topology = f"{name}:1x1" if name != "v5p" else "v5p:1x1x1"
     mesh = fa.check.topology_mesh(topology, (1,), ("x",), axis_types=(AxisType.Auto,))
 
@@ -121,7 +119,6 @@ def best_of(library: str, name: str) -> Times:
 
 
 def row(name: str, library: str, times: Times) -> tuple[str, ...]:
-    """Makes a row of the table."""
     product = 2 * HEADS * ROWS**2 * FEATURES / 2 / chip(name).flops
     cells = [
         f"{seconds * 1e3:.3f} ({products * product / seconds:.0%})"
@@ -131,12 +128,10 @@ def row(name: str, library: str, times: Times) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
-    chosen = parser.parse_args()
+    chosen = command_line(__doc__).parse_args()
     libraries = [library for library in LIBRARIES if library == "JAX" or importlib.util.find_spec(library)]
     rows = []
-    for name in chosen.chips:
+    for name in CHIPS:
         rows.append(row(name, "flaxasync", simulated(ours, name)))
         rows += [row(name, library, best_of(library, name)) for library in libraries]
     table = print_table(("chip", "kernel", "forward ms", "backward ms", "program ms"), rows)

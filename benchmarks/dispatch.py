@@ -70,7 +70,6 @@ def training_step() -> str:
 
 
 def main() -> None:
-    """Measures and prints; writes the tables if asked to."""
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="calls of each function that are timed (default: 7)")
     chosen = parser.parse_args()

@@ -1,8 +1,6 @@
 """Single tokens through a decoder layer of eight billion parameters: how the sums over eight devices are done.
 
-    python benchmarks/few_rows.py                          prints both tables; no TPU
-    python benchmarks/few_rows.py --write docs/kernels/exchange.md  also puts them between the markers there
-    python benchmarks/few_rows.py --cache DIR              keeps each simulation there, and repeats none
+    python benchmarks/few_rows.py [--cache DIR] [--write docs/kernels/exchange.md]     DIR keeps each simulation
 
 The first table is a layer with width 4096, 32 heads, 8 key-value heads, an MLP of 14336 and a cache of 1024 tokens, to
 which each sequence of the batch adds one token. The layer sums twice: after the output projection and after the MLP.
@@ -80,7 +78,6 @@ def layer_program(topology: str, batch: int, backend: str | None) -> Program:
 
 
 def product_program(topology: str, rows: int, backend: str) -> Program:
-    """Returns a row-parallel product [rows, width] @ [width, width]."""
     mesh = topology_mesh(topology, (DEVICES,), ("model",))
     specs = P(None, "model"), P("model", None)
     op = functools.partial(fa.matmul_all_reduce, axis_name="model", backend=backend)
@@ -132,7 +129,6 @@ def product_row(topology: str, rows: int, cache: pathlib.Path | None) -> tuple[s
 
 
 def main() -> None:
-    """Prints the tables; writes them if asked to."""
     parser = command_line(__doc__)
     parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were simulated")
     chosen = parser.parse_args()

@@ -22,8 +22,6 @@ from models.transformer import RMSNorm
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which mesh axes shard what."""
-
     batch: tuple[str, ...] = ("data",)  # they shard the batch
     fsdp: str | None = None  # shards kernels as well
     flash: bool = False  # whether attention is `flaxasync.attention`, a kernel that XLA cannot partition itself
@@ -49,7 +47,6 @@ def linear(inputs: int, outputs: int, sharding: tuple, config: TransformerConfig
 
 
 def constrain(x: Array, *spec: str | tuple[str, ...] | None) -> Array:
-    """Constrains the sharding of `x`."""
     return lax.with_sharding_constraint(x, P(*spec))
 
 

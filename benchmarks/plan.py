@@ -1,9 +1,8 @@
 """Does `fa.plan` choose well? It chooses for a grid of shapes, chips and rings; a sample of it is compiled and played.
 
-    python benchmarks/plan.py                           plays the sample with every backend: an hour; no TPU
-    python benchmarks/plan.py --count 5                 a smaller sample
-    python benchmarks/plan.py --results plays.jsonl     keeps each play there, and plays nothing twice
-    python benchmarks/plan.py --write docs/plan.md      also puts the table between the markers there
+    python benchmarks/plan.py [--count 5] [--results plays.jsonl] [--write docs/plan.md]
+
+It takes an hour. --count gives a smaller sample, and the file of results keeps each play, so that none is repeated.
 
 Each case is one op, alone or with its gradients, as a jitted program. Its time is that of the played program, without
 the copy that XLA adds where a kernel ends a program (docs/kernels/mesh_matmul.md). Each ring of a mesh has a w of its
@@ -90,7 +89,6 @@ class Case:
 
 
 def grid() -> list[Case]:
-    """Returns all cases about which `fa.plan` is asked."""
     return [Case(op, mesh, rows, *sides, backward) for op, mesh, rows, sides, backward in
             itertools.product(OPS, MESHES, ROWS, SIDES, (False, True))]  # fmt: skip
 

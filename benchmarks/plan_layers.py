@@ -1,9 +1,8 @@
 """Do layers choose well? A sample of attention blocks and MLPs is played as they choose, and in all other forms.
 
-    python benchmarks/plan_layers.py                      plays the sample: about an hour; no TPU
-    python benchmarks/plan_layers.py --seed 1             draws another sample
-    python benchmarks/plan_layers.py --cache DIR          keeps each play there, and plays no program twice
-    python benchmarks/plan_layers.py --write docs/plan.md also puts the table between the markers there
+    python benchmarks/plan_layers.py [--seed 1] [--cache DIR] [--write docs/plan.md]
+
+It takes an hour. --seed draws another sample, and DIR keeps each play, so that no program is played twice.
 
 A case is a `ParallelSelfAttention` or a gated `ParallelMLP` in bfloat16 on a ring of all devices of a topology: the
 forward pass, dx and the gradients of all parameters, as one jitted program. Its time is that of the played program,
@@ -50,8 +49,6 @@ COUNT, SEED = 12, 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One layer at one size."""
-
     layer: str
     topology: str
     batch: int  # sequences
@@ -61,8 +58,6 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a layer is executed."""
-
     backend: str | None  # of all of its ops; None for what each of them chooses
     keep: bool = False  # whether what is gathered is kept; with no backend, whether it may be
     exchange: bool | None = False  # whether weights and heads of attention travel; None for what the block chooses
@@ -98,7 +93,6 @@ def forms(case: Case) -> tuple[Form, ...]:
 
 
 def make_layer(case: Case, form: Form) -> nnx.Module:
-    """Makes the layer of a case in a form, for the ambient mesh."""
     options: dict[str, Any] = {"backend": form.backend, "gathered_bytes": MEMORY if form.keep else 0}
     options |= {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     if case.layer == "MLP":

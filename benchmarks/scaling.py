@@ -37,14 +37,12 @@ HEADER = ("model", "chips", "data x fsdp x context x model", "memory", "step", "
 
 
 def run(preset: str, chip: str, chips: int) -> Config:
-    """Returns a preset with one sequence for each chip."""
     config = load_preset(CONFIGS / f"{preset}.py")
     data = dataclasses.replace(config.data, batch_size=chips, sequence_length=SEQUENCE[chip], microbatches=1)
     return dataclasses.replace(config, data=data)
 
 
 def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
-    """Returns the row of the best mesh of so many chips."""
     best = rank(run(preset, chip, chips), CHIPS[chip], chips)[0]
     mesh = mesh_text(best)
     if not best.fits:

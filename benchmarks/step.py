@@ -86,7 +86,6 @@ def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology:
 
 
 def make_layer(variant: str, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """Makes the layer of a variant, for the ambient mesh."""
     if variant in OURS:
         return DecoderLayer(
             config, axis_name="model", fsdp_axis=None, context_axis=None, context_layout="contiguous", backend=None,
@@ -105,7 +104,6 @@ def mesh_of(devices: Sequence[Any], variant: str, config: TransformerConfig) -> 
 def program(
     variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh
 ) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Makes the jitted function of a variant and its abstract arguments; see `layer_program`."""
     shape = jax.ShapeDtypeStruct((batch, sequence, config.width), jnp.dtype(config.dtype))
     return layer_program(lambda: make_layer(variant, config, nnx.Rngs(0)), shape, mesh)
 
@@ -115,14 +113,9 @@ def layer_program(
 ) -> tuple[Any, tuple[Any, Any, Any]]:
     """Makes the jitted forward and backward pass of a layer; must be called under `jax.set_mesh(mesh)`.
 
-    Args:
-      make: Makes the layer.
-      shape: The shape and dtype of x and y, [batch, rows, features], which are sharded by rows over "model".
-      mesh: A mesh with the axes "data" and "model".
-
-    Returns:
-      The function, which returns y, the gradients of the parameters, and dx; and its abstract arguments: the
-      parameters, x and dy.
+    The mesh has the axes "data" and "model"; x and y have this shape, [batch, rows, features], sharded by rows over
+    "model". The function takes the parameters, x and dy, which are returned beside it without values. It returns y, the
+    gradients of the parameters, and dx.
     """
     graph, state = split_layer(make, mesh)
     x = array(shape.shape, mesh, P("data", "model", None), shape.dtype)
@@ -161,23 +154,13 @@ def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None 
 
 
 def milliseconds(seconds: float) -> str:
-    """Writes a time in milliseconds, a short one with two digits more."""
     return f"{seconds * 1e3:.{2 if seconds >= 1e-3 else 4}f}"
 
 
 def row(found: Played, peak: float) -> tuple[str, ...]:
-    """Makes the row of the table of a variant; `peak` is the time at the peak."""
-    return (
-        found.preset,
-        found.topology,
-        found.variant,
-        milliseconds(found.seconds) + found.mark,
-        f"{found.estimated / found.seconds - 1:+.1%}",
-        f"{peak / found.seconds:.1%}",
-        milliseconds(found.matrix_busy),
-        milliseconds(found.exposed),
-        f"{found.temporaries / 2**20:.0f}",
-    )
+    error, share = f"{found.estimated / found.seconds - 1:+.1%}", f"{peak / found.seconds:.1%}"
+    played, times = milliseconds(found.seconds) + found.mark, map(milliseconds, (found.matrix_busy, found.exposed))
+    return found.preset, found.topology, found.variant, played, error, share, *times, f"{found.temporaries / 2**20:.0f}"
 
 
 def main() -> None:

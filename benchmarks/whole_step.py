@@ -134,7 +134,6 @@ class AutomaticTrainer(Trainer):
 
 
 def config_of(case: Case) -> Config:
-    """Returns the run of a case."""
     config = llama_8b()
     data, fsdp, model = case.mesh
     length = SEQUENCE[case.topology.partition(":")[0]]
@@ -147,18 +146,13 @@ def config_of(case: Case) -> Config:
 
 
 def mesh_of(program: str, config: Config, devices: Sequence[Any], kind: str) -> Mesh:
-    """Makes the mesh of a run, with the axis types that the program needs."""
     mesh = mesh_over(devices, config.mesh, kind)
     auto = (AxisType.Auto,) * len(mesh.axis_names)
     return mesh if program == OURS else Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
 
 def compiled(case: Case, file: pathlib.Path) -> check.CompiledProgram | dict[str, Any]:
-    """Compiles a step, or reads what an earlier call has left in a file.
-
-    Returns:
-      The program; or the memory that a step needs that does not fit.
-    """
+    """Compiles a step, or reads it from a file; returns the program, or the memory that it needs and does not have."""
     if file.exists():
         with gzip.open(file, "rb") as stream:
             return pickle.load(stream)
@@ -196,7 +190,6 @@ def estimated(case: Case, program: check.CompiledProgram, kernels: Literal["play
 
 
 def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
-    """Makes the row of a case."""
     overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
     mesh = "x".join(map(str, case.mesh))
     named = (case.topology, case.program, mesh, case.remat, overlap, case.flags or "-")

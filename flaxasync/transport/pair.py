@@ -164,9 +164,7 @@ def start_kernel(
 
     The scalars are int32, and the body gets refs of shape [1] in SMEM. Each of the arrays, in HBM, is aliased to a
     result. The kernel creates arrays of the types `made`, such as `pltpu.HBM(shape, dtype)`, and so many semaphores.
-
-    Returns:
-      The semaphores, the arrays, and what was created.
+    It returns the semaphores, the arrays, and what was created.
     """
     count, size = len(scalars), len(arrays)
     made_spaces = tuple(pl.BlockSpec(memory_space=type_.memory_space) for type_ in made)

@@ -35,7 +35,6 @@ class PendingPermute:
 
     @property
     def aval(self) -> Aval:
-        """The type of the x that belongs to it."""
         return Aval.of(self.block)
 
 

@@ -99,7 +99,6 @@ class StatefulTransport:
     """A `flaxasync.ring.Transport` that moves blocks between Refs, which are created outside the loop."""
 
     def open(self, block: Block, axis_name: str, *, shift: int) -> "RefChannel":
-        """Returns a channel with two Refs for each array of `block`."""
         arrays, structure = jax.tree.flatten(block)
         return RefChannel(tuple(map(_new_pair, arrays)), structure, axis_name, shift)
 

@@ -21,7 +21,6 @@ class XlaTransport:
     """A `flaxasync.ring.Transport` that moves blocks with `lax.ppermute`."""
 
     def open(self, block: Block, axis_name: str, *, shift: int) -> "XlaChannel":
-        """Returns a channel on which all arrays of `block` travel together."""
         return XlaChannel(block, axis_name, ring.permutation(lax.axis_size(axis_name), shift))
 
     def check_unroll(self, unroll: int) -> None:
