@@ -6,10 +6,9 @@ The matmuls on v6e are those on which a public all-gather-matmul kernel was comp
 projection of a tensor-parallel MLP and the matmul of its backward pass, dy @ w.T, which also returns the gathered dy.
 All are in bfloat16 on a ring of 8.
 
-"Played" times are totals of the simulator `fa.check.play`, which executes the final instructions of all devices. The
-columns "public kernel" and "its XLA" are earlier results of the same simulator for that kernel and for XLA's program
-beside it. A star marks a program that had to be compiled with synchronous collectives, a dash one that the simulator
-refuses. On a machine with eight TPUs the command also runs both programs there and prints the measured times.
+The columns "public kernel" and "its XLA" are earlier results of the same simulator for that kernel and for XLA's
+program beside it. A star marks a program that had to be compiled with synchronous collectives, a dash one that the
+simulator refuses. With eight TPUs the command also runs both programs there and prints the measured times.
 """
 
 from typing import Any

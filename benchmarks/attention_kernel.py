@@ -7,9 +7,8 @@ of keys and values, in bfloat16, and its gradients. That is what one of eight te
 of the 8B preset. `fa.attention` takes its own tiles. The two others, which are called splash attention, are tried with
 all of TILES and OPTIONS, and the fastest of them is in the table, for each of the three times by itself.
 
-"Forward" and "backward" are the Pallas kernels. "Program" is everything: what is before, between and after them, such
-as the sum of the dq of several tiles, too. The share of the peak counts the causal half of two products forward, and of
-five backward. Tiles with which a program does not compile are named, and left out.
+"Forward" and "backward" are the Pallas kernels, and "program" is everything. The share of the peak counts the causal
+half of two products forward, and of five backward. Tiles with which a program does not compile are named, and left out.
 
 It needs libtpu, and tokamax 0.0.17 for its rows: pip install '.[bench]'.
 """

@@ -7,9 +7,8 @@ which each sequence of the batch adds one token. The layer sums twice: after the
 The second one is a row-parallel product [rows, 4096] @ [4096, 4096] in bf16 with each backend. The command fails if the
 planned form of a layer takes longer than XLA's all-reduce.
 
-In the player a transfer to another chip takes 1 us however many links it crosses. XLA's all-reduce sends to neighbours
-only, but the exchange over up to four links. So the last columns of the first table add a latency for each link after
-the first. Nothing here ran on a TPU: every time is a simulated one, and v6e is not calibrated (docs/player.md).
+The last columns of the first table add a latency for each link after the first, because in the player a transfer takes
+1 us however many links it crosses. Nothing here ran on a TPU: every time is a simulated one.
 """
 
 import dataclasses
@@ -105,9 +104,9 @@ def played(topology: str, program: Program, latencies: Sequence[float], cache: p
 def layer_times(topology: str, batch: int, cache: pathlib.Path | None) -> dict[str, list[float]]:
     """Simulates the layer with XLA's all-reduce and as it is planned, which may be the same."""
     serial = played(topology, layer_program(topology, batch, "none"), LINK_LATENCIES, cache)
-    if set(planned(topology, batch)) == {"none"}:
-        return {"planned": serial, "all-reduce": serial}
-    taken = played(topology, layer_program(topology, batch, None), LINK_LATENCIES, cache)
+    taken = serial
+    if set(planned(topology, batch)) != {"none"}:
+        taken = played(topology, layer_program(topology, batch, None), LINK_LATENCIES, cache)
     return {"planned": taken, "all-reduce": serial}
 
 

@@ -87,7 +87,6 @@ class PlainAttention(nnx.Module):
         return constrain(self.out(out.reshape(*out.shape[:-2], -1)), self.layout.batch, "model", None)
 
     def attend(self, q: Float[Array, "B L H A"], k: Float[Array, "B L K A"], v: Float[Array, "B L K A"]) -> Array:
-        """Returns the causal attention [B, L, H, A] of heads."""
         if self.layout.flash:
             heads = P(self.layout.batch, None, "model", None)
             return jax.shard_map(fa.attention, in_specs=(heads, heads, heads), out_specs=heads)(q, k, v)

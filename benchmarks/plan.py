@@ -6,13 +6,10 @@ It takes an hour. --count gives a smaller sample, and the file of results keeps 
 
 Each case is one op, alone or with its gradients, as a jitted program. Its time is that of the played program, without
 the copy that XLA adds where a kernel ends a program (docs/kernels/mesh_matmul.md). Each ring of a mesh has a w of its
-own, because the gradient of a shared w would be summed over "data", which is not part of the op. "Behind the best" says
-how much longer the chosen backend takes than the fastest one. For each op and mesh the table has the case whose
-predictions are furthest from the played times. The constants of the model were fitted to samples of earlier seeds, and
-this sample has no case of those. XLA's own collectives are compiled as synchronous ones, because XLA splits the
-asynchronous all-gather of more than two devices into steps inside matmuls, which read tables that the player lacks.
-`plan` is asked about rings along a line of chips, but those are not played. Nothing here has run on a TPU, and only v5e
-is calibrated (docs/player.md).
+own, because the gradient of a shared w would be summed over "data", which is not part of the op. The constants of the
+model were fitted to samples of earlier seeds, and this sample has no case of those. XLA's own collectives are compiled
+as synchronous ones, because XLA splits the asynchronous all-gather of more than two devices into steps inside matmuls,
+which read tables that the player lacks. `plan` is asked about rings along a line of chips, but those are not played.
 """
 
 import collections

@@ -9,10 +9,8 @@ forward pass, dx and the gradients of all parameters, as one jitted program. Its
 without the copies that XLA adds where a kernel ends a program, as in benchmarks/plan.py. XLA's own collectives are
 compiled as synchronous ones, for the reason that is given there.
 
-A form names a backend for all ops of the layer, says whether the rows that it gathers are kept for the weight gradient,
-and for attention blocks whether weights and heads travel instead of rows. The layer chooses twice: with no memory for
-gathered rows, where it is compared with the forms that keep nothing, and with 128 MiB, where it is compared with all.
-The command fails if a choice takes more than 5 % longer than the fastest form.
+The layer chooses twice: with no memory for gathered rows, where it is compared with the forms that keep nothing, and
+with 128 MiB, where it is compared with all. The command fails if a choice takes more than 5 % longer than the fastest.
 """
 
 import dataclasses

@@ -101,7 +101,6 @@ def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) ->
 
 
 def has_tpus(count: int) -> bool:
-    """Says whether this machine has so many TPUs, so that programs can be measured."""
     return jax.default_backend() == "tpu" and jax.device_count() == count
 
 

@@ -26,11 +26,8 @@ from train.dry_run.report import gib, time_text
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 PRESETS = ("llama_8b", "llama_70b")
-CHIP_COUNTS = {  # a slice of v5e or v6e has 256 chips at most
-    "v5e": (8, 16, 64, 256),
-    "v6e": (8, 16, 64, 256),
-    "v5p": (8, 16, 64, 512),
-}
+# A slice of v5e or v6e has 256 chips at most.
+CHIP_COUNTS = {"v5e": (8, 16, 64, 256), "v6e": (8, 16, 64, 256), "v5p": (8, 16, 64, 512)}
 SEQUENCE = {"v5e": 4096, "v6e": 4096, "v5p": 8192}
 HEADER = ("model", "chips", "data x fsdp x context x model", "memory", "step", "tokens/s a chip", "MFU", "exposed",
           "what binds")  # fmt: skip

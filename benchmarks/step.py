@@ -4,19 +4,13 @@
     python benchmarks/step.py --cache DIR --write docs/kernels/layers.md   also writes the table of that file
     python benchmarks/step.py --presets llama_8b --topologies v6e:2x4 --variants flaxasync --phases
 
-The layers are those of PRESETS, with as many sequences of tokens as it says, in bfloat16, tensor-parallel over eight
-devices and without rematerialization. The program takes the parameters, x and dy, and returns y, dx and the gradients
-of all parameters. x and y are sharded over the sequence. benchmarks/whole_step.py has the whole step of llama_8b.
+docs/kernels/layers.md says what is computed. "flaxasync" is the layer of models/transformer.py, whose ops choose their
+backends. "automatic" is the same layer of nnx.Linear, whose collective operations XLA chooses. All of them use the
+attention kernel of `flaxasync.attention`. benchmarks/whole_step.py has the whole step of llama_8b.
 
-"flaxasync" is the layer of models/transformer.py, whose ops choose their backends; with "gathered x kept" its products
-may keep the rows that they gather for the weight gradient, up to 128 MiB each. "automatic" is the same layer of
-nnx.Linear, whose collective operations XLA chooses. benchmarks/whole_step.py has it with XLA's flags, too.
-All of them use the attention kernel of `flaxasync.attention`.
-
-A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. A
-* marks a program that had to be compiled with synchronous collectives. "Estimate" is how far `fa.check.timeline` with
-kernels="play" is from the prediction. "Of peak" compares with all matmuls at the peak of the data sheet: the causal
-half of attention alone, and gradients as twice the forward pass. A play takes minutes; with --cache none is repeated.
+A * marks a program that had to be compiled with synchronous collectives. "Of peak" compares with all matmuls at the
+peak of the data sheet: the causal half of attention alone, and gradients as twice the forward pass. A play takes
+minutes; with --cache none is repeated.
 """
 
 import dataclasses

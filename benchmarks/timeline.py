@@ -87,7 +87,7 @@ def run(name: str) -> Row:
 
 
 def backend_row(backend: str, *, backward: bool) -> tuple[str, ...]:
-    """Returns what `flaxasync.check` reads from a program. An operation in a loop counts in every iteration."""
+    """Returns the row of a program, in which an operation in a loop counts in every iteration."""
     program = compile_mlp(backend, {}, backward=backward)
     module = check.parse(program.as_text())
     report, time = check.audit(module, chip="v5e"), check.timeline(module, chip="v5e")
@@ -97,17 +97,12 @@ def backend_row(backend: str, *, backward: bool) -> tuple[str, ...]:
         copies += runs * sum(i.opcode == "copy" and i.shape.bytes >= LARGE for i in instructions)
     found = {code: sum(f.count for f in report.findings if f.code == code) for code in report.codes()}
     transfers = [p for p in report.pairs if p.communicates]
-    return (
-        "gradients" if backward else "forward",
-        backend,
-        str(copies),
-        str(found.get("in-flight-copied", 0)),
-        str(sum(p.runs for p in transfers) + found.get("synchronous-collective", 0)),
-        str(sum(p.runs for p in transfers if p.overlapped)),
-        f"{time.exposed * 1e3:.2f}",
-        f"{time.seconds * 1e3:.2f}",
-        f"{program.bytes_by_kind['temporaries'] / 2**20:,.0f}",
-    )
+    all_transfers = sum(p.runs for p in transfers) + found.get("synchronous-collective", 0)
+    overlapped = sum(p.runs for p in transfers if p.overlapped)
+    counts = map(str, (copies, found.get("in-flight-copied", 0), all_transfers, overlapped))
+    times = f"{time.exposed * 1e3:.2f}", f"{time.seconds * 1e3:.2f}"
+    temporaries = f"{program.bytes_by_kind['temporaries'] / 2**20:,.0f}"
+    return "gradients" if backward else "forward", backend, *counts, *times, temporaries
 
 
 def main() -> None:

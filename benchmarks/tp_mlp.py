@@ -7,8 +7,7 @@ features over the same eight devices. The backend "automatic" is the same formul
 with its default options. "Gradients" means one program that computes sum(y^2) and its gradients with respect to x, up
 and down.
 
-A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. A
-* marks a program that had to be compiled with synchronous collectives. On a machine with eight TPUs the command also
+A * marks a program that had to be compiled with synchronous collectives. On a machine with eight TPUs the command also
 runs the programs there, with XLA's default options, and prints the measured times.
 """
 

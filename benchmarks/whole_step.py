@@ -4,9 +4,7 @@
     python benchmarks/whole_step.py --programs DIR --only v6e --limit 1 compiles one more of v6e, and prints what it has
     python benchmarks/whole_step.py --programs DIR --limit 0 --write docs/scaling.md
 
-A step has 16 sequences, float32 parameters and Adam, activations in bfloat16. "automatic" is the decoder of
-benchmarks/plain_transformer.py, whose collective operations XLA chooses, with the attention kernel of
-`flaxasync.attention`; "flaxasync" is the step of train/run.py. Both have the same optimizer. The plain decoder has no
+docs/scaling.md says what is compared. "automatic" is the decoder of benchmarks/plain_transformer.py, which has no
 policy of rematerialization that is like "cheap". FLAGS has the sets of XLA's flags that are tried.
 
 Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step. Every distinct
