@@ -29,8 +29,8 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flaxasync as fa
-from benchmarks.plan import ALLOWED, OPTIONS
-from benchmarks.programs import kept, play_program, seconds_without_exit_copies
+from benchmarks.plan import ALLOWED
+from benchmarks.programs import SYNCHRONOUS, kept, play_program, seconds_without_exit_copies
 from benchmarks.step import layer_program
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.ops.costs import collective_matmul
@@ -110,10 +110,10 @@ def played_seconds(case: Case, form: Form, cache: pathlib.Path | None = None) ->
     least = -math.inf if form.backend and form.keep else collective_matmul.KEEPING_GAINS
     with jax.set_mesh(mesh), mock.patch.object(collective_matmul, "KEEPING_GAINS", least):
         fn, arguments = layer_program(lambda: make_layer(case, form), shape, mesh)
-        facts = case.topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text(), OPTIONS
+        facts = case.topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text(), SYNCHRONOUS
 
         def simulate() -> float:
-            played = play_program(case.topology, fn, *arguments, compiler_options=OPTIONS)
+            played = play_program(case.topology, fn, *arguments, compiler_options=SYNCHRONOUS)
             return seconds_without_exit_copies(*played)
 
         return kept(cache, facts, simulate)

@@ -38,10 +38,8 @@ from models.transformer import DecoderLayer
 from train.config import Config
 
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
-PRESETS: dict[str, tuple[Callable[[], Config], int, int]] = {  # and the sequences, and the tokens of each of them
-    "llama_8b": (llama_8b, 4, 4096),
-    "llama_70b": (llama_70b, 4, 4096),
-}
+PRESETS: dict[str, Callable[[], Config]] = {"llama_8b": llama_8b, "llama_70b": llama_70b}
+BATCH, SEQUENCE = 4, 4096  # sequences, and tokens of each
 KEPT = "flaxasync, gathered x kept"
 OURS = ("flaxasync", KEPT)
 VARIANTS = (*OURS, "automatic")
@@ -67,7 +65,7 @@ class Played:
 
 def architecture(preset: str, variant: str) -> TransformerConfig:
     """Returns the architecture of a preset, with everything in bfloat16 and without rematerialization."""
-    model, mib = PRESETS[preset][0]().model, 128 if variant == KEPT else 0
+    model, mib = PRESETS[preset]().model, 128 if variant == KEPT else 0
     return dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=mib)
 
 
@@ -124,11 +122,10 @@ def layer_program(
 
 def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None = None) -> Played:
     """Simulates a layer, or reads from the folder `cache` what it took when it was simulated before."""
-    _, batch, sequence = PRESETS[preset]
     config = architecture(preset, variant)
     mesh = mesh_of(topology_devices(topology), variant, config)
     with jax.set_mesh(mesh):
-        fn, arguments = program(variant, config, batch, sequence, mesh)
+        fn, arguments = program(variant, config, BATCH, SEQUENCE, mesh)
 
         def simulate() -> dict[str, Any]:
             result, compiled, mark = play_or_synchronize(topology, fn, *arguments)
@@ -167,7 +164,7 @@ def main() -> None:
     chosen = parser.parse_args()
     rows = []
     for preset, topology in itertools.product(chosen.presets, chosen.topologies):
-        peak = peak_seconds(architecture(preset, "flaxasync"), *PRESETS[preset][1:], topology)
+        peak = peak_seconds(architecture(preset, "flaxasync"), BATCH, SEQUENCE, topology)
         for variant in chosen.variants:
             found = played(preset, variant, topology, chosen.cache)
             rows.append(row(found, peak))
