@@ -107,7 +107,7 @@ class FusedExecutor:
 
 
 def check_kernels(
-    op: str, axis_name: str, size: int, shapes: Sequence[tuple[int, ...]], dtype: jnp.dtype, unroll: int,
+    op: str, axis_name: str, size: int, shapes: Sequence[Sequence[int]], dtype: jnp.dtype, unroll: int,
     precision: lax.PrecisionLike, reduce_dtype: DTypeLike | None,
 ) -> None:  # fmt: skip
     """Raises NotImplementedError if the kernels cannot serve a call of `op` on a ring of `size` TPUs."""
