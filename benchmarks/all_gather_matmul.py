@@ -1,17 +1,14 @@
 """`all_gather_matmul` as one fused kernel, compared with XLA: predicted without a TPU, measured on TPUs.
 
-    python benchmarks/all_gather_matmul.py                            predict both programs (minutes; no TPU)
-    python benchmarks/all_gather_matmul.py --write docs/kernels/all_gather_matmul.md  and writes it there
-    python benchmarks/all_gather_matmul.py --small                    use small sizes (seconds; no reference figures)
+    python benchmarks/all_gather_matmul.py [--write docs/kernels/all_gather_matmul.md]    minutes; no TPU
 
 The matmuls on v6e are those on which a public all-gather-matmul kernel was compared with XLA. Those on v5e are the up
 projection of a tensor-parallel MLP and the matmul of its backward pass, dy @ w.T, which also returns the gathered dy.
 All are in bfloat16 on a ring of 8.
 
-"Played" times are totals of the simulator `fa.check.play`, which executes the final instructions of all devices. The
-columns "public kernel" and "its XLA" are earlier results of the same simulator for that kernel and for XLA's program
-beside it. A star marks a program that had to be compiled with synchronous collectives, a dash one that the simulator
-refuses. On a machine with eight TPUs the command also runs both programs there and prints the measured times.
+The columns "public kernel" and "its XLA" are earlier results of the same simulator for that kernel and for XLA's
+program beside it. A star marks a program that had to be compiled with synchronous collectives, a dash one that the
+simulator refuses. With eight TPUs the command also runs both programs there and prints the measured times.
 """
 
 from typing import Any
@@ -36,7 +33,6 @@ SHAPES: list[Shape] = [
 ]  # fmt: skip
 TOPOLOGIES = ["v6e:2x4"] * 3 + ["v5e:2x4"] * 4
 KNOWN = ["0.225, 0.399", "0.417, 0.464", "0.437, 0.467", "-", "-", "-", "-"]  # public kernel and its XLA, in ms
-SMALL: Shape = (2, 64, 512, 512, False)
 HEADER = ("topology", "m, k, n", "public kernel, its XLA: ms", "XLA played ms", "fused played ms", "kernel alone",
           "of it waits", "of peak", "XLA measured", "fused measured")  # fmt: skip
 
@@ -67,7 +63,6 @@ def program(backend: str, topology: str, shape: Shape, mesh: Mesh | None = None,
 
 
 def ring(devices: list) -> Mesh:
-    """Makes a mesh of one ring over all devices, present or described."""
     return fa.make_mesh((len(devices),), ("model",), devices=devices, axis_types=(AxisType.Auto,))
 
 
@@ -100,11 +95,8 @@ def row(topology: str, shape: Shape, known: str) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--small", action="store_true", help="use small sizes, without reference figures")
-    chosen = parser.parse_args()
-    cases = [("v5e:2x4", SMALL, "-")] if chosen.small else list(zip(TOPOLOGIES, SHAPES, KNOWN, strict=True))
-    rows = [row(*case) for case in cases]
+    chosen = command_line(__doc__).parse_args()
+    rows = [row(*case) for case in zip(TOPOLOGIES, SHAPES, KNOWN, strict=True)]
     write_between_markers(chosen.write, "all gather matmul", print_table(HEADER[: len(rows[0])], rows))
 
 

@@ -84,7 +84,6 @@ def outcome(case: str, column: str) -> str:
 
 
 def table_rows(columns: Iterable[str]) -> list[list[str]]:
-    """Returns a row for each case: its name and its outcomes."""
     columns, rows = tuple(columns), []
     for case in CASES:
         name, comma, detail = case.partition(",")
@@ -93,12 +92,10 @@ def table_rows(columns: Iterable[str]) -> list[list[str]]:
 
 
 def versions() -> str:
-    """Returns the versions of what the table depends on."""
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu"))
 
 
 def main() -> None:
-    """Prints the table; with --write also puts it between the markers of a file."""
     chosen = command_line(__doc__).parse_args()
     table = print_table(["start", *OPTIONS], table_rows(OPTIONS))
     write_between_markers(chosen.write, "async starts", f"Made with {versions()}.\n\n{table}")

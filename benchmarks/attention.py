@@ -44,7 +44,6 @@ type Attention = Callable[[Any, Any, Any], Any]  # [b, s, h, d] on one device of
 
 
 def compiled(attention: Attention, topology: str, rows: int, heads: int, kv_heads: int) -> fa.check.CompiledProgram:
-    """Compiles the program of o, dq, dk and dv."""
     mesh = fa.check.topology_mesh(topology, (R,), ("x",), axis_types=(AxisType.Explicit,))
     spec = P(None, "x")
 
@@ -65,7 +64,6 @@ def splash_config() -> Any:
 
 
 def tokamax_ring(q: Any, k: Any, v: Any) -> Any:
-    """Computes full attention on local shards with tokamax's ring."""
     from tokamax._src.ops.experimental.tpu.splash_attention import ring_attention_kernel as ring
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
@@ -188,7 +186,6 @@ def has_tokamax() -> bool:
 
 
 def main() -> None:
-    """Prints the tables; with --write puts them between the markers of a file."""
     parser = command_line(__doc__)
     parser.add_argument("--tables", nargs="+", choices=("transfers", "comparison"), default=["transfers", "comparison"])
     chosen = parser.parse_args()

@@ -1,16 +1,14 @@
 """The attention kernels of flaxasync, JAX and tokamax, forward and backward: simulated without a TPU.
 
-    python benchmarks/attention_kernel.py                          prints the table (about ten minutes)
-    python benchmarks/attention_kernel.py --write docs/kernels/layers.md  and writes it there
+    python benchmarks/attention_kernel.py [--write docs/kernels/layers.md]      about ten minutes
 
 The program computes causal attention of one sequence of 4096 rows, with four heads of 128 features that share one head
 of keys and values, in bfloat16, and its gradients. That is what one of eight tensor-parallel devices has of a sequence
 of the 8B preset. `fa.attention` takes its own tiles. The two others, which are called splash attention, are tried with
 all of TILES and OPTIONS, and the fastest of them is in the table, for each of the three times by itself.
 
-"Forward" and "backward" are the Pallas kernels. "Program" is everything: what is before, between and after them, such
-as the sum of the dq of several tiles, too. The share of the peak counts the causal half of two products forward, and of
-five backward. Tiles with which a program does not compile are named, and left out.
+"Forward" and "backward" are the Pallas kernels, and "program" is everything. The share of the peak counts the causal
+half of two products forward, and of five backward. Tiles with which a program does not compile are named, and left out.
 
 It needs libtpu, and tokamax 0.0.17 for its rows: pip install '.[bench]'.
 """
@@ -89,7 +87,6 @@ LIBRARIES = {"JAX": of_jax, "tokamax": of_tokamax}
 
 
 def simulated(attention: Callable[[Array, Array, Array], Array], name: str) -> Times:
-    """Simulates attention and its gradients on one chip."""
     topology = f"{name}:1x1" if name != "v5p" else "v5p:1x1x1"
     mesh = fa.check.topology_mesh(topology, (1,), ("x",), axis_types=(AxisType.Auto,))
 
@@ -121,7 +118,6 @@ def best_of(library: str, name: str) -> Times:
 
 
 def row(name: str, library: str, times: Times) -> tuple[str, ...]:
-    """Makes a row of the table."""
     product = 2 * HEADS * ROWS**2 * FEATURES / 2 / chip(name).flops
     cells = [
         f"{seconds * 1e3:.3f} ({products * product / seconds:.0%})"
@@ -131,12 +127,10 @@ def row(name: str, library: str, times: Times) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
-    chosen = parser.parse_args()
+    chosen = command_line(__doc__).parse_args()
     libraries = [library for library in LIBRARIES if library == "JAX" or importlib.util.find_spec(library)]
     rows = []
-    for name in chosen.chips:
+    for name in CHIPS:
         rows.append(row(name, "flaxasync", simulated(ours, name)))
         rows += [row(name, library, best_of(library, name)) for library in libraries]
     table = print_table(("chip", "kernel", "forward ms", "backward ms", "program ms"), rows)

@@ -1,7 +1,6 @@
 """Links between ring neighbours on the chip network, in the order of `jax.make_mesh` and in that of `fa.make_mesh`.
 
-    python benchmarks/device_order.py                        print the table
-    python benchmarks/device_order.py --write docs/tpu.md    also write it between the markers of that file
+    python benchmarks/device_order.py [--write docs/tpu.md]
 
 A cell lists the links per hop of each mesh axis, for the ring with the longest hop. No TPU is needed: libtpu describes
 the chips.

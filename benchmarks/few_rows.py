@@ -1,17 +1,14 @@
 """Single tokens through a decoder layer of eight billion parameters: how the sums over eight devices are done.
 
-    python benchmarks/few_rows.py                          prints both tables; no TPU
-    python benchmarks/few_rows.py --write docs/kernels/exchange.md  also puts them between the markers there
-    python benchmarks/few_rows.py --cache DIR              keeps each simulation there, and repeats none
+    python benchmarks/few_rows.py [--cache DIR] [--write docs/kernels/exchange.md]     DIR keeps each simulation
 
 The first table is a layer with width 4096, 32 heads, 8 key-value heads, an MLP of 14336 and a cache of 1024 tokens, to
 which each sequence of the batch adds one token. The layer sums twice: after the output projection and after the MLP.
 The second one is a row-parallel product [rows, 4096] @ [4096, 4096] in bf16 with each backend. The command fails if the
 planned form of a layer takes longer than XLA's all-reduce.
 
-In the player a transfer to another chip takes 1 us however many links it crosses. XLA's all-reduce sends to neighbours
-only, but the exchange over up to four links. So the last columns of the first table add a latency for each link after
-the first. Nothing here ran on a TPU: every time is a simulated one, and v6e is not calibrated (docs/player.md).
+The last columns of the first table add a latency for each link after the first, because in the player a transfer takes
+1 us however many links it crosses. Nothing here ran on a TPU: every time is a simulated one.
 """
 
 import dataclasses
@@ -80,7 +77,6 @@ def layer_program(topology: str, batch: int, backend: str | None) -> Program:
 
 
 def product_program(topology: str, rows: int, backend: str) -> Program:
-    """Returns a row-parallel product [rows, width] @ [width, width]."""
     mesh = topology_mesh(topology, (DEVICES,), ("model",))
     specs = P(None, "model"), P("model", None)
     op = functools.partial(fa.matmul_all_reduce, axis_name="model", backend=backend)
@@ -108,9 +104,9 @@ def played(topology: str, program: Program, latencies: Sequence[float], cache: p
 def layer_times(topology: str, batch: int, cache: pathlib.Path | None) -> dict[str, list[float]]:
     """Simulates the layer with XLA's all-reduce and as it is planned, which may be the same."""
     serial = played(topology, layer_program(topology, batch, "none"), LINK_LATENCIES, cache)
-    if set(planned(topology, batch)) == {"none"}:
-        return {"planned": serial, "all-reduce": serial}
-    taken = played(topology, layer_program(topology, batch, None), LINK_LATENCIES, cache)
+    taken = serial
+    if set(planned(topology, batch)) != {"none"}:
+        taken = played(topology, layer_program(topology, batch, None), LINK_LATENCIES, cache)
     return {"planned": taken, "all-reduce": serial}
 
 
@@ -132,7 +128,6 @@ def product_row(topology: str, rows: int, cache: pathlib.Path | None) -> tuple[s
 
 
 def main() -> None:
-    """Prints the tables; writes them if asked to."""
     parser = command_line(__doc__)
     parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were simulated")
     chosen = parser.parse_args()

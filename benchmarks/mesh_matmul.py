@@ -1,14 +1,10 @@
 """`fa.mesh_matmul` on every backend, with the sizes of a published 2 x 2 study: predicted, and measured on TPUs.
 
-    python benchmarks/mesh_matmul.py                            predict every backend (half a minute; no TPU)
-    python benchmarks/mesh_matmul.py --write docs/kernels/mesh_matmul.md  and writes it there
-    python benchmarks/mesh_matmul.py --small                    divide all sizes by 8 (seconds; no reference figures)
+    python benchmarks/mesh_matmul.py [--write docs/kernels/mesh_matmul.md]     half a minute; no TPU
     python benchmarks/mesh_matmul.py --meshes [--write FILE]    predict other meshes of four and eight v5e chips
 
-The matmul is LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] with m, k, n = 16384, 16384, 8192 in bfloat16 on four v5e chips.
-"Predicted" times are totals of the simulator `fa.check.play`, which executes the final instructions of all devices.
-"Published" times are those that the study measured for its own kernel of that name. On a machine with four TPUs the
-same command also runs the backends there and prints the measured times.
+The matmul is LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] in bfloat16 on four v5e chips. "Published" times are those that
+the study measured for its own kernel of that name. With four TPUs the command also runs the backends there.
 """
 
 import functools
@@ -24,26 +20,18 @@ from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.kernels.engine.operands import Tiles
 
 type Directions = Literal[1, 2] | None
-STUDY, SMALL = (16384, 16384, 8192), (2048, 2048, 1024)  # m, k, n
+STUDY = (16384, 16384, 8192)  # m, k, n
 TOPOLOGY = "v5e:2x2"
 PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  # measured by the study, in ms
 BACKENDS = ("none", "xla_gemm", "serial", "fused", "overlapped")
 MESHES = (("v5e:2x2", (4, 1)), ("v5e:2x2", (1, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)))
-FORMS: tuple[tuple[str, Directions], ...] = (
-    ("none", None),
-    ("overlapped", 1),
-    ("overlapped", 2),
-)  # backend and directions on other meshes
+FORMS: tuple[tuple[str, Directions], ...] = (("none", None), ("overlapped", 1), ("overlapped", 2))  # on other meshes
 HEADER = ("backend", "published ms", "predicted ms", "difference", "without exit copy", "waits for others", "of peak",
           "measured here")  # fmt: skip
 
 
 def program(
-    backend: str | None,
-    mesh: Mesh,
-    shape: tuple[int, int, int],
-    tiles: Tiles | None = None,
-    directions: Directions = None,
+    backend: str | None, mesh: Mesh, shape: tuple[int, ...], tiles: Tiles | None = None, directions: Directions = None
 ) -> tuple:
     """Makes the jitted function of a backend; returns it and its abstract arguments."""
     m, k, n = shape
@@ -52,28 +40,21 @@ def program(
     return jax.jit(fn), array((m, k), mesh, P("x", "y")), array((k, n), mesh, P("x", None))
 
 
-def row(backend: str, shape: tuple[int, int, int], tiles: Tiles | None) -> tuple[str, ...]:
+def row(backend: str) -> tuple[str, ...]:
     """Simulates a backend on the mesh of the study, and measures it where four TPUs are attached."""
-    fn, *arguments = program(backend, fa.check.topology_mesh(TOPOLOGY, (2, 2), ("x", "y")), shape, tiles)
+    fn, *arguments = program(backend, fa.check.topology_mesh(TOPOLOGY, (2, 2), ("x", "y")), STUDY)
     result, compiled = play_program(TOPOLOGY, fn, *arguments)
-    total, known = result.seconds * 1e3, PUBLISHED.get(backend) if shape == STUDY else None
-    cells = [
-        backend,
-        "-" if known is None else f"{known:g}",
-        f"{total:.3f}",
-        "-" if known is None else f"{total / known - 1:+.1%}",
-        f"{seconds_without_exit_copies(result, compiled) * 1e3:.3f}",
-        f"{result.exposed * 1e3:.3f}",
-        f"{result.slowest.share_of_peak:.0%}",
-    ]
+    total, known = result.seconds * 1e3, PUBLISHED.get(backend)
+    published, error = ("-", "-") if known is None else (f"{known:g}", f"{total / known - 1:+.1%}")
+    times = (f"{seconds * 1e3:.3f}" for seconds in (seconds_without_exit_copies(result, compiled), result.exposed))
+    cells = [backend, published, f"{total:.3f}", error, *times, f"{result.slowest.share_of_peak:.0%}"]
     if has_tpus(4):
         mesh = fa.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-        cells.append(f"{fastest_ms(*program(backend, mesh, shape, tiles)):.3f}")
+        cells.append(f"{fastest_ms(*program(backend, mesh, STUDY)):.3f}")
     return tuple(cells)
 
 
 def mesh_row(topology: str, mesh_shape: tuple[int, int], backend: str, directions: Directions) -> tuple[str, ...]:
-    """Simulates a backend on another mesh."""
     mesh = fa.check.topology_mesh(topology, mesh_shape, ("x", "y"))
     fn, *arguments = program(backend, mesh, STUDY, directions=directions)
     result, compiled = play_program(topology, fn, *arguments)
@@ -84,7 +65,6 @@ def mesh_row(topology: str, mesh_shape: tuple[int, int], backend: str, direction
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--small", action="store_true", help="divide all sizes by 8, without reference figures")
     parser.add_argument("--meshes", action="store_true", help="predict other meshes than that of the study")
     chosen = parser.parse_args()
     if chosen.meshes:
@@ -92,8 +72,7 @@ def main() -> None:
         header = ("topology", "mesh", "backend", "directions", "predicted ms", "waits for others", "of peak")
         write_between_markers(chosen.write, "mesh matmul meshes", print_table(header, rows))
         return
-    sizes = (SMALL, Tiles(256, 256, 256)) if chosen.small else (STUDY, None)
-    rows = [row(backend, *sizes) for backend in BACKENDS]
+    rows = [row(backend) for backend in BACKENDS]
     write_between_markers(chosen.write, "mesh matmul", print_table(HEADER[: len(rows[0])], rows))
 
 

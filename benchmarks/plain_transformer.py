@@ -22,8 +22,6 @@ from models.transformer import RMSNorm
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which mesh axes shard what."""
-
     batch: tuple[str, ...] = ("data",)  # they shard the batch
     fsdp: str | None = None  # shards kernels as well
     flash: bool = False  # whether attention is `flaxasync.attention`, a kernel that XLA cannot partition itself
@@ -49,7 +47,6 @@ def linear(inputs: int, outputs: int, sharding: tuple, config: TransformerConfig
 
 
 def constrain(x: Array, *spec: str | tuple[str, ...] | None) -> Array:
-    """Constrains the sharding of `x`."""
     return lax.with_sharding_constraint(x, P(*spec))
 
 
@@ -90,7 +87,6 @@ class PlainAttention(nnx.Module):
         return constrain(self.out(out.reshape(*out.shape[:-2], -1)), self.layout.batch, "model", None)
 
     def attend(self, q: Float[Array, "B L H A"], k: Float[Array, "B L K A"], v: Float[Array, "B L K A"]) -> Array:
-        """Returns the causal attention [B, L, H, A] of heads."""
         if self.layout.flash:
             heads = P(self.layout.batch, None, "model", None)
             return jax.shard_map(fa.attention, in_specs=(heads, heads, heads), out_specs=heads)(q, k, v)

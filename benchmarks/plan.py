@@ -1,19 +1,15 @@
 """Does `fa.plan` choose well? It chooses for a grid of shapes, chips and rings; a sample of it is compiled and played.
 
-    python benchmarks/plan.py                           plays the sample with every backend: an hour; no TPU
-    python benchmarks/plan.py --count 5                 a smaller sample
-    python benchmarks/plan.py --results plays.jsonl     keeps each play there, and plays nothing twice
-    python benchmarks/plan.py --write docs/plan.md      also puts the table between the markers there
+    python benchmarks/plan.py [--count 5] [--results plays.jsonl] [--write docs/plan.md]
+
+It takes an hour. --count gives a smaller sample, and the file of results keeps each play, so that none is repeated.
 
 Each case is one op, alone or with its gradients, as a jitted program. Its time is that of the played program, without
 the copy that XLA adds where a kernel ends a program (docs/kernels/mesh_matmul.md). Each ring of a mesh has a w of its
-own, because the gradient of a shared w would be summed over "data", which is not part of the op. "Behind the best" says
-how much longer the chosen backend takes than the fastest one. For each op and mesh the table has the case whose
-predictions are furthest from the played times. The constants of the model were fitted to samples of earlier seeds, and
-this sample has no case of those. XLA's own collectives are compiled as synchronous ones, because XLA splits the
-asynchronous all-gather of more than two devices into steps inside matmuls, which read tables that the player lacks.
-`plan` is asked about rings along a line of chips, but those are not played. Nothing here has run on a TPU, and only v5e
-is calibrated (docs/player.md).
+own, because the gradient of a shared w would be summed over "data", which is not part of the op. The constants of the
+model were fitted to samples of earlier seeds, and this sample has no case of those. XLA's own collectives are compiled
+as synchronous ones, because XLA splits the asynchronous all-gather of more than two devices into steps inside matmuls,
+which read tables that the player lacks. `plan` is asked about rings along a line of chips, but those are not played.
 """
 
 import collections
@@ -23,7 +19,6 @@ import itertools
 import json
 import pathlib
 import random
-from collections.abc import Sequence
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -46,7 +41,6 @@ LINES = {"v5e:2x4 ring 4"}  # no closed rings of chips, which alone the player's
 ROWS = (128, 512, 2048)
 SIDES = ((1024, 512), (2048, 2048), (4096, 1024), (8192, 3584), (4096, 4096))  # (features, hidden features)
 BACKENDS = ("none", "xla", "pallas", "fused")
-OPTIONS = SYNCHRONOUS
 COUNT, SEED = 30, 4
 FIRST_UNSEEN = 3  # the constants of the model were fitted to the samples of smaller seeds
 ALLOWED = 0.05
@@ -90,7 +84,6 @@ class Case:
 
 
 def grid() -> list[Case]:
-    """Returns all cases about which `fa.plan` is asked."""
     return [Case(op, mesh, rows, *sides, backward) for op, mesh, rows, sides, backward in
             itertools.product(OPS, MESHES, ROWS, SIDES, (False, True))]  # fmt: skip
 
@@ -127,19 +120,19 @@ def played_seconds(case: Case, backend: str) -> float:
     if case.backward:
         arguments.append(whole(case.result, specs[2]))
     fn = jax.jit(with_gradients if case.backward else local)
-    return seconds_without_exit_copies(*play_program(topology, fn, *arguments, compiler_options=OPTIONS))
+    return seconds_without_exit_copies(*play_program(topology, fn, *arguments, compiler_options=SYNCHRONOUS))
 
 
-def play_sample(cases: list[Case], backends: Sequence[str], path: str | None) -> dict[tuple[Case, str], float]:
+def play_sample(cases: list[Case], path: str | None) -> dict[tuple[Case, str], float]:
     """Returns the seconds of each case with each backend. Plays what the file at `path` lacks, and adds it there."""
     file = None if path is None else pathlib.Path(path)
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
     results = {(Case(**line["case"]), line["backend"]): line["seconds"] for line in lines}
-    for number, (case, backend) in enumerate(itertools.product(cases, backends), 1):
+    for number, (case, backend) in enumerate(itertools.product(cases, BACKENDS), 1):
         if (case, backend) in results:
             continue
         results[case, backend] = seconds = played_seconds(case, backend)
-        print(f"{number}/{len(cases) * len(backends)} {case} {backend}: {seconds * 1e3:.4f} ms", flush=True)
+        print(f"{number}/{len(cases) * len(BACKENDS)} {case} {backend}: {seconds * 1e3:.4f} ms", flush=True)
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             line = json.dumps({"case": dataclasses.asdict(case), "backend": backend, "seconds": seconds})
@@ -152,25 +145,24 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
-    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--results", metavar="FILE", help="keep each play in this file, and play nothing twice")
     chosen = parser.parse_args()
-    cases, backends = sample(chosen.seed, chosen.count), chosen.backends
-    results = play_sample(cases, backends, chosen.results)
+    cases = sample(chosen.seed, chosen.count)
+    results = play_sample(cases, chosen.results)
     rows: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {}  # the error of a prediction, and the cells
     behind = []
     for case in sorted(cases, key=lambda c: (c.op, c.mesh, c.backward, c.rows)):
-        played = {backend: results[case, backend] for backend in backends}
+        played = {backend: results[case, backend] for backend in BACKENDS}
         planned = case.plan().seconds
         choice = min(played, key=lambda backend: planned[backend])
         behind.append(played[choice] / min(played.values()) - 1)
-        error = max(abs(planned[backend] / played[backend] - 1) for backend in backends)
+        error = max(abs(planned[backend] / played[backend] - 1) for backend in BACKENDS)
         if error > rows.get((case.op, case.mesh), (-1.0, ()))[0]:
             size, gradients = f"{case.rows}x{case.features}x{case.hidden}", "yes" if case.backward else "no"
-            times = [f"{played[b] * 1e3:.3f} ({planned[b] * 1e3:.3f})" for b in backends]
+            times = [f"{played[b] * 1e3:.3f} ({planned[b] * 1e3:.3f})" for b in BACKENDS]
             cells = (case.op, case.mesh, size, gradients, *times, choice, f"{behind[-1]:.1%}")
             rows[case.op, case.mesh] = error, cells
-    columns = [f"{backend}: played (planned) ms" for backend in backends]
+    columns = [f"{backend}: played (planned) ms" for backend in BACKENDS]
     header = ("op", "mesh", "rows x features x hidden", "gradients", *columns, "chosen", "behind the best")
     table = print_table(header, [cells for _, cells in rows.values()])
     choices = collections.Counter(case.plan().backend for case in grid()).most_common()

@@ -1,19 +1,16 @@
 """Do layers choose well? A sample of attention blocks and MLPs is played as they choose, and in all other forms.
 
-    python benchmarks/plan_layers.py                      plays the sample: about an hour; no TPU
-    python benchmarks/plan_layers.py --seed 1             draws another sample
-    python benchmarks/plan_layers.py --cache DIR          keeps each play there, and plays no program twice
-    python benchmarks/plan_layers.py --write docs/plan.md also puts the table between the markers there
+    python benchmarks/plan_layers.py [--seed 1] [--cache DIR] [--write docs/plan.md]
+
+It takes an hour. --seed draws another sample, and DIR keeps each play, so that no program is played twice.
 
 A case is a `ParallelSelfAttention` or a gated `ParallelMLP` in bfloat16 on a ring of all devices of a topology: the
 forward pass, dx and the gradients of all parameters, as one jitted program. Its time is that of the played program,
 without the copies that XLA adds where a kernel ends a program, as in benchmarks/plan.py. XLA's own collectives are
 compiled as synchronous ones, for the reason that is given there.
 
-A form names a backend for all ops of the layer, says whether the rows that it gathers are kept for the weight gradient,
-and for attention blocks whether weights and heads travel instead of rows. The layer chooses twice: with no memory for
-gathered rows, where it is compared with the forms that keep nothing, and with 128 MiB, where it is compared with all.
-The command fails if a choice takes more than 5 % longer than the fastest form.
+The layer chooses twice: with no memory for gathered rows, where it is compared with the forms that keep nothing, and
+with 128 MiB, where it is compared with all. The command fails if a choice takes more than 5 % longer than the fastest.
 """
 
 import dataclasses
@@ -32,8 +29,8 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flaxasync as fa
-from benchmarks.plan import ALLOWED, OPTIONS
-from benchmarks.programs import kept, play_program, seconds_without_exit_copies
+from benchmarks.plan import ALLOWED
+from benchmarks.programs import SYNCHRONOUS, kept, play_program, seconds_without_exit_copies
 from benchmarks.step import layer_program
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.ops.costs import collective_matmul
@@ -50,8 +47,6 @@ COUNT, SEED = 12, 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One layer at one size."""
-
     layer: str
     topology: str
     batch: int  # sequences
@@ -61,8 +56,6 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a layer is executed."""
-
     backend: str | None  # of all of its ops; None for what each of them chooses
     keep: bool = False  # whether what is gathered is kept; with no backend, whether it may be
     exchange: bool | None = False  # whether weights and heads of attention travel; None for what the block chooses
@@ -98,7 +91,6 @@ def forms(case: Case) -> tuple[Form, ...]:
 
 
 def make_layer(case: Case, form: Form) -> nnx.Module:
-    """Makes the layer of a case in a form, for the ambient mesh."""
     options: dict[str, Any] = {"backend": form.backend, "gathered_bytes": MEMORY if form.keep else 0}
     options |= {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     if case.layer == "MLP":
@@ -118,10 +110,10 @@ def played_seconds(case: Case, form: Form, cache: pathlib.Path | None = None) ->
     least = -math.inf if form.backend and form.keep else collective_matmul.KEEPING_GAINS
     with jax.set_mesh(mesh), mock.patch.object(collective_matmul, "KEEPING_GAINS", least):
         fn, arguments = layer_program(lambda: make_layer(case, form), shape, mesh)
-        facts = case.topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text(), OPTIONS
+        facts = case.topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text(), SYNCHRONOUS
 
         def simulate() -> float:
-            played = play_program(case.topology, fn, *arguments, compiler_options=OPTIONS)
+            played = play_program(case.topology, fn, *arguments, compiler_options=SYNCHRONOUS)
             return seconds_without_exit_copies(*played)
 
         return kept(cache, facts, simulate)

@@ -1,9 +1,6 @@
 """What the player predicts for the published 2x2 study on v5e, phase by phase, beside what was measured there.
 
-    python benchmarks/player.py                        prints the table (about two minutes; no TPU)
-    python benchmarks/player.py --small                the same programs with sides of 1/8: nothing to compare with
-    python benchmarks/player.py --write docs/player.md --pictures docs/img
-                                                       also puts it between the markers there, and draws the runs
+    python benchmarks/player.py [--write docs/player.md] [--pictures docs/img]      about two minutes
 
 The study is "Thinking in Pallas - Sharded MatMuls" (considerthebulldog.com), with m, k, n = 16384, 16384, 8192 in bf16
 on four v5e chips. Figures marked "calibrates" fixed a constant of the chip table and prove nothing. Figures marked "by
@@ -18,14 +15,13 @@ import sys
 import jax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.player_kernels import STUDY, Tiles, program
+from benchmarks.player_kernels import Tiles, program
 from benchmarks.programs import array
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.check import save_picture, topology_mesh
 from flaxasync.check.player import Result, play
 from flaxasync.kernels.gemm import gemm
 
-SMALL, SMALL_TILES = (2048, 2048, 1024), Tiles(256, 256, 256, 256)
 TOPOLOGY = "v5e:2x2"
 DIAGONAL = 0  # a device that holds the rows of the right-hand side that it needs
 OFF_DIAGONAL = 1  # one that does not
@@ -41,8 +37,6 @@ DRAWN = ("fused", "overlapped")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of the table."""
-
     variant: str  # the program
     label: str
     phases: tuple[str, ...] = ()  # whose times are added; empty for the total
@@ -84,14 +78,13 @@ STEP = Row("step", "one step over k", measured=5.59e-3)  # of 512 x 1024 x 1024
 TOLERANCE = {"total": 0.02, "phase": 0.1, "step": 0.01}
 
 
-def study(shape: tuple[int, int, int], tiles: Tiles) -> dict[str, Result]:
-    """Simulates every variant."""
+def study() -> dict[str, Result]:
     mesh = topology_mesh(TOPOLOGY, (2, 2), ("x", "y"))
     totals = {row.variant: row.measured for row in ROWS if not row.phases}
     results = {}
     for variant in TITLES:
-        fn, *arguments = program(variant, mesh, shape, tiles)
-        measured = totals[variant] if shape == STUDY else None
+        fn, *arguments = program(variant, mesh)
+        measured = totals[variant]
         results[variant] = play(fn, *arguments, topology=TOPOLOGY, measured=measured and measured / 1e3)
     return results
 
@@ -105,10 +98,10 @@ def value_ms(row: Row, result: Result) -> float:
     return sum(p.exposed if row.waiting else p.seconds for p in phases) * 1e3
 
 
-def step_ms(tiles: Tiles) -> float:
+def step_ms() -> float:
     """Returns what one more step over k costs in the GEMM kernel, in ms, in its steady state on one chip."""
     mesh = topology_mesh("v5e:1x1", (1,), ("x",))
-    seconds = []
+    seconds, tiles = [], Tiles()
     for steps in (8, 16):
         shapes = ((tiles.m, steps * tiles.k), (steps * tiles.k, tiles.n))
         arguments = [array(shape, mesh, P()) for shape in shapes]
@@ -131,12 +124,11 @@ def misses(predicted: list[tuple[Row, float]]) -> list[str]:
     return found
 
 
-def table_rows(predicted: list[tuple[Row, float]], *, compare: bool) -> list[tuple[str, ...]]:
-    """Returns the cells of the table."""
+def table_rows(predicted: list[tuple[Row, float]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for row, value in predicted:
         known, error = "-" if row.variant == "overlapped" else "not at hand", ""
-        if compare and row.measured is not None:
+        if row.measured is not None:
             known = f"{row.measured:.3f} by difference" if row.by_difference else f"{row.measured:g}"
             error = f"{value / row.measured - 1:+.1%}" + (f" (calibrates {row.calibrates})" if row.calibrates else "")
         title = TITLES.get(row.variant, "GEMM kernel")
@@ -145,21 +137,17 @@ def table_rows(predicted: list[tuple[Row, float]], *, compare: bool) -> list[tup
 
 
 def main() -> None:
-    """Prints the table; writes it and draws the picture if asked to."""
     parser = command_line(__doc__)
-    parser.add_argument("--small", action="store_true", help="small sizes, which take seconds and compare with nothing")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="FOLDER", help="draw player_study.png there")
     chosen = parser.parse_args()
-    shape, tiles = (SMALL, SMALL_TILES) if chosen.small else (STUDY, Tiles())
-    results = study(shape, tiles)
-    predicted = [*((row, value_ms(row, results[row.variant])) for row in ROWS), (STEP, step_ms(tiles))]
-    rows = table_rows(predicted, compare=not chosen.small)
-    table = print_table(("program", "phase", "measured ms", "predicted ms", "error"), rows)
+    results = study()
+    predicted = [*((row, value_ms(row, results[row.variant])) for row in ROWS), (STEP, step_ms())]
+    table = print_table(("program", "phase", "measured ms", "predicted ms", "error"), table_rows(predicted))
     write_between_markers(chosen.write, "player study", table)
     if chosen.pictures:
         titles = [TITLES[variant] for variant in DRAWN]
         save_picture([results[variant] for variant in DRAWN], chosen.pictures / "player_study.png", titles=titles)
-    if not chosen.small and (missed := misses(predicted)):
+    if missed := misses(predicted):
         sys.exit("further from the measurements than allowed:\n  " + "\n  ".join(missed))
 
 

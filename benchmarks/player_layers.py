@@ -1,7 +1,6 @@
 """How XLA's own estimates of its fusions compare with their simulation, in a tensor-parallel MLP with every backend.
 
-    python benchmarks/player_layers.py                        prints the table; no TPU
-    python benchmarks/player_layers.py --write docs/player.md also puts it between the markers there
+    python benchmarks/player_layers.py [--write docs/player.md]
 
 The MLP is that of benchmarks/tp_mlp.py, forward. Nothing here ran on a TPU: every time is a prediction.
 """

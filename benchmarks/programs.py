@@ -33,10 +33,7 @@ def array(shape: tuple[int, ...], mesh: Mesh, spec: P, dtype: Any = jnp.bfloat16
 def split_layer(make: Callable[[], nnx.Module], mesh: Mesh, dtype: Any = None) -> tuple[Any, Any]:
     """Returns the structure of a layer, and its parameters without values, sharded as the layer asks.
 
-    Args:
-      make: Makes the layer, for the ambient mesh.
-      mesh: The ambient mesh.
-      dtype: The dtype of all parameters; None for those that the layer gives them.
+    The mesh is the ambient one. A dtype is that of all parameters, in place of those that the layer gives them.
     """
     graph, state = nnx.split(nnx.eval_shape(make))
     specs = nnx.get_partition_spec(state)
@@ -57,11 +54,7 @@ def play_program(
 def play_or_synchronize(topology: str, fn: Callable, *arguments: Any) -> tuple[Result, check.CompiledProgram, str]:
     """Simulates a program as XLA compiles it by default or, if that is refused, with synchronous collectives.
 
-    Returns:
-      The result, the compiled program, and a mark for its row of a table: "*" if its collectives are synchronous.
-
-    Raises:
-      PlayerError: The simulator refuses both programs.
+    Returns the result, the compiled program, and a mark for its row of a table: "*" if its collectives are synchronous.
     """
     try:
         return *play_program(topology, fn, *arguments), ""
@@ -108,7 +101,6 @@ def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) ->
 
 
 def has_tpus(count: int) -> bool:
-    """Says whether this machine has so many TPUs, so that programs can be measured."""
     return jax.default_backend() == "tpu" and jax.device_count() == count
 
 

@@ -26,25 +26,20 @@ from train.dry_run.report import gib, time_text
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 PRESETS = ("llama_8b", "llama_70b")
-CHIP_COUNTS = {  # a slice of v5e or v6e has 256 chips at most
-    "v5e": (8, 16, 64, 256),
-    "v6e": (8, 16, 64, 256),
-    "v5p": (8, 16, 64, 512),
-}
+# A slice of v5e or v6e has 256 chips at most.
+CHIP_COUNTS = {"v5e": (8, 16, 64, 256), "v6e": (8, 16, 64, 256), "v5p": (8, 16, 64, 512)}
 SEQUENCE = {"v5e": 4096, "v6e": 4096, "v5p": 8192}
 HEADER = ("model", "chips", "data x fsdp x context x model", "memory", "step", "tokens/s a chip", "MFU", "exposed",
           "what binds")  # fmt: skip
 
 
 def run(preset: str, chip: str, chips: int) -> Config:
-    """Returns a preset with one sequence for each chip."""
     config = load_preset(CONFIGS / f"{preset}.py")
     data = dataclasses.replace(config.data, batch_size=chips, sequence_length=SEQUENCE[chip], microbatches=1)
     return dataclasses.replace(config, data=data)
 
 
 def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
-    """Returns the row of the best mesh of so many chips."""
     best = rank(run(preset, chip, chips), CHIPS[chip], chips)[0]
     mesh = mesh_text(best)
     if not best.fits:

@@ -2,12 +2,10 @@
 
     python benchmarks/soak.py [--minutes 60] [--every 120] [--write docs/operations.md]
 
-One run is disturbed every `--every` seconds, on average, by `kill -9`, SIGTERM, SIGHUP or a disk that is full for a
-while, and is started again whenever its exit code asks for that. After `--minutes` the run is stopped. A second run
-then trains as many steps without a fault. The exit code is 1 if a loss differs by a bit, or if the memory of the
-process grew by more than 2 % in the longest start after its first third, which is its warm-up; a step that does not
-have exactly one line fails an assertion. The full disk is a small tmpfs, which only root can mount; without it that
-fault is left out.
+docs/operations.md says what is done. The exit code is 1 if a loss differs by a bit, or if the memory of the process
+grew by more than 2 % in the longest start after its first third, which is its warm-up; a step that does not have
+exactly one line fails an assertion. The full disk is a small tmpfs, which only root can mount; without it that fault is
+left out.
 """
 
 import contextlib
@@ -36,8 +34,6 @@ STEPS = 1_000_000  # more than any soak reaches, so that the learning rate of a 
 
 
 class Soak:
-    """The disturbed run."""
-
     def __init__(self, disk: Path, can_fill: bool, seed: int, every: float):
         self.work, self._disk, self._dice, self._every = disk / "run", disk, random.Random(seed), every
         self._kinds = ["SIGKILL", "SIGTERM", "SIGHUP", *([FULL_DISK] if can_fill else [])]
@@ -46,7 +42,6 @@ class Soak:
         self.memory: list[list[tuple[float, int]]] = []  # of each start: seconds since it began and resident bytes
 
     def run(self, seconds: float) -> None:
-        """Disturbs the run for some time, and then stops it."""
         until = time.monotonic() + seconds
         process, fault_at = self._start(), self._next_fault()
         while time.monotonic() < until:
@@ -124,11 +119,7 @@ def losses(work: Path) -> list[float]:
 
 
 def settled_memory(samples: list[tuple[float, int]]) -> tuple[float, float]:
-    """Returns the median memory in MiB of the second and of the last third of a start.
-
-    Args:
-      samples: Seconds since the start and resident bytes.
-    """
+    """Returns the median memory in MiB of the second and of the last third of a start, from its samples."""
     settled = [size for at, size in samples if at > samples[-1][0] / 3]
     half = len(settled) // 2
     if not half:

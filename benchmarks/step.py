@@ -4,19 +4,13 @@
     python benchmarks/step.py --cache DIR --write docs/kernels/layers.md   also writes the table of that file
     python benchmarks/step.py --presets llama_8b --topologies v6e:2x4 --variants flaxasync --phases
 
-The layers are those of PRESETS, with as many sequences of tokens as it says, in bfloat16, tensor-parallel over eight
-devices and without rematerialization. The program takes the parameters, x and dy, and returns y, dx and the gradients
-of all parameters. x and y are sharded over the sequence. benchmarks/whole_step.py has the whole step of llama_8b.
+docs/kernels/layers.md says what is computed. "flaxasync" is the layer of models/transformer.py, whose ops choose their
+backends. "automatic" is the same layer of nnx.Linear, whose collective operations XLA chooses. All of them use the
+attention kernel of `flaxasync.attention`. benchmarks/whole_step.py has the whole step of llama_8b.
 
-"flaxasync" is the layer of models/transformer.py, whose ops choose their backends; with "gathered x kept" its products
-may keep the rows that they gather for the weight gradient, up to 128 MiB each. "automatic" is the same layer of
-nnx.Linear, whose collective operations XLA chooses. benchmarks/whole_step.py has it with XLA's flags, too.
-All of them use the attention kernel of `flaxasync.attention`.
-
-A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. A
-* marks a program that had to be compiled with synchronous collectives. "Estimate" is how far `fa.check.timeline` with
-kernels="play" is from the prediction. "Of peak" compares with all matmuls at the peak of the data sheet: the causal
-half of attention alone, and gradients as twice the forward pass. A play takes minutes; with --cache none is repeated.
+A * marks a program that had to be compiled with synchronous collectives. "Of peak" compares with all matmuls at the
+peak of the data sheet: the causal half of attention alone, and gradients as twice the forward pass. A play takes
+minutes; with --cache none is repeated.
 """
 
 import dataclasses
@@ -44,10 +38,8 @@ from models.transformer import DecoderLayer
 from train.config import Config
 
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
-PRESETS: dict[str, tuple[Callable[[], Config], int, int]] = {  # and the sequences, and the tokens of each of them
-    "llama_8b": (llama_8b, 4, 4096),
-    "llama_70b": (llama_70b, 4, 4096),
-}
+PRESETS: dict[str, Callable[[], Config]] = {"llama_8b": llama_8b, "llama_70b": llama_70b}
+BATCH, SEQUENCE = 4, 4096  # sequences, and tokens of each
 KEPT = "flaxasync, gathered x kept"
 OURS = ("flaxasync", KEPT)
 VARIANTS = (*OURS, "automatic")
@@ -73,7 +65,7 @@ class Played:
 
 def architecture(preset: str, variant: str) -> TransformerConfig:
     """Returns the architecture of a preset, with everything in bfloat16 and without rematerialization."""
-    model, mib = PRESETS[preset][0]().model, 128 if variant == KEPT else 0
+    model, mib = PRESETS[preset]().model, 128 if variant == KEPT else 0
     return dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=mib)
 
 
@@ -86,7 +78,6 @@ def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology:
 
 
 def make_layer(variant: str, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """Makes the layer of a variant, for the ambient mesh."""
     if variant in OURS:
         return DecoderLayer(
             config, axis_name="model", fsdp_axis=None, context_axis=None, context_layout="contiguous", backend=None,
@@ -105,7 +96,6 @@ def mesh_of(devices: Sequence[Any], variant: str, config: TransformerConfig) -> 
 def program(
     variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh
 ) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Makes the jitted function of a variant and its abstract arguments; see `layer_program`."""
     shape = jax.ShapeDtypeStruct((batch, sequence, config.width), jnp.dtype(config.dtype))
     return layer_program(lambda: make_layer(variant, config, nnx.Rngs(0)), shape, mesh)
 
@@ -115,14 +105,9 @@ def layer_program(
 ) -> tuple[Any, tuple[Any, Any, Any]]:
     """Makes the jitted forward and backward pass of a layer; must be called under `jax.set_mesh(mesh)`.
 
-    Args:
-      make: Makes the layer.
-      shape: The shape and dtype of x and y, [batch, rows, features], which are sharded by rows over "model".
-      mesh: A mesh with the axes "data" and "model".
-
-    Returns:
-      The function, which returns y, the gradients of the parameters, and dx; and its abstract arguments: the
-      parameters, x and dy.
+    The mesh has the axes "data" and "model"; x and y have this shape, [batch, rows, features], sharded by rows over
+    "model". The function takes the parameters, x and dy, which are returned beside it without values. It returns y, the
+    gradients of the parameters, and dx.
     """
     graph, state = split_layer(make, mesh)
     x = array(shape.shape, mesh, P("data", "model", None), shape.dtype)
@@ -137,11 +122,10 @@ def layer_program(
 
 def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None = None) -> Played:
     """Simulates a layer, or reads from the folder `cache` what it took when it was simulated before."""
-    _, batch, sequence = PRESETS[preset]
     config = architecture(preset, variant)
     mesh = mesh_of(topology_devices(topology), variant, config)
     with jax.set_mesh(mesh):
-        fn, arguments = program(variant, config, batch, sequence, mesh)
+        fn, arguments = program(variant, config, BATCH, SEQUENCE, mesh)
 
         def simulate() -> dict[str, Any]:
             result, compiled, mark = play_or_synchronize(topology, fn, *arguments)
@@ -161,23 +145,13 @@ def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None 
 
 
 def milliseconds(seconds: float) -> str:
-    """Writes a time in milliseconds, a short one with two digits more."""
     return f"{seconds * 1e3:.{2 if seconds >= 1e-3 else 4}f}"
 
 
 def row(found: Played, peak: float) -> tuple[str, ...]:
-    """Makes the row of the table of a variant; `peak` is the time at the peak."""
-    return (
-        found.preset,
-        found.topology,
-        found.variant,
-        milliseconds(found.seconds) + found.mark,
-        f"{found.estimated / found.seconds - 1:+.1%}",
-        f"{peak / found.seconds:.1%}",
-        milliseconds(found.matrix_busy),
-        milliseconds(found.exposed),
-        f"{found.temporaries / 2**20:.0f}",
-    )
+    error, share = f"{found.estimated / found.seconds - 1:+.1%}", f"{peak / found.seconds:.1%}"
+    played, times = milliseconds(found.seconds) + found.mark, map(milliseconds, (found.matrix_busy, found.exposed))
+    return found.preset, found.topology, found.variant, played, error, share, *times, f"{found.temporaries / 2**20:.0f}"
 
 
 def main() -> None:
@@ -190,7 +164,7 @@ def main() -> None:
     chosen = parser.parse_args()
     rows = []
     for preset, topology in itertools.product(chosen.presets, chosen.topologies):
-        peak = peak_seconds(architecture(preset, "flaxasync"), *PRESETS[preset][1:], topology)
+        peak = peak_seconds(architecture(preset, "flaxasync"), BATCH, SEQUENCE, topology)
         for variant in chosen.variants:
             found = played(preset, variant, topology, chosen.cache)
             rows.append(row(found, peak))

@@ -28,11 +28,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_between_markers(path: str | None, name: str, text: str) -> None:
-    """Replaces the text between `<!-- name -->` and `<!-- /name -->` in a file; without a path it does nothing.
-
-    Raises:
-      ValueError: The file has no such pair of markers.
-    """
+    """Replaces the text between `<!-- name -->` and `<!-- /name -->` in a file; without a path it does nothing."""
     if path is None:
         return
     file = pathlib.Path(path)

@@ -1,9 +1,7 @@
 """Estimated timelines: of a matmul whose time was measured, and of a tensor-parallel MLP in several forms. No TPU.
 
-    python benchmarks/timeline.py                        prints the table of docs/check.md
-    python benchmarks/timeline.py --write docs/check.md  also puts it between the markers in that file
-    python benchmarks/timeline.py --pictures docs/img    also draws check_mlp.png and check_matmul.png
-    python benchmarks/timeline.py --backends --write docs/async.md  the transfers of the MLP by backend instead
+    python benchmarks/timeline.py [--write docs/check.md] [--pictures docs/img]
+    python benchmarks/timeline.py --backends [--write docs/async.md]     the transfers of the MLP by backend instead
 
 The matmul is that of the published 2x2 study on v5e (m, k, n = 16384, 16384, 8192 in bf16), which took 12.05 ms. The
 MLP is that of benchmarks/tp_mlp.py on v5e:2x4. Copies, bytes and pairs are facts of the program, times are estimates.
@@ -63,8 +61,6 @@ def compile_mlp(variant: str, options: dict[str, str], *, backward: bool = False
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one program compiles to."""
-
     name: str
     best: check.Timeline
     by_bytes: check.Timeline  # with copies timed by the bytes that they move
@@ -79,7 +75,6 @@ class Row:
 
 
 def run(name: str) -> Row:
-    """Compiles one program and estimates its time."""
     if name in MLPS:
         program = compile_mlp(*MLPS[name])
     else:
@@ -92,7 +87,7 @@ def run(name: str) -> Row:
 
 
 def backend_row(backend: str, *, backward: bool) -> tuple[str, ...]:
-    """Returns what `flaxasync.check` reads from a program. An operation in a loop counts in every iteration."""
+    """Returns the row of a program, in which an operation in a loop counts in every iteration."""
     program = compile_mlp(backend, {}, backward=backward)
     module = check.parse(program.as_text())
     report, time = check.audit(module, chip="v5e"), check.timeline(module, chip="v5e")
@@ -102,21 +97,15 @@ def backend_row(backend: str, *, backward: bool) -> tuple[str, ...]:
         copies += runs * sum(i.opcode == "copy" and i.shape.bytes >= LARGE for i in instructions)
     found = {code: sum(f.count for f in report.findings if f.code == code) for code in report.codes()}
     transfers = [p for p in report.pairs if p.communicates]
-    return (
-        "gradients" if backward else "forward",
-        backend,
-        str(copies),
-        str(found.get("in-flight-copied", 0)),
-        str(sum(p.runs for p in transfers) + found.get("synchronous-collective", 0)),
-        str(sum(p.runs for p in transfers if p.overlapped)),
-        f"{time.exposed * 1e3:.2f}",
-        f"{time.seconds * 1e3:.2f}",
-        f"{program.bytes_by_kind['temporaries'] / 2**20:,.0f}",
-    )
+    all_transfers = sum(p.runs for p in transfers) + found.get("synchronous-collective", 0)
+    overlapped = sum(p.runs for p in transfers if p.overlapped)
+    counts = map(str, (copies, found.get("in-flight-copied", 0), all_transfers, overlapped))
+    times = f"{time.exposed * 1e3:.2f}", f"{time.seconds * 1e3:.2f}"
+    temporaries = f"{program.bytes_by_kind['temporaries'] / 2**20:,.0f}"
+    return "gradients" if backward else "forward", backend, *counts, *times, temporaries
 
 
 def main() -> None:
-    """Prints the table; writes it and draws the pictures if asked to."""
     parser = command_line(__doc__)
     parser.add_argument("--backends", action="store_true", help="the transfers of the MLP by backend instead")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="DIR", help="draw check_matmul.png and check_mlp.png")

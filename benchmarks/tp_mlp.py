@@ -1,16 +1,13 @@
 """A tensor-parallel MLP, forward and with all gradients, on every backend: predicted without a TPU, measured on TPUs.
 
-    python benchmarks/tp_mlp.py                            predict every backend on v5e:2x4 (half an hour on two cores)
-    python benchmarks/tp_mlp.py --write docs/kernels/layers.md    also write the table between the markers of that file
-    python benchmarks/tp_mlp.py --quick                    predict the first shape only, on every backend
+    python benchmarks/tp_mlp.py [--write docs/kernels/layers.md]      on v5e:2x4: half an hour on two cores
 
 The MLP is y = silu(x @ up) @ down in bfloat16. Its input and output are sharded over the sequence, and its hidden
 features over the same eight devices. The backend "automatic" is the same formula in jax.numpy, which XLA partitions
 with its default options. "Gradients" means one program that computes sum(y^2) and its gradients with respect to x, up
 and down.
 
-A prediction is the total time in which the simulator `fa.check.play` executes the final instructions of all devices. A
-* marks a program that had to be compiled with synchronous collectives. On a machine with eight TPUs the command also
+A * marks a program that had to be compiled with synchronous collectives. On a machine with eight TPUs the command also
 runs the programs there, with XLA's default options, and prints the measured times.
 """
 
@@ -54,18 +51,13 @@ class Shape:
         return flops / topology_size(topology) / hardware.chip(topology).flops * 1e3
 
 
+LARGER, NARROWER = Shape(sequence=4096), Shape(model=4096)
 ROWS = [(Shape(), variant) for variant in VARIANTS]
-MORE_ROWS = [
-    (shape, variant) for shape in (Shape(sequence=4096), Shape(model=4096)) for variant in ("automatic", "fused")
-]
+ROWS += [(shape, variant) for shape in (LARGER, NARROWER) for variant in ("automatic", "fused")]
 
 
 def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[Callable, Sequence[Any]]:
-    """Makes the jitted function of a variant; must be called under `jax.set_mesh(mesh)`.
-
-    Returns:
-      The function, and its abstract arguments: the parameters and x.
-    """
+    """Makes the function of a variant, of the parameters and x, and these without values, for the ambient mesh."""
     rows = P(None, "model", None)
     x = array((shape.batch, shape.sequence, shape.model), mesh, rows)
     if variant == "automatic":
@@ -99,7 +91,6 @@ def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[
 
 
 def ring(devices: Sequence[Any], variant: str) -> Mesh:
-    """Makes a mesh of one ring over all devices, with the axis type that the variant needs."""
     kind = AxisType.Auto if variant == "automatic" else AxisType.Explicit
     return fa.make_mesh((len(devices),), ("model",), devices=devices, axis_types=(kind,))
 
@@ -135,10 +126,8 @@ def row(variant: str, shape: Shape) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--quick", action="store_true", help="predict the first shape only")
-    chosen = parser.parse_args()
-    rows = [row(variant, shape) for shape, variant in (ROWS if chosen.quick else ROWS + MORE_ROWS)]
+    chosen = command_line(__doc__).parse_args()
+    rows = [row(variant, shape) for shape, variant in ROWS]
     columns = ("ms", "above ideal", "longest wait", "measured ms")[: (len(rows[0]) - 2) // 2]
     header = [f"{which} {column}" for which in ("forward", "gradients") for column in columns]
     write_between_markers(chosen.write, "tp mlp", print_table(("MLP", "backend", *header), rows))

@@ -1,6 +1,6 @@
 """Throughput of a training step with our layers and with plain nnx layers, on 8 simulated CPU devices (2 x 4).
 
-    python benchmarks/train_throughput.py [--rounds N] [--write README.md]
+    python benchmarks/train_throughput.py [--write README.md]
 
 Every round runs one step of each variant, so that other work on the machine slows all of them, and the speedup over
 plain is the median of the ratios within the rounds.
@@ -26,6 +26,7 @@ from models.transformer import Transformer
 from train.step.optimizer import make_optimizer
 
 BACKENDS = ("xla", "none")
+ROUNDS = 15
 HEADER = ("training step on 8 simulated CPU devices (2 x 4)", "layers", "tokens/s", "plain = 1")
 
 
@@ -46,13 +47,13 @@ def training_step(model: Any, tokens: jax.Array) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(compiled(params, opt_state, tokens))
 
 
-def measure(steps: dict[str, Callable[[], Any]], tokens: int, rounds: int, title: str) -> list[list[str]]:
+def measure(steps: dict[str, Callable[[], Any]], tokens: int, title: str) -> list[list[str]]:
     """Runs one step of each variant per round; returns a row per variant, with its speedup over the plain one."""
     for run in steps.values():
         run()
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for done in range(rounds):
+    for done in range(ROUNDS):
         # Each round begins with another variant, because the time of a step depends on what ran before it.
         first = done % len(names)
         for name in names[first:] + names[:first]:
@@ -67,10 +68,7 @@ def measure(steps: dict[str, Callable[[], Any]], tokens: int, rounds: int, title
 
 
 def main() -> None:
-    """Measures, prints the table, and writes it to a file on request."""
-    parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of one step of every variant (default: 15)")
-    chosen = parser.parse_args()
+    chosen = command_line(__doc__).parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     base = tiny()
@@ -84,7 +82,7 @@ def main() -> None:
             models: dict[str, nnx.Module] = {"plain": PlainTransformer(config, rngs=nnx.Rngs(0))}
             models |= {backend: Transformer(config, backend=backend, rngs=nnx.Rngs(0)) for backend in BACKENDS}
             steps = {label: training_step(model, tokens) for label, model in models.items()}
-            rows += measure(steps, batch * length, chosen.rounds, f"{name} (width {config.width})")
+            rows += measure(steps, batch * length, f"{name} (width {config.width})")
     write_between_markers(chosen.write, "throughput", print_table(HEADER, rows))
 
 

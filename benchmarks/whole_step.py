@@ -4,9 +4,7 @@
     python benchmarks/whole_step.py --programs DIR --only v6e --limit 1 compiles one more of v6e, and prints what it has
     python benchmarks/whole_step.py --programs DIR --limit 0 --write docs/scaling.md
 
-A step has 16 sequences, float32 parameters and Adam, activations in bfloat16. "automatic" is the decoder of
-benchmarks/plain_transformer.py, whose collective operations XLA chooses, with the attention kernel of
-`flaxasync.attention`; "flaxasync" is the step of train/run.py. Both have the same optimizer. The plain decoder has no
+docs/scaling.md says what is compared. "automatic" is the decoder of benchmarks/plain_transformer.py, which has no
 policy of rematerialization that is like "cheap". FLAGS has the sets of XLA's flags that are tried.
 
 Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step. Every distinct
@@ -134,7 +132,6 @@ class AutomaticTrainer(Trainer):
 
 
 def config_of(case: Case) -> Config:
-    """Returns the run of a case."""
     config = llama_8b()
     data, fsdp, model = case.mesh
     length = SEQUENCE[case.topology.partition(":")[0]]
@@ -147,18 +144,13 @@ def config_of(case: Case) -> Config:
 
 
 def mesh_of(program: str, config: Config, devices: Sequence[Any], kind: str) -> Mesh:
-    """Makes the mesh of a run, with the axis types that the program needs."""
     mesh = mesh_over(devices, config.mesh, kind)
     auto = (AxisType.Auto,) * len(mesh.axis_names)
     return mesh if program == OURS else Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
 
 def compiled(case: Case, file: pathlib.Path) -> check.CompiledProgram | dict[str, Any]:
-    """Compiles a step, or reads what an earlier call has left in a file.
-
-    Returns:
-      The program; or the memory that a step needs that does not fit.
-    """
+    """Compiles a step, or reads it from a file; returns the program, or the memory that it needs and does not have."""
     if file.exists():
         with gzip.open(file, "rb") as stream:
             return pickle.load(stream)
@@ -196,7 +188,6 @@ def estimated(case: Case, program: check.CompiledProgram, kernels: Literal["play
 
 
 def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
-    """Makes the row of a case."""
     overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
     mesh = "x".join(map(str, case.mesh))
     named = (case.topology, case.program, mesh, case.remat, overlap, case.flags or "-")

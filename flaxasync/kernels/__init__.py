@@ -3,7 +3,7 @@
 | module | kernel |
 |---|---|
 | `gemm` | x @ w on one device |
-| `collectives` | all-gather, reduce-scatter and all-reduce alone |
+| `collectives` | all-gather and all-reduce alone |
 | `exchange` | an all-reduce of few rows, in which every device sends to every other one |
 | `all_gather_matmul` | all_gather(x) @ w |
 | `matmul_reduce_scatter` | reduce_scatter(x @ w) |

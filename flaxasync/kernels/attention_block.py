@@ -103,7 +103,6 @@ class BlockKernel(Protocol):
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
         """Adds the rows of kv that `product` names to the carry of the rows of q that `product` names."""
-        ...
 
     def backward(
         self,
@@ -117,4 +116,3 @@ class BlockKernel(Protocol):
         gradients: Gradients,
     ) -> Gradients:
         """Adds what the product contributes to the gradients of q and of kv; `do` has the shape of q."""
-        ...

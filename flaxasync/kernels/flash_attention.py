@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
-from flaxasync.kernels.engine.operands import LANES
-from flaxasync.kernels.flash_attention_grid import Grid, is_triangle, largest_tile
+from flaxasync.kernels.engine.operands import LANES, largest_divisor
+from flaxasync.kernels.flash_attention_grid import Grid, is_triangle
 
 KV_ROWS = 4096  # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, and 16 MiB with the copies
 VMEM_LIMIT = 64 * 2**20  # bytes; these kernels use less than half of them
@@ -61,7 +61,7 @@ class Flash:
             segments,
             zip(carry, (grid.queries(), grid.statistics()), strict=True),
             scratch_shapes=[pltpu.VMEM((grid.q_tile, LANES), jnp.float32)] * 2,
-            compiler_params=_compiler_params("parallel"),
+            heads="parallel",
             cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=q.dtype.itemsize),
             name="flash_attention",
         )
@@ -77,7 +77,7 @@ class Flash:
         product: Product,
         gradients: Gradients,
     ) -> Gradients:
-        k_rows = largest_tile(product.k_rows, KV_ROWS)
+        k_rows = largest_divisor(product.k_rows, KV_ROWS, LANES)
         count = product.k_rows // k_rows
 
         def part(index: Any) -> Product:
@@ -99,7 +99,7 @@ class Flash:
                 [(q, queries), (kv, grid.keys(0)), (kv, grid.keys(1)), (do, queries), (rows, statistics)],
                 segments,
                 zip(gradients, (queries, grid.key_gradients()), strict=True),
-                compiler_params=_compiler_params("arbitrary"),
+                heads="arbitrary",
                 cost_estimate=grid.cost(scores.mask, every, matmuls=5, itemsize=q.dtype.itemsize),
                 name="flash_attention_backward",
             )
@@ -139,6 +139,7 @@ def _call(
     segments: Segments,
     updated: Iterable[tuple[Array, pl.BlockSpec]],
     *,
+    heads: Literal["parallel", "arbitrary"],  # whether heads and tiles of queries may be visited in any order
     scratch_shapes: Sequence[Any] = (),
     **options: Any,
 ) -> tuple[Array, Array]:
@@ -163,6 +164,9 @@ def _call(
         ),
         out_shape=[jax.ShapeDtypeStruct.like(value) for value in values],
         input_output_aliases={first: 0, first + 1: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", heads, heads, "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
         **options,
     )(grid.scalars(product), *arrays, *values)
     return first_value, second_value
@@ -322,10 +326,3 @@ def _widened(column: Any, width: int) -> Any:
 
 def _dot(x: Any, y: Any, contracting: Any, scores: Scores) -> Any:
     return lax.dot_general(x, y, contracting, precision=scores.precision, preferred_element_type=jnp.float32)
-
-
-def _compiler_params(of_heads: Any) -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", of_heads, of_heads, "arbitrary"),
-        vmem_limit_bytes=VMEM_LIMIT,
-    )

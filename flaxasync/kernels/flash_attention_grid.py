@@ -10,7 +10,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.attention_block import Mask, Product
-from flaxasync.kernels.engine.operands import LANES
+from flaxasync.kernels.engine.operands import LANES, largest_divisor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +31,12 @@ class Grid:
     def of(cls, q: Array, product: Product, q_tile: int, kv_tile: int, sub_block: int) -> "Grid":
         """Returns the steps with the largest tiles that divide the blocks, up to those that are given."""
         b, n, g, _, d = q.shape
-        q_tile, k_tile = largest_tile(product.q_rows, q_tile), largest_tile(product.k_rows, kv_tile)
-        return cls(b, n, g, d, product.q_rows, q_tile, product.k_rows, k_tile, largest_tile(k_tile, sub_block))
+        q_tile, k_tile = largest_divisor(product.q_rows, q_tile, LANES), largest_divisor(product.k_rows, kv_tile, LANES)
+        return cls(
+            b, n, g, d, product.q_rows, q_tile, product.k_rows, k_tile, largest_divisor(k_tile, sub_block, LANES)
+        )
 
     def sub_blocks(self) -> list[Any]:
-        """Returns the rows of each sub-block of a tile of keys and values."""
         return [pl.ds(start, self.sub_block) for start in range(0, self.k_tile, self.sub_block)]
 
     @property
@@ -120,10 +121,4 @@ class Grid:
 
 
 def is_triangle(mask: Mask) -> bool:
-    """Says whether a mask is causal without a window."""
     return mask.causal and mask.window is None
-
-
-def largest_tile(rows: int, limit: int) -> int:
-    """Returns the largest divisor of `rows`, up to `limit`, that is a multiple of the lanes, as `rows` is."""
-    return next(tile for tile in range(min(rows, limit), 0, -LANES) if rows % tile == 0)

@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import available, call, check_vmem, matmul_bytes
+from flaxasync.kernels.engine.call import SEMAPHORES, available, call, check_vmem, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, output, sublanes
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring
@@ -45,12 +45,9 @@ TILES = Tiles(1024, 4096, 1024)  # the largest tiles, where none are asked for
 FEWEST_TILES = 8  # of a block: with one tile for each direction, the two directions would take turns on the links
 SMALLEST = 256 * 256  # elements of a tile of the result below which a block has fewer tiles instead
 OUTGOING = (8, 3)  # slots for tiles that leave: at most, and at least where vector memory is short
-SEMAPHORES = 400  # for what arrives: a kernel has 512, of which libtpu 0.0.52 leaves 436 to 440
 
 
 class Coordinates(NamedTuple):
-    """What one step of the kernel works on."""
-
     hop: Scalar  # of the ring
     i: Scalar  # tile of the rows of a block
     j: Scalar  # tile of the columns
@@ -88,7 +85,6 @@ class Schedule:
         return IterationGrid((self.size, self.tiles.rows.count, self.tiles.columns.count, self.depth))
 
     def at(self, step: Scalar) -> Coordinates:
-        """Returns the coordinates of a step."""
         hop, i, j, t = self.grid.coordinates(step)
         rows, columns = self.tiles.rows.count, self.tiles.columns.count
         # The columns are divided between the directions, or the rows if there is one tile of columns only.
@@ -108,8 +104,6 @@ class Schedule:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Scratch memory of the kernel."""
-
     matmul: MatmulScratch  # with one accumulator, if a tile of the result takes several steps
     received: IncomingTiles  # [2, batches, rows, n] partial sums of the neighbour, for this tile and the next one
     recv_sem: Ref  # [2, tiles of a block] DMA semaphores, one for each place in the receive buffers
@@ -216,8 +210,6 @@ def _default_tiles(m: int, n: int) -> Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """What one device does."""
-
     ring: Ring
     schedule: Schedule
     tiles: MatmulTiles
@@ -228,7 +220,6 @@ class _Device:
     scratch: Scratch
 
     def run(self) -> None:
-        """Does all steps, once the neighbours have entered."""
         self.prefetch(self.schedule.at(0))
         self.clear_received()
         pl.loop(0, self.schedule.grid.steps)(self.step)
@@ -259,7 +250,6 @@ class _Device:
             pl.when(more)(lambda: self.prefetch_received(following))
 
     def prefetch(self, there: Coordinates) -> None:
-        """Starts to fetch the tiles of x and w of a step."""
         scratch, owner = self.scratch.matmul, self.ring.behind(there.hop + 1, there.direction)
 
         def source(pair: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
@@ -337,7 +327,6 @@ class _Device:
             )
 
     def wait_until_left(self, number: Scalar) -> None:
-        """Waits until a tile of the result, by its number over all blocks, has left its slot."""
         i, j = split(remainder(number, self.schedule.block), self.tiles.columns.count)
         outgoing = self.scratch.matmul.outgoing
         self.tiles.wait_result(outgoing, outgoing.slot(number), i, j)

@@ -54,8 +54,6 @@ BUFFER_SETS = 2  # sets of receive buffers
 
 
 class Coordinates(NamedTuple):
-    """What one step of the kernel works on."""
-
     chunk: Scalar  # of the columns of x
     hop: Scalar
     i: Scalar  # tile of the rows of a block
@@ -88,7 +86,6 @@ class Schedule:
         return tuple(pl.ds(sum(halves[:number]), half) for number, half in enumerate(halves))
 
     def at(self, step: Scalar) -> Coordinates:
-        """Returns the coordinates of a step."""
         chunk, hop, i, j = self.grid.coordinates(step)
         direction = jnp.where(i >= self._first_tiles, 1, 0) if self.directions == 2 else jnp.int32(0)
         x_slot = remainder((chunk * self.size + hop) * self.rows.count + i, 2)
@@ -103,8 +100,6 @@ class Schedule:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Scratch memory of the kernel."""
-
     x: IncomingTiles  # [2, chunk, rows] of the transposed x
     y: IncomingTiles  # [2, batches, rows, n] of dy
     outgoing: OutgoingTiles  # [OUTGOING, chunk, n] rounded sums
@@ -185,8 +180,6 @@ def _plan(x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, direc
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """What one device does."""
-
     ring: Ring
     schedule: Schedule
     x: Ref  # [k, B*m] HBM
@@ -196,7 +189,6 @@ class _Device:
     scratch: Scratch
 
     def run(self) -> None:
-        """Does all steps, once the neighbours have entered."""
         self.begin_hop(self.schedule.at(0))
         self.prefetch(self.schedule.at(0))
         pl.loop(0, self.schedule.grid.steps)(self.step)
@@ -248,7 +240,6 @@ class _Device:
         self.schedule.chunks.on_slice(there.chunk, send)
 
     def prefetch(self, there: Coordinates) -> None:
-        """Starts to fetch the tiles of x and dy of a step."""
         schedule, scratch = self.schedule, self.scratch
         owner = self.ring.behind(there.hop, there.direction)
 
@@ -271,7 +262,6 @@ class _Device:
             schedule.rows.on_slice(there.i, fetch)
 
     def wait_for_operands(self, here: Coordinates) -> None:
-        """Waits for the tiles of x and dy."""
         schedule, scratch = self.schedule, self.scratch
 
         def on_rows(batches: pl.Slice, rows: pl.Slice) -> None:
@@ -317,7 +307,6 @@ class _Device:
         pl.when(last)(lambda: schedule.columns.on_slice(here.j, store))
 
     def wait_until_left(self, number: Scalar) -> None:
-        """Waits until a tile of the result, by its number, has left its slot."""
         chunk, j = split(number, self.schedule.columns.count)
         outgoing, columns = self.scratch.outgoing, self.schedule.columns
         self.schedule.chunks.on_size(
@@ -330,7 +319,6 @@ class _Device:
         return self.receive_buffers.at[there.buffers, hop, *beginning(chunk.size), lanes]
 
     def _send(self, there: Coordinates, source: Ref, chunk: pl.Slice, direction: int) -> None:
-        """Starts to send a half-block to the next device."""
         target, scratch = self._buffer(there, there.hop, chunk, direction), self.scratch
         recv_sem = scratch.recv_sem.at[there.buffers, direction, there.hop]
         start_send(source, target, scratch.send_sem.at[direction], recv_sem, self.ring.receiver(direction))

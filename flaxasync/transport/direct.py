@@ -49,7 +49,6 @@ def in_whole_tiles(block: jax.Array | jax.ShapeDtypeStruct, dim: int) -> bool:
 @functools.cache
 def all_gather(axis_name: str, size: int, dim: int) -> Pair:
     """Returns the pair that gathers blocks along `dim` over the devices of an axis, of which there are `size`."""
-
     block = functools.partial(_block, size, dim)
 
     def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
@@ -68,7 +67,6 @@ def all_gather(axis_name: str, size: int, dim: int) -> Pair:
 @functools.cache
 def all_to_all(axis_name: str, size: int, dim: int) -> Pair:
     """Returns the pair that sends block d along `dim` to device d of an axis that has `size` devices."""
-
     block = functools.partial(_block, size, dim)
 
     def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:

@@ -2,7 +2,7 @@
 
 ```
 copy_start   x [...]       y [...]        all of x, into HBM or VMEM
-slice_start  x [n, ...]    y [...]        x[index], where index is a Python int or an int32 scalar
+slice_start  x [n, ...]    y [...]        x[index], where index is an int or an int32 scalar, such as a loop counter
 ```
 """
 
@@ -17,11 +17,7 @@ from flaxasync.transport.pair import Future, Pair, Ref, Scalar, Semaphore
 
 
 def copy_start(x: jax.Array, *, memory_space: Any = pltpu.HBM) -> tuple[jax.Array, Future]:
-    """Begins copying `x`.
-
-    Args:
-      x: An array in HBM.
-      memory_space: Where the copy goes: `pltpu.HBM`, or `pltpu.VMEM` if it fits there.
+    """Begins copying `x`, an array in HBM, to `pltpu.HBM`, or to `pltpu.VMEM` if it fits there.
 
     Returns:
       `(x, future)`: the x to use from here on, and what `copy_done` needs.
@@ -43,12 +39,7 @@ def copy_done(x: jax.Array, future: Future) -> jax.Array:
 
 
 def slice_start(x: jax.Array, index: Scalar) -> tuple[jax.Array, Future]:
-    """Begins copying `x[index]`.
-
-    Args:
-      x: An array in HBM, of two dimensions or more.
-      index: The position along dimension 0, within 0 .. n - 1: an int, or an int32 scalar, such as a loop counter. It
-        is not checked.
+    """Begins copying `x[index]` of an array in HBM. The index, within 0 .. n - 1, is not checked.
 
     Returns:
       `(x, future)`: the x to use from here on, and what `slice_done` needs.

@@ -79,36 +79,23 @@ class Pair:
     y = first_row.done(x, future)
     ```
 
-    Attributes:
-      name: The name of the pair; its two kernels are called name_start and name_done.
-      start_body: `(*scalars, x_ref, y_ref, *semaphores)`: starts every transfer and waits for none. Scalars are refs of
-        shape [1] in SMEM.
-      done_body: `(x_ref, y_ref, *semaphores)`: waits until x_ref has been read and y_ref has been written. A wait takes
-        only the number of bytes from its refs.
-      out: A function x -> y, which is traced only for the shape and dtype of y.
-      semaphores: The number of DMA semaphores that the two kernels share.
-      memory_space: Where y lies: `pltpu.HBM`, or `pltpu.VMEM` for something that fits and is used next.
-      collective_id: The id of the barrier that start_body uses, if it uses one without a tag.
-      remote: Whether start_body sends to another device.
-      elementwise: Whether the bodies move arrays of any shape alike; `jax.vmap` then moves the whole batch at once.
+    `start_body(*scalars, x_ref, y_ref, *semaphores)` starts every transfer and waits for none. Scalars are refs [1] in
+    SMEM. `done_body(x_ref, y_ref, *semaphores)` waits until x_ref has been read and y_ref has been written. A wait
+    takes only the number of bytes from its refs.
     """
 
-    name: str
+    name: str  # the two kernels are called name_start and name_done
     start_body: Callable[..., None]
     done_body: Callable[..., None]
-    out: Callable[[jax.Array], jax.Array] = lambda x: x
-    semaphores: int = 1
-    memory_space: Any = pltpu.HBM
-    collective_id: int | None = None
-    remote: bool = False
-    elementwise: bool = False
+    out: Callable[[jax.Array], jax.Array] = lambda x: x  # x -> y, which is traced only for the shape and dtype of y
+    semaphores: int = 1  # DMA semaphores that the two kernels share
+    memory_space: Any = pltpu.HBM  # of y; `pltpu.VMEM` for something that fits and is used next
+    collective_id: int | None = None  # of the barrier that start_body uses, if it uses one without a tag
+    remote: bool = False  # whether start_body sends to another device
+    elementwise: bool = False  # whether the bodies move any shape alike; `jax.vmap` then moves the whole batch at once
 
     def start(self, x: jax.Array, *scalars: Scalar) -> tuple[jax.Array, Future]:
-        """Begins the transfer.
-
-        Args:
-          x: The array to read from.
-          *scalars: int32 scalars for start_body.
+        """Begins the transfer from x; the scalars are int32, for start_body.
 
         Returns:
           `(x, future)`: the x to use from here on, and what `done` needs. Code that goes on using the x that was passed
@@ -177,9 +164,7 @@ def start_kernel(
 
     The scalars are int32, and the body gets refs of shape [1] in SMEM. Each of the arrays, in HBM, is aliased to a
     result. The kernel creates arrays of the types `made`, such as `pltpu.HBM(shape, dtype)`, and so many semaphores.
-
-    Returns:
-      The semaphores, the arrays, and what was created.
+    It returns the semaphores, the arrays, and what was created.
     """
     count, size = len(scalars), len(arrays)
     made_spaces = tuple(pl.BlockSpec(memory_space=type_.memory_space) for type_ in made)
@@ -238,10 +223,7 @@ def done_kernel(
         compiler_params=_params(None),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
         name=name,
-    )(
-        *(pltpu.with_memory_space_constraint(x, space) for x, space in zip(arrays, spaces, strict=True)),
-        *semaphores,
-    )
+    )(*(pltpu.with_memory_space_constraint(x, space) for x, space in zip(arrays, spaces, strict=True)), *semaphores)
 
 
 def check_movable(name: str, x: Any) -> None:

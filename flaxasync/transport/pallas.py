@@ -38,11 +38,9 @@ class PallasTransport:
     """A `flaxasync.ring.Transport` that moves values with a pair of Pallas kernels."""
 
     def open(self, block: Block, axis_name: str, *, shift: int) -> "FutureChannel":
-        """Returns a channel on which all arrays of `block` travel together."""
         return FutureChannel(block, permute(axis_name, shift % lax.axis_size(axis_name)))
 
     def check_unroll(self, unroll: int) -> None:
-        """Raises ValueError for a loop body of one turn."""
         if unroll < 2:
             raise ValueError(
                 f"a loop of value futures needs unroll=2 or more: got unroll={unroll}. Source and destination change "
@@ -120,10 +118,7 @@ def send(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore, axis_
 
 
 def wait_sent_and_received(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-    """Waits, inside a kernel, for both ends of a `send`: x_ref may be written again, and y_ref may be read.
-
-    A wait takes only the number of bytes from its descriptor, so that of a local copy of a ref onto itself is enough.
-    """
+    """Waits, inside a kernel, for both ends of a `send`: x_ref may be written again, and y_ref may be read."""
     with jax.named_scope("wait"):
         pltpu.make_async_copy(x_ref, x_ref, send_sem).wait()
         pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()

@@ -35,7 +35,6 @@ class PendingPermute:
 
     @property
     def aval(self) -> Aval:
-        """The type of the x that belongs to it."""
         return Aval.of(self.block)
 
 
@@ -97,11 +96,7 @@ def ppermute_done(x: jax.Array, future: PendingPermute | Future) -> jax.Array:
     """Waits for a transfer and returns the block of the device `shift` positions before this one.
 
     Args:
-      x: The block that `ppermute_start` returned.
-      future: The future that it returned beside the block.
-
-    Returns:
-      What arrived, in the shape and dtype of `x`.
+      x, future: The block that `ppermute_start` returned, and the future beside it.
 
     Raises:
       ValueError: `future` is not a future, or belongs to a block of another shape, dtype or axis; or, with "pallas",

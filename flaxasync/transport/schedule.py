@@ -15,13 +15,9 @@ from jax import lax
 
 
 def tie(*values: Any) -> Any:
-    """Returns `values` through a `lax.optimization_barrier`: none of them is available before all of them are computed.
+    """Returns a tuple of `values`, of which none is available before all of them are computed; or the only value.
 
-    Args:
-      *values: Pytrees of arrays and numbers.
-
-    Returns:
-      A tuple of the values, or the value itself if only one was given.
+    The values are pytrees of arrays and numbers, and go through a `lax.optimization_barrier`.
     """
     tied = lax.optimization_barrier(jax.tree.map(jax.numpy.asarray, values))
     return tied[0] if len(values) == 1 else tied

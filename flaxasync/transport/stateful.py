@@ -68,10 +68,8 @@ def ppermute_done_stateful(send_sem: Semaphore, recv_sem: Semaphore, x_ref: Ref,
     """Waits until `x_ref` has been sent and `y_ref` has arrived. After that, both may be read and written again.
 
     Args:
-      send_sem: The first semaphore that `ppermute_start_stateful` returned.
-      recv_sem: The second one.
-      x_ref: The first Ref that `ppermute_start_stateful` was given.
-      y_ref: The second one.
+      send_sem, recv_sem: The semaphores that `ppermute_start_stateful` returned.
+      x_ref, y_ref: The Refs that it was given.
 
     Raises:
       ValueError: The two are the same Ref, are views, or differ in shape or dtype.
@@ -87,15 +85,8 @@ def ppermute_done_stateful(send_sem: Semaphore, recv_sem: Semaphore, x_ref: Ref,
 def tie_refs(*refs: Ref, values: Any = None) -> Any:
     """Orders all earlier operations on `refs`, and the computation of `values`, before all later operations on them.
 
-    This is the ordering barrier for Refs. Operations on one Ref keep their order without it; operations on two
-    different Refs do not.
-
-    Args:
-      *refs: Whole Refs.
-      values: A pytree of arrays and numbers that are ordered with the Refs.
-
-    Returns:
-      The values. They are available once all earlier operations are done.
+    Operations on one Ref keep their order without it; operations on two different Refs do not. The refs are whole Refs,
+    and the values a pytree of arrays and numbers, which is returned.
     """
     contents, values = schedule.tie([ref[...] for ref in refs], values)
     for ref, content in zip(refs, contents, strict=True):
@@ -108,7 +99,6 @@ class StatefulTransport:
     """A `flaxasync.ring.Transport` that moves blocks between Refs, which are created outside the loop."""
 
     def open(self, block: Block, axis_name: str, *, shift: int) -> "RefChannel":
-        """Returns a channel with two Refs for each array of `block`."""
         arrays, structure = jax.tree.flatten(block)
         return RefChannel(tuple(map(_new_pair, arrays)), structure, axis_name, shift)
 

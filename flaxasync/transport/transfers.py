@@ -36,7 +36,6 @@ class Transfer:
     summed_in: DTypeLike | None = None  # the dtype in which the blocks that arrive are added, if they are
 
     def done(self) -> Array:
-        """Waits, and returns what arrived."""
         if self.future is None:
             return self.x
         arrived = self.future.pair.done(self.x, self.future)
@@ -51,7 +50,6 @@ class Transfers:
     scope: str
 
     def done(self) -> tuple[Array, ...]:
-        """Waits for all of them, and returns what arrived."""
         with jax.named_scope(self.scope):
             return tuple(transfer.done() for transfer in self.begun)
 

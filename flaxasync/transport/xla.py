@@ -21,7 +21,6 @@ class XlaTransport:
     """A `flaxasync.ring.Transport` that moves blocks with `lax.ppermute`."""
 
     def open(self, block: Block, axis_name: str, *, shift: int) -> "XlaChannel":
-        """Returns a channel on which all arrays of `block` travel together."""
         return XlaChannel(block, axis_name, ring.permutation(lax.axis_size(axis_name), shift))
 
     def check_unroll(self, unroll: int) -> None:
@@ -43,8 +42,7 @@ class XlaChannel:
         return state
 
     def tie(self, state: Block, values: Any) -> tuple[Block, Any]:
-        """Ties nothing: XLA schedules its own permute, and the compute must be free to move across it."""
-        return state, values
+        return state, values  # untied: the compute must be free to move across XLA's own permute
 
     def hop(self, state: Block, update: Update, turn: int) -> Block:
         arrived: jax.Array = lax.ppermute(state, self.axis_name, self.permutation)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, Mesh, NamedSharding
 
 from flaxasync.kernels.engine.matmul import MatmulTiles
-from tests.simulator.callbacks import quick_callbacks
+from tests.simulator.split_pairs import quick_callbacks
 
 V5E = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
 

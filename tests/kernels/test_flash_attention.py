@@ -14,7 +14,7 @@ from flaxasync.kernels.attention_block import Mask, Product, Scores
 from flaxasync.kernels.flash_attention import Flash, unsupported
 from flaxasync.ops.attention.blocks import Reference, finish, initial_carry
 from tests.kernels.conftest import as_float32, draw
-from tests.simulator.callbacks import quick_callbacks
+from tests.simulator.split_pairs import quick_callbacks
 
 ROWS, HEAD = 256, 64
 

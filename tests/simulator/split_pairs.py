@@ -32,7 +32,6 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync import mesh as ambient_mesh
-from tests.simulator.callbacks import quick_callbacks
 
 if jax.__version_info__[:2] != (0, 12):
     raise ImportError(f"the simulator of pairs knows the interpret mode of jax 0.12: this is {jax.__version__}")
@@ -110,6 +109,28 @@ def session(*, mode, delayed=None):
         _session = None
         stock.reset_tpu_interpret_mode_state()
         jax.clear_caches()
+
+
+@contextlib.contextmanager
+def quick_callbacks():
+    """Compiles unoptimised, and hands callbacks numpy arrays.
+
+    In these programs it takes longer to optimise what stands between the callbacks than to run it. JAX would turn the
+    arguments of a callback into arrays on a device, whose values the simulators read at once; this would take most of
+    the time of a callback.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with mock.patch.object(callback, "io_callback_impl", _call_with_numpy):
+            yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+def _call_with_numpy(*args, callback, **_):
+    # These are copies: the arguments are memory of the program, which reuses it when the callback returns.
+    return jax.tree.map(np.asarray, callback(*map(np.array, args)))
 
 
 def _pending(memory) -> set[int]:

@@ -1,8 +1,96 @@
-"""The kernel of `fa.all_gather_matmul`.
+"""all_gather(x) @ w as one Pallas TPU kernel: every block is multiplied while the next ones travel.
 
-`kernel` has the public function, and `work` what it is asked to do. There are two orders of work. In `stream` tiles of
-x come from HBM. In `resident` the gathered x stays in vector memory, and the products follow a static `schedule`.
+```
+x  [B, m, k]     this device's rows           (R devices on axis_name, B batches)
+w  [k, n]        this device's columns; several share one all-gather of x
+y  [B, R*m, n]   all rows, this device's columns
+```
+
+Every block goes once around the ring, forwarded from where it arrived, with two directions half of it each way.
+`engine.gather` has the gather. There are two orders of work. In `stream` tiles of x come from HBM. In `resident` the
+gathered x stays in vector memory, where it has room, and the products follow a static `schedule`. With an epilogue the
+order is always `stream`.
 """
 
-from flaxasync.kernels.all_gather_matmul.kernel import all_gather_matmul as all_gather_matmul
-from flaxasync.kernels.all_gather_matmul.kernel import stays_resident as stays_resident
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+from flaxasync.kernels.all_gather_matmul import resident, stream
+from flaxasync.kernels.all_gather_matmul.stream import CALLER
+from flaxasync.kernels.all_gather_matmul.work import Work
+from flaxasync.kernels.engine.call import call
+from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
+from flaxasync.kernels.engine.matmul import Epilogue
+from flaxasync.kernels.engine.operands import Ref, Tiles, output, sublanes
+from flaxasync.kernels.engine.ring import Ring
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    axis_name: str,
+    *,
+    transposed: bool = False,
+    keep_gathered: bool = False,
+    epilogue: Epilogue | None = None,
+    operands: Sequence[jax.Array] = (),
+    tiles: Tiles | None = None,
+    directions: int = 2,
+    collective_id: int | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Returns the ys, or an epilogue's results, and the gathered x or None. With two directions, a block has halves.
+
+    Args beside those of the head of `flaxasync.kernels`:
+      transposed: multiply by w.T; then each w is [n, k].
+      keep_gathered: whether the gathered x, [B, R*m, k], is a result, too.
+      epilogue: what is made of the products of all w, which then have one shape, before they leave vector memory.
+      operands: the operands of the epilogue, each [B, R*m, n], of x's dtype.
+    """
+    size = lax.axis_size(axis_name)
+    (batch, m, k), count, itemsize = x.shape, len(ws), x.dtype.itemsize
+    widths, ring = [w.shape[0 if transposed else 1] for w in ws], Ring(axis_name, size, directions)
+    layout = BlockLayout.of(batch, m, sublanes(x.dtype), directions)
+    work = Work(layout, size, k, widths, transposed, x.dtype, tiles, epilogue, len(operands))
+    plan = (None if epilogue else resident.plan(work)) or stream.plan(work)
+    streams = isinstance(plan, stream.Schedule)
+    y_widths = widths[:1] * epilogue.results if epilogue else widths
+    shapes = [(batch, size, m, n) for n in y_widths] + [(batch, size, m, k)] * (streams or keep_gathered)
+    inputs = count + len(operands)
+
+    def body(x_ref: Ref, *refs: Ref) -> None:
+        w_refs, operand_refs, refs = refs[:count], refs[count:inputs], refs[inputs:]
+        y_refs, (*gathered, scratch, semaphores) = refs[: len(y_widths)], refs[len(y_widths) :]
+        in_hbm, in_vmem = gathered[0] if gathered else None, None if streams else scratch.x
+        gather = Gather(ring, plan.work.layout, x_ref, in_hbm, semaphores, in_vmem)
+        parts = gather, w_refs, y_refs, keep_gathered, scratch
+        device: stream.Stream | resident.Resident
+        if isinstance(plan, stream.Schedule):
+            device = stream.Stream(plan, *parts, operand_refs)
+        else:
+            device = resident.Resident(plan, *parts)
+        device.begin()
+        ring.enter(f"{CALLER} {transposed} {keep_gathered} {count} {streams}", collective_id)
+        device.run()
+
+    outputs = call(
+        body,
+        [x, *ws, *(operand.reshape(batch, size, m, -1) for operand in operands)],
+        name=CALLER,
+        results=[output(shape, x, *ws, *operands) for shape in shapes],
+        scratch=[plan.scratch(), GatherSemaphores.allocate(plan.work.layout, size)],
+        collective_id=collective_id,
+        vmem_bytes=plan.vmem_bytes,
+        flops=2 * size * batch * m * k * sum(widths),
+        hbm_bytes=itemsize * (plan.elements_read + size * batch * m * (sum(y_widths) + keep_gathered * k)),
+        sent=(size - 1) * x.size * itemsize,
+    )
+    ys = tuple(y.reshape(batch, size * m, -1) for y in outputs[: len(y_widths)])
+    return ys, outputs[-1].reshape(batch, size * m, k) if keep_gathered else None
+
+
+def stays_resident(x: jax.ShapeDtypeStruct, widths: list[int], size: int, transposed: bool, directions: int) -> bool:
+    """Says whether the gathered x would stay in vector memory without an epilogue: then the kernel is faster so."""
+    layout = BlockLayout.of(x.shape[0], x.shape[1], sublanes(x.dtype), directions)
+    return resident.plan(Work(layout, size, x.shape[2], widths, transposed, x.dtype)) is not None

@@ -41,8 +41,6 @@ _FIELDS = len(dataclasses.fields(Task))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Scratch memory of the kernel."""
-
     x: Ref  # [arrivals, directions, batches, rows, k] VMEM, in the order of their arrival
     w: IncomingTiles  # [w_slots, k, n], or [w_slots, n, k] if transposed
     outgoing: OutgoingTiles  # [out_slots, directions, batches, rows, n] results of an arrival
@@ -54,8 +52,6 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes of everything, and the schedule."""
-
     work: Work
     columns: Tiling  # tiles of the columns of all ws
     sizes: Sizes  # the work to be done, and the buffers for it
@@ -73,7 +69,6 @@ class Plan:
         return (n, self.work.k) if self.work.transposed else (self.work.k, n)
 
     def scratch(self) -> Scratch:
-        """Returns the scratch memory to allocate."""
         sizes, layout, dtype, n = self.sizes, self.work.layout, self.work.dtype, self.columns.size
         return Scratch(
             x=pltpu.VMEM((sizes.arrivals, *layout.shape, self.work.k), dtype),
@@ -136,8 +131,6 @@ def _plan_of(work: Work, columns: Tiling, most_rows: int) -> Plan | None:
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """What one device does."""
-
     plan: Plan
     gather: Gather
     ws: Sequence[Ref]
@@ -235,13 +228,10 @@ class Resident:
         self.gather.send(arrival)
         if self.keep_gathered:
             self._for_each_half(
-                arrival,
-                lambda half, index: start_copy(half, self.gather.gathered.at[index], self.scratch.kept_sem),
+                arrival, lambda half, index: start_copy(half, self.gather.gathered.at[index], self.scratch.kept_sem)
             )
 
     def fetch(self, column: Scalar, slot: Scalar) -> None:
-        """Starts to fetch a tile of w."""
-
         def start(number: int, columns: pl.Slice) -> None:
             w = self.ws[number]
             self.scratch.w.start(slot, w.at[columns, :] if self.plan.work.transposed else w.at[:, columns])
@@ -250,7 +240,6 @@ class Resident:
             self.plan.columns.on_slice(column, start)
 
     def wait_for_tile(self, column: Scalar, slot: Scalar) -> None:
-        """Waits for a tile of w."""
         with jax.named_scope("wait"):
             self.plan.columns.on_size(column, lambda n: self.scratch.w.wait(slot, *self.plan.w_shape(n)))
 

@@ -35,8 +35,6 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much work there is, and how much room."""
-
     arrivals: int  # arrivals of x
     own: int  # of these, the device's own rows
     columns: int  # tiles of w
@@ -63,20 +61,16 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The tasks in order."""
-
     tasks: tuple[Task, ...]
     loads: tuple[int, ...]  # tiles of w that are fetched before the first task, into the first slots
     seconds: float  # when the last result has left, by the rates
 
     @property
     def fetches(self) -> int:
-        """Number of tiles of w that are fetched, some of them several times."""
         return len(self.loads) + sum(task.fetches >= 0 for task in self.tasks)
 
 
 def schedule(sizes: Sizes, rates: Rates) -> Schedule:
-    """Returns the schedule; see the head of this file."""
     return _Device(sizes, rates).run()
 
 
@@ -90,8 +84,6 @@ class _Fetched:
 
 
 class _Device:
-    """One device while its work is simulated."""
-
     def __init__(self, sizes: Sizes, rates: Rates):
         self.sizes, self.rates = sizes, rates
         self.now = 0.0
@@ -156,7 +148,6 @@ class _Device:
         )  # fmt: skip
 
     def _ends_visit(self, column: int) -> bool:
-        """Returns whether another tile comes next."""
         left = self.received - self.done[column]
         enough = (
             self.received - self.done[other] >= self.sizes.most and tile.ready <= self.now

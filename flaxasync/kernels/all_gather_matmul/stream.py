@@ -41,8 +41,6 @@ CHUNK_ROWS = 256  # rows of a chunk, at least
 
 
 class Coordinates(NamedTuple):
-    """What one step works on."""
-
     arrival: Scalar
     row: Scalar  # tile of rows in the arrival
     column: Scalar  # tile of the columns of all ws
@@ -55,8 +53,6 @@ class Coordinates(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Scratch memory of the kernel."""
-
     matmul: MatmulScratch
     more_outgoing: tuple[OutgoingTiles, ...]  # for each result of an epilogue but the first
     operands: tuple[IncomingTiles, ...]  # [operand slots, batches, rows, n], for each operand of an epilogue
@@ -69,8 +65,6 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps."""
-
     work: Work
     tiles: MatmulTiles  # tiles of a half-block, of the columns of all ws, and of the contraction
     accumulators: int  # tiles of rows in a pass
@@ -100,7 +94,6 @@ class Schedule:
         return (there.row == 0) & (there.arrival == 0) if self.tiles.w_stays else there.i == 0
 
     def at(self, step: Scalar) -> Coordinates:
-        """Returns the coordinates of a step."""
         arrival, pass_, column, t, i = self.grid.coordinates(step)
         round_ = split(step, self.tiles.contraction.count * self.accumulators)[0]
         w_slot = self.tiles.w_slot(t, column, split(step, self.accumulators)[0])
@@ -108,7 +101,6 @@ class Schedule:
         return Coordinates(arrival, row, column, t, i, number, w_slot)
 
     def scratch(self) -> Scratch:
-        """Returns the scratch memory to allocate."""
         work, result = self.work, self.tiles.result
         results = work.epilogue.results if work.epilogue else 1
         return Scratch(
@@ -160,8 +152,6 @@ def _plan_of(work: Work) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """What one device does."""
-
     schedule: Schedule
     gather: Gather
     ws: Sequence[Ref]
@@ -302,7 +292,6 @@ class Stream:
         self.schedule.tiles.on_result(i, here.column, of_tile)
 
     def wait_until_left(self, number: Scalar) -> None:
-        """Waits until a tile of the result has left its slot."""
         schedule, tiles = self.schedule, self.schedule.tiles
         round_, i = split(number, schedule.accumulators)
         _, pass_, column = IterationGrid(schedule.grid.sizes[:3]).coordinates(round_)

@@ -1,17 +1,15 @@
-"""What all_gather_matmul is asked to do: both orders of work plan for it."""
+"""What all_gather_matmul is asked to do on one device: both orders of work plan for it."""
 
 import dataclasses
 from collections.abc import Sequence
 
-from flaxasync.kernels.engine.epilogue import Epilogue
 from flaxasync.kernels.engine.gather import BlockLayout
+from flaxasync.kernels.engine.matmul import Epilogue
 from flaxasync.kernels.engine.operands import DType, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The sizes of the operands on one device."""
-
     layout: BlockLayout  # how blocks are divided into half-blocks and chunks
     size: int  # devices of the ring
     k: int  # length of the contraction

@@ -29,8 +29,6 @@ from flaxasync.kernels.engine.tiling import split
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """How blocks are divided into half-blocks and chunks."""
-
     directions: int  # half-blocks of a block
     chunks: int  # chunks of a half-block
     batches: int  # batches of a chunk
@@ -69,7 +67,6 @@ class BlockLayout:
         return self.directions * self.batches * self.rows
 
     def chunk(self, direction: int, chunk: Scalar) -> tuple[pl.Slice, pl.Slice]:
-        """Returns the batches and rows of a chunk in its block."""
         return self.in_block(direction, chunk, pl.ds(0, self.batches), pl.ds(0, self.rows))
 
     def in_block(
@@ -117,7 +114,6 @@ class Gather:
         return batches, self.block(direction, arrival), rows
 
     def send_own(self) -> None:
-        """Starts to send the own block, from HBM."""
         with jax.named_scope("send"):
             for chunk in range(self.layout.chunks):
                 for direction in self.ring.both:
@@ -131,18 +127,15 @@ class Gather:
                 pl.when(arrival < (self.ring.size - 1) * self.layout.chunks)(onward)
 
     def receive(self, arrival: Scalar) -> None:
-        """Waits for an arrival from another device."""
         with jax.named_scope("receive"):
             for direction in self.ring.both:
                 wait(self._buffer(direction, arrival), self.semaphores.recv.at[direction, arrival])
 
     def start_copy_own(self, batch: Scalar | None = None) -> None:
-        """Starts the copy of the own block, or of one of its batches, to its place in `gathered`."""
         batches: Index = slice(None) if batch is None else batch
         start_copy(self.x.at[batches], self.gathered.at[batches, self.ring.index], self.semaphores.own)
 
     def wait_for_own(self) -> None:
-        """Waits until the copy of the own block is complete."""
         wait(self.x, self.semaphores.own)
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ the length of one of them, and a tile of w has the tiles of all of them, one bes
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,31 @@ from flaxasync.kernels.engine.tiling import RowTiling, Tiling, remainder
 MARGIN = 16 * 2**20  # bytes of vector memory that a w which stays leaves to products on their way to a sum
 W_SLOTS = 16  # tiles of w that stay, at most: each has a semaphore, and a kernel has few of them
 
+type Values = tuple[jax.Array, ...]
+
+
+class Epilogue(Protocol):
+    """An elementwise function of the products of one x with several w, and of further operands of their shape.
+
+    A kernel calls it for one sub-block of the result at a time, with float32 values of the same shape. The products are
+    not rounded; operands are tiles that the kernel fetches from HBM. What the function returns is rounded to the dtype
+    of the kernel and stored, and of the products nothing else is.
+
+    To add one, write a frozen dataclass with these two members; Pallas must be able to lower the function for a TPU. It
+    sees no arrays but its arguments.
+    """
+
+    @property
+    def results(self) -> int:
+        """The number of results."""
+
+    def __call__(self, products: Values, operands: Values) -> Values:
+        """Returns the results, each of the shape of a product."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MatmulScratch:
-    """Scratch memory for the tiles of a matmul."""
-
     x: IncomingTiles  # [2, batches, rows, k]
     w: IncomingTiles  # [w_slots, k, joined * n], or [w_slots, joined * n, k] if transposed
     outgoing: OutgoingTiles  # [outgoing, batches, rows, n] finished tiles of the result, rounded
@@ -74,7 +93,6 @@ class MatmulTiles:
         return (*self.rows.shape, self.columns.size)
 
     def scratch(self, dtype: DType, *, outgoing: int, accumulators: int) -> MatmulScratch:
-        """Returns the scratch memory to allocate."""
         k, n = self.contraction.size, self.columns.size
         sums = (*self.rows.shape, self.joined * n)
         return MatmulScratch(
@@ -106,13 +124,11 @@ class MatmulTiles:
         )
 
     def wait_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar) -> None:
-        """Waits for tile (i, t) of x."""
         self.contraction.on_size(
             t, lambda k: self.rows.on_slice(i, lambda batches, rows: x.wait(slot, batches.size, rows.size, k))
         )
 
     def wait_w(self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar) -> None:
-        """Waits for tile (t, j) of w."""
         self.contraction.on_size(t, lambda k: self.columns.on_size(j, lambda n: w.wait(slot, *self._w_shape(k, n))))
 
     def multiply(
@@ -186,8 +202,7 @@ def accumulate(
     A sub-block of the result is handed on as it comes from `for_each_sub_block`: (index, ...).
 
     Args:
-      tiles: the tiles of the contraction.
-      tile: the tile of this step.
+      tiles, tile: the tiles of the contraction, and the one of this step.
       repeats: how many times all tiles are gone through, once for every block that arrives.
       first, last: whether this is the first or the last step of the sum. Both hold if there is one step only.
       accumulator: [*tile of the result] VMEM, float32. It is not used if there is one step only.

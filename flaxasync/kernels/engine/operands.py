@@ -42,7 +42,6 @@ class Tiles:
             raise ValueError(f"Tiles need positive sides: got m={self.m}, k={self.k}, n={self.n}")
 
     def within(self, m: int, k: int, n: int) -> "Tiles":
-        """Returns the same tiles, but none larger than the operands."""
         return Tiles(min(self.m, m), min(self.k, k), min(self.n, n))
 
     def halved(self) -> "Tiles":

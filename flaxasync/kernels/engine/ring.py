@@ -36,16 +36,18 @@ class Ring:
 
     @property
     def index(self) -> jax.Array:
-        """This device's index on the ring."""
         return lax.axis_index(self.axis_name) if self.size > 1 else jnp.int32(0)
 
     def receiver(self, direction: Scalar) -> Device:
         """Returns the neighbour that this device sends to."""
-        return self._neighbour(direction)
+        if isinstance(direction, int):
+            return device_at(self.axis_name, 1 - 2 * direction)
+        there = self.index + jnp.where(direction == 0, 1, self.size - 1)
+        return device_at(self.axis_name, 0) | {self.axis_name: lax.rem(there, jnp.int32(self.size))}
 
     def sender(self, direction: Scalar) -> Device:
         """Returns the neighbour that sends to this device."""
-        return self._neighbour(1 - direction)
+        return self.receiver(1 - direction)
 
     def behind(self, hops: Scalar, direction: Scalar) -> jax.Array:
         """Returns the index of the device whose block arrives here after a number of hops, from 0 to `size`.
@@ -63,12 +65,6 @@ class Ring:
         """Waits until the neighbours have entered the kernel; see `enter`."""
         senders = [self.sender(direction) for direction in self.both]
         enter(f"{tag} {self.axis_name} {self.directions}", senders, collective_id)
-
-    def _neighbour(self, direction: Scalar) -> Device:
-        if isinstance(direction, int):
-            return device_at(self.axis_name, 1 - 2 * direction)
-        there = self.index + jnp.where(direction == 0, 1, self.size - 1)
-        return device_at(self.axis_name, 0) | {self.axis_name: lax.rem(there, jnp.int32(self.size))}
 
 
 @jax.tree_util.register_dataclass

@@ -20,7 +20,6 @@ from flaxasync.kernels.engine.tiling import remainder
 
 
 def start_copy(source: Ref, target: Ref, sem: Ref) -> None:
-    """Starts a copy within this device."""
     pltpu.make_async_copy(source, target, sem).start()
 
 
@@ -96,9 +95,7 @@ class OutgoingTiles(_Slots):
         self.tiles[slot, *index] = value.astype(self.tiles.dtype)
 
     def store(self, slot: Scalar, target: Ref) -> None:
-        """Starts to copy the tile in a slot to HBM."""
         start_copy(self.tiles.at[slot, *beginning(*target.shape)], target, self.sems.at[slot])
 
     def send(self, slot: Scalar, target: Ref, recv_sem: Ref, device: Device) -> None:
-        """Starts to send the tile in a slot to another device."""
         start_send(self.tiles.at[slot, *beginning(*target.shape)], target, self.sems.at[slot], recv_sem, device)

@@ -57,7 +57,6 @@ def split(number: Scalar, by: int) -> tuple[jax.Array, jax.Array]:
 
 
 def remainder(number: Scalar, by: int) -> jax.Array:
-    """Returns the remainder of a number that is not negative."""
     return split(number, by)[1]
 
 
@@ -153,7 +152,6 @@ class Tiling:
             pl.when(alike)(functools.partial(use, size))
 
     def sub_blocks(self, tile: Scalar) -> Scalar:
-        """Returns the number of sub-blocks of a tile."""
         counts = [pl.cdiv(size, self._sub_block) for size in self.sizes]
         return counts[0] if len(set(counts)) == 1 else jnp.where(tile == self.count - 1, counts[-1], counts[0])
 

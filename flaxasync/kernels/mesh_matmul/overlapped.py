@@ -119,8 +119,6 @@ def overlapped(
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """What one device does."""
-
     schedule: Schedule
     ring: Ring  # the mesh row
     tiles: MatmulTiles
@@ -167,7 +165,6 @@ class _Device:
             self.send(here)
 
     def prefetch(self, there: Coordinates, slot: Scalar) -> None:
-        """Starts to fetch the tiles of x and w of a step."""
         x, columns = self.scratch.matmul.x, self.weights.blocks.needed_rows(self.weights.block(there))
         with jax.named_scope("prefetch"):
             for direction in self.ring.both:
@@ -240,7 +237,6 @@ class _Device:
                 pl.when(jnp.logical_not(own))(lambda: on_columns(functools.partial(send, False)))
 
     def wait_until_left(self, number: Scalar) -> None:
-        """Waits until a finished tile has left its slot."""
         chunk, _, phase, _ = self.schedule.results.coordinates(number)
         outgoing = self.scratch.matmul.outgoing
 
@@ -289,6 +285,5 @@ class _Device:
         return self.scratch.recv_sem.at[hop * self.schedule.rounds + round_, i]
 
     def _rows(self, panel: Scalar, i: Scalar) -> pl.Slice:
-        """Returns the rows of a tile in a half-block."""
         side = self.tiles.rows.rows.size
         return aligned(jnp.int32((panel * self.schedule.rows + i) * side), side, side)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flaxasync.kernels.engine.call import available, check_vmem, fitting, matmul_bytes
+from flaxasync.kernels.engine.call import SEMAPHORES, available, check_vmem, fitting, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import LANES, Condition, Scalar, Tiles, largest_divisor, sublanes
 from flaxasync.kernels.engine.ring import Ring
@@ -35,13 +35,10 @@ TILES = Tiles()  # the largest tiles, where none are asked for
 CHUNKS = 8  # of columns, about, where there are few columns: no product hides the arrival of the first chunk of w
 NARROWEST = 512  # columns of a chunk, unless there are fewer columns in all
 PANEL = 4096  # rows whose sums stay in vector memory, at most
-SEMAPHORES = 400  # for what arrives: a kernel has 512, of which libtpu 0.0.52 leaves 436 to 440
 
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """What one step of the kernel works on."""
-
     round: Scalar  # chunk and panel
     chunk: Scalar  # of the columns
     panel: Scalar  # of the rows of a block
@@ -57,8 +54,6 @@ class Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps of the kernel."""
-
     chunks: int  # of columns
     panels: int  # of rows in a block
     rows: int  # tiles of rows in a panel
@@ -83,7 +78,6 @@ class Schedule:
         return IterationGrid((self.chunks, self.panels, self.phases, self.rows))
 
     def at(self, step: Scalar) -> Coordinates:
-        """Returns the coordinates of a step."""
         chunk, panel, phase, position = self.grid.coordinates(step)
         round_ = chunk * self.panels + panel
         rows_outer = jnp.logical_and(phase == self.phases - 1, self.phases > 1)
@@ -100,11 +94,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a kernel divides its operands.
-
-    Each direction around the mesh row is a batch of rows: a tile has rows of both half-blocks, which are multiplied at
-    once.
-    """
+    """Each direction around the mesh row is a batch of rows: a tile has both half-blocks, multiplied at once."""
 
     caller: str  # the name of the kernel
     column: Ring  # the devices of a mesh column
@@ -116,12 +106,7 @@ class Plan:
 
 
 def plan(
-    x: jax.Array,
-    w: jax.Array,
-    axis_names: tuple[str, str],
-    reduce: bool,
-    tiles: Tiles | None,
-    directions: int | None,
+    x: jax.Array, w: jax.Array, axis_names: tuple[str, str], reduce: bool, tiles: Tiles | None, directions: int | None
 ) -> Plan:
     """Divides the operands, or raises as `overlapped` says."""
     (m, k), (held, n), dtype, caller = x.shape, w.shape, x.dtype, "overlapped" if reduce else "fused"

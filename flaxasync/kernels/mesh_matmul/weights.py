@@ -116,15 +116,12 @@ class WeightBlocks:
         enter(f"{tag} {ring.axis_name} {self.axis_name} {ring.directions}", senders, collective_id, conditional=columns)
 
     def direction(self, t: Scalar) -> jax.Array:
-        """Returns the direction in which a block travels."""
         return remainder(t, self.ring.directions)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightScratch:
-    """Scratch memory for the blocks of w."""
-
     order: Ref  # [needed + 1] SMEM: blocks in the order of their use
     first: Ref  # [mesh rows] SMEM: where in `order` the blocks of each number of hops begin
     send_sem: Ref  # DMA semaphore
@@ -133,8 +130,6 @@ class WeightScratch:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What one device does with w."""
-
     schedule: Schedule
     blocks: WeightBlocks
     columns: Tiling  # in chunks
@@ -156,7 +151,6 @@ class Weights:
             self._send_own(chunk)
 
     def block(self, there: Coordinates) -> jax.Array:
-        """Returns the block that a step multiplies with."""
         return self.scratch.order[there.t]
 
     def prefetch(self, there: Coordinates) -> None:
@@ -179,7 +173,6 @@ class Weights:
                 fetch(self.received, blocks.needed_rows(t))
 
     def wait(self, here: Coordinates) -> None:
-        """Waits for the tile of a step."""
         wait = functools.partial(self.tiles.wait, here.w_slot, self.blocks.rows)
         pl.when(here.new_w)(lambda: self.columns.on_size(here.chunk, wait))
 
@@ -236,7 +229,6 @@ class Weights:
         self.columns.on_slice(chunk, receive)
 
     def _send(self, chunk: Scalar, t: Scalar, columns: pl.Slice, block: Ref) -> None:
-        """Starts to send a block to the next device."""
         target, recv_sem = self.received.at[self.blocks.needed_rows(t), columns], self.scratch.recv_sem.at[chunk, t]
         with jax.named_scope("send_weights"):
             receiver = self.blocks.ring.receiver(self.blocks.direction(t))

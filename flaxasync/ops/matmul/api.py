@@ -214,7 +214,7 @@ def decide_matmul(
 
     def check(backend: str) -> None:
         if backend == "fused":
-            check_kernels(op, axis_name, size, dtype, options.unroll, options.precision, options.reduce_dtype)
+            check_kernels(op, axis_name, size, shapes, dtype, options.unroll, options.precision, options.reduce_dtype)
         if backend == "exchange":
             check_exchange(op, axis_name, size, shapes, dtype, options.reduce_dtype)
 

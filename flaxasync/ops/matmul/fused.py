@@ -6,6 +6,7 @@ whole is padded with zeros, which costs a copy.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul, stays_resident
-from flaxasync.kernels.engine.epilogue import Epilogue
+from flaxasync.kernels.engine.matmul import Epilogue
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.kernels.weight_gradient import gather_weight_gradient
@@ -106,14 +107,17 @@ class FusedExecutor:
 
 
 def check_kernels(
-    op: str, axis_name: str, size: int, dtype: jnp.dtype, unroll: int, precision: lax.PrecisionLike,
-    reduce_dtype: DTypeLike | None,
+    op: str, axis_name: str, size: int, shapes: Sequence[Sequence[int]], dtype: jnp.dtype, unroll: int,
+    precision: lax.PrecisionLike, reduce_dtype: DTypeLike | None,
 ) -> None:  # fmt: skip
     """Raises NotImplementedError if the kernels cannot serve a call of `op` on a ring of `size` TPUs."""
     name, reduce_name, limit = jnp.dtype(dtype).name, jnp.dtype(reduce_dtype or dtype).name, None
     instead = "leave it out, or use backend='xla'"
     if size == 1:
         limit, instead = f"exchanges blocks between devices: got an axis {axis_name!r} of size 1", "use backend='none'"
+    elif any(0 in shape for shape in shapes):
+        limit = f"multiplies operands that are not empty: got x {list(shapes[0])} and w {list(shapes[1])}"
+        instead = "use backend='none'"
     elif name not in DTYPES:
         limit = f"has kernels for {' and '.join(DTYPES)}: got {name}"
         instead = "cast the operands, or use backend='xla'"

@@ -24,7 +24,7 @@ import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from flaxasync.kernels.engine.epilogue import Values
+from flaxasync.kernels.engine.matmul import Values
 from flaxasync.ops.derivatives import first_only
 from flaxasync.ops.matmul import api, vjp
 from flaxasync.ops.matmul.fused import FusedExecutor

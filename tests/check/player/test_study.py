@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks.player import ROWS, STEP, misses, step_ms, value_ms
-from benchmarks.player_kernels import STUDY, Tiles, program
+from benchmarks.player_kernels import STUDY, program
 from flaxasync.check import topology_mesh
 from flaxasync.check.player import play, played_chip
 from tests.check.player.programs import SHAPE, assert_times_add_up, sent_bytes, simulated
@@ -84,7 +84,7 @@ def test_a_process_of_its_own_finds_the_same_in_little_memory(fused, tmp_path):
 
 @pytest.mark.slow
 def test_the_step_of_the_gemm_kernel():
-    assert misses([(STEP, step_ms(Tiles()))]) == []
+    assert misses([(STEP, step_ms())]) == []
 
 
 def test_the_table_notices_what_is_too_far_and_what_is_out_of_order():

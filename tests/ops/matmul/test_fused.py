@@ -84,15 +84,17 @@ def test_values_and_gradients(op, size, options):
     parity(op, size, **options)
 
 
-def traced(op, size, dtype=jnp.float32, **options):
+def traced(op, size, dtype=jnp.float32, x=(1, 32, 128), **options):
     with simulated((size,), ("model",)):
         local = functools.partial(getattr(fa, op), axis_name="model", backend="fused", **options)
         fn = jax.shard_map(local, in_specs=P(), out_specs=P(), check_vma=False)
-        jax.eval_shape(fn, jax.ShapeDtypeStruct((1, 32, 128), dtype), jax.ShapeDtypeStruct((128, 128), dtype))
+        jax.eval_shape(fn, jax.ShapeDtypeStruct(x, dtype), jax.ShapeDtypeStruct((128, 128), dtype))
 
 
 @pytest.mark.parametrize(("message", "options"), [
     ("got an axis 'model' of size 1; use backend='none'", {"size": 1}),
+    (r"got x \[1, 0, 128\] and w \[128, 128\]; use backend='none'", {"x": (1, 0, 128)}),
+    (r"got x \[0, 32, 128\] and w \[128, 128\]; use backend='none'", {"x": (0, 32, 128)}),
     ("float32 and bfloat16: got float16; cast the operands, or use backend='xla'", {"dtype": jnp.float16}),
     ("default precision: got precision=highest; leave it out, or use backend='xla'", {"precision": "highest"}),
     ("operands' dtype, float32: got reduce_dtype=bfloat16; leave it out", {"reduce_dtype": jnp.bfloat16}),
