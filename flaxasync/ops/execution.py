@@ -39,19 +39,13 @@ RINGS = ("none", "xla", "pallas", "stateful")  # what an op has that stands on `
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """Which backends an op has.
+    """Which backends an op has."""
 
-    Attributes:
-      backends: The names that a call may give.
-      default: What a call gets that names no backend on devices without a data sheet. It runs on every device.
-      kernels: For each option of `plan` that says whether kernels can serve, the backend whose limits say so.
-      aliases: Names that older callers use, each with the backend that it means.
-    """
-
-    backends: tuple[str, ...]
-    default: str = "xla"
+    backends: tuple[str, ...]  # the names that a call may give
+    default: str = "xla"  # what a call gets that names none on devices without a data sheet; it runs on every device
+    # For each option of `plan` that says whether kernels can serve, the backend whose limits say so.
     kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names of older callers, and what they mean
 
 
 OPS: dict[str, Support] = {

@@ -29,27 +29,16 @@ START_LIMIT = 300
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How children are started.
+    """How children are started."""
 
-    Attributes:
-      platform: What JAX runs on, such as "tpu"; None leaves the choice to JAX.
-      cpu_devices: The number of devices that a CPU is divided into.
-      repeats: On how many random inputs each case runs.
-      limit: Seconds after which a case is ended.
-      pauses: The seconds to wait before each further attempt to open the devices.
-      distributed: Whether a child joins those of the other hosts of a pod.
-      rehearse: A topology, such as "v5e:2x4", for which cases are compiled and simulated instead of run.
-      serve: What a child does.
-    """
-
-    platform: str | None = None
-    cpu_devices: int = 4
-    repeats: int = 3
-    limit: float = 300
-    pauses: Sequence[float] = (5, 30, 60)
-    distributed: bool = False
-    rehearse: str | None = None
-    serve: "Serve" = dataclasses.field(default_factory=lambda: serve)
+    platform: str | None = None  # what JAX runs on, such as "tpu"; None leaves the choice to JAX
+    cpu_devices: int = 4  # that a CPU is divided into
+    repeats: int = 3  # on how many random inputs each case runs
+    limit: float = 300  # seconds after which a case is ended
+    pauses: Sequence[float] = (5, 30, 60)  # seconds to wait before each further attempt to open the devices
+    distributed: bool = False  # whether a child joins those of the other hosts of a pod
+    rehearse: str | None = None  # a topology, such as "v5e:2x4", for which cases are compiled and simulated, not run
+    serve: "Serve" = dataclasses.field(default_factory=lambda: serve)  # what a child does
 
     @property
     def start_limit(self) -> float:

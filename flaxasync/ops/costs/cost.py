@@ -13,25 +13,15 @@ STEP_SECONDS = 5e-6
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The seconds and bytes of one backend.
+    """The seconds and bytes of one backend."""
 
-    Attributes:
-      compute: The seconds of work on the blocks.
-      exposed: The seconds during which a device waits for a transfer.
-      steps: The number of products of blocks, each with its own overhead.
-      held: The bytes that the backend keeps in memory beside operands and results.
-      step_seconds: The overhead of a step, in seconds.
-      fixed: The seconds that are taken once: barriers, first fetches, last stores.
-      kept: The bytes that stay in memory from the forward to the backward pass beside the operands.
-    """
-
-    compute: float
-    exposed: float
-    steps: int
-    held: int
+    compute: float  # seconds of work on the blocks
+    exposed: float  # seconds during which a device waits for a transfer
+    steps: int  # products of blocks, each with an overhead of `step_seconds`
+    held: int  # bytes that the backend keeps in memory beside operands and results
     step_seconds: float = STEP_SECONDS
-    fixed: float = 0.0
-    kept: int = 0
+    fixed: float = 0.0  # seconds that are taken once: barriers, first fetches, last stores
+    kept: int = 0  # bytes that stay in memory from the forward to the backward pass beside the operands
 
     @property
     def seconds(self) -> float:

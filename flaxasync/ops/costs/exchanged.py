@@ -21,21 +21,13 @@ ATTENTION = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The sizes of an attention block on one device.
+    """The sizes of an attention block on one device."""
 
-    Attributes:
-      batch: The sequences.
-      rows: This device's rows of each.
-      features: The features of input and output.
-      inputs: The features of the queries, keys and values of this device's heads.
-      out: The features of the queries of this device's heads.
-    """
-
-    batch: int
-    rows: int
-    features: int
-    inputs: int
-    out: int
+    batch: int  # sequences
+    rows: int  # this device's rows of each
+    features: int  # of input and output
+    inputs: int  # the features of the queries, keys and values of this device's heads
+    out: int  # the features of the queries of this device's heads
 
 
 def times_as_fast(block: Block, chip: Chip, ring: int, itemsize: int, gathered_bytes: int = 0) -> float:
