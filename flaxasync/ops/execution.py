@@ -92,14 +92,12 @@ def decide(
     """Decides how a call of `op` is executed.
 
     Args:
-      op: The name of the op, which begins every error message.
       requested: The backend that the caller named; None to choose.
       ring, shapes, itemsize, gathered_bytes, **options: As `flaxasync.plan` takes them. Without shapes the op's default
         is chosen.
       directions: What the caller asked for. None stands for 2 on rings of three or more TPUs, whose links carry both
         directions at once.
       halves: Whether a block can be halved where the caller did not ask for it.
-      unroll: The ring steps in one loop body.
       check: Raises NotImplementedError if a backend of the op cannot serve this call on TPUs; see `cannot_serve`.
 
     Raises:

@@ -14,9 +14,7 @@ from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 from flaxasync.ops import trust
 from flaxasync.ops.costs import collective_matmul
-from flaxasync.ops.costs.attention import ring_attention_costs
-from flaxasync.ops.costs.cost import Cost, Shape
-from flaxasync.ops.costs.mesh_matmul import mesh_matmul_costs
+from flaxasync.ops.costs.cost import Cost, Shape, mesh_matmul_costs, ring_attention_costs
 
 MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
     "all_gather_matmul": collective_matmul.all_gather_matmul_costs,

@@ -31,7 +31,7 @@ PHASES = 40  # instructions whose seconds are told, the longest first
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The time of a program; see `flaxasync.verify.verdict.Result`."""
+    """The time of a program. The fields of this class and of the next one are those of `verdict.Result`."""
 
     seconds: float
     clock: str
@@ -40,7 +40,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What running a case gave; see `flaxasync.verify.verdict.Result`."""
+    """What running a case gave."""
 
     errors: dict[str, float]
     tolerance: float  # the error that is allowed
@@ -67,7 +67,7 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
 
 
 def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> dict[str, float]:
-    """Returns the largest deviation of each result of a case from its reference, on `repeats` random inputs.
+    """Returns the largest deviation of each result from its reference, on `repeats` random inputs.
 
     The program runs `runs` times on the first input, without a wait.
     """

@@ -49,20 +49,14 @@ class Sequence:
     def hops(self) -> int:
         """How many hops in one direction bring every device all rows that its own rows attend to."""
         window = self.mask.window
-        if self.one_way and window is not None:
+        if self.layout == "contiguous" and self.mask.causal and window is not None:
             return min(self.size - 1, -(-(window - 1) // self.rows))
         return self.size - 1
 
     @property
     def one_way(self) -> bool:
         """Whether all rows that a device needs lie only a few devices before it, so that rows travel forward only."""
-        window = self.mask.window
-        return (
-            self.layout == "contiguous"
-            and self.mask.causal
-            and window is not None
-            and -(-(window - 1) // self.rows) < self.size - 1
-        )
+        return self.hops < self.size - 1
 
     def start(self, device: Index, chunk: Any) -> Any:
         """Returns the position of the first row of a device's chunk."""

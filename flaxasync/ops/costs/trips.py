@@ -232,8 +232,7 @@ def kernels(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost
 def _first_operand(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> tuple[float, float]:
     """Predicts what XLA copies into vector memory before the first product: w, or x if nothing else comes first.
 
-    Returns:
-      The seconds of the copy, and how many times each product reads w after it.
+    Returns the seconds of the copy, and how many times each product reads w after it.
     """
     first = trips[0]
     w, x, most = first.k * first.n * itemsize, ring * first.m * first.k * itemsize, RESIDENT * chip.vmem_bytes
