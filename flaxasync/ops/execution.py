@@ -1,13 +1,6 @@
 """How a call of an op is executed: decided here, once. What is below receives the `Execution` and decides nothing.
 
-```
-none       one collective operation, then the product, or the reverse                      every device
-xla        a ring of `lax.ppermute`; one block is multiplied while the next one travels    every device
-pallas     the same ring on Pallas DMAs, as start/done pairs on values                     TPU
-stateful   the same ring on Pallas DMAs, as start/done pairs on Refs                       TPU
-fused      one Pallas kernel that sends and multiplies                                     TPU
-exchange   the product, then a Pallas kernel in which all send to all; for few rows        TPU
-```
+docs/plan.md has a table of the backends, and of what a call without a backend takes.
 
 A call that names a backend gets that backend or an error. A call that names none gets the fastest backend of those that
 are trusted on the chips of the mesh (`flaxasync.ops.plan`, `flaxasync.ops.trust`). On devices without a data sheet,
@@ -76,19 +69,11 @@ class Execution:
 
 
 def decide(
-    op: str,
-    requested: str | None,
-    *,
-    ring: int | tuple[int, int],
-    shapes: Sequence[Shape] = (),
-    directions: Directions = None,
-    halves: bool = True,
-    unroll: int = 2,
-    check: Callable[[str], None] = lambda backend: None,
-    itemsize: int = 2,
-    gathered_bytes: int = 0,
-    **options: Any,
-) -> Execution:
+    op: str, requested: str | None, *,
+    ring: int | tuple[int, int], shapes: Sequence[Shape] = (), itemsize: int = 2, gathered_bytes: int = 0,
+    directions: Directions = None, halves: bool = True, unroll: int = 2,
+    check: Callable[[str], None] = lambda backend: None, **options: Any,
+) -> Execution:  # fmt: skip
     """Decides how a call of `op` is executed.
 
     Args:

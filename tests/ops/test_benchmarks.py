@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import attention_kernel, few_rows, plan_layers
-from benchmarks.plan_layers import Case, Form
+from benchmarks.plan_layers import Form
 from benchmarks.programs import kept
 from flaxasync.hardware import chip
 
@@ -44,15 +44,6 @@ def test_the_command_fails_if_a_planned_form_is_slower(planned, monkeypatch, cap
             few_rows.main()
 
 
-def test_one_program_is_simulated_once(monkeypatch):
-    """XLA's sum is planned for 64 sequences and not for one."""
-    played = []
-    monkeypatch.setattr(few_rows, "layer_program", lambda topology, batch, backend: backend)
-    monkeypatch.setattr(few_rows, "played", lambda *call: played.append(call) or [float(len(played))])
-    assert few_rows.layer_times("v5e:2x4", 64, None) == {"all-reduce": [1.0], "planned": [1.0]}
-    assert few_rows.layer_times("v5e:2x4", 1, None) == {"all-reduce": [2.0], "planned": [3.0]}
-
-
 def test_what_was_made_is_kept_by_its_facts(tmp_path):
     made = []
 
@@ -68,12 +59,6 @@ def test_a_choice_without_memory_is_compared_with_forms_that_keep_nothing():
     assert plan_layers.behind(2.0, Form(None, False, None), played) == 0
     assert plan_layers.behind(2.0, Form(None, True, None), played) == 1
     assert plan_layers.behind(0.9, Form(None, True, None), played) == 0  # a choice may mix backends, and be faster
-
-
-@pytest.mark.parametrize("layer", plan_layers.LAYERS)
-def test_only_attention_blocks_have_the_forms_in_which_heads_travel(layer):
-    exchanged = [form for form in plan_layers.forms(Case(layer, "v5e:2x2", 1, 2048, 2048)) if form.exchange]
-    assert bool(exchanged) == (layer == "attention")
 
 
 @pytest.mark.slow

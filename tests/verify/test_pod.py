@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from flaxasync.verify import child
-from flaxasync.verify.__main__ import main
 from tests.processes import environments
 
 HOST = """
@@ -33,11 +32,6 @@ def test_an_error_on_one_host_is_that_of_all_and_names_its_process():
     assert child.combine([fine, lacks, error]) == {"error": "in process 2: no"}
     assert child.combine([fine, lacks]) == {"unsupported": "in process 1: needs squares"}
     assert child.combine([lacks, lacks]) == lacks
-
-
-def test_a_machine_that_is_alone_is_told_where_hosts_are_found(capsys):
-    assert main(["--distributed", "--platform", "cpu"]) == 2
-    assert "--distributed is for a TPU pod, SLURM or Open MPI, which JAX did not find: " in capsys.readouterr().err
 
 
 @pytest.fixture

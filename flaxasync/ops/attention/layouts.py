@@ -39,10 +39,7 @@ class Sequence:
 
     @property
     def chunks(self) -> int:
-        """How many chunks of consecutive positions a device holds, each with products of its own.
-
-        Without a mask, positions do not matter and all rows of a device are one chunk.
-        """
+        """How many chunks of consecutive positions a device holds; without a mask, positions do not matter."""
         return 2 if self.layout == "zigzag" and self.mask.by_position else 1
 
     @property

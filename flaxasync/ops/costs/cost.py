@@ -49,18 +49,10 @@ def hbm(chip: Chip) -> float:
 
 
 def ring_attention_costs(
-    chip: Chip,
-    ring: int,
-    q: Shape,
-    k: Shape,
-    v: Shape | None = None,
-    *,
-    causal: bool = True,
-    layout: str = "contiguous",
-    window: int | None = None,
-    itemsize: int = 2,
-    backward: bool = True,
-) -> dict[str, Cost]:
+    chip: Chip, ring: int, q: Shape, k: Shape, v: Shape | None = None, *,
+    causal: bool = True, layout: str = "contiguous", window: int | None = None,
+    itemsize: int = 2, backward: bool = True,
+) -> dict[str, Cost]:  # fmt: skip
     """Returns the cost of each backend, from the shapes of one device: a ring of k and v, or one gather of both.
 
     A block has s x s scores: two matmuls forward, five backward. k and v cross the ring in their dtype, dk and dv in

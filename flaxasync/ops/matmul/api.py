@@ -62,7 +62,6 @@ def all_gather_matmul(
     ```
 
     Args:
-      x: This device's rows.
       w: This device's columns; or a tuple of such arrays, which share one trip of x: gate and up, for example.
       axis_name: The mesh axis along which x is sharded by rows and w by columns.
       backend: What executes the op: "none" (gather, then multiply), "xla" (a ring of `lax.ppermute`), "pallas" or
@@ -178,8 +177,7 @@ def matmul_all_reduce(
         same with a Pallas kernel in which all devices send to all others, for few rows (TPU, float32 and bfloat16). The
         others reduce-scatter, and then gather with one collective operation.
       directions, unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore them.
-      precision: As in `all_gather_matmul`.
-      reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
+      precision, reduce_dtype: As in `matmul_reduce_scatter`.
 
     Returns:
       y, in the dtype of x. Its type says that it does not vary over `axis_name`.

@@ -43,16 +43,9 @@ def activate(activation: Activation, products: Values) -> Array:
 
 
 def parallel_mlp(
-    x: Array,
-    ws: Arrays,
-    down: Array,
-    axis_name: str,
-    activation: Activation,
-    *,
-    backend: str | None,
-    precision: lax.PrecisionLike,
-    gathered_bytes: int,
-) -> Array:
+    x: Array, ws: Arrays, down: Array, axis_name: str, activation: Activation, *,
+    backend: str | None, precision: lax.PrecisionLike, gathered_bytes: int,
+) -> Array:  # fmt: skip
     """Returns y = reduce_scatter(activate(all_gather(x) @ ws) @ down); the ops have the operands and options.
 
     Where both ops are executed by "fused" and an epilogue pays, h is computed of products that are not rounded.
