@@ -1,6 +1,6 @@
-"""What one backend of an op is predicted to take on the slowest device, for ring attention and `mesh_matmul`.
+"""What one backend of an op is predicted to take on the slowest device; that of ring attention and of `mesh_matmul`.
 
-The costs of the collective matmuls, which are made of `trips`, are in `collective_matmul`.
+The costs of the collective matmuls are in `collective_matmul`: they are made of `trips` around a ring.
 """
 
 import dataclasses
