@@ -41,7 +41,7 @@ class Setup:
     """How children are started."""
 
     platform: str | None = None  # what JAX runs on, such as "tpu"; None leaves the choice to JAX
-    cpu_devices: int = 4  # that a CPU is divided into
+    cpu_devices: int = 4  # how many devices a CPU is divided into
     repeats: int = 3  # on how many random inputs each case runs
     limit: float = 300  # seconds after which a case is ended
     pauses: Sequence[float] = (5, 30, 60)  # seconds to wait before each further attempt to open the devices
