@@ -26,13 +26,11 @@ class NoCoordinatorError(MeetingError):
 class Evidence:
     """What one process knows about the kernels of a chip, or what all processes agree on.
 
-    Attributes:
-      rule: Whether every kernel is trusted, none, or those with a stored verdict "PASS".
-      verdicts: "PASS", or the verdict of a case that failed, under the names of `flaxasync.ops.trust.key`.
-      times: The measured seconds of each backend, for each call under a name of `trust.call_key`.
+    `verdicts` are "PASS", or the verdict of a case that failed, under the names of `flaxasync.ops.trust.key`. `times`
+    are the measured seconds of each backend, for each call under a name of `trust.call_key`.
     """
 
-    rule: Literal["all", "none", "stored"]
+    rule: Literal["all", "none", "stored"]  # which kernels are trusted: stored ones are those with the verdict "PASS"
     verdicts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     times: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
@@ -53,14 +51,9 @@ def has_several_processes() -> bool:
 
 
 def exchange(topic: str, text: str, limit: float) -> list[str]:
-    """Returns the texts of all processes, in their order.
+    """Returns the texts of all processes, in their order; waits for them for `limit` seconds.
 
     Every process must call this once with the same topic. One that comes after the limit of another raises, too.
-
-    Args:
-      topic: What the texts are about.
-      text: The text of this process.
-      limit: Seconds to wait for the other processes.
 
     Raises:
       MeetingError: A process did not come in time, the coordinator failed, or there is none.

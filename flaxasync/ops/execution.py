@@ -1,13 +1,6 @@
 """How a call of an op is executed: decided here, once. What is below receives the `Execution` and decides nothing.
 
-```
-none       one collective operation, then the product, or the reverse                      every device
-xla        a ring of `lax.ppermute`; one block is multiplied while the next one travels    every device
-pallas     the same ring on Pallas DMAs, as start/done pairs on values                     TPU
-stateful   the same ring on Pallas DMAs, as start/done pairs on Refs                       TPU
-fused      one Pallas kernel that sends and multiplies                                     TPU
-exchange   the product, then a Pallas kernel in which all send to all; for few rows        TPU
-```
+docs/plan.md has a table of the backends, and of what a call without a backend takes.
 
 A call that names a backend gets that backend or an error. A call that names none gets the fastest backend of those that
 are trusted on the chips of the mesh (`flaxasync.ops.plan`, `flaxasync.ops.trust`). On devices without a data sheet,
@@ -39,19 +32,13 @@ RINGS = ("none", "xla", "pallas", "stateful")  # what an op has that stands on `
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """Which backends an op has.
+    """Which backends an op has."""
 
-    Attributes:
-      backends: The names that a call may give.
-      default: What a call gets that names no backend on devices without a data sheet. It runs on every device.
-      kernels: For each option of `plan` that says whether kernels can serve, the backend whose limits say so.
-      aliases: Names that older callers use, each with the backend that it means.
-    """
-
-    backends: tuple[str, ...]
-    default: str = "xla"
+    backends: tuple[str, ...]  # the names that a call may give
+    default: str = "xla"  # what a call gets that names none on devices without a data sheet; it runs on every device
+    # For each option of `plan` that says whether kernels can serve, the backend whose limits say so.
     kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names of older callers, and what they mean
 
 
 OPS: dict[str, Support] = {
@@ -82,30 +69,20 @@ class Execution:
 
 
 def decide(
-    op: str,
-    requested: str | None,
-    *,
-    ring: int | tuple[int, int],
-    shapes: Sequence[Shape] = (),
-    directions: Directions = None,
-    halves: bool = True,
-    unroll: int = 2,
-    check: Callable[[str], None] = lambda backend: None,
-    itemsize: int = 2,
-    gathered_bytes: int = 0,
-    **options: Any,
-) -> Execution:
+    op: str, requested: str | None, *,
+    ring: int | tuple[int, int], shapes: Sequence[Shape] = (), itemsize: int = 2, gathered_bytes: int = 0,
+    directions: Directions = None, halves: bool = True, unroll: int = 2,
+    check: Callable[[str], None] = lambda backend: None, **options: Any,
+) -> Execution:  # fmt: skip
     """Decides how a call of `op` is executed.
 
     Args:
-      op: The name of the op, which begins every error message.
       requested: The backend that the caller named; None to choose.
       ring, shapes, itemsize, gathered_bytes, **options: As `flaxasync.plan` takes them. Without shapes the op's default
         is chosen.
       directions: What the caller asked for. None stands for 2 on rings of three or more TPUs, whose links carry both
         directions at once.
       halves: Whether a block can be halved where the caller did not ask for it.
-      unroll: The ring steps in one loop body.
       check: Raises NotImplementedError if a backend of the op cannot serve this call on TPUs; see `cannot_serve`.
 
     Raises:

@@ -45,8 +45,6 @@ def mesh_matmul(
     them, and no Pallas kernel hides their transfers.
 
     Args:
-      lhs: This device's block of the left-hand side.
-      rhs: This device's block of the right-hand side.
       axis_names: (x, y), the mesh axes of rows and of columns.
       backend: What executes the op: "none" (collectives and a matmul of XLA; any device), "xla_gemm" (collectives of
         XLA around a Pallas matmul), "serial" (a Pallas all-gather, matmul and all-reduce, one after the other), "fused"

@@ -14,9 +14,7 @@ from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 from flaxasync.ops import trust
 from flaxasync.ops.costs import collective_matmul
-from flaxasync.ops.costs.attention import ring_attention_costs
-from flaxasync.ops.costs.cost import Cost, Shape
-from flaxasync.ops.costs.mesh_matmul import mesh_matmul_costs
+from flaxasync.ops.costs.cost import Cost, Shape, mesh_matmul_costs, ring_attention_costs
 
 MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
     "all_gather_matmul": collective_matmul.all_gather_matmul_costs,
@@ -32,23 +30,17 @@ MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
 class Plan:
     """A choice of backend.
 
-    Attributes:
-      op: The name of the op.
-      backend: The backend to use.
-      reason: Why, in one sentence with figures.
-      costs: The predicted cost of every backend that can serve the call.
-      trusted: The fastest backend of those that are plain XLA or were verified on such a chip with the versions that
-        are installed here; what a call without a backend takes on the chip. Where the verification measured this call,
-        with its gradients, the measured times count. See `flaxasync.ops.trust`.
-      unverified: The backends that were not verified.
+    `trusted` is what a call without a backend takes on the chip: the fastest backend of those that are plain XLA or
+    were verified on such a chip with the versions that are installed here. Where the verification measured this call,
+    with its gradients, the measured times count. See `flaxasync.ops.trust`.
     """
 
     op: str
-    backend: str
-    reason: str
-    costs: Mapping[str, Cost]
-    trusted: str = "none"
-    unverified: tuple[str, ...] = ()
+    backend: str  # the one to use
+    reason: str  # why, in one sentence with figures
+    costs: Mapping[str, Cost]  # of every backend that can serve the call
+    trusted: str
+    unverified: tuple[str, ...]
 
     @property
     def seconds(self) -> dict[str, float]:

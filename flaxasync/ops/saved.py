@@ -1,13 +1,16 @@
-"""The names of what ops and layers compute forward, and policies of `jax.checkpoint` that keep it.
+"""What the backward pass may use: names of forward results, policies that keep them, and derivatives that are refused.
 
 A policy sees a collective matmul as one operation that is no `dot_general`, because it has a VJP rule of its own. So
 JAX's policies for matmuls compute it again, and its transfers with it. The rules therefore name their results with
 `jax.ad_checkpoint.checkpoint_name`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from flaxasync.mesh import UnsupportedError
 
 PRODUCT = "flaxasync_product"
 """The result of a collective matmul: y of `all_gather_matmul`, `matmul_reduce_scatter` and `matmul_all_reduce`."""
@@ -45,3 +48,20 @@ def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     backward pass repeats what is between them: norms, rotary positions, activations. It is used as `save_matmuls` is.
     """
     return _costly(primitive, *operands, **parameters)
+
+
+def first_only(op: str, why: str, instead: str) -> Callable[..., tuple[Any, ...]]:
+    """Returns the identity of operands whose second derivative does not exist: it raises NotImplementedError.
+
+    The first derivative of such an op is a kernel or a ring of its own.
+    """
+
+    @jax.custom_jvp
+    def identity(*operands: Any) -> tuple[Any, ...]:
+        return operands
+
+    @identity.defjvp
+    def refuse(primals: tuple, tangents: tuple) -> Any:
+        raise UnsupportedError(f"{op} has a first derivative only: {why}; {instead}")
+
+    return identity

@@ -1,16 +1,11 @@
 """Which TPU kernels a call without a backend may take: those that passed `python -m flaxasync.verify` on such a chip.
 
-A kernel that overlaps its transfers can hang a chip or be silently wrong, and this depends on the chip and on the
-compiler. The verdicts are stored in the user's cache folder, in one file for each `Machine`, with measured times, by
-which `flaxasync.plan` corrects what it predicts. docs/plan.md says what is trusted with which verdicts, and what
-`FLAXASYNC_VERIFIED` changes.
+The verdicts are stored in the user's cache folder, in one file for each `Machine`, with measured times, by which
+`flaxasync.plan` corrects what it predicts. docs/plan.md says what is trusted with which verdicts, and what
+`FLAXASYNC_VERIFIED` changes; `known` tells how several processes agree.
 
 A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts count for rings of two
 only, and longer rings need a verdict of a longer ring. On one device only attention, which sends nothing, has verdicts.
-
-Where several processes share the chips, they trust what passed in all of them, on machines with the same versions and
-options, and with the same variable. They exchange this at the first question about their chip, or when `known` is
-called. A difference is logged, and calls then take plain XLA in every process.
 
 Where no TPU is attached, a mesh of TPUs is one of described devices: nothing runs there, and calls take what is
 predicted to be fastest, unless the variable is set. `trusting` says for a block of code which of the two holds.

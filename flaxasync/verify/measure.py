@@ -1,23 +1,32 @@
-"""Compares the results of a case with its reference, and measures its time."""
+"""Compares the results of a case with its reference, and measures its time.
+
+TPU kernels run on CPU devices in JAX's interpret mode for TPUs, with race detection. `simulated` replaces two private
+functions of JAX 0.12 for that: the interpreter does not know barriers by tag, nor the types of manual axes within its
+own loops.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import tempfile
 import time
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, Mesh
 
 from flaxasync.check.trace.profile import median_seconds, read_profile
 from flaxasync.mesh import UnsupportedError
 from flaxasync.verify import programs
 from flaxasync.verify.cases import Case
-from flaxasync.verify.simulator import simulated
 
 RUNS = 20
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "attention": 1e-4}
@@ -27,11 +36,12 @@ BACK_TO_BACK = 8
 """How often a program runs on its first input without a wait in between. A semaphore that a run leaves at a wrong
 count, or a device that runs ahead, shows only in the next run."""
 PHASES = 40  # instructions whose seconds are told, the longest first
+DEVICE = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The time of a program; see `flaxasync.verify.verdict.Result`."""
+    """The time of a program. The fields of this class and of the next one are those of `verdict.Result`."""
 
     seconds: float
     clock: str
@@ -40,7 +50,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What running a case gave; see `flaxasync.verify.verdict.Result`."""
+    """What running a case gave."""
 
     errors: dict[str, float]
     tolerance: float  # the error that is allowed
@@ -67,7 +77,7 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
 
 
 def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> dict[str, float]:
-    """Returns the largest deviation of each result of a case from its reference, on `repeats` random inputs.
+    """Returns the largest deviation of each result from its reference, on `repeats` random inputs.
 
     The program runs `runs` times on the first input, without a wait.
     """
@@ -129,3 +139,49 @@ def time_program(run: Callable[[], Any], name: str, runs: int = RUNS) -> Timing:
                         phases[event.name] += (event.end - event.start) / runs  # type: ignore[assignment]
                     return Timing(measured, "device", dict(phases.most_common(PHASES)))
     return Timing(statistics.median(spent), "host")
+
+
+@contextlib.contextmanager
+def simulated(mesh: Mesh) -> Iterator[None]:
+    """Makes the devices of a mesh pass for TPUs of kind v5e. A race between transfers raises."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
+
+    params = pltpu.InterpretParams(dma_execution_mode="on_wait", detect_races=True, on_race="raise")
+    interpret = functools.partial(_with_barrier, stock.interpret_pallas_call)
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than running
+    try:
+        with (
+            mock.patch.object(stock, "interpret_pallas_call", interpret),
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=DEVICE)),
+            pltpu.force_tpu_interpret_mode(params),
+        ):
+            yield
+            jax.effects_barrier()
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+        pltpu.reset_tpu_interpret_mode_state()
+        jax.clear_caches()
+
+
+def _with_barrier(
+    original: Any, *args: Any, jaxpr: Any, compiler_params: Any, name: str | None = None, **rest: Any
+) -> Any:
+    from jax._src import config
+
+    compiler_params = compiler_params or pltpu.CompilerParams()
+    if compiler_params.collective_id is None and _has_barrier(jaxpr):
+        number = zlib.crc32(str(jaxpr.debug_info.func_name).encode()) % 97
+        compiler_params = compiler_params.replace(collective_id=number)
+    with config._check_vma(False):
+        return original(*args, jaxpr=jaxpr, compiler_params=compiler_params, name=name, **rest)
+
+
+def _has_barrier(jaxpr: Any) -> bool:
+    from jax._src import core
+    from jax._src.pallas.mosaic import primitives
+
+    return any(
+        e.primitive is primitives.get_barrier_semaphore_p or any(map(_has_barrier, core.jaxprs_in_params(e.params)))
+        for e in jaxpr.eqns
+    )

@@ -4,8 +4,8 @@ A TPU belongs to one process at a time. This process therefore never opens one, 
 case that hangs or crashes ends its child, and the next child goes on with the rest. A hang can leave the chips
 occupied. Opening them is then tried again after pauses, and if it keeps failing, the cases that are left are not run.
 
-On a pod every host has such a process, and the children with one number on all hosts run each case together: see
-pod.py. When a child dies, those of the other hosts wait for it until the time limit of the case ends them.
+On a pod every host has such a process, and the children with one number on all hosts run each case together. When a
+child dies, those of the other hosts wait for it until the time limit of the case ends them.
 """
 
 import contextlib

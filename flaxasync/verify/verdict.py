@@ -46,29 +46,20 @@ WITHOUT_MEASUREMENT = {
 class Result:
     """A case with its verdict. These are the fields of the JSON file.
 
-    Attributes:
-      case: The case.
-      verdict: The verdict.
-      reason: Why, where the verdict is not PASS; otherwise an empty string.
-      errors: The largest relative deviation of each result; empty where the case did not end.
-      seconds: The measured time; None for a case that was simulated or did not end.
-      clock: Whose clock that is: "device", "host", or "simulated".
-      phases: The measured seconds of each instruction, where the device's clock was read.
-      plain: The measured time of the plain backend on the same operands.
-      planned: The times that `flaxasync.plan` predicts for this backend and for the plain one, on TPUs.
-      missing: Why there is no planned time, no measured time, or nothing that its values were compared with, by the
-        name of what is missing: "plan", "time" or "values".
+    `errors` are the largest relative deviations of each result. `phases` are the measured seconds of each instruction,
+    where the device's clock was read. `missing` says why there is no planned time ("plan"), no measured time ("time"),
+    or nothing that the values were compared with ("values").
     """
 
     case: Case
     verdict: Verdict
-    reason: str = ""
+    reason: str = ""  # why the verdict is not PASS
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    seconds: float | None = None
-    clock: str = ""
+    seconds: float | None = None  # None for a case that was simulated or did not end
+    clock: str = ""  # whose seconds they are: "device", "host", or "simulated"
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
-    plain: float | None = None
-    planned: tuple[float, float] | None = None
+    plain: float | None = None  # the seconds of the plain backend on the same operands
+    planned: tuple[float, float] | None = None  # what `flaxasync.plan` predicts for this backend and the plain one
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property

@@ -16,12 +16,15 @@ SHAPES = {  # of a call that plan can predict
 
 
 @pytest.mark.parametrize("op", execution.OPS)
-def test_the_default_of_an_op_runs_on_every_device(op):
+def test_the_default_runs_on_every_device_and_an_unknown_backend_is_an_error_that_lists_the_known_ones(op):
     support = execution.OPS[op]
     assert support.default in support.backends
     assert support.default in execution.ON_EVERY_DEVICE
     assert set(support.aliases.values()) <= set(support.backends)
     assert execution.decide(op, None, ring=8).backend == support.default  # no mesh is set, so no chip is known
+    known = ", ".join(support.backends)
+    with pytest.raises(ValueError, match=rf"^{op} got backend='rings': it must be one of {known}, or None to choose$"):
+        execution.decide(op, "rings", ring=8)
 
 
 @pytest.mark.parametrize("op", plan.MODELS)
@@ -30,13 +33,6 @@ def test_plan_predicts_only_backends_that_the_op_has(op):
     costs = fa.plan(op, *SHAPES[op], chip="v5e", ring=ring).costs
     assert set(costs) <= set(execution.OPS[op].backends)
     assert len(costs) > 1
-
-
-@pytest.mark.parametrize("op", execution.OPS)
-def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(op):
-    known = ", ".join(execution.OPS[op].backends)
-    with pytest.raises(ValueError, match=rf"^{op} got backend='rings': it must be one of {known}, or None to choose$"):
-        execution.decide(op, "rings", ring=8)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +66,9 @@ def test_a_kernel_that_cannot_serve_is_not_planned():
         assert execution.decide("all_gather_matmul", None, **call, check=refuse).backend in execution.RINGS
 
 
-def test_names_of_older_callers_keep_their_meaning():
-    assert execution.decide("ring_attention", "gather", ring=8).backend == "none"
-    assert execution.if_available("ring_attention", "gather") == "gather"
-
-
 def test_an_op_of_a_layer_chooses_if_it_lacks_the_layers_backend():
+    assert execution.decide("ring_attention", "gather", ring=8).backend == "none"  # a name of older callers
+    assert execution.if_available("ring_attention", "gather") == "gather"
     assert execution.if_available("ring_attention", "fused") is None
     assert execution.if_available("ring_attention", "none") == "none"
     assert execution.if_available("all_gather_matmul", "fused") == "fused"

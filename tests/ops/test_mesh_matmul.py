@@ -26,7 +26,7 @@ SPECS = P("x", "y"), P("x", None)
 TILES = Tiles(16, 128, 128)
 BACKENDS = OPS["mesh_matmul"].backends
 PARTIAL = {"n": 640, "tiles": Tiles(16, 128, 256)}  # the last of three tiles of columns is partial
-KERNELS = ("xla_gemm", "serial", "fused", "overlapped")
+EIGHT = {shape: {"m": 192, "k": 1536 if 3 in shape else 1024} for shape in [(2, 4), (4, 2), (2, 3), (3, 2)]}
 
 
 def operands(dtype="float32", m=64, k=512, n=256):
@@ -56,15 +56,8 @@ def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, **options
         close(got, lhs.astype(np.float32) @ rhs.astype(np.float32), dtype)
 
 
-@pytest.mark.parametrize("backend", [
-    *KERNELS[:-1],
-    pytest.param("overlapped", marks=pytest.mark.slow),  # its gradients and its partial tile are tested below
-])  # fmt: skip
-def test_kernels(backend):
-    parity((2, 2), "eager", backend=backend)
-
-
 @pytest.mark.parametrize(("backend", "shape", "mode", "options"), [
+    *((name, (2, 2), "eager", {}) for name in ("xla_gemm", "serial", "fused")),
     ("serial", (1, 4), "on_wait", {"dtype": "bfloat16"}),
     ("fused", (4, 1), "eager", {"dtype": "bfloat16", "m": 128, "k": 1024, "tiles": Tiles(48, 128, 128)}),
     ("overlapped", (2, 2), "eager", PARTIAL),
@@ -82,20 +75,12 @@ def test_kernels(backend):
         ("overlapped", (4, 1), "on_wait", {"directions": 1, "dtype": "bfloat16"}),
         ("overlapped", (3, 1), "on_wait", {"k": 768, "m": 96}),
         ("overlapped", (1, 1), "on_wait", {}),
+        *(("overlapped", s, "eager", PARTIAL | sizes) for s, sizes in EIGHT.items()),
+        *(("fused", s, "eager", EIGHT[s]) for s in ((2, 4), (3, 2))),
     ]),
 ])  # fmt: skip
 def test_kernels_on_any_mesh(backend, shape, mode, options):
     parity(shape, mode, backend=backend, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "shape"),
-    [*(("overlapped", shape) for shape in [(2, 4), (4, 2), (2, 3), (3, 2)]), ("fused", (2, 4)), ("fused", (3, 2))],
-)
-def test_kernels_on_more_devices(backend, shape):
-    options = PARTIAL if backend == "overlapped" else {}
-    parity(shape, "eager", backend=backend, **options | {"m": 192, "k": 1536 if 3 in shape else 1024})
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (1, 4), (4, 1), (2, 4)])

@@ -54,9 +54,12 @@ def test_an_unverified_kernel_is_not_taken_and_one_line_says_what_verifying_it_w
     assert "`python -m flaxasync.verify` verifies it; naming it, or FLAXASYNC_VERIFIED=all, takes it" in line
 
 
-def test_a_verified_kernel_is_taken(v5e, caplog):
+def test_a_verified_kernel_is_taken_and_a_named_one_always(v5e, caplog):
     store(v5e)
     assert taken() == "fused"
+    store(v5e, "WRONG")
+    assert taken("fused") == "fused"
+    assert taken("pallas") == "pallas"
     assert not caplog.records
 
 
@@ -120,13 +123,6 @@ def test_a_damaged_file_is_not_trusted_and_said_once(v5e, text, message, caplog)
     assert [taken(), taken()] == ["none", "none"]
     assert caplog.text.count(message) == 1
     assert str(v5e.file) in caplog.text
-
-
-def test_a_named_backend_is_always_taken(v5e, caplog):
-    store(v5e, "WRONG")
-    assert taken("fused") == "fused"
-    assert taken("pallas") == "pallas"
-    assert not caplog.records
 
 
 def test_the_environment_overrides_the_stored_verdicts(v5e, monkeypatch, tmp_path, caplog):

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from flaxasync.verify import pod
-from flaxasync.verify.__main__ import main
+from flaxasync.verify import child
 from tests.processes import environments
 
 HOST = """
@@ -24,20 +23,15 @@ def measurement(seconds, **errors):
 
 
 def test_the_outcome_of_a_case_is_that_of_the_slowest_host_with_the_largest_errors():
-    found = pod.combine([measurement(2.0, y=1e-3, dx=0.0), measurement(1.0, y=0.0, dx=float("inf"))])
+    found = child.combine([measurement(2.0, y=1e-3, dx=0.0), measurement(1.0, y=0.0, dx=float("inf"))])
     assert found == measurement(2.0, y=1e-3, dx=float("inf"))
 
 
 def test_an_error_on_one_host_is_that_of_all_and_names_its_process():
     fine, error, lacks = (measurement(1.0, y=0.0), {"error": "no"}, {"unsupported": "needs squares"})
-    assert pod.combine([fine, lacks, error]) == {"error": "in process 2: no"}
-    assert pod.combine([fine, lacks]) == {"unsupported": "in process 1: needs squares"}
-    assert pod.combine([lacks, lacks]) == lacks
-
-
-def test_a_machine_that_is_alone_is_told_where_hosts_are_found(capsys):
-    assert main(["--distributed", "--platform", "cpu"]) == 2
-    assert "--distributed is for a TPU pod, SLURM or Open MPI, which JAX did not find: " in capsys.readouterr().err
+    assert child.combine([fine, lacks, error]) == {"error": "in process 2: no"}
+    assert child.combine([fine, lacks]) == {"unsupported": "in process 1: needs squares"}
+    assert child.combine([lacks, lacks]) == lacks
 
 
 @pytest.fixture

@@ -78,8 +78,6 @@ def test_every_quick_case_of_every_chip(topology, ops, tmp_path, capsys):
 def test_verdicts_of_a_rehearsal_are_not_stored_where_runs_find_them():
     result = Result(Case("ppermute", "pallas", (8,), ((128, 512),)), Verdict.PASS)
     machine = {"platform": "tpu", "chip": "v5e", "rehearsal": "v5e:2x4"}
-    with pytest.raises(RuntimeError, match="must not be stored where runs find them: rehearse within"):
-        record_verdicts([result], machine)
     with rehearsal.stored_aside():
         file = record_verdicts([result], machine)
         assert trust.read(trust.Machine.here("v5e"))
@@ -101,14 +99,6 @@ def test_every_case_has_a_small_one_for_up_to_four_devices_that_tests_the_same(d
         assert small.directions == case.directions
         assert small.simulate == (case.backend not in ("none", "xla", "reference"))
         assert sum(size for shape in small.shapes for size in shape) < 2000
-
-
-@pytest.mark.parametrize("topology", ["v5e:3x5", "v4:2x2x1"])
-def test_an_unknown_topology_is_refused(topology, capsys):
-    assert main(["--rehearse", topology]) == 2
-    assert f"error: topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}" in (
-        capsys.readouterr().err
-    )
 
 
 def test_a_rehearsal_needs_libtpu(capsys, monkeypatch):

@@ -84,15 +84,9 @@ def test_every_case_of_every_chip_goes_through_all_that_follows_a_measurement(ch
 
 
 def test_a_chip_that_is_not_in_the_table_has_no_plans_and_a_reason():
-    cases = list_cases("tpu", 8, quick=True)
-    machine = machine_of(None, 8) | {"kind": "TPU v9"}
-    assert {r.missing["plan"] for r in judge_all(cases_without_models(cases), machine, PLAIN)} == {
-        "the table of chips lacks this one"
-    }
-
-
-def cases_without_models(cases):
-    return [case for case in cases if case.op not in MODELS]
+    cases = [case for case in list_cases("tpu", 8, quick=True) if case.op not in MODELS]
+    results = judge_all(cases, machine_of(None, 8) | {"kind": "TPU v9"}, PLAIN)
+    assert {r.missing["plan"] for r in results} == {"the table of chips lacks this one"}
 
 
 def fail(*arguments):

@@ -19,7 +19,6 @@ from flaxasync.ops.attention.blocks import Reference
 from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_segments, check_sequence_layout
 from flaxasync.ops.attention.ring import Call
 from flaxasync.ops.execution import check_mapped, decide
-from flaxasync.ring import Ring
 
 KERNELS = ("reference", "flash")
 
@@ -58,7 +57,6 @@ def ring_attention(
     no row attends to cost no compute. The gradient of a ring has no gradient: a second derivative is refused.
 
     Args:
-      q, k, v: Queries, keys and values.
       axis_name: The mesh axis over which the sequence is split. For whole sequences use `flaxasync.attention`.
       causal: Whether a row attends only to itself and to earlier rows.
       layout: Which rows this device holds: "contiguous", or "zigzag", which shares causal work out equally. All arrays
@@ -68,17 +66,13 @@ def ring_attention(
         travel with k and v.
       window: A row attends only to rows fewer than `window` positions away, itself included. Blocks further away cost
         no compute, and in a contiguous causal layout they do not travel.
-      backend: What moves k and v: "none" (one all-gather; "gather" means the same), "xla" (a ring of `lax.ppermute`),
-        "pallas" or "stateful" (the same ring on Pallas DMAs, as values or on Refs; TPU). None stands for what
-        `flaxasync.plan` predicts to be fastest on the chips of the mesh, and for "xla" on other devices.
+      backend: What moves k and v: "none" (one all-gather; "gather" means the same), or "xla", "pallas" or "stateful",
+        which are rings as in `flaxasync.all_gather_matmul`. None chooses as there.
       kernel: What multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative), "reference" (JAX, on
         every device), or an object of your own (`flaxasync.kernels.attention_block.BlockKernel`). None stands for
         "flash" where that can serve and was verified (`flaxasync.ops.trust`), on a mesh of TPUs whose axes are all
         mapped, and for "reference" elsewhere.
-      directions: 1, or 2 to send one half-block in each direction around the ring. By default 2 on rings of three or
-        more TPUs.
-      unroll: Ring steps in one loop body.
-      precision: The precision of the matmuls, as in `lax.dot_general`. They accumulate in float32.
+      directions, unroll, precision: As in `flaxasync.all_gather_matmul`.
 
     Returns:
       o, in the dtype of q.
@@ -100,8 +94,13 @@ def ring_attention(
             f"{q.shape[1]} rows a device, needed an even number; pad the sequence to a multiple of {2 * size} rows"
         )
     sequence = Sequence(layout, Mask(causal, window), q.shape[1], size)
-    ring = _choose_ring(op, axis_name, sequence, q, k, backend=backend, directions=directions, unroll=unroll)
     chunk = sequence.rows // sequence.chunks
+    execution = decide(
+        op, backend, shapes=(q.shape, k.shape), ring=size, directions=directions, unroll=unroll,
+        halves=chunk % (2 * LANES) == 0,  # the flash kernel takes whole registers only
+        itemsize=q.dtype.itemsize, causal=causal, window=window, layout=layout,
+    )  # fmt: skip
+    ring = execution.ring(axis_name) if sequence.hops else None  # without hops no row needs a row of another device
     block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // ring.directions if ring else chunk)
     call = Call(ring, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
     return _apply(call, q, k, v, segment_ids, {axis_name})
@@ -130,10 +129,7 @@ def attention(
     It works inside `jax.shard_map`, on this device's batch and heads, and outside of it. Saved for the backward pass
     are q, k, v, o and the log-sum-exp of each row.
 
-    Args:
-      q, k, v: Queries, keys and values.
-      causal, scale, segment_ids, window, precision: As in `ring_attention`.
-      kernel: As in `ring_attention`. "reference" has a second derivative, "flash" has none.
+    The arguments are those of `ring_attention`. The kernel "reference" has a second derivative, "flash" has none.
 
     Returns:
       o, in the dtype of q.
@@ -164,27 +160,6 @@ def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, 
         return q
     kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
     return vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
-
-
-def _choose_ring(
-    op: str, axis_name: str, sequence: Sequence, q: Array, k: Array, *,
-    backend: str | None, directions: Literal[1, 2] | None, unroll: int,
-) -> Ring | None:  # fmt: skip
-    """Returns how blocks travel; None where no row needs a row of another device."""
-    execution = decide(
-        op,
-        backend,
-        shapes=(q.shape, k.shape),
-        ring=sequence.size,
-        directions=directions,
-        unroll=unroll,
-        halves=sequence.rows // sequence.chunks % (2 * LANES) == 0,  # the flash kernel takes whole registers only
-        itemsize=q.dtype.itemsize,
-        causal=sequence.mask.causal,
-        window=sequence.mask.window,
-        layout=sequence.layout,
-    )
-    return execution.ring(axis_name) if sequence.hops else None
 
 
 def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: int, k_rows: int) -> BlockKernel:

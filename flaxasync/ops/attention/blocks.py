@@ -38,30 +38,18 @@ def finish(carry: Carry, dtype: DTypeLike) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The product in JAX, one tile of scores at a time, so that memory does not grow with the square of the rows.
+    """The product in JAX, one tile of scores at a time, so that memory does not grow with the square of the rows."""
 
-    Attributes:
-      tile: The rows of q and of kv in a tile, at most; fewer where that divides the rows better.
-      name: The name of the kernel.
-    """
-
-    tile: int = 512
+    tile: int = 512  # the rows of q and of kv in a tile, at most; fewer where that divides the rows better
     name: str = "reference"
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
         return _for_each_tile(product, self.tile, scores, functools.partial(_add_tile, scores, q, kv, segments), carry)
 
     def backward(
-        self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
-        do: Array,
-        rows: Array,
-        product: Product,
+        self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, rows: Array, product: Product,
         gradients: Gradients,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         add = functools.partial(_add_gradient_tile, scores, q, kv, segments, do, rows)
         return _for_each_tile(product, self.tile, scores, add, gradients)
 

@@ -12,18 +12,10 @@ from flaxasync.ops.dtypes import accumulator_dtype
 
 
 def dense_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    scale: float,
-    softcap: float | None,
-    mask: Array | None,
-    bias: Array | None,
-    dropout_key: Array | None,
-    dropout_rate: float,
-    precision: lax.PrecisionLike,
-) -> Array:
+    q: Array, k: Array, v: Array, *,
+    scale: float, softcap: float | None, mask: Array | None, bias: Array | None,
+    dropout_key: Array | None, dropout_rate: float, precision: lax.PrecisionLike,
+) -> Array:  # fmt: skip
     """Returns softmax(softcap(scale * q @ k.T) + bias, where the mask allows) @ v.
 
     Queries are [b, s, h, d]. Keys and values are [b, t, n, d]; h/n heads share each of n. Mask and bias broadcast to

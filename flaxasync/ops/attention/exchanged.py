@@ -37,10 +37,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from flaxasync.ops.derivatives import first_only
 from flaxasync.ops.matmul.products import Arrays, dot, row_major, weight_gradient
 from flaxasync.ops.matmul.vjp import Executor
-from flaxasync.ops.saved import GATHERED, PRODUCT
+from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
 
@@ -76,11 +75,9 @@ class ExchangedAttention:
     ) -> tuple[Arrays, list[T]]:
         """Sends each sequence [R*n, r] to where it is computed with, and the results [R*m, r] back.
 
-        Args:
-          first: The first sequence.
-          while_first_arrives: Is called with the transfers that are then under way, and returns the other sequences.
-          compute: A function (number of the sequence, [R, n, r]) -> [R, m, r], and what is returned beside it.
-          while_last_leaves: Is called with what is then under way, and with the results of all sequences but the last.
+        `while_first_arrives` is called with the transfers that are under way, and returns all sequences but the first.
+        `compute` turns the number of a sequence and [R, n, r] into [R, m, r] and what is returned beside it.
+        `while_last_leaves` is called with the transfers that are under way, and all results but the last.
         """
         arriving, more = [self.exchange(first)], list[T]()
         leaving: list[Transfers] = []

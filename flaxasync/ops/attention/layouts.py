@@ -39,30 +39,21 @@ class Sequence:
 
     @property
     def chunks(self) -> int:
-        """How many chunks of consecutive positions a device holds, each with products of its own.
-
-        Without a mask, positions do not matter and all rows of a device are one chunk.
-        """
+        """How many chunks of consecutive positions a device holds; without a mask, positions do not matter."""
         return 2 if self.layout == "zigzag" and self.mask.by_position else 1
 
     @property
     def hops(self) -> int:
         """How many hops in one direction bring every device all rows that its own rows attend to."""
         window = self.mask.window
-        if self.one_way and window is not None:
+        if self.layout == "contiguous" and self.mask.causal and window is not None:
             return min(self.size - 1, -(-(window - 1) // self.rows))
         return self.size - 1
 
     @property
     def one_way(self) -> bool:
         """Whether all rows that a device needs lie only a few devices before it, so that rows travel forward only."""
-        window = self.mask.window
-        return (
-            self.layout == "contiguous"
-            and self.mask.causal
-            and window is not None
-            and -(-(window - 1) // self.rows) < self.size - 1
-        )
+        return self.hops < self.size - 1
 
     def start(self, device: Index, chunk: Any) -> Any:
         """Returns the position of the first row of a device's chunk."""

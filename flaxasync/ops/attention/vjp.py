@@ -26,8 +26,7 @@ from flaxasync import transport
 from flaxasync.ops.attention import ring
 from flaxasync.ops.attention.blocks import Reference, finish
 from flaxasync.ops.attention.ring import Call, Shards
-from flaxasync.ops.derivatives import first_only
-from flaxasync.ops.saved import ATTENTION
+from flaxasync.ops.saved import ATTENTION, first_only
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -21,21 +21,13 @@ ATTENTION = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The sizes of an attention block on one device.
+    """The sizes of an attention block on one device."""
 
-    Attributes:
-      batch: The sequences.
-      rows: This device's rows of each.
-      features: The features of input and output.
-      inputs: The features of the queries, keys and values of this device's heads.
-      out: The features of the queries of this device's heads.
-    """
-
-    batch: int
-    rows: int
-    features: int
-    inputs: int
-    out: int
+    batch: int  # sequences
+    rows: int  # this device's rows of each
+    features: int  # of input and output
+    inputs: int  # the features of the queries, keys and values of this device's heads
+    out: int  # the features of the queries of this device's heads
 
 
 def times_as_fast(block: Block, chip: Chip, ring: int, itemsize: int, gathered_bytes: int = 0) -> float:
@@ -62,11 +54,7 @@ def times_as_fast(block: Block, chip: Chip, ring: int, itemsize: int, gathered_b
 
 
 def _exposed_seconds(block: Block, chip: Chip, ring: int, itemsize: int, keep: bool) -> float:
-    """Returns the seconds in which the exchanges have nothing beside them, forward and backward.
-
-    Forward, the projection of the last sequence hides the first arrival. Backward, the product of dout does so; and the
-    products of dx hide the last departure if the gathered weights were kept.
-    """
+    """Returns the seconds in which the exchanges have nothing beside them, forward and backward."""
 
     def one_sequence(features: int) -> float:  # over the middle of a ring go ring**2 / 4 blocks each way, on two links
         return hop_seconds(chip, ring**2 / 4 * features * block.rows * itemsize, 2)

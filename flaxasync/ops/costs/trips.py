@@ -73,17 +73,11 @@ random shapes the smallest block that it refused had 85.7 Mi elements."""
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a trip takes beside its products, as one kernel on a v5e; elsewhere it scales with the HBM bandwidth.
+    """What a trip takes beside its products, as one kernel on a v5e; elsewhere it scales with the HBM bandwidth."""
 
-    Attributes:
-      entry: The seconds that are taken once, for the barrier, the first fetch and the last store.
-      step: The seconds for each block.
-      tail: The share of a block's product that remains when the last transfer has arrived.
-    """
-
-    entry: float
-    step: float
-    tail: float
+    entry: float  # seconds that are taken once, for the barrier, the first fetch and the last store
+    step: float  # seconds for each block
+    tail: float  # the share of a block's product that remains when the last transfer has arrived
 
 
 KERNELS = {
@@ -96,25 +90,15 @@ V5E_HBM = 819e9
 
 @dataclasses.dataclass(frozen=True)
 class Trip:
-    """One trip around the ring, or a product that needs none.
+    """One trip around the ring, or a product that needs none; m, k and n are those of the product of one block."""
 
-    Attributes:
-      kind: What travels; see the head of this file.
-      sent: The bytes of a block that travels.
-      m: The rows of the product of one block. Blocks follow each other along m.
-      k: The contraction of the product of one block. Blocks of "dw" follow each other along k.
-      n: The columns of the product of one block.
-      behind: The seconds of one device's product before this trip, during which XLA can fetch w into vector memory.
-      widths: Where the trip has several w, the part of each in n for "gather" and in k for "reduce".
-    """
-
-    kind: Literal["gather", "reduce", "dw", "gathered", "local"]
-    sent: int
-    m: int
-    k: int
+    kind: Literal["gather", "reduce", "dw", "gathered", "local"]  # what travels; see the head of this file
+    sent: int  # the bytes of a block that travels
+    m: int  # blocks follow each other along m
+    k: int  # blocks of "dw" follow each other along k
     n: int
-    behind: float = 0.0
-    widths: tuple[int, ...] = ()
+    behind: float = 0.0  # the seconds of a device's product before this trip, when XLA can fetch w into vector memory
+    widths: tuple[int, ...] = ()  # of several w, the part of each in n for "gather" and in k for "reduce"
 
     @property
     def travels(self) -> bool:
@@ -248,8 +232,7 @@ def kernels(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost
 def _first_operand(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> tuple[float, float]:
     """Predicts what XLA copies into vector memory before the first product: w, or x if nothing else comes first.
 
-    Returns:
-      The seconds of the copy, and how many times each product reads w after it.
+    Returns the seconds of the copy, and how many times each product reads w after it.
     """
     first = trips[0]
     w, x, most = first.k * first.n * itemsize, ring * first.m * first.k * itemsize, RESIDENT * chip.vmem_bytes

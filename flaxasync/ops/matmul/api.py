@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 from flaxasync.ops.costs.cost import Shape
-from flaxasync.ops.execution import Directions, Execution, check_mapped, decide
+from flaxasync.ops.execution import Directions, check_mapped, decide
 from flaxasync.ops.matmul import vjp
 from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
 from flaxasync.ops.matmul.products import Arrays
@@ -62,7 +62,6 @@ def all_gather_matmul(
     ```
 
     Args:
-      x: This device's rows.
       w: This device's columns; or a tuple of such arrays, which share one trip of x: gate and up, for example.
       axis_name: The mesh axis along which x is sharded by rows and w by columns.
       backend: What executes the op: "none" (gather, then multiply), "xla" (a ring of `lax.ppermute`), "pallas" or
@@ -95,9 +94,9 @@ def all_gather_matmul(
     for position, w_shard in enumerate(ws):
         _check_contraction(op, x, w_shard, position)
     check_gathered_bytes(op, gathered_bytes)
-    execution = decide_matmul(op, [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options)
+    executor, keep = choose_executor(op, [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options)
     (x,), ws = cast_to_vary_alike((x,), ws, axis_name)
-    ys = vjp.gather_and_multiply(make_executor(execution, axis_name, options), execution.keep, x, ws)
+    ys = vjp.gather_and_multiply(executor, keep, x, ws)
     return ys if isinstance(w, tuple | list) else ys[0]
 
 
@@ -178,8 +177,7 @@ def matmul_all_reduce(
         same with a Pallas kernel in which all devices send to all others, for few rows (TPU, float32 and bfloat16). The
         others reduce-scatter, and then gather with one collective operation.
       directions, unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore them.
-      precision: As in `all_gather_matmul`.
-      reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
+      precision, reduce_dtype: As in `matmul_reduce_scatter`.
 
     Returns:
       y, in the dtype of x. Its type says that it does not vary over `axis_name`.
@@ -203,14 +201,16 @@ def executor_for_weights(
     options = Options(backend, precision=precision)
     size = check_operands(op, (w,), (w,), axis_name)
     shapes = [w.shape, (w.shape[1], rows)]
-    execution = decide_matmul("all_gather_matmul", shapes, w.dtype, axis_name, size, options)
-    return make_executor(execution, axis_name, options)
+    return choose_executor("all_gather_matmul", shapes, w.dtype, axis_name, size, options)[0]
 
 
-def decide_matmul(
+def choose_executor(
     op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: Options
-) -> Execution:
-    """Returns how a call on `size` devices is executed; `shapes` are what `flaxasync.plan` takes."""
+) -> tuple[Executor, bool]:
+    """Returns what executes a call on `size` devices, and whether it keeps what it gathers for the gradient.
+
+    `shapes` are what `flaxasync.plan` takes.
+    """
 
     def check(backend: str) -> None:
         if backend == "fused":
@@ -218,18 +218,14 @@ def decide_matmul(
         if backend == "exchange":
             check_exchange(op, axis_name, size, shapes, dtype, options.reduce_dtype)
 
-    return decide(
+    execution = decide(
         op, options.backend, ring=size, shapes=shapes, directions=options.directions, unroll=options.unroll,
         check=check, itemsize=dtype.itemsize, gathered_bytes=options.gathered_bytes,
     )  # fmt: skip
-
-
-def make_executor(execution: Execution, axis_name: str, options: Options) -> Executor:
-    """Returns what executes a call as it was decided."""
     if execution.backend == "fused":
-        return FusedExecutor(axis_name, execution.directions)
+        return FusedExecutor(axis_name, execution.directions), execution.keep
     kind = ExchangeExecutor if execution.backend == "exchange" else RingExecutor
-    return kind(execution.ring(axis_name), options.precision, options.reduce_dtype)
+    return kind(execution.ring(axis_name), options.precision, options.reduce_dtype), execution.keep
 
 
 def cast_to_vary_alike(xs: Arrays, ws: Arrays, axis_name: str) -> tuple[Arrays, Arrays]:
@@ -288,7 +284,7 @@ def _sum_of_products(
         )
     k = sum(w_shard.shape[0] for w_shard in ws)
     shapes = [(*batch, rows, k), (k, ws[0].shape[1])]
-    executor = make_executor(decide_matmul(op, shapes, xs[0].dtype, axis_name, size, options), axis_name, options)
+    executor, _ = choose_executor(op, shapes, xs[0].dtype, axis_name, size, options)
     return rule(executor, *cast_to_vary_alike(xs, ws, axis_name))
 
 

@@ -25,11 +25,10 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.kernels.engine.matmul import Values
-from flaxasync.ops.derivatives import first_only
 from flaxasync.ops.matmul import api, vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, weight_gradient
-from flaxasync.ops.saved import GATHERED, PRODUCT
+from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 
 type Activation = Callable[[Array], Array]
 
@@ -44,16 +43,9 @@ def activate(activation: Activation, products: Values) -> Array:
 
 
 def parallel_mlp(
-    x: Array,
-    ws: Arrays,
-    down: Array,
-    axis_name: str,
-    activation: Activation,
-    *,
-    backend: str | None,
-    precision: lax.PrecisionLike,
-    gathered_bytes: int,
-) -> Array:
+    x: Array, ws: Arrays, down: Array, axis_name: str, activation: Activation, *,
+    backend: str | None, precision: lax.PrecisionLike, gathered_bytes: int,
+) -> Array:  # fmt: skip
     """Returns y = reduce_scatter(activate(all_gather(x) @ ws) @ down); the ops have the operands and options.
 
     Where both ops are executed by "fused" and an epilogue pays, h is computed of products that are not rounded.
@@ -62,25 +54,25 @@ def parallel_mlp(
     size = api.check_operands("all_gather_matmul", (x,), (*ws, down), axis_name)
     options_up = dataclasses.replace(options, gathered_bytes=gathered_bytes)
     h = (*x.shape[:-2], size * x.shape[-2], down.shape[0])
-    up = api.decide_matmul("all_gather_matmul", [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options_up)
-    scatter = api.decide_matmul("matmul_reduce_scatter", [h, down.shape], x.dtype, axis_name, size, options)
+    shapes = [x.shape, *(w.shape for w in ws)]
+    gather, keep = api.choose_executor("all_gather_matmul", shapes, x.dtype, axis_name, size, options_up)
+    scatter, _ = api.choose_executor("matmul_reduce_scatter", [h, down.shape], x.dtype, axis_name, size, options)
     (x,), (*ws_alike, down) = api.cast_to_vary_alike((x,), (*ws, down), axis_name)
-    ws, gather_executor = tuple(ws_alike), api.make_executor(up, axis_name, options)
-    scatter_executor = api.make_executor(scatter, axis_name, options)
+    ws = tuple(ws_alike)
     if (
         activation in FUSED
-        and isinstance(gather_executor, FusedExecutor)
-        and isinstance(scatter_executor, FusedExecutor)
-        and gather_executor.gains_by_epilogue(x, [w.shape[1] for w in ws])
-        and scatter_executor.gains_by_epilogue(x, [down.shape[0]], transposed=True)
+        and isinstance(gather, FusedExecutor)
+        and isinstance(scatter, FusedExecutor)
+        and gather.gains_by_epilogue(x, [w.shape[1] for w in ws])
+        and scatter.gains_by_epilogue(x, [down.shape[0]], transposed=True)
     ):
-        return _mlp(gather_executor, up.keep, activation, x, ws, down)
+        return _mlp(gather, keep, activation, x, ws, down)
 
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
     def finish(products: Arrays, down: Array) -> Array:
-        return vjp.multiply_and_scatter(scatter_executor, (activate(activation, products).astype(x.dtype),), (down,))
+        return vjp.multiply_and_scatter(scatter, (activate(activation, products).astype(x.dtype),), (down,))
 
-    return finish(vjp.gather_and_multiply(gather_executor, up.keep, x, ws), down)
+    return finish(vjp.gather_and_multiply(gather, keep, x, ws), down)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,3 @@ def test_a_kernel_that_cannot_serve_is_refused():
         program("v5e:2x2", 4, 2048, "xla", kernel="flash", head_dim=80)
     with pytest.raises(NotImplementedError, match="chunks of a multiple of 128 rows: got 100"):
         program("v5e:2x2", 4, 200, "xla", kernel="flash")
-
-
-def test_the_plan_chooses_if_no_backend_is_named():
-    assert "collective-permute-start" in program("v5e:2x2", 4, 2048, None, backward=False).text

@@ -1,7 +1,6 @@
 """The ring ops in compiled TPU programs, without a TPU: every block of an output is written once."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from flaxasync import check
 
 TOPOLOGY, R = "v5e:2x4", 8
 B, S, D, F = 2, 4096, 2048, 8192  # large enough that the compiler neither fuses the ring away nor unrolls it
-OUTPUT = f"bf16[{B},{S},{F // R}]"
+OUTPUT = "bf16", (B, S, F // R)
 COPIES = {"copy", "copy-start", "broadcast", "concatenate", "pad", "dynamic-update-slice", "transpose", "reshape"}
 
 
@@ -28,39 +27,30 @@ def compiled(fn, shapes, in_specs, out_specs):
     return check.compile_for(TOPOLOGY, mapped, *args, compiler_options=check.HLO_ONLY)
 
 
-def scheduled(text):
-    """Yields (name, type, opcode, line) of every instruction that is scheduled: all but those inside a fusion."""
-    computation = ""
-    for line in text.splitlines():
-        if line and not line.startswith(" "):
-            computation = line
-        match = re.match(r"\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(", line)
-        if match and "fused" not in computation:
-            yield (*match.groups(), line)
+def instructions_that_make_outputs(program):
+    """Returns the scheduled instructions, all but those inside a fusion, that have a result like the whole output.
 
-
-def copies_of(text, output):
-    """Returns the instructions that produce a value of the output's type without multiplying anything into it."""
-    bodies = {block.split(" ", 1)[0]: block for block in re.split(r"\n(?=%)", text)}
-    found = []
-    for name, shape, opcode, line in scheduled(text):
-        if not shape.startswith(output):
+    They are returned as two lists: those that multiply something into it, and those that only move or fill it.
+    """
+    module, multiply, move = check.parse(program.text), [], []
+    instructions = [(c, i) for c in module.computations.values() for i in c.instructions]
+    fused = {body for _, i in instructions if i.opcode == "fusion" for body in i.called_computations}
+    for computation, i in instructions:
+        if computation.name in fused or (i.shape.element_type, i.shape.dimensions) != OUTPUT:
             continue
-        if opcode == "fusion":
-            body = bodies[re.search(r"calls=(%[\w.-]+)", line)[1]]
-            if not re.search(r" (convolution|dot)\(", body):
-                found.append(name)
-        elif opcode in COPIES:
-            found.append(name)
-    return found
+        if i.opcode == "fusion" and module.contains_matmul(i):
+            multiply.append(i.name)
+        elif i.opcode == "fusion" or i.opcode in COPIES:
+            move.append(i.name)
+    return multiply, move
 
 
 @pytest.mark.parametrize("directions", [1, 2])
 def test_all_gather_matmul_writes_each_block_once(directions):
     fn = functools.partial(fa.all_gather_matmul, axis_name="model", backend="xla", directions=directions)
     program = compiled(fn, [(B, S, D), (D, F)], (P(None, "model"), P(None, "model")), P(None, None, "model"))
-    writes = [name for name, shape, op, _ in scheduled(program.text) if op == "fusion" and shape.startswith(OUTPUT)]
-    assert copies_of(program.text, OUTPUT) == []
+    writes, copies = instructions_that_make_outputs(program)
+    assert copies == []
     assert len(writes) >= 4  # the turns of one loop body and those outside it
     # Memory has the blocks that travel and those that are multiplied, but never the gathered x, which is 8 blocks.
     assert program.memory["temp_size_in_bytes"] <= B * S * D * 2 / 2
@@ -82,4 +72,4 @@ def test_the_check_sees_that_an_output_of_zeros_is_written_first():
         return lax.fori_loop(0, R, turn, (x, y), unroll=2)[1]
 
     program = compiled(from_zeros, [(B, S, D), (D, F)], (P(None, "model"), P(None, "model")), P(None, None, "model"))
-    assert copies_of(program.text, OUTPUT) != []
+    assert instructions_that_make_outputs(program)[1] != []

@@ -104,15 +104,3 @@ def traced(op, size, dtype=jnp.float32, x=(1, 32, 128), **options):
 def test_a_call_that_the_kernels_cannot_serve_is_refused_with_an_alternative(op, message, options):
     with pytest.raises(NotImplementedError, match=f"^{op} with backend='fused' .*{message}"):
         traced(op, **{"size": 2, **options})
-
-
-def test_kernels_need_tpus():
-    with (
-        jax.set_mesh(jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])),
-        pytest.raises(
-            NotImplementedError, match="mesh is of cpu devices; use backend='xla', which runs on every device"
-        ),
-    ):
-        jax.shard_map(
-            lambda x, w: fa.matmul_reduce_scatter(x, w, "model", backend="fused"), in_specs=P(), out_specs=P("model")
-        )(jnp.ones((32, 128)), jnp.ones((128, 128)))

@@ -112,14 +112,14 @@ def test_what_xla_merges(form, trips):
 
 @pytest.mark.usefixtures("ring")
 def test_what_is_saved():
-    """What the backward pass keeps is the gathered x and w, and not x."""
-    fn = jax.shard_map(
-        lambda x, w: fa.all_gather_matmul(x, w, "model", gathered_bytes=KEPT), in_specs=(X, W), out_specs=Y
-    )
+    """What the backward pass keeps is w, and the gathered x or else x: only shards that the op was given."""
     x, (w, *_), _ = placed(NARROW)
-    saved = jax.tree.leaves(jax.jit(lambda *xs: jax.vjp(fn, *xs)[1])(x, w))
-    sizes = sorted(leaf.addressable_shards[0].data.size for leaf in saved if leaf.size > 1)
-    assert sizes == sorted([BATCH * SIZE * ROWS * K, w.size // SIZE])
+    for limit, rows in ((KEPT, SIZE * ROWS), (0, ROWS)):
+        fn = functools.partial(fa.all_gather_matmul, axis_name="model", gathered_bytes=limit)
+        mapped = jax.shard_map(fn, in_specs=(X, W), out_specs=Y)
+        saved = jax.tree.leaves(jax.jit(lambda *xs, mapped=mapped: jax.vjp(mapped, *xs)[1])(x, w))
+        sizes = sorted(leaf.addressable_shards[0].data.size for leaf in saved if leaf.size > 1)
+        assert sizes == sorted([BATCH * rows * K, w.size // SIZE])
 
 
 @pytest.mark.slow

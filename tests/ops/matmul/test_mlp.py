@@ -168,26 +168,6 @@ def test_an_mlp_that_no_epilogue_serves_falls_back():
 
 
 @pytest.mark.slow
-def test_the_fallback_has_the_numbers_of_the_epilogue(without_residency):
-    """One ParallelMLP, with an activation that the kernels know and with the same one by another name.
-
-    Forward alone: the interpreter of kernels knows no `jax.checkpoint`, with which the fallback saves memory.
-    """
-    results, rng = [], np.random.default_rng(0)
-    values = rng.standard_normal((2, 64, 128)).astype(np.float32)
-    for activation in (jax.nn.silu, lambda x: jax.nn.silu(x)):
-        with simulated((4,), ("model",)) as mesh:
-            make = functools.partial(fa.nn.ParallelMLP, 128, 512, activation=activation, backend="fused")
-            graph, state = nnx.split(nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0))))
-            place = lambda value, spec, mesh=mesh: jax.device_put(value, NamedSharding(mesh, spec))  # noqa: E731
-            drawn = jax.tree.map(lambda v: np.random.default_rng(1).standard_normal(v.shape, np.float32) / 16, state)
-            state, x = jax.tree.map(place, drawn, nnx.get_partition_spec(state)), place(values, ROWS)
-            y = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x))(state, x)
-            results.append(np.asarray(y))
-    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-5 * np.abs(results[0]).max())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
 def test_the_layer_compiles_to_kernels_without_passes_between_them(topology):
     """Forward and backward: no fusion makes an array of the size of a product of gate or up."""

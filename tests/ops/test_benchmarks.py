@@ -1,0 +1,103 @@
+"""Benchmarks of ops: few_rows.py and its table in the docs, samples of plan_layers.py, rows of attention_kernel.py."""
+
+import functools
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import attention_kernel, few_rows, plan_layers
+from benchmarks.plan_layers import Form
+from benchmarks.programs import kept
+from flaxasync.hardware import chip
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "kernels" / "exchange.md").read_text()
+SECTION = PAGE.partition("<!-- few rows layer -->")[2].partition("<!-- /few rows layer -->")[0]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if line.startswith("|")]
+
+
+def test_the_page_has_every_layer_and_the_planned_form_is_never_slower():
+    """The table is that of the present plan. Where XLA's sum is planned, the two programs are one."""
+    cases = [(topology, batch) for topology in few_rows.TOPOLOGIES for batch in few_rows.BATCHES]
+    assert [tuple(row[:2]) for row in ROWS[2:]] == [(topology, str(batch)) for topology, batch in cases]
+    for (topology, batch), (_, _, names, times, *_) in zip(cases, ROWS[2:], strict=True):
+        plan = " and ".join(dict.fromkeys(few_rows.planned(topology, batch)))
+        assert names == plan, "run python benchmarks/few_rows.py --write docs/kernels/exchange.md"
+        taken, serial = map(float, times.split(" / "))
+        assert taken == serial if plan == "none" else taken < serial, (topology, batch)
+
+
+@pytest.mark.parametrize("planned", [0.9e-6, 2e-6])
+def test_the_command_fails_if_a_planned_form_is_slower(planned, monkeypatch, capsys):
+    def layer_times(topology, batch, cache):
+        return {"planned": [planned if batch == 4 else 1e-6] * 3, "all-reduce": [1e-6] * 3}
+
+    monkeypatch.setattr(few_rows, "layer_times", layer_times)
+    monkeypatch.setattr(few_rows, "played", lambda topology, program, latencies, cache: [1e-6])
+    monkeypatch.setattr(sys, "argv", ["few_rows.py"])
+    if planned < 1e-6:
+        few_rows.main()
+    else:
+        with pytest.raises(SystemExit, match=r"v6e:2x4 4 exchange 2.0 / 1.0 2.0 / 1.0 2.0 / 1.0"):
+            few_rows.main()
+
+
+def test_what_was_made_is_kept_by_its_facts(tmp_path):
+    made = []
+
+    def make():
+        return made.append(1) or len(made)
+
+    assert [kept(tmp_path / "new", facts, make) for facts in ("a", "b", "a", "b")] == [1, 2, 1, 2]
+    assert kept(None, "a", make) == 3
+
+
+def test_a_choice_without_memory_is_compared_with_forms_that_keep_nothing():
+    played = {Form("none"): 3.0, Form("fused"): 2.0, Form("fused", True): 1.0}
+    assert plan_layers.behind(2.0, Form(None, False, None), played) == 0
+    assert plan_layers.behind(2.0, Form(None, True, None), played) == 1
+    assert plan_layers.behind(0.9, Form(None, True, None), played) == 0  # a choice may mix backends, and be faster
+
+
+@pytest.mark.slow
+def test_both_attention_kernels_compute_the_same(monkeypatch):
+    monkeypatch.setattr(attention_kernel, "ROWS", 256)
+    make = functools.partial(attention_kernel.jax_splash.make_splash_mqa_single_device, interpret=True)
+    monkeypatch.setattr(attention_kernel.jax_splash, "make_splash_mqa_single_device", make)
+    rng = np.random.default_rng(0)
+    heads, one = (attention_kernel.HEADS, 256, attention_kernel.FEATURES), (256, attention_kernel.FEATURES)
+    q, k, v, do = (rng.standard_normal(shape, np.float32) for shape in (heads, one, one, heads))
+
+    def both(attention):
+        o, pull = jax.vjp(attention, q, k, v)
+        return o, *pull(do)
+
+    theirs = both(attention_kernel.of_jax((128, 128, 128), use_fused_bwd_kernel=False))
+    for mine, other in zip(both(attention_kernel.ours), theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_counts_two_causal_products_forward_and_five_backward():
+    product = attention_kernel.HEADS * 4096**2 * 128 / chip("v6e").flops  # half of two FLOPs for each
+    times = attention_kernel.Times(forward=4 * product, backward=10 * product, program=0.02)
+    cells = attention_kernel.row("v6e", "flaxasync", times)
+    assert [cell.partition("(")[2] for cell in cells[2:4]] == ["50%)", "50%)"]
+    assert cells[-1] == "20.000"
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        ("flash_attention.2", "forward"),
+        ("flash_attention_backward.1", "backward"),
+        ("splash_mqa_fwd_residuals.1", "forward"),
+        ("splash_mqa_dkv_no_residuals.1", "backward"),
+        ("splash_mqa_dq_no_residuals.1", "backward"),
+        ("multiply_reduce_fusion", "neither"),
+    ],
+)
+def test_kernels_are_found_by_their_names(name, passes):
+    assert bool(attention_kernel.FORWARD.match(name)) == (passes == "forward")
+    assert bool(attention_kernel.BACKWARD.match(name)) == (passes == "backward")
