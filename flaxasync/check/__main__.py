@@ -30,7 +30,6 @@ _COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] and arguments[0] in _COMMANDS:  # a file of such a name is ./trace
         return importlib.import_module(_COMMANDS[arguments[0]]).main(arguments[1:])

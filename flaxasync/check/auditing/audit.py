@@ -2,15 +2,15 @@
 
 For every asynchronous operation the audit reports its bytes, the work that runs inside its window, and what stays
 exposed (overlap.py). Then it reports what is wrong, each finding with a code and a remedy (findings.py). Times are
-estimates from the text. Hazards (hazards.py) and broken rules (pairing_rules.py) are facts of the text.
+estimates from the text. Hazards and broken rules (hazards.py) are facts of the text.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from flaxasync.check.auditing.findings import CODES, Finding, finding
-from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
+from flaxasync.check.auditing.findings import CODES, Audit, Finding, finding
+from flaxasync.check.auditing.hazards import check_async_rules, kernel_hazards, sent_operands
 from flaxasync.check.auditing.overlap import (
     collectives_that_hold_the_chip,
     loop_copies,
@@ -18,11 +18,9 @@ from flaxasync.check.auditing.overlap import (
     pair_of,
     synchronous_collectives,
 )
-from flaxasync.check.auditing.pairing_rules import check_async_rules
-from flaxasync.check.auditing.report import Audit
 from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.estimate.limits import limits
+from flaxasync.check.estimate.estimator import limits
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
 from flaxasync.check.hlo.load import chip_of, module_of
 from flaxasync.check.hlo.module import HloModule
@@ -110,7 +108,6 @@ def _unfinished_kernels(module: HloModule, operations: list[AsyncOperation]) -> 
 
 
 def _missing(module: HloModule, operations: list[AsyncOperation], expect: Mapping[str, int]) -> list[Finding]:
-    """Returns a finding for each expectation that the program does not meet."""
     found = []
     for key, wanted in expect.items():
         have = sum(key in op.name or key == op.kind for op in operations)

@@ -7,7 +7,7 @@ often a program runs is not known from its text.
 import dataclasses
 from collections.abc import Sequence
 
-from flaxasync.check.auditing.report import size_text, time_text
+from flaxasync.check.auditing.findings import size_text, time_text
 from flaxasync.check.capturing.programs import CapturedProgram
 from flaxasync.check.gate.summary import Summary, summarize
 

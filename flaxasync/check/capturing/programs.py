@@ -51,11 +51,6 @@ class CapturedProgram:
 
 
 def write_program(folder: pathlib.Path, program: CapturedProgram) -> CapturedProgram:
-    """Writes a program to a folder, and returns it with its file.
-
-    Raises:
-      OSError: The folder cannot be written to.
-    """
     host = re.sub(r"[^\w.]+", "_", platform.node()) or "host"
     while True:
         file = folder / f"{host}-{os.getpid()}-{next(_numbers):05}-{program.name[:100]}.txt"

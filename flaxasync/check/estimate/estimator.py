@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flaxasync.check.estimate.costs import Costs, KernelTime
-from flaxasync.check.estimate.limits import limits
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
 from flaxasync.check.hlo.load import chip_of, module_of
+from flaxasync.check.hlo.module import HloModule
+from flaxasync.check.hlo.shapes import HOST
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 
@@ -18,6 +19,8 @@ _KNOWN_ERROR = {
     "v5e": "+2.4 % on the one program with a published time, the 2x2 jnp.matmul of docs/check.md "
     "(12.05 ms measured, 12.34 estimated)"
 }
+_GPU_CALLS = ("__cublas", "__cudnn", "__cusolver", "__triton")
+_GPU_NOTES = ('"operation_queue_id"', '"__triton')  # in a backend_config: XLA for GPUs writes the first to what it runs
 
 
 def timeline(
@@ -58,6 +61,38 @@ def timeline(
         loops=tuple(lockstep.loops),
         flops=costs.product_flops(),
     )
+
+
+def limits(module: HloModule, chip: str) -> list[str]:
+    """Returns what the estimate of a program does not know: the times that are really those of other hardware."""
+    instructions = [i for computation in module.computations.values() for i in computation.instructions]
+    between_slices = sum(
+        i.opcode == "send" and "megascale" in i.attributes.get("frontend_attributes", "") for i in instructions
+    )
+    copies = [i for i in instructions if i.opcode in ("copy", "copy-start", "async-start")]
+    with_host = sum(any(leaf.memory_space == HOST for _, leaf in i.shape.leaves()) for i in copies)
+    configs = [i.attributes.get("backend_config", "") for i in instructions]
+    on_gpu = any(i.custom_call_target.startswith(_GPU_CALLS) for i in instructions) or any(
+        note in config for config in configs for note in _GPU_NOTES
+    )
+    notes = []
+    if on_gpu:
+        notes.append(
+            f"this is a program for GPUs, whose times are not known: all times and gains are as on a {chip}; what runs "
+            "in a window, and the rules, are facts of the text"
+        )
+    if between_slices:
+        notes.append(
+            f"{_transfers(between_slices)} between slices, over a network whose speed the text does not name: timed as "
+            f"on a link of a {chip}, which is faster"
+        )
+    if with_host:
+        notes.append(f"{_transfers(with_host)} to or from the memory of the host: timed as within HBM, which is faster")
+    return notes
+
+
+def _transfers(count: int) -> str:
+    return f"{count} transfer{'s' if count > 1 else ''} go{'es' if count == 1 else ''}"
 
 
 def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:

@@ -49,7 +49,6 @@ class Lockstep:
         self._active: set[str] = set()  # the computations that are being run, so that none runs within itself
 
     def run(self) -> None:
-        """Runs the entry computation, once."""
         self._run(self.module.entry)
 
     def _run(self, computation: Computation) -> None:

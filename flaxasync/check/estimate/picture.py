@@ -45,13 +45,8 @@ class _Panel:
 def draw_timeline(timeline: Timeline, path: Any, *, phase_of: Callable[[str], str] | None = None) -> None:
     """Draws a timeline as a PNG: the whole of it, and one iteration of each of its two longest loops.
 
-    Args:
-      timeline: The timeline.
-      path: The file. Its folder is made if it does not exist.
-      phase_of: Returns what to write above the work of an instruction, "" for nothing; by default its own name.
-
-    Raises:
-      ImportError: matplotlib is not installed.
+    The folder of the file is made if it does not exist. `phase_of` returns what to write above the work of an
+    instruction, "" for nothing; by default it is its own name. ImportError says that matplotlib is not installed.
     """
     name_of = phase_of or str
     least = LONG_LOOP * timeline.seconds

@@ -3,7 +3,7 @@
 Nothing in this folder knows about times, and nothing in it imports JAX to read a text.
 
   shapes, module, source_location           the data: shapes, instructions, computations, modules, and their lines
-  cursor, shape_reader, reader, writer      text to data, and data to text
+  reader                                    text to data
   load                                      the module of a compiled program, and of a file
   trip_count                                how often a loop runs
   value_flow                                where a value goes

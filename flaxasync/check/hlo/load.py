@@ -4,9 +4,9 @@ import os
 import sys
 from typing import Any
 
-from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import HloModule
 from flaxasync.check.hlo.reader import parse
+from flaxasync.check.hlo.shapes import HloError
 from flaxasync.hardware import chip_of_device
 
 _AS_TEXT = "write it as text: XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text', or compiled.as_text()"

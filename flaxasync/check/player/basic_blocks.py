@@ -71,10 +71,9 @@ class Code:
         self._ends = self._block_ends()
 
     def block(self, start: int) -> BasicBlock:
-        found = self._blocks.get(start)
-        if found is None:
-            found = self._blocks[start] = self._compile(start)
-        return found
+        if start not in self._blocks:
+            self._blocks[start] = self._compile(start)
+        return self._blocks[start]
 
     def _address_of(self, name: str) -> int:
         return self._addresses.of(self.program, name).address
@@ -128,7 +127,8 @@ class Code:
         # A predicate of a vector operation is not evaluated, because its values are not computed.
         is_scalar = operation.unit[0] != "v" or operation.unit == "vpush"
         if operation.predicate and (is_scalar or is_external(operation)):
-            reads.append(f"g{number} = {scalar.predicate_value(operation.predicate, self._address_of)}")
+            value = scalar.CONSTANT_PREDICATES.get(operation.predicate) or self._scalar(operation.predicate)
+            reads.append(f"g{number} = {value}")
             guard = f"if g{number}: "
         if operation.unit == "sbr":
             target = self.program.regions[operation.target]

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import NamedTuple
 
-from flaxasync.check.hlo.shape_reader import split_at_commas
+from flaxasync.check.hlo.shapes import split_at_commas
 from flaxasync.check.player.errors import DumpError
 
 HEADER = "= control target key start"

@@ -21,7 +21,7 @@ not know what runs beside it. Collectives without a table compute their partners
 
 import dataclasses
 
-from flaxasync.check.estimate.collective_time import collective_seconds
+from flaxasync.check.estimate.costs import collective_seconds
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 from flaxasync.check.player.bundle_text import Program
@@ -105,9 +105,6 @@ class ModelledCollective:
     bytes_out: int  # of one device's result
     groups: tuple[tuple[int, ...], ...]  # of devices that exchange data
     arrived: int = 0  # devices of one group
-
-    def group_of(self, device: int) -> tuple[int, ...]:
-        return next((g for g in self.groups if device in g), (device,))
 
     def sent_bytes(self, group: tuple[int, ...]) -> int:
         share = (len(group) - 1) / len(group)

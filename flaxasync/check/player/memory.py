@@ -25,8 +25,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from flaxasync.check.hlo.module import Instruction
-from flaxasync.check.hlo.shape_reader import read_shape
-from flaxasync.check.hlo.shapes import Shape, element_bits
+from flaxasync.check.hlo.shapes import Shape, element_bits, read_shape
 from flaxasync.check.player.bundle_text import Declaration, Program
 from flaxasync.check.player.errors import DumpError, PlayerError
 
@@ -66,7 +65,6 @@ class Addresses:
         self.fixed: dict[tuple[str, int], str] = {}  # what is at each (space, address) that the compiler has fixed
 
     def add(self, program: Program) -> None:
-        """Gives addresses to the declarations of one program."""
         self._by_program[program.name] = {name: self._declared(program, d) for name, d in program.declarations.items()}
 
     def new(self, space: str, size: int, label: str) -> Buffer:

@@ -241,7 +241,6 @@ class Recorder:
         return Device(device=self._device, coords=coords, phases=in_order, **self._times(cycles, self.bytes))
 
     def _times(self, cycles: Counter[str], moved: Counter[str]) -> dict[str, Any]:
-        """Returns the fields of `Times`."""
         seconds = {what: self._chip.seconds(count) for what, count in sorted(cycles.items())}
         return {
             "seconds": seconds.get("total", 0.0),

@@ -104,6 +104,8 @@ _VIEW = {"f": "as_float", "s": "signed", "u": ""}  # how a comparison reads its 
 # call.
 NO_EFFECT = ("sphi", "pphi", "inlined_call_operand", "sfence", "compiler-scheduling-barrier", "vsettm", "xla_tuple")
 
+CONSTANT_PREDICATES = {"1": "True", "!0": "True", "0": "False", "!1": "False"}
+
 Resolve = Callable[[str], int]  # from the name of an allocation to its address
 
 
@@ -138,12 +140,6 @@ def operand_value(text: str, resolve: Resolve) -> str:
 
 def _sum(terms: list[str]) -> str:
     return terms[0] if len(terms) == 1 else f"(({' + '.join(terms)}) & 4294967295)"
-
-
-def predicate_value(text: str, resolve: Resolve) -> str:
-    """Returns a Python expression for the value of a predicate, which may be a constant."""
-    constants = {"1": "True", "!0": "True", "0": "False", "!1": "False"}
-    return constants.get(text) or operand_value(text, resolve)
 
 
 def result_value(operation: Operation, resolve: Resolve) -> str | None:

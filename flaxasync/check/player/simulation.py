@@ -172,7 +172,7 @@ class Simulation:
 
     def _join(self, machine: Machine, name: str, collective: ModelledCollective) -> None:
         """Joins a collective that is timed by the ring model. It begins when the last device of the group joins."""
-        group = collective.group_of(machine.device)
+        group = next((g for g in collective.groups if machine.device in g), (machine.device,))
         joined = self._collectives.setdefault((name, group), collective)
         joined.arrived += 1
         machine.recorder.mark_analytic()

@@ -117,11 +117,10 @@ class State:
         return f"; the operation was made at {source}" if source else ""
 
     def _prepare_memory(self) -> tuple[dict[int, int], dict[str, int]]:
-        """Gives addresses to what the host prepares, which are the same on every device.
+        """Gives addresses, which are the same on every device, to what the host prepares.
 
-        Returns:
-          The address of each parameter of the program; and the scalars that the runtime leaves in scalar memory, by the
-          compiler's words for them.
+        Returns the address of each parameter of the program, and the scalars that the runtime leaves in scalar memory,
+        by the compiler's words for them.
         """
 
         def new(size: int, label: str) -> Buffer:

@@ -22,7 +22,6 @@ SHOWN = 12  # instructions and layers in the table
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m flaxasync.check trace", description=description)
     parser.add_argument("path", help="an xplane file, or a folder that jax.profiler.trace wrote")

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from flaxasync.check.estimate.phases import layer_of
 from flaxasync.check.hlo.module import HloModule, Instruction
-from flaxasync.check.trace.intervals import Interval, clip, seconds, subtract, union
-from flaxasync.check.trace.profile import BARRIER, DeviceProfile, Event
+from flaxasync.check.trace.profile import BARRIER, DeviceProfile, Event, Interval, clip, seconds, subtract, union
 
 # How the names of instructions between devices begin, where no program says what they are.
 COMMUNICATION = (

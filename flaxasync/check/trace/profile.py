@@ -10,13 +10,12 @@ import dataclasses
 import pathlib
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from flaxasync.check.trace.intervals import Interval, clip, seconds
 
 MODULES, OPS, ASYNC_OPS = "XLA Modules", "XLA Ops", "Async XLA Ops"
 BARRIER = "barrier-cores"  # the event in which a TPU waits at the beginning of a program for the others to begin it
+type Interval = tuple[float, float]  # begin and end, in seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,3 +132,40 @@ def _event(event: Any, line: str) -> Event:
         program=str(stats.get("hlo_module", "")),
         run=str(stats.get("run_id", "")),
     )
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns disjoint intervals, in order, that cover what the given ones cover."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
+    """Returns the parts of the intervals that no removed interval covers, disjoint and in order."""
+    rest, holes = [], union(removed)
+    for start, end in union(intervals):
+        for low, high in holes:
+            if high <= start or low >= end:
+                continue
+            if low > start:
+                rest.append((start, low))
+            start = max(start, high)
+        if start < end:
+            rest.append((start, end))
+    return rest
+
+
+def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """Returns the parts of the intervals within a window."""
+    low, high = window
+    return [(max(a, low), min(b, high)) for a, b in intervals if a < high and b > low]
+
+
+def seconds(intervals: Iterable[Interval]) -> float:
+    """Returns the time that the intervals cover together."""
+    return sum(end - start for start, end in union(intervals))

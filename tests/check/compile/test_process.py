@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from flaxasync.check import compile_for
-from flaxasync.check.compile.process import CompilerProcess, shared_process
+from flaxasync.check.compile.compile_for import CompilerProcess, shared_process
 
 
 def test_after_a_compiler_died_the_next_call_works(matmul):

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from flaxasync.check import CHIPS, timeline
-from flaxasync.check.estimate.collective_time import collective_seconds
+from flaxasync.check.estimate.costs import collective_seconds
 from tests.check import programs
 from tests.check.hlo_texts import LOOP, module
 
