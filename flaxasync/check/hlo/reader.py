@@ -30,7 +30,6 @@ _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _MAIN = '"main"'
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
-_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|[{}()\[\]"]', re.DOTALL)
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
 
 
@@ -95,7 +94,7 @@ class _Cursor:
         Strings and comments do not count. HloError says which bracket or string is not closed, or closes too early.
         """
         opened: list[re.Match] = []
-        for token in (_TOKEN if stops else _BRACKET).finditer(self.text, at):
+        for token in _TOKEN.finditer(self.text, at):
             mark = token[0]
             if not opened and mark in stops:
                 return token.start()
