@@ -127,11 +127,7 @@ def _ring(
 
 
 def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
-    """Advises to save what a backward pass computes again.
-
-    A matmul that XLA merged with a part of another transfer has a result that others need, so its time is not counted
-    as gained: without it, that transfer needs other work to hide it.
-    """
+    """Advises to save what a backward pass computes again. What others need, too, does not count as gained."""
     dead = {i.name}
     for earlier in reversed(computation.instructions[: computation.position[i.name]]):
         users = computation.users.get(earlier.name, [])

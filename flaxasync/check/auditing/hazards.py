@@ -27,10 +27,7 @@ _CARRIERS = ("while", "conditional", "call")  # they pass a future on
 
 
 def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
-    """Returns the operands that are the source of a kernel pair, at its start and at its done.
-
-    The instructions alias these operands to their results, but they only read them.
-    """
+    """Returns the sources of kernel pairs, as operands of their starts and dones, which alias them but only read."""
     found: set[Operand] = set()
     for op in operations:
         if op.spelling != "kernel":
@@ -93,10 +90,7 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
 
 
 def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
-    """Returns the role of each buffer in a start's result, by its index path.
-
-    A role is "source", "destination", "destination (by position)" or "only".
-    """
+    """Returns the role of each buffer of a start by its index path: a source, a destination, or the only buffer."""
     aliased = {alias.output for alias in start.aliases}
     buffers = [path for path, leaf in start.shape.leaves() if _is_buffer(leaf)]
     made = [path for path in buffers if path not in aliased]
@@ -132,10 +126,7 @@ def _keeps_alive(module: HloModule, operation: AsyncOperation, uses: list[Use]) 
 
 
 def _unaliased_operands(computation: Computation, start: Instruction) -> list[tuple[int, Instruction]]:
-    """Returns the buffers that a start reads and does not alias, except parameters of the program.
-
-    The parameters of the entry computation stay alive during the whole program.
-    """
+    """Returns the buffers that a start reads and does not alias, except the program's arguments, which stay alive."""
     aliased = {alias.operand for alias in start.aliases}
     found = []
     for n, made in enumerate(computation.operands(start)):

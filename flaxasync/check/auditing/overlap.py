@@ -43,10 +43,7 @@ def pair_of(module: HloModule, costs: Costs, op: AsyncOperation, runs: int) -> P
 def overlap_findings(
     module: HloModule, costs: Costs, op: AsyncOperation, pair: Pair, pairs: Iterable[Pair]
 ) -> list[Finding]:
-    """Returns what keeps a transfer from being hidden: an empty window, or one that is too short.
-
-    `pair` is the transfer as it was scheduled, and `pairs` are all asynchronous operations of the program.
-    """
+    """Returns what keeps a transfer from being hidden. `pairs` are all asynchronous operations of the program."""
     offloaded = op.thread != "main"
     if not op.windows or not (op.communicates or offloaded):
         return []

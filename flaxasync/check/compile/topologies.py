@@ -104,9 +104,6 @@ def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, M
     """Moves the shardings of a function's arguments to the devices of a topology.
 
     Returns the arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under, None if nothing was moved.
-
-    Raises:
-      ValueError: A mesh is not of the topology's size, or the arguments lie on several meshes.
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes: list[Any] = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))

@@ -97,10 +97,7 @@ class Costs:
         return runs
 
     def product_flops(self) -> float:
-        """Returns the FLOPs of a device's matrix products in one run, those that are computed again included.
-
-        Those of Pallas kernels are what their cost estimates say. A kernel that was written without one counts nothing.
-        """
+        """Returns the FLOPs of a device's matrix products in one run. Those of kernels are their cost estimates."""
         return sum(runs * _flops(self.module, self.module.computations[n]) for n, runs in self.executions().items())
 
     def transfer_seconds(self, operation: AsyncOperation) -> float:

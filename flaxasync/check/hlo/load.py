@@ -16,9 +16,7 @@ _DUMP = "dump it with XLA_FLAGS=--xla_dump_to=DIR and audit the text of its last
 def module_of(compiled: Any) -> HloModule:
     """Returns the parsed module of a compiled program, of its text, or of a module that is parsed already.
 
-    Raises:
-      HloError: The text cannot be read.
-      ValueError: The argument is none of these, or a lowered program, or has no text on this platform.
+    ValueError says that the argument is none of these, or has no text on this platform.
     """
     if isinstance(compiled, HloModule):
         return compiled
@@ -60,12 +58,7 @@ def axes_of(compiled: Any) -> dict[str, int]:
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Returns the text of a file, or of standard input for "-".
-
-    Raises:
-      HloError: The file is not text.
-      OSError: The file cannot be read.
-    """
+    """Returns the text of a file, or of standard input for "-". HloError says what the file is if it is no text."""
     try:
         if path == "-":
             text = sys.stdin.read()

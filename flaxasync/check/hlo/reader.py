@@ -228,10 +228,7 @@ class _Reader(_Cursor):
         return instruction
 
     def operands(self, text: str, begin: int) -> tuple[str, ...]:
-        """Reads the text `%a, f32[2]{0} %b, /*index=2*/c`, which begins at an index.
-
-        The shapes repeat what the definitions say, so they are dropped.
-        """
+        """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so they are dropped."""
         names = [sys.intern(name) for name in _OPERAND.findall(text)]  # each is also the name of an instruction
         if text.count(",") + 1 == len(names) and "(" not in text and "/*" not in text:
             return tuple(names)

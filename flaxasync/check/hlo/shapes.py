@@ -113,11 +113,7 @@ def element_bits(element_type: str) -> int:
 
 
 def read_shape(text: str) -> Shape:
-    """Reads `bf16[8,128]{1,0:T(8,128)S(1)}` or `(f32[2], (s32[], pred[4]))`.
-
-    Raises:
-      HloError: The text is not a shape. The error has no line and column, because only the caller knows them.
-    """
+    """Reads `bf16[8,128]{1,0:T(8,128)S(1)}` or `(f32[2], (s32[], pred[4]))`. Its HloError has no line and column."""
     if _depth(text) > MAX_DEPTH:
         raise HloError(f"tuples nested deeper than {MAX_DEPTH}")
     return _read(text)

@@ -117,10 +117,7 @@ class Code:
     def _emit(
         self, operation: Operation, index: int, number: int, external: list[ExternalOperation]
     ) -> tuple[list[str], list[str]]:
-        """Returns the Python code of one operation: lines that run before the writes of its bundle, and those writes.
-
-        The number of the operation in its bundle makes the names of its variables unique.
-        """
+        """Returns Python code of one operation: lines that run before the writes of its bundle, and those writes."""
         reads: list[str] = []
         writes: list[str] = []
         guard = ""

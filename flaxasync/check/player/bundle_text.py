@@ -62,10 +62,7 @@ class Declaration(NamedTuple):
 
 @dataclasses.dataclass
 class Program:
-    """The bundles of one fusion, of one kernel, or of the top level program.
-
-    The index of a bundle is its address.
-    """
+    """The bundles of one fusion, of one kernel, or of the top level program. The index of a bundle is its address."""
 
     name: str  # of the HLO instruction that it implements
     path: pathlib.Path

@@ -44,10 +44,7 @@ def can_be_simulated(instruction: Instruction | None, program: Program, devices:
 
 
 def table_of(instruction: Instruction | None, program: Program, chips: list[int]) -> list[int] | None:
-    """Returns the words of a collective's table; None if they are not known.
-
-    `program` is the code that reads the table, and `chips` are the chips of the partitions.
-    """
+    """Returns the words of the table that a collective's code reads, for partitions on these chips; or None."""
     if instruction is None:
         return None
     if instruction.opcode.startswith("collective-permute"):

@@ -105,10 +105,7 @@ def kernel_times(
 
 
 def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
-    """Yields the name of every whole kernel and of every start between devices, with the kernel.
-
-    The kernel is None for a start whose done takes something else than its results, too.
-    """
+    """Yields each whole kernel and each start between devices by name; None if its done takes more than its results."""
     for computation in module.computations.values():
         for i in computation.instructions:
             shapes = [i.shape, *(computation.by_name[o].shape for o in i.operands if o in computation.by_name)]

@@ -146,10 +146,7 @@ def padded_bytes(shape: Shape) -> int:
 
 
 def integer_elements(instructions: Mapping[str, Instruction], name: str) -> list[int] | None:
-    """Returns the elements of a constant, or of one that was copied or repeated.
-
-    The result is None where the text does not say. `instructions` are those of a computation, by name.
-    """
+    """Returns the elements of a constant, or of one that was copied or repeated; None where the text does not say."""
     i = instructions.get(name)
     if i is None:
         return None

@@ -57,10 +57,7 @@ class VectorClocks:
             self._known[device] = list(everything)
 
     def knows_to_have_entered(self, device: int, other: int, instruction: str) -> bool:
-        """Says whether a device knows that another one has entered the instruction that it is in itself.
-
-        Where the device has entered it several times, the other one must have entered it as often.
-        """
+        """Says whether a device knows that another one has entered the instruction as often as it has itself."""
         times, others = len(self._entered[device][instruction]), self._entered[other][instruction]
         return len(others) >= times and self._known[device][other] >= others[times - 1]
 

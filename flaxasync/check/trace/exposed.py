@@ -56,14 +56,9 @@ def measure_exposed(
 ) -> list[DeviceTimes]:
     """Measures the exposed communication of a program on every device.
 
-    Args:
-      devices: What `read_profile` returned.
-      program: The name of the program in the profile, or its beginning where none has this name; by default the one
-        that took longest.
-      module: The program, if it is known. It says which instructions communicate, and what layers they are from.
-
-    Raises:
-      ValueError: The profile has no run of the program. The message lists the programs that it has.
+    `program` is its name in the profile, or the beginning of its name; by default it is the one that took longest. The
+    module, if it is known, says which instructions communicate, and what layers they are from. ValueError lists the
+    programs of the profile if it has no run of this one.
     """
     spent = Counter[str]()
     for device in devices:

@@ -51,13 +51,9 @@ class DeviceProfile:
 
 
 def read_profile(path: str | pathlib.Path) -> list[DeviceProfile]:
-    """Reads the devices of a profile.
+    """Reads the devices of a profile: of an xplane file, or of the newest one in a folder of `jax.profiler.trace`.
 
-    Args:
-      path: An xplane file, or a folder that `jax.profiler.trace` wrote, of which the newest file is taken.
-
-    Raises:
-      ValueError: There is no such file, or it holds no events of devices. The message lists what it holds.
+    ValueError says that there is no such file, or what it holds if it has no events of devices.
     """
     from jax.profiler import ProfileData  # here, because reading HLO must start without JAX
 
