@@ -159,10 +159,7 @@ def _ways(costs: Costs, kind: str) -> str:
 
 
 def _partners(module: HloModule, computation: Computation, i: Instruction, kind: str) -> list[Instruction]:
-    """Returns the nearest matmuls that take a gathered array, or those whose product is summed.
-
-    Instructions that only rearrange arrays may be between them and the collective.
-    """
+    """Returns the nearest matmuls that take a gathered array, or those whose product is summed, across reshapes."""
     found, pending, seen = [], [i], set()
     while pending:
         step, *pending = pending
@@ -181,10 +178,7 @@ def _partners(module: HloModule, computation: Computation, i: Instruction, kind:
 def partial_sum_bytes(
     module: HloModule, computation: Computation, matmul: Instruction, made: Instruction, axis: int
 ) -> int:
-    """Returns the bytes of the product of a matmul that sums over a dimension of what `made` makes; 0 for any other.
-
-    A ring that multiplies one block of such a dimension at a time adds up as many products of this size.
-    """
+    """Returns the bytes of the product of a matmul that sums over a dimension of what `made` makes; 0 for any other."""
     names, seen = _same_elements(computation, {made.name}, made.shape), {computation.name}
     while matmul.opcode == "fusion":
         computation = module.called(matmul)[0]

@@ -44,7 +44,7 @@ def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> fr
 def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Operand]) -> list[Finding]:
     """Returns what endangers the buffers of one kernel pair. `sent_operands` returned `sent` for the whole program."""
     computation, start = module.computations[operation.computation], operation.start
-    ends = {window.done.name for window in operation.windows}
+    here, ends = (computation.name, start), {window.done.name for window in operation.windows}
     found: dict[tuple[str, str, str], Finding] = {}  # one finding for each code and instruction
 
     def add(code: str, message: str, at: tuple[str, Instruction], severity: Severity | None = None) -> None:
@@ -57,7 +57,7 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
         shape = start.shape.at(path)
         what = f"the {role} buffer of {start.name}, {shape}"
         if shape is not None and shape.memory_space == VMEM:
-            add("in-flight-vmem", f"{what}, lies in vector memory", (operation.computation, start))
+            add("in-flight-vmem", f"{what}, lies in vector memory", here)
         if not ends:
             continue
         uses = trace(module, computation, start, path, stop=lambda i: i.name in ends)
@@ -79,13 +79,11 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
             elif role.startswith("destination"):
                 add("in-flight-read", f"{what}, is read by {use.instruction.name}", using, _severity(role))
         if not _keeps_alive(module, operation, uses):
-            add("in-flight-freed", f"{what}, does not reach the done", (operation.computation, start))
+            add("in-flight-freed", f"{what}, does not reach the done", here)
     for number, operand in _unaliased_operands(computation, start) if ends else ():
         if not _keeps_alive(module, operation, trace(module, computation, operand, ())):
             what = f"{operand.name}, operand {number} of {start.name}"
-            add(
-                "in-flight-freed", f"{what}, is not used after it and not aliased through it", (computation.name, start)
-            )
+            add("in-flight-freed", f"{what}, is not used after it and not aliased through it", here)
     return list(found.values())
 
 

@@ -1,7 +1,4 @@
-"""What runs while a transfer is under way, and what makes the chip wait.
-
-Times are estimates from the text of the program (estimate/costs.py), so they hold for a scheduled program only.
-"""
+"""What runs while a transfer is under way, and what makes the chip wait, in the estimate of a scheduled program."""
 
 from collections.abc import Iterable, Mapping, Set
 

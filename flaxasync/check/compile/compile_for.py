@@ -3,9 +3,7 @@
 The caller's process traces and lowers the function, and a child process compiles it. libtpu can end the process in
 which it compiles: with a segmentation fault on some kernels, and with an arithmetic fault on some names. The child
 stays for the next call. A new one is started if it has died. Calls that ask for dumps have a child of their own,
-because libtpu reads the flags for dumps only when it is loaded.
-
-The result is the program that jax.jit would compile on that topology, instruction for instruction.
+because libtpu reads the flags for dumps only when it is loaded. The program is that of jax.jit on the topology.
 """
 
 import atexit

@@ -1,7 +1,4 @@
-"""`timeline`: an estimated timeline of a scheduled program, with the work, the transfers and the stalls of each device.
-
-Nothing is run. lockstep.py steps through the text of the program, with the times of costs.py.
-"""
+"""`timeline`: an estimated timeline of a scheduled program, with the work, the transfers and the stalls of each device."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,10 +29,7 @@ def timeline(
     played: Mapping[str, KernelTime] | None = None,
     notes: Sequence[str] = (),
 ) -> Timeline:
-    """Estimates which instruction runs when, on each device, as `fa.check.timeline` says.
-
-    What kernels took in a simulation is in `played`, by their names, and `notes` are more notes of the timeline.
-    """
+    """Does what `fa.check.timeline` says. What kernels took in a simulation is in `played`, by their names."""
     module = module_of(compiled)
     named = chip or chip_of(compiled)
     if named is None:

@@ -61,10 +61,7 @@ def draw_timeline(timeline: Timeline, path: Any, *, phase_of: Callable[[str], st
 
 
 def draw_timelines(timelines: Sequence[Timeline], path: Any, *, titles: Sequence[str] = ()) -> None:
-    """Draws several timelines as a PNG, below one another, on one scale of time.
-
-    `path` and the errors are those of `draw_timeline`. A timeline without a title has the name of its program.
-    """
+    """Draws several timelines as a PNG, below one another, on one scale of time. The default title is the program."""
     end = max(t.seconds for t in timelines)
     named = [*titles, *(t.name for t in timelines[len(titles) :])]
     _draw([_panel(_title(t, name), t, 0.0, end) for t, name in zip(timelines, named, strict=True)], path, str)
