@@ -76,7 +76,7 @@ from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import CODES, Audit, Finding, Severity
 from flaxasync.check.auditing.hazards import check_async_rules
 from flaxasync.check.capturing.overview import Overview, overview
-from flaxasync.check.capturing.programs import CapturedProgram, read_folder
+from flaxasync.check.capturing.recorder import CapturedProgram, capture, read_folder
 from flaxasync.check.compile.program import CompiledProgram, HbmError
 from flaxasync.check.estimate.timeline import Loop, Slice, Timeline
 from flaxasync.check.gate.comparison import Change, Comparison, Tolerances, compare
@@ -89,7 +89,6 @@ from flaxasync.check.timeline_of import timeline
 from flaxasync.hardware import CHIPS, Chip
 
 if TYPE_CHECKING:
-    from flaxasync.check.capturing.recorder import capture
     from flaxasync.check.compile.compile_for import HLO_ONLY, compile_for
     from flaxasync.check.compile.topologies import topology_devices, topology_mesh, topology_size
     from flaxasync.check.dispatch.command_buffers import command_buffer_flags
@@ -100,7 +99,6 @@ if TYPE_CHECKING:
 
 # The module of each name that is imported when it is first used.
 _HOME_OF = {
-    "capture": "capturing.recorder",
     **dict.fromkeys(("HLO_ONLY", "compile_for"), "compile.compile_for"),
     **dict.fromkeys(("topology_devices", "topology_mesh", "topology_size"), "compile.topologies"),
     "command_buffer_flags": "dispatch.command_buffers",

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from flaxasync.check.auditing.findings import size_text, time_text
-from flaxasync.check.capturing.programs import CapturedProgram
+from flaxasync.check.capturing.recorder import CapturedProgram
 from flaxasync.check.gate.summary import Summary, summarize
 
 WORST = 10  # transfers in the table

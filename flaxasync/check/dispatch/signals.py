@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from flaxasync.check.hlo.host_callbacks import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
 from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.origins import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HloError
 from flaxasync.check.hlo.trip_count import trip_count

@@ -1,4 +1,4 @@
-"""`timeline`: an estimated timeline of a scheduled program, with the work, the transfers and the stalls of each device."""
+"""`timeline`: estimates the work, the transfers and the stalls of each device, for a scheduled program."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -19,10 +19,9 @@ from flaxasync.check.auditing.overlap import collectives_that_hold_the_chip
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, largest_array
-from flaxasync.check.hlo.host_callbacks import callback_name, is_host_callback
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction, without_number
-from flaxasync.check.hlo.origins import loops_around, origin
+from flaxasync.check.hlo.origins import callback_name, is_host_callback, loops_around, origin
 from flaxasync.check.hlo.participants import AxisNames, replica_groups
 from flaxasync.check.hlo.shapes import Shape
 from flaxasync.hardware import chip as chip_named

@@ -9,6 +9,5 @@ Nothing in this folder knows about times, and nothing in it imports JAX to read 
   value_flow                                where a value goes
   participants                              which devices take part in a collective, and over which mesh axes
   async_operations                          starts, dones and what runs between them, in every spelling
-  host_callbacks                            calls from a program into Python
-  origins                                   the line and the place in a training step that an instruction comes from
+  origins                                   where an instruction comes from, and whether it calls Python
 """

@@ -1,4 +1,4 @@
-"""Semaphores: which device waits for which value, what it learns when the wait ends, and the errors of wrong protocols."""
+"""Semaphores: which device waits for which value, what it learns when the wait ends, and what is a wrong protocol."""
 
 import dataclasses
 import functools

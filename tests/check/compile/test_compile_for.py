@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh
 from flaxasync.check.compile.compile_for import CompilerProcess, shared_process
 from flaxasync.check.compile.program import hbm_error
-from flaxasync.check.hlo.host_callbacks import callback_name, is_host_callback
+from flaxasync.check.hlo.origins import callback_name, is_host_callback
 
 
 def test_it_is_the_program_that_jax_compiles(matmul):
