@@ -10,7 +10,7 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.value_flow import Span
 
 LARGE = 1 << 20  # bytes; a smaller collective is limited by its latency, so it is reported as information only
-COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported
+COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported, and has no row in the gate
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
 

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from flaxasync.check.auditing.findings import Finding, Pair, Severity, finding, size_text
+from flaxasync.check.auditing.overlap import LARGE
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import element_bits
 
-LARGE = 1 << 20  # bytes; transfers of less, together, are reported as information only
 _SPELLINGS = ("first-class", "sugar")  # of the starts that are followed: the others wrap or fuse what they move
 _WIDE = frozenset({"f64", "f32"})
 _FLOATS = _WIDE | {"f16", "bf16"}

@@ -1,13 +1,13 @@
 """`capture`: records every program that JAX compiles in this process, without a change to the code that compiles it.
 
-A folder has two files for each program: `HOST-PID-NUMBER-NAME.txt` is its HLO text, and the file of the same name that
-ends in `.json` has the seconds of the compilation, the memory, and so on. It is written after the text, and at once, so
-that it never lacks its text. Several captures, processes and hosts can share a folder. Reading one needs no JAX.
-
 JAX tells the listeners of `jax.monitoring` that it has compiled a program, or has loaded it from its cache of compiled
 programs. The program is then the newest one that its backend lists as alive, with its final text and its memory. JAX's
 other hook, `jax.extend.xla.register_hlo_module_transformation`, comes too early: on TPU its text has no memory spaces,
 and a program from the cache never comes.
+
+A folder has two files for each program: `HOST-PID-NUMBER-NAME.txt` is its HLO text, and the file of the same name that
+ends in `.json` has the seconds of the compilation, the memory, and so on. It is written after the text, and at once, so
+that it never lacks its text. Several captures, processes and hosts can share a folder. Reading one needs no JAX.
 """
 
 import contextlib

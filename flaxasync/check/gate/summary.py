@@ -15,7 +15,7 @@ from typing import Any
 
 from flaxasync.check.auditing.audit import DEFAULT_CHIP, audit
 from flaxasync.check.auditing.findings import CODES, Severity, size_text
-from flaxasync.check.auditing.overlap import collectives_that_hold_the_chip
+from flaxasync.check.auditing.overlap import COPIED, collectives_that_hold_the_chip
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, largest_array
@@ -27,7 +27,6 @@ from flaxasync.check.hlo.shapes import Shape
 from flaxasync.hardware import chip as chip_named
 
 SMALL = 1 << 10  # bytes; a smaller transfer, such as the sum of a loss, has no row
-COPIED = 1 << 16  # bytes; a smaller copy in a loop has no row
 FORMAT = 1  # of the file; a file of another format is refused
 _ROWS = ("transfers", "copies", "callbacks", "hazards")
 

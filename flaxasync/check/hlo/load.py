@@ -1,6 +1,7 @@
 """The module of what a caller passes: a compiled program, its text, or a file; and what the object says beside it."""
 
 import os
+import pathlib
 import sys
 from typing import Any
 
@@ -60,11 +61,7 @@ def axes_of(compiled: Any) -> dict[str, int]:
 def read_text(path: str | os.PathLike) -> str:
     """Returns the text of a file, or of standard input for "-". HloError says what the file is if it is no text."""
     try:
-        if path == "-":
-            text = sys.stdin.read()
-        else:
-            with open(path, encoding="utf-8", newline="") as file:
-                text = file.read()
+        text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_bytes().decode()
     except UnicodeDecodeError as error:
         begin = error.object[:4]
         if begin == b"ML\xefR":
