@@ -25,7 +25,7 @@ from flaxasync.hardware import CHIPS
 _COMMANDS = {
     "capture": "flaxasync.check.capturing.command",
     "gate": "flaxasync.check.gate.command",
-    "trace": "flaxasync.check.trace.command",
+    "trace": "flaxasync.check.trace.exposed",
 }
 
 

@@ -126,7 +126,10 @@ def summarize(compiled: Any, *, chip: str | None = None, axes: Mapping[str, int]
 
 
 def write_baseline(summary: Summary, path: str | os.PathLike) -> None:
-    """Writes a summary to a file, and makes the folder of the file if there is none."""
+    """Writes a summary to a JSON file, and makes the folder of the file if there is none.
+
+    Rows are sorted and seconds are rounded, so that a file changes only where the program does.
+    """
     facts = {field.name: _rounded(getattr(summary, field.name)) for field in dataclasses.fields(summary)}
     facts |= {name: _rows_to_json(facts[name]) for name in _ROWS}
     file = pathlib.Path(path)

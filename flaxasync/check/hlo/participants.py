@@ -47,10 +47,7 @@ def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
 
 
 def replica_groups(instruction: Instruction, devices: int) -> Groups:
-    """Returns the groups of devices that exchange data in a collective: all of them, if the text names no groups.
-
-    HloError says that the notation of the groups is unknown, or that a device is in two groups.
-    """
+    """Returns the groups of devices that exchange data in a collective; one group of all if the text names none."""
     text = instruction.attributes.get("replica_groups", "{}")
     groups = _groups(text, devices)
     if not groups or not all(groups) or len({d for group in groups for d in group}) != sum(map(len, groups)):
@@ -67,10 +64,7 @@ def check_participants(instruction: Instruction) -> None:
 
 
 class AxisNames:
-    """The names of the axes of one program's mesh.
-
-    `axes` are the sizes of the mesh axes in the order of the mesh. By default they are those that the text names.
-    """
+    """The names of the axes of one program's mesh: `axes`, in the order of the mesh, or those that the text names."""
 
     def __init__(self, module: HloModule, axes: Mapping[str, int] | None = None):
         self.devices = module.num_partitions

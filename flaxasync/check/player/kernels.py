@@ -66,9 +66,8 @@ def kernel_times(
 
     `module` is the text of the program, and `say` is called with a line about each kernel that is not in the cache.
 
-    Returns:
-      The times by the names of the instructions, those of pairs by the names of their starts; and a line for each
-      kernel that could not be simulated, or whose time is that of scalars which the program does not determine.
+    Returns the times by the names of the instructions, those of pairs by the names of their starts; and a line for each
+    kernel that could not be simulated, or whose time is that of scalars which the program does not determine.
     """
     if program.chip in DEVICES_PER_CHIP:
         return {}, (f"kernels were not simulated: a {program.chip} has two devices, and the simulator has one of them",)

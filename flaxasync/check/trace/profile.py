@@ -141,21 +141,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
-    """Returns the parts of the intervals that no removed interval covers, disjoint and in order."""
-    rest, holes = [], union(removed)
-    for start, end in union(intervals):
-        for low, high in holes:
-            if high <= start or low >= end:
-                continue
-            if low > start:
-                rest.append((start, low))
-            start = max(start, high)
-        if start < end:
-            rest.append((start, end))
-    return rest
-
-
 def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
     """Returns the parts of the intervals within a window."""
     low, high = window
