@@ -86,11 +86,8 @@ def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str
     notes = []
     if chip_was_assumed:
         notes.append(f"times are those of a {costs.chip.name}, because the text does not name its chip: say chip=...")
-    if not any(
-        "estimated_cycles" in i.attributes.get("backend_config", "")
-        for computation in module.computations.values()
-        for i in computation.instructions
-    ):
+    instructions = (i for computation in module.computations.values() for i in computation.instructions)
+    if not any("estimated_cycles" in i.attributes.get("backend_config", "") for i in instructions):
         notes.append("the text has no cycle estimates (it is no TPU program): work is timed by its bytes only")
     return (*notes, *limits(module, costs.chip.name))
 

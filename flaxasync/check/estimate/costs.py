@@ -194,8 +194,7 @@ class Costs:
         return moved / (self.chip.hbm_bandwidth * self.chip.hbm_efficiency)
 
     def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:
-        made = (computation.by_name.get(o) for o in i.operands[skip:])
-        return sum(m.shape.bytes for m in made if m is not None)
+        return sum(made.shape.bytes for made in computation.operands(i)[skip:])
 
 
 def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, chip: Chip) -> float:

@@ -107,7 +107,7 @@ def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
     """Yields each whole kernel and each start between devices by name; None if its done takes more than its results."""
     for computation in module.computations.values():
         for i in computation.instructions:
-            shapes = [i.shape, *(computation.by_name[o].shape for o in i.operands if o in computation.by_name)]
+            shapes = (one.shape for one in (i, *computation.operands(i)))
             spaces = {leaf.memory_space for shape in shapes for _, leaf in shape.leaves()}
             if i.custom_call_target == _CALL and SEMAPHORE not in spaces:
                 yield i.name, _kernel_of(computation, i)
@@ -115,7 +115,7 @@ def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
         if operation.spelling == "kernel" and operation.communicates and operation.windows:
             window = operation.windows[0]
             ends_at = module.computations[window.computation]
-            wires = _wires(operation.start, [ends_at.by_name[name] for name in window.done.operands])
+            wires = _wires(operation.start, ends_at.operands(window.done))
             start = _kernel_of(module.computations[operation.computation], operation.start)
             pair = dataclasses.replace(start, done=_kernel_of(ends_at, window.done), wires=wires)
             yield operation.start.name, pair if wires else None
@@ -137,7 +137,7 @@ def _wires(start: Instruction, operands: Sequence[Instruction]) -> tuple[int, ..
 def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
     call = {key: v for key, v in i.backend_config["custom_call_config"].items() if key != "debug_locations"}
     config = {key: v for key, v in i.backend_config.items() if key == "scoped_memory_configs"}
-    operands = [computation.by_name[name].shape for name in i.operands]
+    operands = [made.shape for made in computation.operands(i)]
     integers = []
     for number, (name, shape) in enumerate(zip(i.operands, operands, strict=True)):
         if re.match(r"[su]\d", shape.element_type) and shape.memory_space != SEMAPHORE:
