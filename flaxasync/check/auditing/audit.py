@@ -9,15 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from flaxasync.check.auditing import overlap
 from flaxasync.check.auditing.findings import CODES, Audit, Finding, finding
 from flaxasync.check.auditing.hazards import check_async_rules, kernel_hazards, sent_operands
-from flaxasync.check.auditing.overlap import (
-    collectives_that_hold_the_chip,
-    loop_copies,
-    overlap_findings,
-    pair_of,
-    synchronous_collectives,
-)
 from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import limits
@@ -58,7 +52,7 @@ def audit(
     costs = Costs(module, chip_named(named or DEFAULT_CHIP), dict(kernels or {}))
     runs = costs.executions()
     operations = [op for op in async_operations(module) if op.computation in runs]
-    pairs = tuple(pair_of(module, costs, op, runs[op.computation]) for op in operations)
+    pairs = tuple(overlap.pair_of(module, costs, op, runs[op.computation]) for op in operations)
     found = list(check_async_rules(module))
     sent = sent_operands(module, operations)
     found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op, sent)]
@@ -66,14 +60,14 @@ def audit(
     found += _missing(module, operations, expect or {})
     if module.is_scheduled:
         for op, pair in zip(operations, pairs, strict=True):
-            found += overlap_findings(module, costs, op, pair, pairs)
+            found += overlap.overlap_findings(module, costs, op, pair, pairs)
     else:
         message = f"{module.name or 'the text'} is not scheduled"
         found.append(finding("not-scheduled", message, module.entry.name, ""))
-    holding = collectives_that_hold_the_chip(module, runs)
-    found += synchronous_collectives(module, costs, holding)
+    holding = overlap.collectives_that_hold_the_chip(module, runs)
+    found += overlap.synchronous_collectives(module, costs, holding)
     copied_in_flight = {(f.computation, f.instruction) for f in found if f.code == "in-flight-copied"}
-    found += loop_copies(module, runs, known=copied_in_flight)
+    found += overlap.loop_copies(module, runs, known=copied_in_flight)
     counts = [runs.get(f.computation, 1) for f in found]
     found = [dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)]
     if module.is_scheduled:

@@ -88,8 +88,6 @@ class Lockstep:
         self.seconds[n][key] = self.seconds[n].get(key, 0.0) + until - start
         self.slices.append(Slice(self.devices[n], "core", name, kind, start, until, cause))
 
-    # Transfers.
-
     def _start(self, op: AsyncOperation) -> None:
         seconds = self.costs.transfer_seconds(op)
         ends = [0.0] * len(self.devices)
@@ -137,8 +135,6 @@ class Lockstep:
         for n, end in enumerate(self._ends[op.name]):
             self._spend(n, end, done.name, kind, op.name)
 
-    # Synchronous collectives.
-
     def _hold(self, computation: Computation, i: Instruction, collective: Instruction) -> None:
         """Lets the devices of each group wait for each other, and then holds them for the time of the collective."""
         seconds = self.costs.seconds(computation, i)
@@ -157,8 +153,6 @@ class Lockstep:
             return [[0]]
         groups = replica_groups(i, self.module.num_partitions)
         return [[d for d in group if d < len(self.devices)] for group in groups]
-
-    # Control flow.
 
     def _loop(self, loop: Instruction) -> None:
         body = self.module.computations.get(loop.loop_body)
@@ -190,8 +184,6 @@ class Lockstep:
             self.slices.append(Slice(self.devices[n], "core", name, "repeat", start, self.clock[n]))
         self._lane_free = {lane: end + step for lane, end in self._lane_free.items()}
         self._ends = {name: [end + step for end in ends] for name, ends in self._ends.items()}
-
-    # Which devices differ.
 
     def _distinct_devices(self) -> list[int]:
         """Returns [0] if all devices do the same, and all devices if a permute leaves some of them out."""

@@ -50,69 +50,7 @@ def parse(text: str) -> HloModule:
     return _Reader(text).module()
 
 
-class _Cursor:
-    """A position in a text: `at` is the index of the next character to read."""
-
-    def __init__(self, text: str):
-        self.text = text
-        self.at = 0
-        self._line, self._counted = 1, 0  # the line at an earlier index, so that lines are counted once
-
-    def error(self, message: str, at: int | None = None) -> HloError:
-        """Makes an error with the line and column of an index, by default of the current position."""
-        at = min(self.at if at is None else at, len(self.text))
-        return HloError(message, self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at))
-
-    def line_here(self) -> int:
-        """Returns the line of the current position, which must not be before that of the last call."""
-        self._line += self.text.count("\n", self._counted, self.at)
-        self._counted = self.at
-        return self._line
-
-    def skip_blank(self) -> None:
-        """Steps over blanks, line ends and comments."""
-        match = _BLANK.match(self.text, self.at)
-        self.at = match.end() if match else self.at
-
-    def take(self, mark: str) -> bool:
-        """Steps over blanks, and then over a mark if it comes next. Returns whether it does."""
-        self.skip_blank()
-        is_next = self.text.startswith(mark, self.at)
-        self.at += len(mark) if is_next else 0
-        return is_next
-
-    def excerpt(self) -> str:
-        """Returns the text at the current position, for a message."""
-        if self.at >= len(self.text):
-            return "the end of the text"
-        line, end, _ = self.text[self.at : self.at + 40].partition("\n")
-        return repr(line) + (", where the text ends" if not end and self.at + 40 >= len(self.text) else "")
-
-    def end(self, at: int, stops: str = "") -> int:
-        """Returns the index of the first of the stops outside of brackets; without stops, that after one bracket.
-
-        Strings and comments do not count. HloError says which bracket or string is not closed, or closes too early.
-        """
-        opened: list[re.Match] = []
-        for token in _TOKEN.finditer(self.text, at):
-            mark = token[0]
-            if not opened and mark in stops:
-                return token.start()
-            if mark in _CLOSER:
-                opened.append(token)
-            elif mark == '"':  # a string that is closed is one token
-                raise self.error("a string is not closed: the text is cut short", token.start())
-            elif mark in ("}", ")", "]"):
-                if not opened or mark != _CLOSER[opened.pop()[0]]:
-                    raise self.error(f"unexpected {mark!r}", token.start())
-                if not opened and not stops:
-                    return token.end()
-        if opened:
-            raise self.error(f"{opened[0][0]!r} is not closed: the text is cut short", opened[0].start())
-        return len(self.text)
-
-
-class _Reader(_Cursor):
+class _Reader:
     """Reads one text from its beginning to its end, with one method for each construct of the grammar.
 
     A program repeats few shapes, names and attributes. Those of equal text are read once and shared, which keeps the
@@ -120,7 +58,9 @@ class _Reader(_Cursor):
     """
 
     def __init__(self, text: str):
-        super().__init__(text)
+        self.text = text
+        self.at = 0  # the index of the next character to read
+        self._line, self._counted = 1, 0  # the line at an earlier index, so that lines are counted once
         self._shapes: dict[str, Shape] = {}
         self._attributes: dict[str, dict[str, str]] = {}  # by the rest of a line; nobody changes one after it was read
 
@@ -290,3 +230,56 @@ class _Reader(_Cursor):
                 raise self.error(str(error)) from None
         self.at = end
         return self._shapes[text]
+
+    def error(self, message: str, at: int | None = None) -> HloError:
+        """Makes an error with the line and column of an index, by default of the current position."""
+        at = min(self.at if at is None else at, len(self.text))
+        return HloError(message, self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at))
+
+    def line_here(self) -> int:
+        """Returns the line of the current position, which must not be before that of the last call."""
+        self._line += self.text.count("\n", self._counted, self.at)
+        self._counted = self.at
+        return self._line
+
+    def skip_blank(self) -> None:
+        """Steps over blanks, line ends and comments."""
+        match = _BLANK.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+
+    def take(self, mark: str) -> bool:
+        """Steps over blanks, and then over a mark if it comes next. Returns whether it does."""
+        self.skip_blank()
+        is_next = self.text.startswith(mark, self.at)
+        self.at += len(mark) if is_next else 0
+        return is_next
+
+    def excerpt(self) -> str:
+        """Returns the text at the current position, for a message."""
+        if self.at >= len(self.text):
+            return "the end of the text"
+        line, end, _ = self.text[self.at : self.at + 40].partition("\n")
+        return repr(line) + (", where the text ends" if not end and self.at + 40 >= len(self.text) else "")
+
+    def end(self, at: int, stops: str = "") -> int:
+        """Returns the index of the first of the stops outside of brackets; without stops, that after one bracket.
+
+        Strings and comments do not count. HloError says which bracket or string is not closed, or closes too early.
+        """
+        opened: list[re.Match] = []
+        for token in _TOKEN.finditer(self.text, at):
+            mark = token[0]
+            if not opened and mark in stops:
+                return token.start()
+            if mark in _CLOSER:
+                opened.append(token)
+            elif mark == '"':  # a string that is closed is one token
+                raise self.error("a string is not closed: the text is cut short", token.start())
+            elif mark in ("}", ")", "]"):
+                if not opened or mark != _CLOSER[opened.pop()[0]]:
+                    raise self.error(f"unexpected {mark!r}", token.start())
+                if not opened and not stops:
+                    return token.end()
+        if opened:
+            raise self.error(f"{opened[0][0]!r} is not closed: the text is cut short", opened[0].start())
+        return len(self.text)

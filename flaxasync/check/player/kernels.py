@@ -40,8 +40,7 @@ from flaxasync.check.player.play import play_dump
 from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.hardware import CHIPS
 
-VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
-"""The environment variable that names another folder for the times of kernels."""
+VARIABLE = "FLAXASYNC_PLAYED_KERNELS"  # the environment variable that names another folder for the times of kernels
 _CALL = "tpu_custom_call"
 _TYPES = {"bf16": "bfloat16", "pred": "bool", "f8": "float8_", "f": "float", "s": "int", "u": "uint"}  # of beginnings
 

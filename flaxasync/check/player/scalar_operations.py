@@ -71,10 +71,7 @@ _BY_UNIT = {
     "sclz": "32 - ({0}).bit_length()",
     "reloc": "0",  # the index of a profile counter
 }
-_CONVERSIONS = {
-    "scvt.s32.f32": "as_bits(float(signed({0})))",
-    "scvt.f32.s32": "int(as_float({0})) & 4294967295",
-}
+_CONVERSIONS = {"scvt.s32.f32": "as_bits(float(signed({0})))", "scvt.f32.s32": "int(as_float({0})) & 4294967295"}
 _BITS = {
     "sadd": "({0} + {1}) & 4294967295",
     "ssub": "({0} - {1}) & 4294967295",

@@ -51,8 +51,6 @@ class Simulation:
             raise self._semaphores.deadlock()
         self._semaphores.end_program()
 
-    # The devices.
-
     def _advance(self, machine: Machine) -> None:
         """Lets a device run to its next external operations, and queues these for their time."""
         while not (operations := machine.advance()):
@@ -146,8 +144,6 @@ class Simulation:
         elif "nonzero value" in comment:
             kind, what = errors.LeftoverSemaphoreError, first
         return kind(f"{where}: {what}{self._state.made_at(machine)}")
-
-    # Calls and collectives.
 
     def _call(self, machine: Machine, external: ExternalOperation, values: tuple) -> bool:
         """Enters the bundles of an HLO instruction, or a collective that is timed by the ring model."""
