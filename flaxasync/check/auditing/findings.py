@@ -1,7 +1,4 @@
-"""What an audit can find, every code with its severity, meaning and remedy; and `Audit`, the result of an audit.
-
-docs/check.md has an example program for each code.
-"""
+"""What an audit can find, with an example of each code in docs/check.md; and `Audit`, the result of an audit."""
 
 import dataclasses
 import enum

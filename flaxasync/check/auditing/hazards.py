@@ -56,6 +56,7 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
     for path, role in _roles(start).items():
         shape = start.shape.at(path)
         what = f"the {role} buffer of {start.name}, {shape}"
+        of_read = Severity.ERROR if role == "destination" else Severity.WARNING  # which was inferred from its position
         if shape is not None and shape.memory_space == VMEM:
             add("in-flight-vmem", f"{what}, lies in vector memory", here)
         if not ends:
@@ -68,7 +69,7 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
                 continue
             for copied in use.copies if role.startswith("destination") else ():
                 if _is_inside(module, operation, *copied):
-                    add("in-flight-read", f"{what}, is copied before its done", copied, _severity(role))
+                    add("in-flight-read", f"{what}, is copied before its done", copied, of_read)
             using = (use.computation, use.instruction)
             if not _is_inside(module, operation, *using):
                 continue
@@ -77,7 +78,7 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
             elif role == "only":
                 add("in-flight-read", f"{what}, is read; the text does not say which part", using, Severity.INFO)
             elif role.startswith("destination"):
-                add("in-flight-read", f"{what}, is read by {use.instruction.name}", using, _severity(role))
+                add("in-flight-read", f"{what}, is read by {use.instruction.name}", using, of_read)
         if not _keeps_alive(module, operation, uses):
             add("in-flight-freed", f"{what}, does not reach the done", here)
     for number, operand in _unaliased_operands(computation, start) if ends else ():
@@ -97,11 +98,6 @@ def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
     if len(buffers) == 1:
         return {buffers[0]: "only"}
     return {path: "destination (by position)" if path == buffers[-1] else "source" for path in buffers}
-
-
-def _severity(role: str) -> Severity:
-    """Returns the severity of a read: a warning if the destination was inferred from its position, else an error."""
-    return Severity.ERROR if role == "destination" else Severity.WARNING
 
 
 def _is_inside(module: HloModule, operation: AsyncOperation, computation: str, instruction: Instruction) -> bool:

@@ -107,10 +107,7 @@ def compile_for(
 
 
 class CompilerProcess:
-    """A child process that compiles. It dumps all of its programs or none.
-
-    It dumps into one folder, and the dumps of each program are then moved to the caller's folder.
-    """
+    """A child process that compiles. It dumps all programs or none, into a folder, from which `compile` moves them."""
 
     def __init__(self, *, dumps: bool = False):
         environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -195,10 +192,7 @@ def _mesh_axes(args: tuple) -> dict[str, int]:
 
 
 def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:
-    """Packs a lowered function for the worker, with the options that `lowered.compile()` would use.
-
-    JAX has no public way to take a lowered function to another process, so this reads its private attributes.
-    """
+    """Packs a lowered function and its options for the worker, from private attributes: JAX has no public way."""
     from jax._src.interpreters import pxla
 
     lowering = lowered._lowering

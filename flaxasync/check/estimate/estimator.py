@@ -132,9 +132,8 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
 def _basis(chip: Chip, copies: str, played: bool) -> str:
     kernels = "kernels as they were simulated one by one, " if played else ""
     copied = {"cycles": " and copies", "simulated": " and of copies in HBM", "bytes": ""}
-    cycles = f"matmuls{copied[copies]}"
     return (
-        f"{kernels}the compiler's cycle estimates of {cycles} at {chip.clock / 1e9:g} GHz, other work by its "
-        f"bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of "
+        f"{kernels}the compiler's cycle estimates of matmuls{copied[copies]} at {chip.clock / 1e9:g} GHz, other work by "
+        f"its bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of "
         f"{chip.link_bandwidth / 1e9:g} GB/s in each direction; nothing was run"
     )

@@ -112,7 +112,9 @@ class Lockstep:
             return [("memory", self.clock[n], n)]
         if not pairs:
             group = next((g for g in self._groups(op.inner or op.start) if n in g), [n])
-            lane = "links" if op.spelling != "kernel" else _lane_of_kernel(op)
+            config = op.start.backend_config.get("custom_call_config", {}) if op.spelling == "kernel" else None
+            number = config.get("collective_id", 0) if isinstance(config, dict) else 0
+            lane = "links" if config is None else f"link {number}"  # a kernel's text does not say where it sends
             return [(lane, max(self.clock[m] for m in group), n)]
         if len(self.devices) == 1:
             # The lane is named after the distance that most devices send over.
@@ -196,9 +198,3 @@ class Lockstep:
             if permute_pairs(i) and (len({s for s, _ in pairs}) < count or len({t for _, t in pairs}) < count):
                 return list(range(min(count, MAX_DEVICES)))
         return [0]
-
-
-def _lane_of_kernel(op: AsyncOperation) -> str:
-    """Names the link of a kernel after its collective_id, because the text does not say where it sends."""
-    config = op.start.backend_config.get("custom_call_config", {})
-    return f"link {config.get('collective_id', 0) if isinstance(config, dict) else 0}"

@@ -15,10 +15,7 @@ _DUMP = "dump it with XLA_FLAGS=--xla_dump_to=DIR and audit the text of its last
 
 
 def module_of(compiled: Any) -> HloModule:
-    """Returns the parsed module of a compiled program, of its text, or of a module that is parsed already.
-
-    ValueError says that the argument is none of these, or has no text on this platform.
-    """
+    """Returns the module of a compiled program, of its text, or of a module. ValueError says why there is none."""
     if isinstance(compiled, HloModule):
         return compiled
     if isinstance(compiled, str):

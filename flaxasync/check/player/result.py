@@ -1,7 +1,7 @@
 """`Result`: where the time and the bytes of a simulated program went, for each device and phase; and its `Recorder`.
 
 A phase is one instruction of the scheduled program, with all of its executions. Times are in seconds, and every device
-begins at 0. The file holds the data and its table; render.py writes pictures and traces.
+begins at 0.
 """
 
 import dataclasses
