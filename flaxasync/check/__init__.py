@@ -73,27 +73,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from flaxasync.check.auditing.audit import audit
-from flaxasync.check.auditing.findings import CODES, Finding, Severity
-from flaxasync.check.auditing.pairing_rules import check_async_rules
-from flaxasync.check.auditing.report import Audit
+from flaxasync.check.auditing.findings import CODES, Audit, Finding, Severity
+from flaxasync.check.auditing.hazards import check_async_rules
 from flaxasync.check.capturing.overview import Overview, overview
-from flaxasync.check.capturing.programs import CapturedProgram, read_folder
+from flaxasync.check.capturing.recorder import CapturedProgram, capture, read_folder
 from flaxasync.check.compile.program import CompiledProgram, HbmError
 from flaxasync.check.estimate.timeline import Loop, Slice, Timeline
-from flaxasync.check.gate.baseline import read_baseline, write_baseline
 from flaxasync.check.gate.comparison import Change, Comparison, Tolerances, compare
-from flaxasync.check.gate.summary import Row, Summary, summarize
+from flaxasync.check.gate.summary import Row, Summary, read_baseline, summarize, write_baseline
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
-from flaxasync.check.hlo.error import HloError
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction, format_module
 from flaxasync.check.hlo.reader import parse
-from flaxasync.check.hlo.shapes import Shape
-from flaxasync.check.hlo.writer import format_module
+from flaxasync.check.hlo.shapes import HloError, Shape
 from flaxasync.check.timeline_of import timeline
 from flaxasync.hardware import CHIPS, Chip
 
 if TYPE_CHECKING:
-    from flaxasync.check.capturing.recorder import capture
     from flaxasync.check.compile.compile_for import HLO_ONLY, compile_for
     from flaxasync.check.compile.topologies import topology_devices, topology_mesh, topology_size
     from flaxasync.check.dispatch.command_buffers import command_buffer_flags
@@ -104,7 +99,6 @@ if TYPE_CHECKING:
 
 # The module of each name that is imported when it is first used.
 _HOME_OF = {
-    "capture": "capturing.recorder",
     **dict.fromkeys(("HLO_ONLY", "compile_for"), "compile.compile_for"),
     **dict.fromkeys(("topology_devices", "topology_mesh", "topology_size"), "compile.topologies"),
     "command_buffer_flags": "dispatch.command_buffers",

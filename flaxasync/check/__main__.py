@@ -25,12 +25,11 @@ from flaxasync.hardware import CHIPS
 _COMMANDS = {
     "capture": "flaxasync.check.capturing.command",
     "gate": "flaxasync.check.gate.command",
-    "trace": "flaxasync.check.trace.command",
+    "trace": "flaxasync.check.trace.exposed",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] and arguments[0] in _COMMANDS:  # a file of such a name is ./trace
         return importlib.import_module(_COMMANDS[arguments[0]]).main(arguments[1:])

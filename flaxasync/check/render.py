@@ -1,7 +1,4 @@
-"""Files made of results: `save_picture` draws timelines and simulated runs, `save_trace` writes Chrome traces.
-
-The classes of results hold data only, and the modules that make results do not import this file.
-"""
+"""Files made of results: `save_picture` draws timelines and simulated runs, `save_trace` writes Chrome traces."""
 
 import json
 import pathlib

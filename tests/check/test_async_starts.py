@@ -30,7 +30,7 @@ def test_the_page_agrees_with_the_compiler(column):
 @pytest.mark.parametrize(("message", "entry"), [("the TPU compiler died of SIGSEGV; its last lines:\n...", "crash"),
                                                 ("the TPU compiler refused: INTERNAL", "refused")])  # fmt: skip
 def test_a_crash_of_the_compiler_is_an_entry(message, entry, monkeypatch):
-    """The first message is that of tests/check/compile/test_process.py, whose child really dies."""
+    """The first message is that of tests/check/compile/test_compile_for.py, whose child really dies."""
 
     def fails(*_, **__):
         raise RuntimeError(message)

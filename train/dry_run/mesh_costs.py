@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import flaxasync as fa
-from flaxasync.check.estimate.collective_time import collective_seconds
+from flaxasync.check.estimate.costs import collective_seconds
 from flaxasync.hardware import Chip
 from models.config import Remat, TransformerConfig
 from train.config import Config

@@ -10,20 +10,22 @@ one, it is advised only if the others gain nothing.
 * Any collective: run it beside independent work of its computation. The gain is the shorter of the two times.
 
 The ring of R devices takes M/R + (R-1) max(C/(R-1), M/R) for a collective of C seconds and matmuls of M seconds. A ring
-that gathers a dimension over which a matmul sums (contraction.py) makes R partial sums instead of one product, and
+that gathers a dimension over which a matmul sums makes R partial sums instead of one product, and
 writes and reads R-1 of them more. This alone can make it slower than the gather that it replaces; docs/history.md has
 examples. That a flag exists does not mean that XLA then finds the overlap; the audit of the program that was compiled
 with it says whether it did.
 """
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterable, Sequence
 
-from flaxasync.check.auditing.contraction import partial_sum_bytes
-from flaxasync.check.auditing.report import size_text
+from flaxasync.check.auditing.findings import size_text
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.shapes import Shape
 
 # XLA's flags, by what they are asked to do; tests/check/auditing/test_advice.py checks that libtpu knows them.
 RING_FLAGS = {
@@ -38,6 +40,7 @@ OFFLOAD_FLAGS = {
 OFFLOADING_CHIPS = ("v6e", "tpu7x")  # those with SparseCores on which docs/async.md found the flags to work
 _OPS = {"all-gather": "all_gather_matmul", "reduce-scatter": "matmul_reduce_scatter", "all-reduce": "matmul_all_reduce"}
 _PASSES = frozenset({"bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose", "tuple"})
+_WINDOW = re.compile(r"size=([\dx]{1,99})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,6 @@ def _offload_flag(costs: Costs, kind: str) -> str | None:
 
 
 def _beside(costs: Costs, computation: Computation, i: Instruction, kind: str) -> Advice:
-    """Advises to run a collective beside independent work."""
     free = independent_work(costs, computation, [i.name], [i.name])
     what = f"run it beside {free[0][1].name}, on which it does not depend" if free else "nothing independent is there"
     flag = _offload_flag(costs, kind)
@@ -125,11 +127,7 @@ def _ring(
 
 
 def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
-    """Advises to save what a backward pass computes again.
-
-    A matmul that XLA merged with a part of another transfer has a result that others need, so its time is not counted
-    as gained: without it, that transfer needs other work to hide it.
-    """
+    """Advises to save what a backward pass computes again. What others need, too, does not count as gained."""
     dead = {i.name}
     for earlier in reversed(computation.instructions[: computation.position[i.name]]):
         users = computation.users.get(earlier.name, [])
@@ -161,10 +159,7 @@ def _ways(costs: Costs, kind: str) -> str:
 
 
 def _partners(module: HloModule, computation: Computation, i: Instruction, kind: str) -> list[Instruction]:
-    """Returns the nearest matmuls that take a gathered array, or those whose product is summed.
-
-    Instructions that only rearrange arrays may be between them and the collective.
-    """
+    """Returns the nearest matmuls that take a gathered array, or those whose product is summed, across reshapes."""
     found, pending, seen = [], [i], set()
     while pending:
         step, *pending = pending
@@ -178,3 +173,54 @@ def _partners(module: HloModule, computation: Computation, i: Instruction, kind:
             elif one.opcode in _PASSES:
                 pending.append(one)
     return found
+
+
+def partial_sum_bytes(
+    module: HloModule, computation: Computation, matmul: Instruction, made: Instruction, axis: int
+) -> int:
+    """Returns the bytes of the product of a matmul that sums over a dimension of what `made` makes; 0 for any other."""
+    names, seen = _same_elements(computation, {made.name}, made.shape), {computation.name}
+    while matmul.opcode == "fusion":
+        computation = module.called(matmul)[0]
+        if computation.name in seen:
+            return 0
+        seen.add(computation.name)
+        entered = {p.name for n, p in computation.parameters.items() if names & {*matmul.operands[n : n + 1]}}
+        names = _same_elements(computation, entered, made.shape)
+        inside = [i for i in computation.instructions if module.contains_matmul(i) and not names.isdisjoint(i.operands)]
+        if not inside:
+            return 0
+        matmul = inside[0]
+    return matmul.shape.bytes if _sums_over(computation, matmul, names, made.shape, axis) else 0
+
+
+def _same_elements(computation: Computation, names: set[str], array: Shape) -> set[str]:
+    """Returns the names of an array and of everything that is made of it and has as many elements."""
+    found = set(names)
+    for i in computation.instructions:
+        if not found.isdisjoint(i.operands) and math.prod(i.shape.dimensions) == math.prod(array.dimensions):
+            found.add(i.name)
+    return found
+
+
+def _sums_over(computation: Computation, product: Instruction, names: set[str], array: Shape, axis: int) -> bool:
+    """Says whether a dot or a convolution sums over a dimension; False if reshapes have split or merged dimensions."""
+    number = next((n for n, operand in enumerate(product.operands[:2]) if operand in names), None)
+    if number is None or axis >= len(array.dimensions) or array.dimensions[axis] == 1:
+        return False
+    made = computation.operands(product)[number].shape.dimensions
+    # Reshapes that only add and remove dimensions of size one keep the order of the others.
+    kept = [n for n, size in enumerate(made) if size != 1]
+    if [made[n] for n in kept] != [size for size in array.dimensions if size != 1]:
+        return False
+    at = kept[sum(size != 1 for size in array.dimensions[:axis])]
+    if product.opcode == "dot":
+        text = product.attributes.get("rhs_contracting_dims" if number else "lhs_contracting_dims", "")
+        return str(at) in re.findall(r"\d+", text)
+    sides = product.attributes.get("dim_labels", "").split("->")[0].split("_")
+    label = sides[number][at : at + 1] if len(sides) == 2 else ""
+    if label.isascii() and label.isdigit():  # a dimension along which a window moves: a sum if it covers all of it
+        window = _WINDOW.search(product.attributes.get("window", ""))
+        sizes = window[1].split("x") if window else []
+        return int(label) < len(sizes) and sizes[int(label)] == str(made[at])
+    return label == ("i" if number else "f")

@@ -2,27 +2,19 @@
 
 For every asynchronous operation the audit reports its bytes, the work that runs inside its window, and what stays
 exposed (overlap.py). Then it reports what is wrong, each finding with a code and a remedy (findings.py). Times are
-estimates from the text. Hazards (hazards.py) and broken rules (pairing_rules.py) are facts of the text.
+estimates from the text. Hazards and broken rules (hazards.py) are facts of the text.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from flaxasync.check.auditing.findings import CODES, Finding, finding
-from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
-from flaxasync.check.auditing.overlap import (
-    collectives_that_hold_the_chip,
-    loop_copies,
-    overlap_findings,
-    pair_of,
-    synchronous_collectives,
-)
-from flaxasync.check.auditing.pairing_rules import check_async_rules
-from flaxasync.check.auditing.report import Audit
+from flaxasync.check.auditing import overlap
+from flaxasync.check.auditing.findings import CODES, Audit, Finding, finding
+from flaxasync.check.auditing.hazards import check_async_rules, kernel_hazards, sent_operands
 from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.estimate.limits import limits
+from flaxasync.check.estimate.estimator import limits
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
 from flaxasync.check.hlo.load import chip_of, module_of
 from flaxasync.check.hlo.module import HloModule
@@ -60,7 +52,7 @@ def audit(
     costs = Costs(module, chip_named(named or DEFAULT_CHIP), dict(kernels or {}))
     runs = costs.executions()
     operations = [op for op in async_operations(module) if op.computation in runs]
-    pairs = tuple(pair_of(module, costs, op, runs[op.computation]) for op in operations)
+    pairs = tuple(overlap.pair_of(module, costs, op, runs[op.computation]) for op in operations)
     found = list(check_async_rules(module))
     sent = sent_operands(module, operations)
     found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op, sent)]
@@ -68,14 +60,14 @@ def audit(
     found += _missing(module, operations, expect or {})
     if module.is_scheduled:
         for op, pair in zip(operations, pairs, strict=True):
-            found += overlap_findings(module, costs, op, pair, pairs)
+            found += overlap.overlap_findings(module, costs, op, pair, pairs)
     else:
         message = f"{module.name or 'the text'} is not scheduled"
         found.append(finding("not-scheduled", message, module.entry.name, ""))
-    holding = collectives_that_hold_the_chip(module, runs)
-    found += synchronous_collectives(module, costs, holding)
+    holding = overlap.collectives_that_hold_the_chip(module, runs)
+    found += overlap.synchronous_collectives(module, costs, holding)
     copied_in_flight = {(f.computation, f.instruction) for f in found if f.code == "in-flight-copied"}
-    found += loop_copies(module, runs, known=copied_in_flight)
+    found += overlap.loop_copies(module, runs, known=copied_in_flight)
     counts = [runs.get(f.computation, 1) for f in found]
     found = [dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)]
     if module.is_scheduled:
@@ -88,11 +80,8 @@ def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str
     notes = []
     if chip_was_assumed:
         notes.append(f"times are those of a {costs.chip.name}, because the text does not name its chip: say chip=...")
-    if not any(
-        "estimated_cycles" in i.attributes.get("backend_config", "")
-        for computation in module.computations.values()
-        for i in computation.instructions
-    ):
+    instructions = (i for computation in module.computations.values() for i in computation.instructions)
+    if not any("estimated_cycles" in i.attributes.get("backend_config", "") for i in instructions):
         notes.append("the text has no cycle estimates (it is no TPU program): work is timed by its bytes only")
     return (*notes, *limits(module, costs.chip.name))
 
@@ -110,7 +99,6 @@ def _unfinished_kernels(module: HloModule, operations: list[AsyncOperation]) -> 
 
 
 def _missing(module: HloModule, operations: list[AsyncOperation], expect: Mapping[str, int]) -> list[Finding]:
-    """Returns a finding for each expectation that the program does not meet."""
     found = []
     for key, wanted in expect.items():
         have = sum(key in op.name or key == op.kind for op in operations)

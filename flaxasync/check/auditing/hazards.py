@@ -1,4 +1,8 @@
-"""Hazards of kernel pairs: what the compiler does to a buffer between a kernel's start and its done.
+"""What is wrong with asynchronous operations: hazards of kernel pairs, and broken rules of XLA's own instructions.
+
+The rules are those of XLA's "Async HLO Instructions" proposal (openxla.org/xla/async_ops) about users: a start or an
+update has one user, an update or the done, and a done continues a start. Compilers verify the rules about shapes when
+they build a program, so no compiled program breaks those.
 
 XLA schedules and allocates its own asynchronous operations safely. For XLA a pair of kernels is just two calls that
 share semaphores and aliased buffers, so XLA may copy, free or move a buffer that a transfer is using.
@@ -8,10 +12,10 @@ the destination. If the start aliases all of its buffers (Refs), the last one is
 transfers may send one buffer at the same time, because each start aliases it to a result but only reads it.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 
 from flaxasync.check.auditing.findings import Finding, Severity, finding
-from flaxasync.check.hlo.async_operations import AsyncOperation
+from flaxasync.check.hlo.async_operations import AsyncOperation, spelling_of_opcode, step_of_opcode
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM, Shape
 from flaxasync.check.hlo.value_flow import Use, trace
@@ -19,13 +23,11 @@ from flaxasync.check.hlo.value_flow import Use, trace
 SMALL = 1024  # bytes; anything smaller is assumed to be a scalar that the kernel takes by value
 
 type Operand = tuple[str, str, int]  # the computation, the instruction, and the number of the operand
+_CARRIERS = ("while", "conditional", "call")  # they pass a future on
 
 
 def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
-    """Returns the operands that are the source of a kernel pair, at its start and at its done.
-
-    The instructions alias these operands to their results, but they only read them.
-    """
+    """Returns the sources of kernel pairs, as operands of their starts and dones, which alias them but only read."""
     found: set[Operand] = set()
     for op in operations:
         if op.spelling != "kernel":
@@ -42,7 +44,7 @@ def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> fr
 def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Operand]) -> list[Finding]:
     """Returns what endangers the buffers of one kernel pair. `sent_operands` returned `sent` for the whole program."""
     computation, start = module.computations[operation.computation], operation.start
-    ends = {window.done.name for window in operation.windows}
+    here, ends = (computation.name, start), {window.done.name for window in operation.windows}
     found: dict[tuple[str, str, str], Finding] = {}  # one finding for each code and instruction
 
     def add(code: str, message: str, at: tuple[str, Instruction], severity: Severity | None = None) -> None:
@@ -54,8 +56,9 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
     for path, role in _roles(start).items():
         shape = start.shape.at(path)
         what = f"the {role} buffer of {start.name}, {shape}"
+        of_read = Severity.ERROR if role == "destination" else Severity.WARNING  # which was inferred from its position
         if shape is not None and shape.memory_space == VMEM:
-            add("in-flight-vmem", f"{what}, lies in vector memory", (operation.computation, start))
+            add("in-flight-vmem", f"{what}, lies in vector memory", here)
         if not ends:
             continue
         uses = trace(module, computation, start, path, stop=lambda i: i.name in ends)
@@ -66,7 +69,7 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
                 continue
             for copied in use.copies if role.startswith("destination") else ():
                 if _is_inside(module, operation, *copied):
-                    add("in-flight-read", f"{what}, is copied before its done", copied, _severity(role))
+                    add("in-flight-read", f"{what}, is copied before its done", copied, of_read)
             using = (use.computation, use.instruction)
             if not _is_inside(module, operation, *using):
                 continue
@@ -75,23 +78,18 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
             elif role == "only":
                 add("in-flight-read", f"{what}, is read; the text does not say which part", using, Severity.INFO)
             elif role.startswith("destination"):
-                add("in-flight-read", f"{what}, is read by {use.instruction.name}", using, _severity(role))
+                add("in-flight-read", f"{what}, is read by {use.instruction.name}", using, of_read)
         if not _keeps_alive(module, operation, uses):
-            add("in-flight-freed", f"{what}, does not reach the done", (operation.computation, start))
+            add("in-flight-freed", f"{what}, does not reach the done", here)
     for number, operand in _unaliased_operands(computation, start) if ends else ():
         if not _keeps_alive(module, operation, trace(module, computation, operand, ())):
             what = f"{operand.name}, operand {number} of {start.name}"
-            add(
-                "in-flight-freed", f"{what}, is not used after it and not aliased through it", (computation.name, start)
-            )
+            add("in-flight-freed", f"{what}, is not used after it and not aliased through it", here)
     return list(found.values())
 
 
 def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
-    """Returns the role of each buffer in a start's result, by its index path.
-
-    A role is "source", "destination", "destination (by position)" or "only".
-    """
+    """Returns the role of each buffer of a start by its index path: a source, a destination, or the only buffer."""
     aliased = {alias.output for alias in start.aliases}
     buffers = [path for path, leaf in start.shape.leaves() if _is_buffer(leaf)]
     made = [path for path in buffers if path not in aliased]
@@ -102,13 +100,7 @@ def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
     return {path: "destination (by position)" if path == buffers[-1] else "source" for path in buffers}
 
 
-def _severity(role: str) -> Severity:
-    """Returns the severity of a read: a warning if the destination was inferred from its position, else an error."""
-    return Severity.ERROR if role == "destination" else Severity.WARNING
-
-
 def _is_inside(module: HloModule, operation: AsyncOperation, computation: str, instruction: Instruction) -> bool:
-    """Says whether an instruction runs while the operation is under way."""
     at = module.computations[computation].position[instruction.name]
     return any(
         span.computation == computation and span.first <= at < span.stop
@@ -128,10 +120,7 @@ def _keeps_alive(module: HloModule, operation: AsyncOperation, uses: list[Use]) 
 
 
 def _unaliased_operands(computation: Computation, start: Instruction) -> list[tuple[int, Instruction]]:
-    """Returns the buffers that a start reads and does not alias, except parameters of the program.
-
-    The parameters of the entry computation stay alive during the whole program.
-    """
+    """Returns the buffers that a start reads and does not alias, except the program's arguments, which stay alive."""
     aliased = {alias.operand for alias in start.aliases}
     found = []
     for n, made in enumerate(computation.operands(start)):
@@ -144,3 +133,38 @@ def _unaliased_operands(computation: Computation, start: Instruction) -> list[tu
 def _is_buffer(shape: Shape) -> bool:
     """Says whether an array can be one that a transfer moves, and is no semaphore and no scalar."""
     return shape.memory_space not in (SEMAPHORE, SMEM) and shape.bytes >= SMALL
+
+
+def check_async_rules(module: HloModule) -> tuple[Finding, ...]:
+    """Returns a finding for every rule that an asynchronous operation of the module breaks."""
+    return tuple(
+        finding(code, message, computation.name, i.name, source=module.source(i))
+        for computation in module.computations.values()
+        for i in computation.instructions
+        for code, message in _broken_rules(computation, i)
+    )
+
+
+def _broken_rules(computation: Computation, i: Instruction) -> Iterator[tuple[str, str]]:
+    is_start, step = bool(spelling_of_opcode(i.opcode)), step_of_opcode(i.opcode)
+    if is_start or step == "update":
+        users = computation.users.get(i.name, [])
+        right = [u for u in users if _continues(i, u) or u.opcode in ("tuple", *_CARRIERS)]
+        if not users and not i.is_root:  # the caller of this computation finishes what its root starts
+            yield "async-unfinished", f"{i.name} has no done"
+        if len(users) > 1 or len(right) < len(users):
+            yield "async-one-user", f"{i.name} is used by {', '.join(u.name for u in users)}"
+    if step and not is_start:
+        before = next(iter(computation.operands(i)), None)
+        carriers = ("get-tuple-element", "parameter", *_CARRIERS)
+        is_carried = before is not None and before.shape.is_tuple and before.opcode in carriers
+        if before is None or not (is_carried or _continues(before, i)):
+            yield "async-no-start", f"{i.name} continues {before.name if before else 'nothing'}"
+
+
+def _continues(step: Instruction, user: Instruction) -> bool:
+    """Says whether an instruction is an update or a done of the spelling in which a step is written."""
+    if step.opcode in ("send", "recv"):
+        return user.opcode == f"{step.opcode}-done"
+    stem = step.opcode.removesuffix("-start").removesuffix("-update")
+    return user.opcode in (f"{stem}-done", f"{stem}-update")

@@ -1,26 +1,24 @@
-"""What runs while a transfer is under way, and what makes the chip wait.
-
-Times are estimates from the text of the program (estimate/costs.py), so they hold for a scheduled program only.
-"""
+"""What runs while a transfer is under way, and what makes the chip wait, in the estimate of a scheduled program."""
 
 from collections.abc import Iterable, Mapping, Set
 
 from flaxasync.check.auditing.advice import advise, independent_work
-from flaxasync.check.auditing.findings import Finding, Severity, finding
-from flaxasync.check.auditing.report import Pair, Work, size_text, time_text
+from flaxasync.check.auditing.findings import Finding, Pair, Severity, Work, finding, size_text, time_text
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, Window, synchronous_collective
+from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, synchronous_collective
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.value_flow import Span
 
 LARGE = 1 << 20  # bytes; a smaller collective is limited by its latency, so it is reported as information only
-COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported
+COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported, and has no row in the gate
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
 
 def pair_of(module: HloModule, costs: Costs, op: AsyncOperation, runs: int) -> Pair:
     """Returns an asynchronous operation as it was scheduled. The computation of its start runs so often."""
-    window = _usual_window(op)
+    # The window of most iterations of a loop, and not the one through which the future leaves the loop.
+    staying = [w for w in op.windows if not any(c.startswith("leaves") for c in w.crosses)]
+    window = next(iter(staying or op.windows), None)
     work = tuple(_work_in(module, costs, window.spans)) if window and module.is_scheduled else ()
     return Pair(
         name=op.name,
@@ -42,10 +40,7 @@ def pair_of(module: HloModule, costs: Costs, op: AsyncOperation, runs: int) -> P
 def overlap_findings(
     module: HloModule, costs: Costs, op: AsyncOperation, pair: Pair, pairs: Iterable[Pair]
 ) -> list[Finding]:
-    """Returns what keeps a transfer from being hidden: an empty window, or one that is too short.
-
-    `pair` is the transfer as it was scheduled, and `pairs` are all asynchronous operations of the program.
-    """
+    """Returns what keeps a transfer from being hidden. `pairs` are all asynchronous operations of the program."""
     offloaded = op.thread != "main"
     if not op.windows or not (op.communicates or offloaded):
         return []
@@ -90,7 +85,6 @@ def collectives_that_hold_the_chip(
 def synchronous_collectives(
     module: HloModule, costs: Costs, holding: Iterable[tuple[Computation, Instruction, Instruction]]
 ) -> list[Finding]:
-    """Returns a finding for each of the collectives that hold the chip."""
     found = []
     for computation, i, collective in holding:
         seconds = costs.seconds(computation, i)
@@ -119,12 +113,6 @@ def loop_copies(module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[
                 message = f"{i.name} copies {size_text(i.shape.bytes)} of what the loop carries, {runs[name]} times"
                 found.append(finding("loop-copies", message, name, i.name, source=module.source(i)))
     return found
-
-
-def _usual_window(op: AsyncOperation) -> Window | None:
-    """Returns the window of most iterations of a loop, and not the one through which the future leaves the loop."""
-    staying = [w for w in op.windows if not any(c.startswith("leaves") for c in w.crosses)]
-    return next(iter(staying or op.windows), None)
 
 
 def _work_in(module: HloModule, costs: Costs, spans: tuple[Span, ...]) -> list[Work]:

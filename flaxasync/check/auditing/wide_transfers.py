@@ -14,14 +14,13 @@ would then schedule in another way is not predicted; docs/history.md has an exam
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from flaxasync.check.auditing.findings import Finding, Severity, finding
-from flaxasync.check.auditing.report import Pair, size_text
+from flaxasync.check.auditing.findings import Finding, Pair, Severity, finding, size_text
+from flaxasync.check.auditing.overlap import LARGE
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import element_bits
 
-LARGE = 1 << 20  # bytes; transfers of less, together, are reported as information only
 _SPELLINGS = ("first-class", "sugar")  # of the starts that are followed: the others wrap or fuse what they move
 _WIDE = frozenset({"f64", "f32"})
 _FLOATS = _WIDE | {"f16", "bf16"}
@@ -54,12 +53,7 @@ def wide_transfers(
 ) -> list[Finding]:
     """Returns a finding for each line of Python whose transfers carry a wider type than is kept. Its gain is of a run.
 
-    Args:
-      module: The program, which is scheduled.
-      costs: The times of its instructions.
-      pairs: Its asynchronous operations.
-      holding: Its synchronous collectives, as (computation, instruction, collective).
-      runs: How often each computation runs.
+    The program is scheduled. `holding` are its synchronous collectives, as (computation, instruction, collective).
     """
     lines: dict[str, list[_Wide]] = {}
 

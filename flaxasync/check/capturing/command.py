@@ -17,7 +17,6 @@ from flaxasync.check.capturing.recorder import VARIABLE, capture
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
     description, usage = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(
         prog="python -m flaxasync.check capture", description=description, epilog=usage,

@@ -7,12 +7,11 @@ often a program runs is not known from its text.
 import dataclasses
 from collections.abc import Sequence
 
-from flaxasync.check.auditing.report import size_text, time_text
-from flaxasync.check.capturing.programs import CapturedProgram
+from flaxasync.check.auditing.findings import size_text, time_text
+from flaxasync.check.capturing.recorder import CapturedProgram
 from flaxasync.check.gate.summary import Summary, summarize
 
-WORST = 10  # transfers in the table
-LONGEST = 10  # programs in the table
+SHOWN = 10  # transfers in their table, and programs in theirs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +45,12 @@ class Overview:
             "",
             f"{'program':40} {'devices':>7} {'compile':>9} {'temporary':>10} {'estimate':>9} {'exposed':>8}",
         ]
-        for p, s in both[:LONGEST]:
+        for p, s in both[:SHOWN]:
             temporary = "unknown" if s.temporaries is None else size_text(s.temporaries)
             times = f"{p.seconds:7.2f} s {temporary:>10} {time_text(s.seconds):>9} {s.exposed:8.1%}"
             lines.append(f"{p.name[:40]:40} {p.devices:7} {times}")
-        lines += [f"and {len(both) - LONGEST} shorter programs"] if len(both) > LONGEST else []
-        shown = self.transfers[:WORST]
+        lines += [f"and {len(both) - SHOWN} shorter programs"] if len(both) > SHOWN else []
+        shown = self.transfers[:SHOWN]
         head = f"the {len(shown)} worst of {len(self.transfers)} exposed transfers"
         lines += ["", head if shown else "no transfer is exposed", *map(str, shown), ""]
         others = sum(p.chip != s.chip for p, s in both)

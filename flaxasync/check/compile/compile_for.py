@@ -3,15 +3,20 @@
 The caller's process traces and lowers the function, and a child process compiles it. libtpu can end the process in
 which it compiles: with a segmentation fault on some kernels, and with an arithmetic fault on some names. The child
 stays for the next call. A new one is started if it has died. Calls that ask for dumps have a child of their own,
-because libtpu reads the flags for dumps only when it is loaded.
-
-The result is the program that jax.jit would compile on that topology, instruction for instruction.
+because libtpu reads the flags for dumps only when it is loaded. The program is that of jax.jit on the topology.
 """
 
+import atexit
 import contextlib
 import io
 import os
 import pathlib
+import pickle
+import select
+import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 import types
@@ -21,9 +26,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxasync.check.compile.process import shared_process
-from flaxasync.check.compile.program import CompiledProgram, listeners
-from flaxasync.check.compile.topologies import place_arguments, topology_devices
+from flaxasync.check.compile import worker
+from flaxasync.check.compile.program import CompiledProgram, hbm_error, listeners
+from flaxasync.check.compile.topologies import ENVIRONMENT, busy_message, place_arguments, topology_devices
 
 COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
 
@@ -31,6 +36,8 @@ COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten m
 # took 24 s of processor time instead of 63; large matmuls gain little. The HLO, the cost and the memory are the same,
 # except for the scratch bytes that a fusion is said to use and the bytes of the code, which is smaller and slower.
 HLO_ONLY = types.MappingProxyType({"xla_tpu_enable_emitter_rolling": "true"})
+# The compiler passes whose bundles are dumped. All passes would be ten times as much text, and take seconds a kernel.
+_DUMP_PASSES = "(final_bundles|original)"
 
 
 def compile_for(
@@ -99,6 +106,84 @@ def compile_for(
     return program
 
 
+class CompilerProcess:
+    """A child process that compiles. It dumps all programs or none, into a folder, from which `compile` moves them."""
+
+    def __init__(self, *, dumps: bool = False):
+        environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
+        self._dumps = tempfile.TemporaryDirectory(prefix="flaxasync-") if dumps else None
+        if self._dumps is not None:
+            flags = f"--xla_jf_dump_to={self._dumps.name} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
+            flags += f" --xla_jf_dump_llo_pass_label_regex={_DUMP_PASSES}"
+            environment["LIBTPU_INIT_ARGS"] = f"{environment.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
+        self.process = subprocess.Popen(
+            [sys.executable, worker.__file__],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
+        )  # fmt: skip
+
+    def compile(self, request: dict, timeout: float, folder: pathlib.Path | None = None) -> dict:
+        """Compiles one program, within `timeout` seconds. Its dumps go into `folder`.
+
+        Request and answer are those of `compile_request` of worker.py, and the errors are those of `compile_for`.
+        """
+        try:
+            answer = self._answer(request, timeout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            code = self.process.wait()
+            death = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            self._log.seek(0)
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
+            last_lines = "\n".join(line for line in lines if not line.startswith("http"))[-2000:]
+            self.end()
+            raise RuntimeError(f"the TPU compiler {death}; its last lines:\n{last_lines}") from None
+        finally:
+            if self._dumps is not None and folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                for file in pathlib.Path(self._dumps.name).iterdir():
+                    shutil.move(file, folder / file.name)  # replaces a file of that name, as libtpu would
+        if (message := answer.get("error")) is not None:
+            refused = busy_message(message) if "already in use" in message else f"the TPU compiler refused: {message}"
+            raise hbm_error(message) or RuntimeError(refused)
+        return answer["ok"]
+
+    def _answer(self, request: dict, timeout: float) -> dict:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        pickle.dump(request, stdin)
+        stdin.flush()
+        if not select.select([stdout], [], [], timeout)[0]:
+            self.end()
+            raise RuntimeError(f"the TPU compiler did not finish in {timeout} s and was ended; pass a longer timeout")
+        return pickle.load(stdout)
+
+    def close(self) -> None:
+        self.end()
+        if self._dumps is not None:
+            self._dumps.cleanup()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self._log):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()  # type: ignore[union-attr]
+
+
+_shared: dict[bool, CompilerProcess] = {}  # by whether it dumps
+
+
+def shared_process(*, dumps: bool = False) -> CompilerProcess:
+    """Returns the process that dumps, or the one that does not. Starts it if there is none."""
+    if dumps in _shared and _shared[dumps].process.poll() is not None:
+        _shared.pop(dumps).close()
+    if dumps not in _shared:
+        _shared[dumps] = CompilerProcess(dumps=dumps)
+        atexit.register(_shared[dumps].close)
+    return _shared[dumps]
+
+
 def _mesh_axes(args: tuple) -> dict[str, int]:
     """Returns the sizes of the mesh axes of a function's arguments, or else those of the ambient mesh, by name."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
@@ -107,10 +192,7 @@ def _mesh_axes(args: tuple) -> dict[str, int]:
 
 
 def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:
-    """Packs a lowered function for the worker, with the options that `lowered.compile()` would use.
-
-    JAX has no public way to take a lowered function to another process, so this reads its private attributes.
-    """
+    """Packs a lowered function and its options for the worker, from private attributes: JAX has no public way."""
     from jax._src.interpreters import pxla
 
     lowering = lowered._lowering

@@ -1,7 +1,4 @@
-"""What the TPU compiler made of a function: a `CompiledProgram`, or an `HbmError` if the program does not fit.
-
-The file needs the standard library only.
-"""
+"""What the TPU compiler made of a function: a `CompiledProgram`, or an `HbmError` if the program does not fit."""
 
 import dataclasses
 import pathlib

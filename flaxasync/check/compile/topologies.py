@@ -15,9 +15,15 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from flaxasync.check.compile.process import ENVIRONMENT, busy_message
 from flaxasync.device_order import order_slices
 
+# With these settings libtpu loads on a machine without a TPU, and beside another process that has loaded it.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 # The topologies that libtpu 0.0.51 describes. The sizes count chips and not cores: a tpu7x chip is two devices.
 TOPOLOGIES = {
     "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
@@ -98,9 +104,6 @@ def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, M
     """Moves the shardings of a function's arguments to the devices of a topology.
 
     Returns the arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under, None if nothing was moved.
-
-    Raises:
-      ValueError: A mesh is not of the topology's size, or the arguments lie on several meshes.
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes: list[Any] = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
@@ -155,3 +158,7 @@ def _is_of_topology(mesh: Any, devices: list) -> bool:
         return False
     first = mesh.devices.flat[0]
     return type(first.client) is type(devices[0].client) and first.device_kind == devices[0].device_kind
+
+
+def busy_message(error: object) -> str:
+    return f"libtpu is in use: {error}. Start the other process with ALLOW_MULTIPLE_LIBTPU_LOAD=1, or wait for it"

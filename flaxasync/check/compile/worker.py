@@ -1,6 +1,6 @@
 """The process in which libtpu compiles. It reads requests from stdin and writes answers to stdout, both as pickles.
 
-libtpu may crash this process without harm to its parent. process.py runs this file as a script, by its path. The script
+libtpu may crash this process without harm to its parent. compile_for.py runs this file as a script, by its path. It
 imports jax and never flaxasync, so that it starts fast.
 
 The script uses three internals of jaxlib (the compile-only client, CompileOptions and DeviceList), because only they

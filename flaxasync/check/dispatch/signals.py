@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from flaxasync.check.hlo.error import HloError
-from flaxasync.check.hlo.host_callbacks import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
-from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.origins import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
 from flaxasync.check.hlo.reader import parse
+from flaxasync.check.hlo.shapes import HloError
 from flaxasync.check.hlo.trip_count import trip_count
 
 
@@ -84,7 +84,9 @@ def read_program(compiled: Any, platform: str) -> Program:
                 callbacks.append(_callback(i, source))
             elif i.opcode == "conditional":
                 branches.append(place)
-            elif i.opcode == "while" and not _has_known_trip_count(module, i, platform):
+            elif i.opcode == "while" and not (
+                "known_trip_count" in i.backend_config or (platform == "tpu" and trip_count(module, i) is not None)
+            ):
                 loops.append(place)
     return Program(tuple(dict.fromkeys(callbacks)), tuple(loops), tuple(branches))
 
@@ -112,7 +114,3 @@ def _callback(i: Instruction, source: str) -> Callback:
     ordered = "token[]" in i.attributes.get("operand_layout_constraints", "") or i.opcode in HOST_TRANSFERS
     has_effect = i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in HOST_TRANSFERS
     return Callback(callback_name(i), source, has_effect, ordered)
-
-
-def _has_known_trip_count(module: HloModule, loop: Instruction, platform: str) -> bool:
-    return "known_trip_count" in loop.backend_config or (platform == "tpu" and trip_count(module, loop) is not None)

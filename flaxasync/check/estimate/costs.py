@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Mapping
 
-from flaxasync.check.estimate.collective_time import collective_seconds
 from flaxasync.check.estimate.moved_bytes import moved_bytes
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, collective_in_fusion
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
@@ -98,10 +97,7 @@ class Costs:
         return runs
 
     def product_flops(self) -> float:
-        """Returns the FLOPs of a device's matrix products in one run, those that are computed again included.
-
-        Those of Pallas kernels are what their cost estimates say. A kernel that was written without one counts nothing.
-        """
+        """Returns the FLOPs of a device's matrix products in one run. Those of kernels are their cost estimates."""
         return sum(runs * _flops(self.module, self.module.computations[n]) for n, runs in self.executions().items())
 
     def transfer_seconds(self, operation: AsyncOperation) -> float:
@@ -198,8 +194,32 @@ class Costs:
         return moved / (self.chip.hbm_bandwidth * self.chip.hbm_efficiency)
 
     def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:
-        made = (computation.by_name.get(o) for o in i.operands[skip:])
-        return sum(m.shape.bytes for m in made if m is not None)
+        return sum(made.shape.bytes for made in computation.operands(i)[skip:])
+
+
+def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, chip: Chip) -> float:
+    """Returns the seconds of a collective that is alone on its links, by the model of a bandwidth-optimal ring.
+
+    A group of two devices has one link; a larger group sends in both directions of its ring at once. For large arrays
+    XLA's own collectives are within a few percent of the model. The time of small collectives is that of the hops.
+    `bytes_in` and `bytes_out` are those of one device's operand and result.
+    """
+    if group < 2:
+        return 0.0
+    directions, share = 1 if group == 2 else 2, (group - 1) / group
+    exchanged = bytes_in * (1 / 2 if group == 2 else group / 4)  # R/4 is the mean distance in a ring
+    volumes = {  # the bytes that are sent, divided among the directions of the ring
+        "all-gather": bytes_out * share,
+        "reduce-scatter": bytes_in * share,
+        "all-reduce": 2 * bytes_in * share,
+        "all-to-all": exchanged,
+        "ragged-all-to-all": exchanged,
+        "collective-broadcast": bytes_in,
+    }
+    if opcode not in volumes:  # a collective-permute sends its operand in one direction
+        return chip.hop_latency + bytes_in / chip.link_bandwidth
+    hops = (group // 2 if directions == 2 else group - 1) * (2 if opcode == "all-reduce" else 1)
+    return hops * chip.hop_latency + volumes[opcode] / (directions * chip.link_bandwidth)
 
 
 def _flops(module: HloModule, computation: Computation, around: frozenset[str] = frozenset()) -> float:

@@ -1,16 +1,14 @@
-"""`timeline`: an estimated timeline of a scheduled program, with the work, the transfers and the stalls of each device.
-
-Nothing is run. lockstep.py steps through the text of the program, with the times of costs.py.
-"""
+"""`timeline`: estimates the work, the transfers and the stalls of each device, for a scheduled program."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flaxasync.check.estimate.costs import Costs, KernelTime
-from flaxasync.check.estimate.limits import limits
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
 from flaxasync.check.hlo.load import chip_of, module_of
+from flaxasync.check.hlo.module import HloModule
+from flaxasync.check.hlo.shapes import HOST
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 
@@ -18,6 +16,8 @@ _KNOWN_ERROR = {
     "v5e": "+2.4 % on the one program with a published time, the 2x2 jnp.matmul of docs/check.md "
     "(12.05 ms measured, 12.34 estimated)"
 }
+_GPU_CALLS = ("__cublas", "__cudnn", "__cusolver", "__triton")
+_GPU_NOTES = ('"operation_queue_id"', '"__triton')  # in a backend_config: XLA for GPUs writes the first to what it runs
 
 
 def timeline(
@@ -29,10 +29,7 @@ def timeline(
     played: Mapping[str, KernelTime] | None = None,
     notes: Sequence[str] = (),
 ) -> Timeline:
-    """Estimates which instruction runs when, on each device, as `fa.check.timeline` says.
-
-    What kernels took in a simulation is in `played`, by their names, and `notes` are more notes of the timeline.
-    """
+    """Does what `fa.check.timeline` says. What kernels took in a simulation is in `played`, by their names."""
     module = module_of(compiled)
     named = chip or chip_of(compiled)
     if named is None:
@@ -58,6 +55,38 @@ def timeline(
         loops=tuple(lockstep.loops),
         flops=costs.product_flops(),
     )
+
+
+def limits(module: HloModule, chip: str) -> list[str]:
+    """Returns what the estimate of a program does not know: the times that are really those of other hardware."""
+    instructions = [i for computation in module.computations.values() for i in computation.instructions]
+    between_slices = sum(
+        i.opcode == "send" and "megascale" in i.attributes.get("frontend_attributes", "") for i in instructions
+    )
+    copies = [i for i in instructions if i.opcode in ("copy", "copy-start", "async-start")]
+    with_host = sum(any(leaf.memory_space == HOST for _, leaf in i.shape.leaves()) for i in copies)
+    configs = [i.attributes.get("backend_config", "") for i in instructions]
+    on_gpu = any(i.custom_call_target.startswith(_GPU_CALLS) for i in instructions) or any(
+        note in config for config in configs for note in _GPU_NOTES
+    )
+    notes = []
+    if on_gpu:
+        notes.append(
+            f"this is a program for GPUs, whose times are not known: all times and gains are as on a {chip}; what runs "
+            "in a window, and the rules, are facts of the text"
+        )
+    if between_slices:
+        notes.append(
+            f"{_transfers(between_slices)} between slices, over a network whose speed the text does not name: timed as "
+            f"on a link of a {chip}, which is faster"
+        )
+    if with_host:
+        notes.append(f"{_transfers(with_host)} to or from the memory of the host: timed as within HBM, which is faster")
+    return notes
+
+
+def _transfers(count: int) -> str:
+    return f"{count} transfer{'s' if count > 1 else ''} go{'es' if count == 1 else ''}"
 
 
 def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
@@ -103,9 +132,8 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
 def _basis(chip: Chip, copies: str, played: bool) -> str:
     kernels = "kernels as they were simulated one by one, " if played else ""
     copied = {"cycles": " and copies", "simulated": " and of copies in HBM", "bytes": ""}
-    cycles = f"matmuls{copied[copies]}"
     return (
-        f"{kernels}the compiler's cycle estimates of {cycles} at {chip.clock / 1e9:g} GHz, other work by its "
-        f"bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of "
+        f"{kernels}the compiler's cycle estimates of matmuls{copied[copies]} at {chip.clock / 1e9:g} GHz, other work "
+        f"by its bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of "
         f"{chip.link_bandwidth / 1e9:g} GB/s in each direction; nothing was run"
     )

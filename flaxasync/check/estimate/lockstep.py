@@ -49,7 +49,6 @@ class Lockstep:
         self._active: set[str] = set()  # the computations that are being run, so that none runs within itself
 
     def run(self) -> None:
-        """Runs the entry computation, once."""
         self._run(self.module.entry)
 
     def _run(self, computation: Computation) -> None:
@@ -89,8 +88,6 @@ class Lockstep:
         self.seconds[n][key] = self.seconds[n].get(key, 0.0) + until - start
         self.slices.append(Slice(self.devices[n], "core", name, kind, start, until, cause))
 
-    # Transfers.
-
     def _start(self, op: AsyncOperation) -> None:
         seconds = self.costs.transfer_seconds(op)
         ends = [0.0] * len(self.devices)
@@ -115,7 +112,9 @@ class Lockstep:
             return [("memory", self.clock[n], n)]
         if not pairs:
             group = next((g for g in self._groups(op.inner or op.start) if n in g), [n])
-            lane = "links" if op.spelling != "kernel" else _lane_of_kernel(op)
+            config = op.start.backend_config.get("custom_call_config", {}) if op.spelling == "kernel" else None
+            number = config.get("collective_id", 0) if isinstance(config, dict) else 0
+            lane = "links" if config is None else f"link {number}"  # a kernel's text does not say where it sends
             return [(lane, max(self.clock[m] for m in group), n)]
         if len(self.devices) == 1:
             # The lane is named after the distance that most devices send over.
@@ -138,8 +137,6 @@ class Lockstep:
         for n, end in enumerate(self._ends[op.name]):
             self._spend(n, end, done.name, kind, op.name)
 
-    # Synchronous collectives.
-
     def _hold(self, computation: Computation, i: Instruction, collective: Instruction) -> None:
         """Lets the devices of each group wait for each other, and then holds them for the time of the collective."""
         seconds = self.costs.seconds(computation, i)
@@ -158,8 +155,6 @@ class Lockstep:
             return [[0]]
         groups = replica_groups(i, self.module.num_partitions)
         return [[d for d in group if d < len(self.devices)] for group in groups]
-
-    # Control flow.
 
     def _loop(self, loop: Instruction) -> None:
         body = self.module.computations.get(loop.loop_body)
@@ -192,8 +187,6 @@ class Lockstep:
         self._lane_free = {lane: end + step for lane, end in self._lane_free.items()}
         self._ends = {name: [end + step for end in ends] for name, ends in self._ends.items()}
 
-    # Which devices differ.
-
     def _distinct_devices(self) -> list[int]:
         """Returns [0] if all devices do the same, and all devices if a permute leaves some of them out."""
         count = self.module.num_partitions
@@ -205,9 +198,3 @@ class Lockstep:
             if permute_pairs(i) and (len({s for s, _ in pairs}) < count or len({t for _, t in pairs}) < count):
                 return list(range(min(count, MAX_DEVICES)))
         return [0]
-
-
-def _lane_of_kernel(op: AsyncOperation) -> str:
-    """Names the link of a kernel after its collective_id, because the text does not say where it sends."""
-    config = op.start.backend_config.get("custom_call_config", {})
-    return f"link {config.get('collective_id', 0) if isinstance(config, dict) else 0}"

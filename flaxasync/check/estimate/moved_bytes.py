@@ -13,10 +13,7 @@ _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 
 
 def moved_bytes(module: HloModule, computation: Computation, i: Instruction) -> list[tuple[int, int]]:
-    """Returns (memory space, bytes) of every array that an instruction reads or writes.
-
-    `i` is a fusion, or any other instruction that computes its result from all of its operands or from slices.
-    """
+    """Returns (memory space, bytes) of every array that an instruction reads or writes."""
     operands = [made.shape for made in computation.operands(i)]
     if i.opcode in _SLICES:
         return _leaves(i.shape) * 2

@@ -21,7 +21,6 @@ class Phases:
     """Names the phases of a step, and the ops of its layers, in one compiled program."""
 
     def __init__(self, program: Any):
-        """Reads a compiled program, or its text."""
         computations = module_of(program).computations.values()
         self._paths = {i.name: i.op_name for computation in computations for i in computation.instructions}
 

@@ -45,13 +45,8 @@ class _Panel:
 def draw_timeline(timeline: Timeline, path: Any, *, phase_of: Callable[[str], str] | None = None) -> None:
     """Draws a timeline as a PNG: the whole of it, and one iteration of each of its two longest loops.
 
-    Args:
-      timeline: The timeline.
-      path: The file. Its folder is made if it does not exist.
-      phase_of: Returns what to write above the work of an instruction, "" for nothing; by default its own name.
-
-    Raises:
-      ImportError: matplotlib is not installed.
+    The folder of the file is made if it does not exist. `phase_of` returns what to write above the work of an
+    instruction, "" for nothing; by default it is its own name. ImportError says that matplotlib is not installed.
     """
     name_of = phase_of or str
     least = LONG_LOOP * timeline.seconds
@@ -66,10 +61,7 @@ def draw_timeline(timeline: Timeline, path: Any, *, phase_of: Callable[[str], st
 
 
 def draw_timelines(timelines: Sequence[Timeline], path: Any, *, titles: Sequence[str] = ()) -> None:
-    """Draws several timelines as a PNG, below one another, on one scale of time.
-
-    `path` and the errors are those of `draw_timeline`. A timeline without a title has the name of its program.
-    """
+    """Draws several timelines as a PNG, below one another, on one scale of time. The default title is the program."""
     end = max(t.seconds for t in timelines)
     named = [*titles, *(t.name for t in timelines[len(titles) :])]
     _draw([_panel(_title(t, name), t, 0.0, end) for t, name in zip(timelines, named, strict=True)], path, str)

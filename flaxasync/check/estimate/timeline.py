@@ -1,8 +1,7 @@
 """`Timeline`: what runs when in a program, as slices of work, waits and transfers on the lanes of each device.
 
 Both the estimate in this folder and the player make timelines. A timeline says what its times are based on (`basis`)
-and, if a measurement is known, how far such times were from it (`known_error`). The file holds data only: trace.py and
-picture.py write it to files.
+and, if a measurement is known, how far such times were from it (`known_error`). render.py writes it to files.
 """
 
 import dataclasses

@@ -12,15 +12,13 @@ import json
 import pathlib
 import sys
 
-from flaxasync.check.gate.baseline import read_baseline, write_baseline
 from flaxasync.check.gate.comparison import Tolerances, compare
-from flaxasync.check.gate.summary import summarize
+from flaxasync.check.gate.summary import read_baseline, summarize, write_baseline
 from flaxasync.check.hlo.load import read_module
 from flaxasync.hardware import CHIPS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
     description, usage = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(
         prog="python -m flaxasync.check gate", description=description, epilog=usage,

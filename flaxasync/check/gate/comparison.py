@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
-from flaxasync.check.auditing.report import size_text, time_text
+from flaxasync.check.auditing.findings import size_text, time_text
 from flaxasync.check.gate.summary import Count, Row, Rows, Summary
 from flaxasync.check.hlo.shapes import element_bits
 

@@ -41,9 +41,8 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
         compiled: Any, name: str = "", *, chip: str | None = None, axes: Mapping[str, int] | None = None,
         **tolerances: float,
     ) -> None:  # fmt: skip
-        from flaxasync.check.gate.baseline import read_baseline, write_baseline
         from flaxasync.check.gate.comparison import Tolerances, compare
-        from flaxasync.check.gate.summary import summarize
+        from flaxasync.check.gate.summary import read_baseline, summarize, write_baseline
 
         file = _baseline(request, name)
         program = summarize(compiled, chip=chip, axes=axes)

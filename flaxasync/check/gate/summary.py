@@ -7,26 +7,28 @@ estimates (`timeline`): they say what is hidden, and they are no measurement.
 
 import collections
 import dataclasses
+import json
+import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.auditing.audit import DEFAULT_CHIP, audit
-from flaxasync.check.auditing.findings import CODES, Severity
-from flaxasync.check.auditing.overlap import collectives_that_hold_the_chip
-from flaxasync.check.auditing.report import size_text
+from flaxasync.check.auditing.findings import CODES, Severity, size_text
+from flaxasync.check.auditing.overlap import COPIED, collectives_that_hold_the_chip
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, largest_array
-from flaxasync.check.hlo.host_callbacks import callback_name, is_host_callback
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction, without_number
-from flaxasync.check.hlo.origins import loops_around, origin
+from flaxasync.check.hlo.origins import callback_name, is_host_callback, loops_around, origin
 from flaxasync.check.hlo.participants import AxisNames, replica_groups
 from flaxasync.check.hlo.shapes import Shape
 from flaxasync.hardware import chip as chip_named
 
 SMALL = 1 << 10  # bytes; a smaller transfer, such as the sum of a loss, has no row
-COPIED = 1 << 16  # bytes; a smaller copy in a loop has no row
+FORMAT = 1  # of the file; a file of another format is refused
+_ROWS = ("transfers", "copies", "callbacks", "hazards")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -121,6 +123,57 @@ def summarize(compiled: Any, *, chip: str | None = None, axes: Mapping[str, int]
         callbacks=reader.callbacks(),
         hazards=hazards,
     )
+
+
+def write_baseline(summary: Summary, path: str | os.PathLike) -> None:
+    """Writes a summary to a JSON file, and makes the folder of the file if there is none.
+
+    Rows are sorted and seconds are rounded, so that a file changes only where the program does.
+    """
+    facts = {field.name: _rounded(getattr(summary, field.name)) for field in dataclasses.fields(summary)}
+    facts |= {name: _rows_to_json(facts[name]) for name in _ROWS}
+    file = pathlib.Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"format": FORMAT} | facts, indent=1, sort_keys=True) + "\n")
+
+
+def read_baseline(path: str | os.PathLike) -> Summary:
+    """Reads a summary from a file.
+
+    Raises:
+      ValueError: The file is no baseline, or one of another format. The message says what to do.
+      OSError: The file cannot be read.
+    """
+    try:
+        facts = json.loads(pathlib.Path(path).read_text("utf-8-sig"))
+        if facts.pop("format") != FORMAT:
+            raise ValueError("it is of another format")
+        return Summary(**facts | {name: _rows_from_json(facts[name]) for name in _ROWS})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a baseline of format {FORMAT} ({type(error).__name__}: {error}); "
+            "write it again with --update"
+        ) from error
+
+
+def _rows_to_json(rows: Rows) -> list[dict[str, Any]]:
+    return [
+        dataclasses.asdict(row) | dataclasses.asdict(count) | {"exposed": _rounded(count.exposed)}
+        for row, count in sorted(rows.items())
+    ]
+
+
+def _rows_from_json(rows: list[dict[str, Any]]) -> Rows:
+    names = [field.name for field in dataclasses.fields(Row)]
+    read: Rows = {}
+    for facts in rows:
+        row = Row(**{name: facts.pop(name) for name in names if name in facts})
+        read[row] = Count(**facts)
+    return read
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 class _RowReader:

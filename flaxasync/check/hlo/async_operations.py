@@ -95,10 +95,7 @@ def spelling_of_opcode(opcode: str) -> str:
 
 
 def step_of_opcode(opcode: str) -> str:
-    """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any other opcode.
-
-    This covers the first-class, generic and sugar spellings, whose steps have opcodes of their own.
-    """
+    """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any other opcode."""
     return next((step for step in ("update", "done") if opcode.endswith(f"-{step}")), "")
 
 

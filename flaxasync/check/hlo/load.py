@@ -1,12 +1,13 @@
 """The module of what a caller passes: a compiled program, its text, or a file; and what the object says beside it."""
 
 import os
+import pathlib
 import sys
 from typing import Any
 
-from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import HloModule
 from flaxasync.check.hlo.reader import parse
+from flaxasync.check.hlo.shapes import HloError
 from flaxasync.hardware import chip_of_device
 
 _AS_TEXT = "write it as text: XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text', or compiled.as_text()"
@@ -14,12 +15,7 @@ _DUMP = "dump it with XLA_FLAGS=--xla_dump_to=DIR and audit the text of its last
 
 
 def module_of(compiled: Any) -> HloModule:
-    """Returns the parsed module of a compiled program, of its text, or of a module that is parsed already.
-
-    Raises:
-      HloError: The text cannot be read.
-      ValueError: The argument is none of these, or a lowered program, or has no text on this platform.
-    """
+    """Returns the module of a compiled program, of its text, or of a module. ValueError says why there is none."""
     if isinstance(compiled, HloModule):
         return compiled
     if isinstance(compiled, str):
@@ -60,18 +56,9 @@ def axes_of(compiled: Any) -> dict[str, int]:
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Returns the text of a file, or of standard input for "-".
-
-    Raises:
-      HloError: The file is not text.
-      OSError: The file cannot be read.
-    """
+    """Returns the text of a file, or of standard input for "-". HloError says what the file is if it is no text."""
     try:
-        if path == "-":
-            text = sys.stdin.read()
-        else:
-            with open(path, encoding="utf-8", newline="") as file:
-                text = file.read()
+        text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_bytes().decode()
     except UnicodeDecodeError as error:
         begin = error.object[:4]
         if begin == b"ML\xefR":

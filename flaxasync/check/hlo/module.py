@@ -1,8 +1,8 @@
-"""A compiled program as frozen data: a module of computations, which are lists of instructions.
+"""A compiled program as frozen data: a module of computations, which are lists of instructions; and its text.
 
-`parse` in reader.py makes these from HLO text, and `format_module` in writer.py makes text from them. Names, operands
-and attributes are kept as they were printed, and properties decode them on access. `parse` has checked that every
-operand is defined before its use, and that every computation that is called is there.
+`parse` in reader.py makes these from HLO text. Names, operands and attributes are kept as they were printed, and
+properties decode them on access. `parse` has checked that every operand is defined before its use, and that every
+computation that is called is there.
 """
 
 import dataclasses
@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterator, Mapping
 
 from flaxasync.check.hlo.shapes import Shape
-from flaxasync.check.hlo.source_location import op_name, read_stack_frames, source_line
+from flaxasync.check.hlo.source_location import read_stack_frames, source_line
 
 _ALIAS = re.compile(r"\{([\d, ]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d, ]*)\}")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _REFERENCE = re.compile(r"%?([\w.\-]+)")
 _KERNEL_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d{1,18})"')
 
@@ -94,7 +95,8 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" if there is none."""
-        return op_name(self.attributes.get("metadata", ""))
+        match = _OP_NAME.search(self.attributes.get("metadata", ""))
+        return match[1] if match else ""
 
     @property
     def estimated_cycles(self) -> int | None:
@@ -219,6 +221,34 @@ class HloModule:
     @functools.cached_property
     def _stack_frames(self) -> dict[str, str]:
         return read_stack_frames(self.tables)
+
+
+def format_module(module: HloModule) -> str:
+    """Returns the HLO text of a module, which `parse` reads back to an equal module, and jaxlib's parser accepts."""
+    attributes = "".join(f", {key}={value}" for key, value in module.attributes.items())
+    blocks = [f"HloModule {module.name}{attributes}"]
+    if module.tables:
+        blocks.append(module.tables)
+    blocks += [_format_computation(computation) for computation in module.computations.values()]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _format_computation(computation: Computation) -> str:
+    parameters = [computation.parameters[n] for n in sorted(computation.parameters)]
+    signature = ", ".join(f"{p.name}: {p.shape.without_layout()}" for p in parameters)
+    result = computation.root.shape.without_layout()
+    head = f"{'ENTRY ' if computation.is_entry else ''}%{computation.name} ({signature}) -> {result} {{"
+    lines = [head, *(f"  {_format_instruction(i)}" for i in computation.instructions)]
+    thread = computation.execution_thread
+    lines.append("}" if thread == "main" else f'}}, execution_thread="{thread}"')
+    return "\n".join(lines)
+
+
+def _format_instruction(instruction: Instruction) -> str:
+    inside = instruction.literal or ", ".join(f"%{operand}" for operand in instruction.operands)
+    attributes = "".join(f", {key}={value}" for key, value in instruction.attributes.items())
+    root = "ROOT " if instruction.is_root else ""
+    return f"{root}%{instruction.name} = {instruction.shape} {instruction.opcode}({inside}){attributes}"
 
 
 @functools.lru_cache(maxsize=1024)  # a program repeats few of them, and asks for each one often

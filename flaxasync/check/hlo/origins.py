@@ -1,4 +1,4 @@
-"""Where an instruction comes from: its source line, and its place in a training step.
+"""Where an instruction comes from, its source line and its place in a training step; and which ones call Python.
 
 Instructions that the compiler inserts often have no metadata. They are said to come from the nearest instruction that
 has some: what they wrap, then the values that they are made of, then their users, and last the loop around them.
@@ -7,11 +7,20 @@ has some: what they wrap, then the values that they are made of, then their user
 import collections
 import itertools
 import os
+import re
 from collections.abc import Iterator
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 
 STEPS = 200  # instructions that are looked at before the search for one with metadata is given up
+CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
+HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true, these are how a TPU reaches a callback
+# The public name of each primitive that calls Python.
+_PUBLIC_NAMES = {
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "pure_callback": "jax.pure_callback",
+}
 
 
 def origin(module: HloModule, computation: Computation, *instructions: Instruction) -> tuple[str, str]:
@@ -56,3 +65,16 @@ def _near(module: HloModule, computation: Computation, instruction: Instruction)
                 pending.append(other)
                 yield other
                 yield from module.instructions_in(other) if other.opcode == "fusion" else ()
+
+
+def is_host_callback(instruction: Instruction) -> bool:
+    """Says whether an instruction calls Python. On TPU each operand and each result of the call is an instruction."""
+    if instruction.opcode == "custom-call":
+        return CALLBACK.fullmatch(instruction.custom_call_target) is not None
+    return instruction.opcode in HOST_TRANSFERS and instruction.attributes.get("is_host_transfer") == "true"
+
+
+def callback_name(instruction: Instruction) -> str:
+    """Returns the public name of what calls Python: "jax.debug.print", "jax.pure_callback", ..."""
+    primitive = instruction.op_name.rpartition("/")[2] or instruction.name.partition(".")[0]
+    return _PUBLIC_NAMES.get(primitive, primitive)

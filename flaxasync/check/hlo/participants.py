@@ -20,8 +20,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.shapes import HloError
 
 MAX_DEVICES = 1 << 16  # groups of more devices than this are refused, so that no text can exhaust the memory
 
@@ -38,11 +38,7 @@ type Groups = tuple[tuple[int, ...], ...]
 
 
 def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """Returns the (source, target) pairs of a collective-permute.
-
-    Raises:
-      HloError: The pairs are written in another way than {{0,1},{1,0}}.
-    """
+    """Returns the (source, target) pairs of a collective-permute. HloError says that they are not {{0,1},{1,0}}."""
     text = instruction.attributes.get("source_target_pairs", "{}")
     pairs = _lists(text)
     if pairs is None or any(len(pair) != 2 for pair in pairs):
@@ -51,15 +47,7 @@ def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
 
 
 def replica_groups(instruction: Instruction, devices: int) -> Groups:
-    """Returns the groups of devices that exchange data in a collective.
-
-    Args:
-      instruction: The collective.
-      devices: The number of devices of the program. They are one group if the text names no groups.
-
-    Raises:
-      HloError: The notation of the groups is unknown, or a device is in two groups.
-    """
+    """Returns the groups of devices that exchange data in a collective; one group of all if the text names none."""
     text = instruction.attributes.get("replica_groups", "{}")
     groups = _groups(text, devices)
     if not groups or not all(groups) or len({d for group in groups for d in group}) != sum(map(len, groups)):
@@ -76,12 +64,7 @@ def check_participants(instruction: Instruction) -> None:
 
 
 class AxisNames:
-    """The names of the axes of one program's mesh.
-
-    Args:
-      module: The program.
-      axes: The sizes of the mesh axes, by name, in the order of the mesh. By default the axes that the text names.
-    """
+    """The names of the axes of one program's mesh: `axes`, in the order of the mesh, or those that the text names."""
 
     def __init__(self, module: HloModule, axes: Mapping[str, int] | None = None):
         self.devices = module.num_partitions

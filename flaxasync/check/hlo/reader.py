@@ -9,12 +9,9 @@ import dataclasses
 import re
 import sys
 
-from flaxasync.check.hlo.cursor import Cursor
-from flaxasync.check.hlo.error import HloError
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import check_participants
-from flaxasync.check.hlo.shape_reader import ARRAY, read_shape, split_at_commas
-from flaxasync.check.hlo.shapes import Shape
+from flaxasync.check.hlo.shapes import ARRAY, HloError, Shape, read_shape, split_at_commas
 
 _BLANK_IN_LINE = re.compile(r"(?:[ \t\r]+|/\*.*?\*/)*", re.DOTALL)
 _TABLE = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*\n(?:\d+ [^\n]*\n?)*")
@@ -31,6 +28,9 @@ _BARE_OPERAND = re.compile(r"(?:^|[\s}\])])%?([A-Za-z_][\w.\-]*)\s*$")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _MAIN = '"main"'
+_BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
+_CLOSER = {"{": "}", "(": ")", "[": "]"}
 
 
 def parse(text: str) -> HloModule:
@@ -50,7 +50,7 @@ def parse(text: str) -> HloModule:
     return _Reader(text).module()
 
 
-class _Reader(Cursor):
+class _Reader:
     """Reads one text from its beginning to its end, with one method for each construct of the grammar.
 
     A program repeats few shapes, names and attributes. Those of equal text are read once and shared, which keeps the
@@ -58,7 +58,9 @@ class _Reader(Cursor):
     """
 
     def __init__(self, text: str):
-        super().__init__(text)
+        self.text = text
+        self.at = 0  # the index of the next character to read
+        self._line, self._counted = 1, 0  # the line at an earlier index, so that lines are counted once
         self._shapes: dict[str, Shape] = {}
         self._attributes: dict[str, dict[str, str]] = {}  # by the rest of a line; nobody changes one after it was read
 
@@ -113,7 +115,7 @@ class _Reader(Cursor):
             raise self.error(f"expected a computation: got {self.excerpt()}")
         self.at, name = match.end(), match[2]
         if self.text.startswith("(", self.at):  # the signature repeats the parameters
-            self.at = self.after_bracket(self.at)
+            self.at = self.end(self.at)
             if self.take("->"):
                 self.skip_blank()
                 self.shape()
@@ -154,7 +156,7 @@ class _Reader(Cursor):
             self.skip_blank()
             raise self.error(f"expected an opcode and '(' in instruction '{name}': got {self.excerpt()}")
         opcode, begin = sys.intern(head[1]), head.end(1) + 1
-        self.at = self.after_bracket(begin - 1) if head[2] is None else head.end()
+        self.at = self.end(begin - 1) if head[2] is None else head.end()
         inside = self.text[begin : self.at - 1]
         literal = inside.strip() if opcode in ("constant", "parameter") else ""
         if opcode == "parameter" and not _NUMBER.fullmatch(literal):
@@ -166,10 +168,7 @@ class _Reader(Cursor):
         return instruction
 
     def operands(self, text: str, begin: int) -> tuple[str, ...]:
-        """Reads the text `%a, f32[2]{0} %b, /*index=2*/c`, which begins at an index.
-
-        The shapes repeat what the definitions say, so they are dropped.
-        """
+        """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so they are dropped."""
         names = [sys.intern(name) for name in _OPERAND.findall(text)]  # each is also the name of an instruction
         if text.count(",") + 1 == len(names) and "(" not in text and "/*" not in text:
             return tuple(names)
@@ -209,7 +208,7 @@ class _Reader(Cursor):
             if not match:
                 raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
             begin, plain = match.end(), _PLAIN_VALUE.match(self.text, match.end())
-            self.at = plain.end() if plain else self.end_of_value(begin)
+            self.at = plain.end() if plain else self.end(begin, stops=",\n}")
             value = sys.intern(self.text[begin : self.at].strip())
             if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
                 found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
@@ -218,7 +217,7 @@ class _Reader(Cursor):
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):
-            end = self.after_bracket(self.at)
+            end = self.end(self.at)
         elif match := ARRAY.match(self.text, self.at):
             end = match.end()
         else:
@@ -231,3 +230,56 @@ class _Reader(Cursor):
                 raise self.error(str(error)) from None
         self.at = end
         return self._shapes[text]
+
+    def error(self, message: str, at: int | None = None) -> HloError:
+        """Makes an error with the line and column of an index, by default of the current position."""
+        at = min(self.at if at is None else at, len(self.text))
+        return HloError(message, self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at))
+
+    def line_here(self) -> int:
+        """Returns the line of the current position, which must not be before that of the last call."""
+        self._line += self.text.count("\n", self._counted, self.at)
+        self._counted = self.at
+        return self._line
+
+    def skip_blank(self) -> None:
+        """Steps over blanks, line ends and comments."""
+        match = _BLANK.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+
+    def take(self, mark: str) -> bool:
+        """Steps over blanks, and then over a mark if it comes next. Returns whether it does."""
+        self.skip_blank()
+        is_next = self.text.startswith(mark, self.at)
+        self.at += len(mark) if is_next else 0
+        return is_next
+
+    def excerpt(self) -> str:
+        """Returns the text at the current position, for a message."""
+        if self.at >= len(self.text):
+            return "the end of the text"
+        line, end, _ = self.text[self.at : self.at + 40].partition("\n")
+        return repr(line) + (", where the text ends" if not end and self.at + 40 >= len(self.text) else "")
+
+    def end(self, at: int, stops: str = "") -> int:
+        """Returns the index of the first of the stops outside of brackets; without stops, that after one bracket.
+
+        Strings and comments do not count. HloError says which bracket or string is not closed, or closes too early.
+        """
+        opened: list[re.Match] = []
+        for token in _TOKEN.finditer(self.text, at):
+            mark = token[0]
+            if not opened and mark in stops:
+                return token.start()
+            if mark in _CLOSER:
+                opened.append(token)
+            elif mark == '"':  # a string that is closed is one token
+                raise self.error("a string is not closed: the text is cut short", token.start())
+            elif mark in ("}", ")", "]"):
+                if not opened or mark != _CLOSER[opened.pop()[0]]:
+                    raise self.error(f"unexpected {mark!r}", token.start())
+                if not opened and not stops:
+                    return token.end()
+        if opened:
+            raise self.error(f"{opened[0][0]!r} is not closed: the text is cut short", opened[0].start())
+        return len(self.text)

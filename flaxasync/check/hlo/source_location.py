@@ -1,4 +1,4 @@
-"""The name of the JAX operation that an instruction came from, and its line of Python code, from its metadata.
+"""The line of Python code that an instruction came from, from its metadata.
 
 XLA prints the line in full (`source_file="model.py" source_line=24`), or as the number of a stack frame, which is
 looked up in the tables between the HloModule line and the first computation. A stack frame names the call that made it,
@@ -9,16 +9,9 @@ outside of installed packages, because that is the line that its author can chan
 import re
 from collections.abc import Mapping
 
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SOURCE_FILE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _STACK_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _INSTALLED = re.compile(r"[/\\](?:site-packages|dist-packages|lib[/\\]python\d[\d.]*)[/\\]")
-
-
-def op_name(metadata: str) -> str:
-    """Returns the path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" if there is none."""
-    match = _OP_NAME.search(metadata)
-    return match[1] if match else ""
 
 
 def source_line(metadata: str, frames: Mapping[str, str]) -> str:

@@ -71,10 +71,9 @@ class Code:
         self._ends = self._block_ends()
 
     def block(self, start: int) -> BasicBlock:
-        found = self._blocks.get(start)
-        if found is None:
-            found = self._blocks[start] = self._compile(start)
-        return found
+        if start not in self._blocks:
+            self._blocks[start] = self._compile(start)
+        return self._blocks[start]
 
     def _address_of(self, name: str) -> int:
         return self._addresses.of(self.program, name).address
@@ -118,17 +117,15 @@ class Code:
     def _emit(
         self, operation: Operation, index: int, number: int, external: list[ExternalOperation]
     ) -> tuple[list[str], list[str]]:
-        """Returns the Python code of one operation: lines that run before the writes of its bundle, and those writes.
-
-        The number of the operation in its bundle makes the names of its variables unique.
-        """
+        """Returns Python code of one operation: lines that run before the writes of its bundle, and those writes."""
         reads: list[str] = []
         writes: list[str] = []
         guard = ""
         # A predicate of a vector operation is not evaluated, because its values are not computed.
         is_scalar = operation.unit[0] != "v" or operation.unit == "vpush"
         if operation.predicate and (is_scalar or is_external(operation)):
-            reads.append(f"g{number} = {scalar.predicate_value(operation.predicate, self._address_of)}")
+            value = scalar.CONSTANT_PREDICATES.get(operation.predicate) or self._scalar(operation.predicate)
+            reads.append(f"g{number} = {value}")
             guard = f"if g{number}: "
         if operation.unit == "sbr":
             target = self.program.regions[operation.target]

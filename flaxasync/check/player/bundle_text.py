@@ -11,7 +11,7 @@ import re
 import sys
 from typing import NamedTuple
 
-from flaxasync.check.hlo.shape_reader import split_at_commas
+from flaxasync.check.hlo.shapes import split_at_commas
 from flaxasync.check.player.errors import DumpError
 
 HEADER = "= control target key start"
@@ -62,10 +62,7 @@ class Declaration(NamedTuple):
 
 @dataclasses.dataclass
 class Program:
-    """The bundles of one fusion, of one kernel, or of the top level program.
-
-    The index of a bundle is its address.
-    """
+    """The bundles of one fusion, of one kernel, or of the top level program. The index of a bundle is its address."""
 
     name: str  # of the HLO instruction that it implements
     path: pathlib.Path

@@ -107,11 +107,7 @@ PLAYED_CHIPS = {
 
 
 def played_chip(topology: str) -> PlayedChip:
-    """Returns the chip of a topology ("v5e:2x2"), or the chip of that name ("v5e").
-
-    Raises:
-      PlayerError: The player does not know the chip.
-    """
+    """Returns the chip of a topology ("v5e:2x2"), or the chip of that name. PlayerError says that there is none."""
     name = topology.partition(":")[0]
     if name not in PLAYED_CHIPS:
         raise PlayerError(f"topology must be of one of {', '.join(PLAYED_CHIPS)}, like 'v5e:2x2': got {topology!r}")

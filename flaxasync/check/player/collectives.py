@@ -21,7 +21,7 @@ not know what runs beside it. Collectives without a table compute their partners
 
 import dataclasses
 
-from flaxasync.check.estimate.collective_time import collective_seconds
+from flaxasync.check.estimate.costs import collective_seconds
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 from flaxasync.check.player.bundle_text import Program
@@ -44,10 +44,7 @@ def can_be_simulated(instruction: Instruction | None, program: Program, devices:
 
 
 def table_of(instruction: Instruction | None, program: Program, chips: list[int]) -> list[int] | None:
-    """Returns the words of a collective's table; None if they are not known.
-
-    `program` is the code that reads the table, and `chips` are the chips of the partitions.
-    """
+    """Returns the words of the table that a collective's code reads, for partitions on these chips; or None."""
     if instruction is None:
         return None
     if instruction.opcode.startswith("collective-permute"):
@@ -105,9 +102,6 @@ class ModelledCollective:
     bytes_out: int  # of one device's result
     groups: tuple[tuple[int, ...], ...]  # of devices that exchange data
     arrived: int = 0  # devices of one group
-
-    def group_of(self, device: int) -> tuple[int, ...]:
-        return next((g for g in self.groups if device in g), (device,))
 
     def sent_bytes(self, group: tuple[int, ...]) -> int:
         share = (len(group) - 1) / len(group)

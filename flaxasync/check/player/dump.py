@@ -93,11 +93,7 @@ class Dump:
 
 
 def read_dump(folder: pathlib.Path) -> Dump:
-    """Reads the folder of bundle dumps that `--xla_jf_dump_to` named.
-
-    Raises:
-      DumpError: There is no dump or more than one program, or a file is missing or cut short.
-    """
+    """Reads the folder that `--xla_jf_dump_to` named. DumpError says why it is no dump of one program."""
     if not folder.is_dir():
         raise DumpError(f"{folder} is no folder: give the one that --xla_jf_dump_to wrote to")
     files = [(m[1], path) for path in sorted(folder.iterdir()) if (m := _BUNDLES.fullmatch(path.name))]

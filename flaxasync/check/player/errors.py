@@ -1,7 +1,4 @@
-"""The errors of the player: a dump that cannot be read, or a program that breaks a rule of the machine.
-
-Every message says where the fault is, in the dump and where possible in the Python source, and what to do.
-"""
+"""The errors of the player. Every message says where the fault is, in the dump and if possible in the Python source."""
 
 
 class PlayerError(ValueError):

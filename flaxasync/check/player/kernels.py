@@ -40,8 +40,7 @@ from flaxasync.check.player.play import play_dump
 from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.hardware import CHIPS
 
-VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
-"""The environment variable that names another folder for the times of kernels."""
+VARIABLE = "FLAXASYNC_PLAYED_KERNELS"  # the environment variable that names another folder for the times of kernels
 _CALL = "tpu_custom_call"
 _TYPES = {"bf16": "bfloat16", "pred": "bool", "f8": "float8_", "f": "float", "s": "int", "u": "uint"}  # of beginnings
 
@@ -66,9 +65,8 @@ def kernel_times(
 
     `module` is the text of the program, and `say` is called with a line about each kernel that is not in the cache.
 
-    Returns:
-      The times by the names of the instructions, those of pairs by the names of their starts; and a line for each
-      kernel that could not be simulated, or whose time is that of scalars which the program does not determine.
+    Returns the times by the names of the instructions, those of pairs by the names of their starts; and a line for each
+    kernel that could not be simulated, or whose time is that of scalars which the program does not determine.
     """
     if program.chip in DEVICES_PER_CHIP:
         return {}, (f"kernels were not simulated: a {program.chip} has two devices, and the simulator has one of them",)
@@ -105,13 +103,10 @@ def kernel_times(
 
 
 def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
-    """Yields the name of every whole kernel and of every start between devices, with the kernel.
-
-    The kernel is None for a start whose done takes something else than its results, too.
-    """
+    """Yields each whole kernel and each start between devices by name; None if its done takes more than its results."""
     for computation in module.computations.values():
         for i in computation.instructions:
-            shapes = [i.shape, *(computation.by_name[o].shape for o in i.operands if o in computation.by_name)]
+            shapes = (one.shape for one in (i, *computation.operands(i)))
             spaces = {leaf.memory_space for shape in shapes for _, leaf in shape.leaves()}
             if i.custom_call_target == _CALL and SEMAPHORE not in spaces:
                 yield i.name, _kernel_of(computation, i)
@@ -119,7 +114,7 @@ def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
         if operation.spelling == "kernel" and operation.communicates and operation.windows:
             window = operation.windows[0]
             ends_at = module.computations[window.computation]
-            wires = _wires(operation.start, [ends_at.by_name[name] for name in window.done.operands])
+            wires = _wires(operation.start, ends_at.operands(window.done))
             start = _kernel_of(module.computations[operation.computation], operation.start)
             pair = dataclasses.replace(start, done=_kernel_of(ends_at, window.done), wires=wires)
             yield operation.start.name, pair if wires else None
@@ -141,7 +136,7 @@ def _wires(start: Instruction, operands: Sequence[Instruction]) -> tuple[int, ..
 def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
     call = {key: v for key, v in i.backend_config["custom_call_config"].items() if key != "debug_locations"}
     config = {key: v for key, v in i.backend_config.items() if key == "scoped_memory_configs"}
-    operands = [computation.by_name[name].shape for name in i.operands]
+    operands = [made.shape for made in computation.operands(i)]
     integers = []
     for number, (name, shape) in enumerate(zip(i.operands, operands, strict=True)):
         if re.match(r"[su]\d", shape.element_type) and shape.memory_space != SEMAPHORE:

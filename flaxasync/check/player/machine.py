@@ -71,10 +71,7 @@ class Machine:
         return self.recorder.phase or self.kernel
 
     def advance(self) -> list[tuple[ExternalOperation, tuple]]:
-        """Runs until the next bundle with external operations, and returns these with the values of their operands.
-
-        The list is empty if the program, or the callee that runs, has ended.
-        """
+        """Runs until the next bundle with external operations, and returns them and their operands; [] at the end."""
         registers, predicates = self.registers, self.predicates
         issue = stall = busy = 0
         external: list[tuple[int, tuple]] | None = None

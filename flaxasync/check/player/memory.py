@@ -25,8 +25,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from flaxasync.check.hlo.module import Instruction
-from flaxasync.check.hlo.shape_reader import read_shape
-from flaxasync.check.hlo.shapes import Shape, element_bits
+from flaxasync.check.hlo.shapes import Shape, element_bits, read_shape
 from flaxasync.check.player.bundle_text import Declaration, Program
 from flaxasync.check.player.errors import DumpError, PlayerError
 
@@ -66,7 +65,6 @@ class Addresses:
         self.fixed: dict[tuple[str, int], str] = {}  # what is at each (space, address) that the compiler has fixed
 
     def add(self, program: Program) -> None:
-        """Gives addresses to the declarations of one program."""
         self._by_program[program.name] = {name: self._declared(program, d) for name, d in program.declarations.items()}
 
     def new(self, space: str, size: int, label: str) -> Buffer:
@@ -148,10 +146,7 @@ def padded_bytes(shape: Shape) -> int:
 
 
 def integer_elements(instructions: Mapping[str, Instruction], name: str) -> list[int] | None:
-    """Returns the elements of a constant, or of one that was copied or repeated.
-
-    The result is None where the text does not say. `instructions` are those of a computation, by name.
-    """
+    """Returns the elements of a constant, or of one that was copied or repeated; None where the text does not say."""
     i = instructions.get(name)
     if i is None:
         return None

@@ -50,10 +50,7 @@ class Network:
         self.next = math.inf  # when the next transfer ends; infinity if none is under way
 
     def start(self, now: float, size: int, uses: tuple[Use, ...], done: Callable[[float, Flow], None]) -> None:
-        """Begins a transfer. `done(time, flow)` is called at its end.
-
-        A transfer that uses no resource, within the on-chip memory, ends at once.
-        """
+        """Begins a transfer. One that uses no resource, because it stays in on-chip memory, ends at once."""
         self.advance(now)
         self._count += 1
         link = next((resource for resource, _ in uses if resource[0] == "link"), None)

@@ -75,8 +75,7 @@ def play_dump(
         chips in the order of their numbers.
       chip: A chip whose numbers differ from those of the table, like
         `dataclasses.replace(played_chip("v5e"), hbm_efficiency=1.0)`.
-      measured: As for `play`.
-      accept: As for `play`.
+      measured, accept: As for `play`.
 
     Raises:
       PlayerError: The program cannot be simulated, or breaks a rule of the machine; see errors.py.

@@ -1,7 +1,7 @@
 """`Result`: where the time and the bytes of a simulated program went, for each device and phase; and its `Recorder`.
 
 A phase is one instruction of the scheduled program, with all of its executions. Times are in seconds, and every device
-begins at 0. The file holds the data and its table; render.py writes pictures and traces.
+begins at 0.
 """
 
 import dataclasses
@@ -241,7 +241,6 @@ class Recorder:
         return Device(device=self._device, coords=coords, phases=in_order, **self._times(cycles, self.bytes))
 
     def _times(self, cycles: Counter[str], moved: Counter[str]) -> dict[str, Any]:
-        """Returns the fields of `Times`."""
         seconds = {what: self._chip.seconds(count) for what, count in sorted(cycles.items())}
         return {
             "seconds": seconds.get("total", 0.0),

@@ -71,10 +71,7 @@ _BY_UNIT = {
     "sclz": "32 - ({0}).bit_length()",
     "reloc": "0",  # the index of a profile counter
 }
-_CONVERSIONS = {
-    "scvt.s32.f32": "as_bits(float(signed({0})))",
-    "scvt.f32.s32": "int(as_float({0})) & 4294967295",
-}
+_CONVERSIONS = {"scvt.s32.f32": "as_bits(float(signed({0})))", "scvt.f32.s32": "int(as_float({0})) & 4294967295"}
 _BITS = {
     "sadd": "({0} + {1}) & 4294967295",
     "ssub": "({0} - {1}) & 4294967295",
@@ -103,6 +100,8 @@ _VIEW = {"f": "as_float", "s": "signed", "u": ""}  # how a comparison reads its 
 # Operations that change no register. The operands of a phi share its register, and the caller sets the operands of a
 # call.
 NO_EFFECT = ("sphi", "pphi", "inlined_call_operand", "sfence", "compiler-scheduling-barrier", "vsettm", "xla_tuple")
+
+CONSTANT_PREDICATES = {"1": "True", "!0": "True", "0": "False", "!1": "False"}
 
 Resolve = Callable[[str], int]  # from the name of an allocation to its address
 
@@ -138,12 +137,6 @@ def operand_value(text: str, resolve: Resolve) -> str:
 
 def _sum(terms: list[str]) -> str:
     return terms[0] if len(terms) == 1 else f"(({' + '.join(terms)}) & 4294967295)"
-
-
-def predicate_value(text: str, resolve: Resolve) -> str:
-    """Returns a Python expression for the value of a predicate, which may be a constant."""
-    constants = {"1": "True", "!0": "True", "0": "False", "!1": "False"}
-    return constants.get(text) or operand_value(text, resolve)
 
 
 def result_value(operation: Operation, resolve: Resolve) -> str | None:

@@ -1,7 +1,4 @@
-"""Semaphores: which device waits for which value, what it learns when the wait ends, and the errors of wrong protocols.
-
-The messages name the semaphores, the locations in the dump, and the lines of the Python source.
-"""
+"""Semaphores: which device waits for which value, what it learns when the wait ends, and what is a wrong protocol."""
 
 import dataclasses
 import functools

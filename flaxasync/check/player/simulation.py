@@ -51,8 +51,6 @@ class Simulation:
             raise self._semaphores.deadlock()
         self._semaphores.end_program()
 
-    # The devices.
-
     def _advance(self, machine: Machine) -> None:
         """Lets a device run to its next external operations, and queues these for their time."""
         while not (operations := machine.advance()):
@@ -147,8 +145,6 @@ class Simulation:
             kind, what = errors.LeftoverSemaphoreError, first
         return kind(f"{where}: {what}{self._state.made_at(machine)}")
 
-    # Calls and collectives.
-
     def _call(self, machine: Machine, external: ExternalOperation, values: tuple) -> bool:
         """Enters the bundles of an HLO instruction, or a collective that is timed by the ring model."""
         comment = external.operation.comment
@@ -172,7 +168,7 @@ class Simulation:
 
     def _join(self, machine: Machine, name: str, collective: ModelledCollective) -> None:
         """Joins a collective that is timed by the ring model. It begins when the last device of the group joins."""
-        group = collective.group_of(machine.device)
+        group = next((g for g in collective.groups if machine.device in g), (machine.device,))
         joined = self._collectives.setdefault((name, group), collective)
         joined.arrived += 1
         machine.recorder.mark_analytic()

@@ -57,10 +57,7 @@ class VectorClocks:
             self._known[device] = list(everything)
 
     def knows_to_have_entered(self, device: int, other: int, instruction: str) -> bool:
-        """Says whether a device knows that another one has entered the instruction that it is in itself.
-
-        Where the device has entered it several times, the other one must have entered it as often.
-        """
+        """Says whether a device knows that another one has entered the instruction as often as it has itself."""
         times, others = len(self._entered[device][instruction]), self._entered[other][instruction]
         return len(others) >= times and self._known[device][other] >= others[times - 1]
 
@@ -117,11 +114,10 @@ class State:
         return f"; the operation was made at {source}" if source else ""
 
     def _prepare_memory(self) -> tuple[dict[int, int], dict[str, int]]:
-        """Gives addresses to what the host prepares, which are the same on every device.
+        """Gives addresses, which are the same on every device, to what the host prepares.
 
-        Returns:
-          The address of each parameter of the program; and the scalars that the runtime leaves in scalar memory, by the
-          compiler's words for them.
+        Returns the address of each parameter of the program, and the scalars that the runtime leaves in scalar memory,
+        by the compiler's words for them.
         """
 
         def new(size: int, label: str) -> Buffer:

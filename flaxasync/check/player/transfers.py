@@ -31,8 +31,7 @@ from flaxasync.check.player.network import Flow, Network
 from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
 from flaxasync.check.player.state import State
 
-UNKNOWN_SCALARS = "scalars read from"
-"""How the note of a kernel begins that reads scalars whose values the dump does not say."""
+UNKNOWN_SCALARS = "scalars read from"  # begins the note of a kernel that reads scalars whose values the dump lacks
 CHIP_MASK = 0x3FFF  # the bits of an override, or of the operand of a remote signal, that hold the number of a chip
 _CORE_BIT = 13  # the bit of the destination semaphore that names the core of the chip
 _REMOTE = 0x4000  # the bit of the override that is set if the destination is on another chip

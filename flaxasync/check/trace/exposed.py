@@ -1,20 +1,28 @@
-"""Exposed communication of a profiled program: the time in which a device communicates and does not compute.
+"""Reads a profile of `jax.profiler`, and says how much communication was exposed, beside the estimate of the program.
 
-It is the union of the intervals of communication less the union of those of compute. Adding the times of single
-instructions would count a moment as often as instructions share it, and would count a loop beside what runs in it.
+    python -m flaxasync.check trace PATH [--program HLO] [--module NAME] [--chip v5e] [--json]
 
-A Pallas kernel that sends and multiplies is one instruction, and counts as compute: what it waits for inside is not in
-a profile, but in the simulation of the program.
+The exit status is 0, or 2 if the profile or the program cannot be read. Exposed communication is the time in which a
+device communicates and does not compute: the union of the intervals of communication less the union of those of
+compute. Adding the times of single instructions would count a moment as often as instructions share it, and would count
+a loop beside what runs in it. A Pallas kernel that sends and multiplies is one instruction, and counts as compute: what
+it waits for inside is not in a profile, but in the simulation of the program.
 """
 
+import argparse
 import dataclasses
+import json
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.estimate.phases import layer_of
+from flaxasync.check.estimate.timeline import Timeline
+from flaxasync.check.hlo.load import read_module
 from flaxasync.check.hlo.module import HloModule, Instruction
-from flaxasync.check.trace.intervals import Interval, clip, seconds, subtract, union
-from flaxasync.check.trace.profile import BARRIER, DeviceProfile, Event
+from flaxasync.check.trace.profile import BARRIER, DeviceProfile, Event, Interval, clip, read_profile, seconds, union
+from flaxasync.hardware import CHIPS
 
 # How the names of instructions between devices begin, where no program says what they are.
 COMMUNICATION = (
@@ -24,6 +32,7 @@ COMMUNICATION = (
 )  # fmt: skip
 # Instructions whose events last as long as those of the instructions in them, which are events of their own.
 CONTAINERS = ("while", "conditional", "call")
+SHOWN = 12  # instructions and layers in the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +66,9 @@ def measure_exposed(
 ) -> list[DeviceTimes]:
     """Measures the exposed communication of a program on every device.
 
-    Args:
-      devices: What `read_profile` returned.
-      program: The name of the program in the profile, or its beginning where none has this name; by default the one
-        that took longest.
-      module: The program, if it is known. It says which instructions communicate, and what layers they are from.
-
-    Raises:
-      ValueError: The profile has no run of the program. The message lists the programs that it has.
+    `program` is its name in the profile, or the beginning of its name; by default it is the one that took longest. The
+    module, if it is known, says which instructions communicate, and what layers they are from. ValueError lists the
+    programs of the profile if it has no run of this one.
     """
     spent = Counter[str]()
     for device in devices:
@@ -123,6 +127,21 @@ def _runs(events: Sequence[Event]) -> list[Interval]:
     return sorted((min(e.start for e in found), max(e.end for e in found)) for found in by_run.values())
 
 
+def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
+    """Returns the parts of the intervals that no removed interval covers, disjoint and in order."""
+    rest, holes = [], union(removed)
+    for start, end in union(intervals):
+        for low, high in holes:
+            if high <= start or low >= end:
+                continue
+            if low > start:
+                rest.append((start, low))
+            start = max(start, high)
+        if start < end:
+            rest.append((start, end))
+    return rest
+
+
 def _shares(
     communicating: Sequence[Event], exposed: list[Interval], runs: int, known: dict[str, Instruction]
 ) -> list[Exposed]:
@@ -148,3 +167,66 @@ def _what(event: Event, known: dict[str, Instruction]) -> str:
     if found is None or found.opcode in ("async-start", "async-update", "async-done", "fusion"):
         return event.name
     return found.opcode
+
+
+def main(arguments: list[str] | None = None) -> int:
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m flaxasync.check trace", description=description)
+    parser.add_argument("path", help="an xplane file, or a folder that jax.profiler.trace wrote")
+    parser.add_argument("--program", metavar="HLO", help="the program: the text that compiled.as_text() returned")
+    parser.add_argument("--module", metavar="NAME", help="its name in the profile (default: the one that took longest)")
+    parser.add_argument("--chip", choices=sorted(CHIPS), help="the chip that the program is estimated for")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    chosen = parser.parse_args(arguments)
+    try:
+        module = read_module(chosen.program) if chosen.program else None
+        times = measure_exposed(read_profile(chosen.path), chosen.module, module)
+        estimate = timeline(module, chosen.chip) if module is not None and chosen.chip else None
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if chosen.json:
+        print(json.dumps([dataclasses.asdict(device) for device in times], indent=1))
+    else:
+        print(_tables(times, estimate))
+    return 0
+
+
+def _tables(times: Sequence[DeviceTimes], estimate: Timeline | None) -> str:
+    """Makes tables of devices, and of the instructions and layers of the device with the most exposed communication."""
+    worst = max(times, key=lambda device: device.exposed)
+    lines = [
+        f"{worst.program}, {worst.runs} runs; milliseconds of one run",
+        f"{'device':20} {'run':>10} {'compute':>10} {'communication':>14} {'exposed':>10}",
+    ]
+    for d in times:
+        share = f"  {d.exposed / d.seconds:6.1%}" if d.seconds else ""
+        lines.append(
+            f"{d.device:20} {_ms(d.seconds)} {_ms(d.compute)} {_ms(d.communication):>14} {_ms(d.exposed)}{share}"
+        )
+    causes: Mapping[str, float] = {}
+    if estimate is not None:
+        e, causes = estimate.slowest, estimate.slowest.causes
+        lines.append(f"{'estimated':20} {_ms(e.seconds)} {_ms(e.compute)} {'':14} {_ms(e.exposed)}")
+        lines.append(f"the estimate is based on {estimate.basis}")
+    lines += _table(f"instructions that communicate on {worst.device}", worst.ops, causes)
+    if any(layer.name for layer in worst.layers):
+        lines += _table("layers", worst.layers, {})
+    return "\n".join(lines)
+
+
+def _table(title: str, rows: Sequence[Exposed], estimates: Mapping[str, float]) -> list[str]:
+    lines = [
+        "",
+        f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10} {'estimated' if estimates else '':>10}".rstrip(),
+    ]
+    for row in rows[:SHOWN]:
+        name, estimate = row.name or "(no layer)", _ms(estimates[row.name]) if row.name in estimates else ""
+        lines.append(f"  {name[:48]:48} {row.count:7.0f} {_ms(row.busy)} {_ms(row.seconds)} {estimate}".rstrip())
+    if rest := rows[SHOWN:]:
+        lines.append(f"  {f'and {len(rest)} more':48} {'':18} {_ms(sum(row.seconds for row in rest))}")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:10.3f}"

@@ -10,13 +10,12 @@ import dataclasses
 import pathlib
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from flaxasync.check.trace.intervals import Interval, clip, seconds
 
 MODULES, OPS, ASYNC_OPS = "XLA Modules", "XLA Ops", "Async XLA Ops"
 BARRIER = "barrier-cores"  # the event in which a TPU waits at the beginning of a program for the others to begin it
+type Interval = tuple[float, float]  # begin and end, in seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,13 +51,9 @@ class DeviceProfile:
 
 
 def read_profile(path: str | pathlib.Path) -> list[DeviceProfile]:
-    """Reads the devices of a profile.
+    """Reads the devices of a profile: of an xplane file, or of the newest one in a folder of `jax.profiler.trace`.
 
-    Args:
-      path: An xplane file, or a folder that `jax.profiler.trace` wrote, of which the newest file is taken.
-
-    Raises:
-      ValueError: There is no such file, or it holds no events of devices. The message lists what it holds.
+    ValueError says that there is no such file, or what it holds if it has no events of devices.
     """
     from jax.profiler import ProfileData  # here, because reading HLO must start without JAX
 
@@ -133,3 +128,25 @@ def _event(event: Any, line: str) -> Event:
         program=str(stats.get("hlo_module", "")),
         run=str(stats.get("run_id", "")),
     )
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns disjoint intervals, in order, that cover what the given ones cover."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """Returns the parts of the intervals within a window."""
+    low, high = window
+    return [(max(a, low), min(b, high)) for a, b in intervals if a < high and b > low]
+
+
+def seconds(intervals: Iterable[Interval]) -> float:
+    """Returns the time that the intervals cover together."""
+    return sum(end - start for start, end in union(intervals))

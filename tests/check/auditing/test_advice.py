@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from flaxasync.check import audit, compile_for, parse
-from flaxasync.check.auditing.advice import OFFLOAD_FLAGS, RING_FLAGS
-from flaxasync.check.auditing.contraction import partial_sum_bytes
+from flaxasync.check.auditing.advice import OFFLOAD_FLAGS, RING_FLAGS, partial_sum_bytes
 from flaxasync.hardware import chip
 from tests.check.hlo_texts import ADD, LOOP, changed, module
 

@@ -53,12 +53,7 @@ def test_without_a_ring_nothing_overlaps_and_it_takes_longer(op):
 
 
 FUTURES_AND_REFS = ("gather_pallas_2", "swap", "reduce_stateful_2")
-COPIES = (
-    "multiple_copies",
-    "two_dynamic_slices",
-    "stateful_copies",
-    "remote_copies",
-)  # the last sends one source twice
+COPIES = ("multiple_copies", "two_dynamic_slices", "stateful_copies", "remote_copies")  # the last: one source twice
 STARTS = ("ppermute_start", "ppermute_stateful_start", "copy_start", "slice_start")
 
 

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import HLO_ONLY, audit, capture, compile_for, overview, parse, read_folder, topology_mesh
 from flaxasync.check.__main__ import main
-from flaxasync.check.capturing import programs as files
 from flaxasync.check.capturing import recorder
 from flaxasync.check.capturing.recorder import EVENT
 from tests.check.capturing import training
@@ -112,8 +111,10 @@ def test_captures_that_share_a_folder(tmp_path, monkeypatch):
             with capture(tmp_path) as inner:
                 compile_one(size + 10)
         captured += [*outer, *inner]
-    monkeypatch.setattr(files, "_numbers", iter(range(100)))  # of the first process of a container, with the same PID
-    captured.append(files.write_program(tmp_path, captured[0]))
+    monkeypatch.setattr(
+        recorder, "_numbers", iter(range(100))
+    )  # of the first process of a container, with the same PID
+    captured.append(recorder.write_program(tmp_path, captured[0]))
     assert sizes(captured) == [3, 13, 13, 5, 15, 15, 3]
     assert len({p.file for p in captured}) == len(captured)
     assert sorted(map(str, (p.file for p in read_folder(tmp_path)))) == sorted(str(p.file) for p in captured)

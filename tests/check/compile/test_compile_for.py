@@ -1,5 +1,9 @@
 """Compiling for a topology that is not there: the program is the one that JAX makes, or the refusal says why not."""
 
+import contextlib
+import os
+import signal
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,8 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh
+from flaxasync.check.compile.compile_for import CompilerProcess, shared_process
 from flaxasync.check.compile.program import hbm_error
-from flaxasync.check.hlo.host_callbacks import callback_name, is_host_callback
+from flaxasync.check.hlo.origins import callback_name, is_host_callback
 
 
 def test_it_is_the_program_that_jax_compiles(matmul):
@@ -94,3 +99,21 @@ def test_host_callbacks_compile(mesh):
     assert {callback_name(i) for i in computation.instructions if is_host_callback(i)} == {
         "jax.debug.print", "io_callback"
     }  # fmt: skip
+
+
+def test_after_a_compiler_died_the_next_call_works(matmul):
+    compile_for("v5e:2x2", *matmul)
+    os.kill(shared_process().process.pid, signal.SIGSEGV)
+    shared_process().process.wait()
+    assert compile_for("v5e:2x2", *matmul).text
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds", "message"),
+    [(signal.SIGSTOP, 0.1, r"did not finish in 0\.1 s"), (signal.SIGSEGV, 60, "died of SIGSEGV")],
+)
+def test_a_hang_or_a_death_while_compiling_is_named(sent, seconds, message):
+    with contextlib.closing(CompilerProcess()) as process:
+        os.kill(process.process.pid, sent)
+        with pytest.raises(RuntimeError, match=message):
+            process.compile({}, seconds)

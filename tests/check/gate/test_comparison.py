@@ -176,18 +176,10 @@ def test_temporary_memory():
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        (
-            STEP.replace("jit_step", "jit_other"),
-            {"axes": AXES},
-            "another program: its module is jit_step.* is jit_other",
-        ),
+        (STEP.replace("jit_step", "jit_other"), {"axes": AXES}, "its module is jit_step.* is jit_other"),
         (STEP, {"axes": AXES, "chip": "v6e"}, "another program: its chip is v5e"),
         (STEP, {"axes": {"data": 4, "model": 2}}, "another program: its mesh is {'data': 2, 'model': 4}"),
-        (
-            STEP.replace("num_partitions=8", "num_partitions=16"),
-            {},
-            "another program: its number of devices is 8.*--update",
-        ),
+        (STEP.replace("num_partitions=8", "num_partitions=16"), {}, "its number of devices is 8.*--update"),
         (STEP, {"axes": {"x": 3}}, "axes must multiply to the 8 devices of jit_step: got x=3"),
         (STEP.replace("is_scheduled=true, ", ""), {}, "is not scheduled"),
         ("", {}, "the text is empty"),

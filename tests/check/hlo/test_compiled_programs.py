@@ -36,7 +36,7 @@ def test_counts_on_cpu_equal_jaxlibs():
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("fn", ALL, ids=lambda fn: fn.__name__)
 def test_a_program_survives_a_round_trip_and_keeps_the_rules(fn, topology):
-    """These are the rules of XLA's proposal. test_pairing_rules.py breaks each of them."""
+    """These are the rules of XLA's proposal. auditing/test_hazards.py breaks each of them."""
     module = parse(programs.compiled(fn, topology).text)
     assert module.is_scheduled
     assert parse(format_module(module)) == module

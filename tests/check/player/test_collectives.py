@@ -12,14 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import topology_mesh
 from flaxasync.check.auditing.advice import OFFLOAD_FLAGS
-from flaxasync.check.player import (
-    PlayerError,
-    UnknownOperationError,
-    collectives,
-    play,
-    played_chip,
-    transfers,
-)
+from flaxasync.check.player import PlayerError, UnknownOperationError, collectives, play, played_chip, transfers
 from tests.check.player.programs import assert_times_add_up, play_shards, sent_bytes
 
 

@@ -1,4 +1,4 @@
-"""Jitted NNX layers, forward and backward, with XLA's collectives and with those of the package."""
+"""Jitted NNX layers with XLA's collectives and with those of the package."""
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +18,12 @@ BATCH, ROWS, FEATURES, HIDDEN = 2, 1024, 512, 1024
 ACTIVATIONS = BATCH * ROWS * FEATURES * 2  # bytes
 
 
-def mlp(backend):
-    return lambda: fa.nn.ParallelMLP(FEATURES, HIDDEN, backend=backend, rngs=nnx.Rngs(0))
-
-
-def linear(backend):
-    return lambda: fa.nn.ColumnParallelLinear(FEATURES, HIDDEN, backend=backend, rngs=nnx.Rngs(0))
-
-
-def play_layer(topology, make, shape, *, backward=False):
-    """Simulates a layer, or its gradients, on a ring of all devices; x [batch, rows, features] is sharded by rows."""
+def play_layer(topology, make, shape):
+    """Simulates a layer on a ring of all devices; x [batch, rows, features] is sharded by rows."""
     mesh = topology_mesh(topology, (topology_size(topology),), ("model",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         graph, state = split_layer(make, mesh, jnp.bfloat16)
-
-        def forward(state, x):
-            return nnx.merge(graph, state)(x)
-
-        def loss(state, x):
-            return jnp.square(forward(state, x).astype(jnp.float32)).sum()
-
-        fn = jax.jit(jax.grad(loss, argnums=(0, 1)) if backward else forward)
+        fn = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
         return play_program(topology, fn, state, array(shape, mesh, P(None, "model", None)))
 
 

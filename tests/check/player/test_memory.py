@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from flaxasync.check.hlo.reader import parse
-from flaxasync.check.hlo.shape_reader import read_shape
+from flaxasync.check.hlo.shapes import read_shape
 from flaxasync.check.player import OutOfBoundsError, PlayerError
 from flaxasync.check.player.bundle_text import parse_operation
 from flaxasync.check.player.memory import Addresses, integer_elements, padded_bytes, words

@@ -10,9 +10,8 @@ from jax.profiler import ProfileData
 
 from flaxasync.check import parse
 from flaxasync.check.__main__ import main
-from flaxasync.check.trace.exposed import measure_exposed
-from flaxasync.check.trace.intervals import clip, seconds, subtract, union
-from flaxasync.check.trace.profile import median_seconds, read_profile
+from flaxasync.check.trace.exposed import measure_exposed, subtract
+from flaxasync.check.trace.profile import clip, median_seconds, read_profile, seconds, union
 
 # One run of 1000 us. The loop lasts as long as what runs in it. Two gathers are under way at the same time, and a
 # product hides 300 us of them; of the rest, 100..400 and 700..900, the waits of the core are a part.
