@@ -18,11 +18,12 @@ XLA transposes x once, before the kernel: the matrix unit takes a left operand w
 
 In the last hop of a chunk nothing is sent on, so the own block of the next chunk leaves then.
 
-What arrives has two sets of receive buffers, for even and for odd chunks, and nothing is acknowledged, because in each
-direction blocks pass all devices in lockstep. What a device multiplies last in a chunk is its receiver's own block,
-which left there in the last hop of the chunk before. So the receiver has read what came for all earlier hops of that
-chunk, and these buffers may be written again. The buffer of the last hop is written again R - 2 hops later. By then a
-block has come that the device ahead of the receiver sent when it had the receiver's blocks of the chunk between.
+There are two sets of receive buffers, for even and for odd chunks: chunk c + 1 overwrites the blocks of chunk c - 1. No
+device acknowledges what it read, because the order of the blocks tells. The last block that a device multiplies in
+chunk c is its receiver's own. The receiver sent that block in its last hop of chunk c - 1, so by then it had read the
+buffers of all earlier hops of chunk c - 1. The buffer of the last hop is written again R - 2 hops later. By then this
+device has received a block from the device ahead of the receiver. That device sent it after it had received the
+receiver's blocks of chunk c, and the receiver had read its buffers of chunk c - 1 before it sent these.
 `_Device.begin_hop` relies on this: it waits for the send of the hop before, and every step waits for its tiles before
 it begins the next hop. On a ring of two, a chunk's own block leaves when the chunk begins.
 """
@@ -119,7 +120,8 @@ def gather_weight_gradient(
 ) -> tuple[jax.Array, ...]:
     """Returns the dws, of x's dtype; see the head of this file and that of `flaxasync.kernels`.
 
-    B*m is a multiple of 128. `tiles` are m columns of x in a chunk, k rows of x in a product, n columns of dy in one.
+    B*m is a multiple of 128. `tiles.m` counts columns of x in a chunk. `tiles.k` counts rows of x in a product, and
+    `tiles.n` columns of dy.
     """
     size = lax.axis_size(axis_name)
     (batch, m, k), itemsize, widths = x.shape, x.dtype.itemsize, [dy.shape[2] for dy in dys]

@@ -98,10 +98,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Args:
       out_features: The features of the output; a multiple of the axis, unless `pad`.
-      pad: Whether out_features need not be a multiple of the axis. The output then has the next multiple of features,
-        of which the last are as low as can be, so that none of them wins an argmax; the kernel keeps its shape
-        [in, out], and is fetched by an all-to-all in every call. For an output over a vocabulary:
-        `softmax_cross_entropy` leaves the padding out (`vocab_size`).
+      pad: Whether out_features need not be a multiple of the axis. The output is then padded to the next multiple. The
+        padding gets the lowest values, so it never wins an argmax. The kernel keeps its shape [in, out], and every call
+        fetches it by an all-to-all. For logits, `softmax_cross_entropy` leaves the padding out (`vocab_size`).
       shares: For layers that pad in other ways; see `flaxasync.nn.shares`.
       **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its rows dimension names `axis_name`, or no
         axis where every device has all rows.

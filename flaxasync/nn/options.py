@@ -56,9 +56,9 @@ class LinearOptions(LayerOptions, total=False):
       kernel_init: The initializer of the kernels; that of `nnx.Linear` by default.
       bias_init: The initializer of the biases; zeros by default.
       kernel_metadata: Metadata of the kernels. An `out_sharding` in it, such as ("fsdp", "model"), may name axes beside
-        `axis_name`. The kernels are stored sharded over these axes, and `fsdp_axis` does not count. One `out_sharding`
-        serves column-parallel and row-parallel kernels: its two entries are swapped for a kernel whose other dimension
-        `axis_name` splits. `nnx.with_partitioning` around `kernel_init` does the same.
+        `axis_name`. It replaces `fsdp_axis`: the kernels are stored sharded over these axes. Write it for one
+        orientation; the layer swaps the two entries for a kernel whose other dimension `axis_name` splits.
+        `nnx.with_partitioning` around `kernel_init` does the same.
       bias_metadata: Metadata of the biases, likewise.
       dot_general: What multiplies the rows with the part of a kernel that a device holds; `lax.dot_general` by default.
         It is called, and differentiated, as that of `nnx.Linear`. It is a pure, hashable function of its operands: its
@@ -69,9 +69,8 @@ class LinearOptions(LayerOptions, total=False):
         backward pass; 0, the default, for none. See `flaxasync.all_gather_matmul`. Layers that gather no rows make no
         use of it. With a `dot_general` of one's own, or a `preferred_element_type` wider than the computation, gathered
         rows are always kept.
-      preferred_element_type: The dtype of the output; that of the computation by default. A type that is wider than the
-        computation is that of the products and of their sums, too; they are then computed without overlap, as those of
-        a `dot_general`.
+      preferred_element_type: The dtype of the output; that of the computation by default. If this type is wider than
+        that of the computation, products and sums use it, too, and nothing overlaps, as with a `dot_general`.
     """
 
     use_bias: bool

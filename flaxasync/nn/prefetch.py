@@ -38,26 +38,26 @@ def scan_with_prefetch(
 
     Args:
       apply: A function (layer, x, *args) -> x. It is called inside `jax.shard_map`, on local shards.
-      layers: A module whose parameters have a leading dimension of layers, and no other state. A parameter that
-        further axes shard along the same dimension names `fsdp_axis` last.
-      x: The input, whose type says how it is sharded, as the output is: over `fsdp_axis`, too.
+      layers: A module whose parameters have a leading dimension of layers, and no other state. If several axes shard
+        one dimension of a parameter, `fsdp_axis` must be the last of them.
+      x: The input. Its type must say that it is sharded over `fsdp_axis`; the output is sharded as `x` is.
       *args: Arrays of integers or booleans that every layer is given. They have no gradient.
       fsdp_axis: The axis that was given to the layers as their `fsdp_axis`.
       dtype: The dtype in which weights are gathered: that of the computation.
       backend: What moves weights and gradients: "xla" on every device, or "pallas" on TPUs.
       policy: A policy of `jax.checkpoint`, such as `flaxasync.save_costly`. What it saves in each layer is kept for the
         backward pass. By default each layer is computed again from its input.
-      then: A function (modules, x) -> y of the result of the last layer, and one or more modules, as a pytree, with
-        whose weights it computes. It is called as `apply` is.
+      then: A pair: a function (modules, x) -> y, and the modules, a pytree. After the last layer the function is called
+        with the modules and the result x, as `apply` is.
 
     Returns:
       The result of the last layer, or that of the function in `then`.
 
     Raises:
       NotImplementedError: The backend is "pallas", and the mesh is not of TPUs.
-      ValueError: The backend is unknown, the axes of the mesh are not Explicit, it lacks the axis, the layers have
-        other state, x is not sharded over the axis, an argument is of floats, or a parameter names another axis after
-        this one.
+      ValueError: The backend is unknown, the axes of the mesh are not Explicit, the mesh lacks `fsdp_axis`, the layers
+        have other state, x is not sharded over the axis, an argument is of floats, or a parameter names another axis
+        after this one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     mesh_axis_size("scan_with_prefetch", fsdp_axis)

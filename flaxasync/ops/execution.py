@@ -82,7 +82,7 @@ def decide(
         is chosen.
       directions: What the caller asked for. None stands for 2 on rings of three or more TPUs, whose links carry both
         directions at once.
-      halves: Whether a block can be halved where the caller did not ask for it.
+      halves: Whether the op may halve blocks by itself, to send each half in one direction.
       check: Raises NotImplementedError if a backend of the op cannot serve this call on TPUs; see `cannot_serve`.
 
     Raises:

@@ -16,10 +16,10 @@ chip, the farthest first takes 1.4 times as long on closed rings of four v5e, an
 The start waits until all other devices of the axis have entered it, because all of them write here. Block d of y is
 written by device d alone, and this device's own block by a local copy.
 
-All starts of a kind on an axis share one barrier. A device may therefore count the signal of a fast device for the next
-start in place of the signal of a slow device for this one. That is harmless. The first device that leaves a start has
-counted R - 1 signals, which all belong to this start, because no device has signalled the next one yet. So every device
-has entered a start before any device signals the next one.
+All starts of a kind on an axis share one barrier. A fast device may already signal the next start while a slow device
+has not yet signalled this one, and a third device may count the first signal for the second. That is harmless. The
+first device that leaves a start has counted R - 1 signals, which all belong to this start, because no device has
+signalled the next one yet. So every device has entered a start before any device signals the next one.
 """
 
 import functools

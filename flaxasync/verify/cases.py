@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import execution, trust
+from flaxasync.ops.costs.all_reduce import steps
 from flaxasync.ops.costs.cost import Shape
-from flaxasync.ops.costs.few_rows import steps
 from flaxasync.verify.platform import DEFECTS
 
 AXIS = "model"

@@ -14,7 +14,7 @@ import pytest
 
 import flaxasync as fa
 from flaxasync.ops import trust
-from flaxasync.ops.costs.few_rows import steps
+from flaxasync.ops.costs.all_reduce import steps
 from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, child, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts

@@ -22,7 +22,7 @@ LINES = 3  # source lines that a sentence names
 class Tolerances:
     """What may differ from the baseline, as shares: 0.02 is two percent."""
 
-    exposed: float = 0.02  # of the baseline's time, by which the waits for one row, and all waits together, may grow
+    exposed: float = 0.02  # how much longer one row, or all of them, may wait, as a share of the baseline's time
     bytes: float = 0.01  # of the size of an array, because compilers pad arrays differently
     temporaries: float = 0.05  # of temporary memory, which may always grow by 1 MiB
 

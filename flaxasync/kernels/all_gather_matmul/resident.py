@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.all_gather_matmul.schedule import Rates, Schedule, Sizes, Task, schedule
+from flaxasync.kernels.all_gather_matmul.resident_schedule import Rates, Schedule, Sizes, Task, schedule
 from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import available, chip_in_use
 from flaxasync.kernels.engine.gather import Gather

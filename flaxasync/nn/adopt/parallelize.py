@@ -10,7 +10,7 @@ from flax import nnx
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.adopt.loading import load
-from flaxasync.nn.adopt.replacement import (
+from flaxasync.nn.adopt.parallel_form import (
     RULES,
     Options,
     Rule,

@@ -22,8 +22,8 @@ class ParallelSelfAttention(ParallelAttention):
     y        [b, s, features]              sharded as x is
     ```
 
-    With `context_axis` the sequence is split over a second axis, and each device has its heads of its rows: x is
-    sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
+    With `context_axis` the sequence is split over a second axis, and each device computes its own heads for its own
+    rows: x is sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
     `flaxasync.ring_attention`. Without it, rows are positions 0 .. s - 1.
 
     Arguments and errors are those of `ParallelAttention`, whose `kv_features` and `out_features` this layer lacks. By
@@ -60,9 +60,9 @@ class ParallelSelfAttention(ParallelAttention):
     ) -> Float[Array, "b s d"]:
         """Applies the layer to x, the input of queries, keys and values.
 
-        A row attends only to rows of the same segment, where `segment_ids` says which [b, s]. The other arguments, and
-        errors, are those of `ParallelAttention`. With `decode`, a split sequence is not split: every device of
-        `context_axis` has all rows.
+        `segment_ids` [b, s] names the segment of each row, and a row attends only to rows of its own segment. The other
+        arguments, and errors, are those of `ParallelAttention`. With `decode` the layer does not split the sequence:
+        every device of `context_axis` has all rows.
         """
         inputs = Inputs(segment_ids=segment_ids, mask=mask, bias=bias)
         if decode:

@@ -9,13 +9,13 @@ import numbers
 from typing import Any
 
 from flaxasync.hardware import Chip
-from flaxasync.ops.costs import few_rows
+from flaxasync.ops.costs import all_reduce
 from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
 from flaxasync.ops.costs.trips import Trip, directions, kernels_serve, ring_of_blocks, serial
 from flaxasync.ops.costs.trips import kernels as fused
 
 KEEPING_GAINS = 0.05
-"""The share of its time that an op has to gain for keeping what it gathers: predictions are no better than that."""
+"""The op keeps what it gathers only if that saves this share of its time: predictions are no better than that."""
 
 
 def all_gather_matmul_costs(
@@ -78,7 +78,7 @@ def matmul_all_reduce_costs(
     """Returns the cost of each backend for x [..., m, k] and w [k, n] of one device.
 
     A ring scatters the sums, and one collective operation gathers them. The gradients are local products. "exchange" is
-    there only where it was played and is predicted to gain; see `few_rows.gains`.
+    there only where it was played and is predicted to gain; see `all_reduce.gains`.
     """
     rows, (k, n) = math.prod(x[:-1]), w
     share = -(-rows // ring)
@@ -86,10 +86,10 @@ def matmul_all_reduce_costs(
     gather = (ring - 1) * hop_seconds(chip, share * n * itemsize, directions(ring))
     rings = _costs(chip, ring, [Trip("reduce", share * n * itemsize, share, k, n), *local], itemsize, kernels)
     costs = {name: dataclasses.replace(cost, exposed=cost.exposed + gather) for name, cost in rings.items()}
-    one_product = few_rows.exchange(chip, ring, rows, k, n, itemsize, local)
-    exposed = few_rows.all_reduce_seconds(chip, ring, rows * n * itemsize)
+    one_product = all_reduce.exchange(chip, ring, rows, k, n, itemsize, local)
+    exposed = all_reduce.all_reduce_seconds(chip, ring, rows * n * itemsize)
     costs["none"] = dataclasses.replace(one_product, exposed=exposed, held=rows * n * itemsize)
-    if exchange and few_rows.gains(chip, ring, rows, n * itemsize) and one_product.held < chip.vmem_bytes:
+    if exchange and all_reduce.gains(chip, ring, rows, n * itemsize) and one_product.held < chip.vmem_bytes:
         costs["exchange"] = one_product
     return costs
 

@@ -3,7 +3,8 @@
 `plan` predicts the rows that travel as an all_gather_matmul and a matmul_reduce_scatter, and the weights as two
 all_gather_matmuls. Both forms compute the same attention. The exchanges of heads come on top, as far as nothing hides
 them: attention to one sequence of the batch hides the exchange of the next, but the first arrival and the last
-departure lack that. So do the transposes: products have features as rows, and attention has positions as rows.
+departure lack that. The transposes also come on top: products have features as rows, and attention has positions as
+rows.
 """
 
 import dataclasses

@@ -37,8 +37,8 @@ WIDE = ("v6e", "tpu7x")
 REDUCE_SCATTER_TRAFFIC = 1.5
 """How many blocks a reduce-scatter moves in HBM for each block that it reduces; `fa.check.play` assumes the same."""
 ALL_REDUCED = 11.5e-6
-"""The seconds of a device's share of a block on a link from which on XLA reduces all sums to all devices and takes a
-part, which doubles the transfers: always on rings of four, on rings of eight in some layouts."""
+"""If a device's share of a block takes this many seconds on a link, XLA reduces all sums to all devices and takes a
+part. That doubles the transfers: always on rings of four, on rings of eight in some layouts."""
 
 ONCE = {"xla": 9.3e-6, "pallas": 6.8e-6}
 """The seconds that a ring takes once beside products and hops."""
@@ -51,8 +51,8 @@ SUM_TRAFFIC = 0.88
 ACCUMULATOR_TRAFFIC = 1.33
 """How many times the float32 accumulator of dw moves in HBM for each product, where it leaves vector memory."""
 RESIDENT_TOGETHER = 0.35
-"""The share of vector memory in which the accumulators of dw stay with the gathered x and dy. Of gradients on rings of
-four and eight, those that need up to 0.31 of it were played to move little, and those from 0.37 on to move."""
+"""If accumulators of dw, x and dy together need less than this share of vector memory, the accumulators stay there. In
+plays of gradients on rings of four and eight, those that need up to 0.31 stayed, and those from 0.37 on left."""
 HIDING_SHARE = 0.55
 """The share of a block's product that hides a hop: half of the product runs beside each half-block."""
 LOOPLESS = 4

@@ -66,8 +66,8 @@ def all_gather_matmul(
       axis_name: The mesh axis along which x is sharded by rows and w by columns.
       backend: What executes the op: "none" (gather, then multiply), "xla" (a ring of `lax.ppermute`), "pallas" or
         "stateful" (the same ring on Pallas DMAs, as values or on Refs; TPU), or "fused" (one Pallas kernel forward and
-        one for each transfer backward; TPU, float32 and bfloat16). None stands for what `flaxasync.plan` predicts to be
-        fastest on the chips of the mesh, and for "xla" on other devices.
+        one for each transfer backward; TPU, float32 and bfloat16). None stands for the trusted backend that
+        `flaxasync.plan` predicts to be fastest on the TPUs of the mesh, and for "xla" on other devices.
       directions: 1, or 2 to send one half-block in each direction around the ring. By default 2 on rings of three or
         more TPUs.
       unroll: Ring steps in one loop body. "fused" has no such loop, and only takes 2.
@@ -75,10 +75,10 @@ def all_gather_matmul(
         the default.
       reduce_dtype: The dtype of partial sums while they travel, which in this op are those of dx. By default it is the
         dtype of x, the only one that "fused" takes.
-      gathered_bytes: The most bytes of memory that all_gather(x) may take from the forward to the backward pass; it
-        needs R times those of x. Where they suffice, the op keeps all_gather(x) if `flaxasync.plan` predicts a gain,
-        and always on devices that `plan` does not know. With 0, the default, the op keeps x, which travels again for
-        dw; docs/plan.md tells when XLA keeps more, and what happens under `jax.checkpoint`.
+      gathered_bytes: The most bytes that all_gather(x), which takes R times those of x, may take until the backward
+        pass. If they suffice, the op keeps all_gather(x) where `flaxasync.plan` predicts a gain, and always on devices
+        that `plan` does not know. With 0, the default, the op keeps x, which travels again for dw; docs/plan.md tells
+        when XLA keeps more, and what happens under `jax.checkpoint`.
 
     Returns:
       y, in the dtype of x; a tuple if w is one.

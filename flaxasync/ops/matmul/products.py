@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from flaxasync.ops.dtypes import accumulator_dtype
+from flaxasync.ops.accumulation import accumulator_dtype
 
 type Arrays = tuple[Array, ...]
 

@@ -19,9 +19,9 @@ from flaxasync.kernels.engine.call import available
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.exchange import exchange, vmem_bytes
 from flaxasync.mesh import cast_to_varying
+from flaxasync.ops.accumulation import accumulator_dtype
+from flaxasync.ops.costs.all_reduce import steps
 from flaxasync.ops.costs.cost import Shape
-from flaxasync.ops.costs.few_rows import steps
-from flaxasync.ops.dtypes import accumulator_dtype
 from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays

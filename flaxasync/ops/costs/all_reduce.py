@@ -22,12 +22,12 @@ TABLE = 0.45e-6
 LEAST = 16 * 2**10
 """The bytes to which XLA pads a small array."""
 CROSSING = {1: 1.63, 2: 1.33}
-"""How many times as long the arrays of an exchange in one and in two steps stand on the links as they would if the
-routes shared all links of a ring evenly. They are fitted to a ring of 8 on a 2x4."""
+"""How many times as long an exchange in one or in two steps occupies the links as if its routes shared them evenly,
+fitted to a ring of 8 on a 2x4."""
 PLAYED_RINGS, PLAYED_ROWS, PLAYED_BYTES = (4, 8), 128, 2**18
 """The rings on which the exchange was played, and the most rows and the largest array there."""
 GAINS = 0.2
-"""The share of XLA's seconds that the exchange has to gain. Predicted gains were up to 0.17 of them too large."""
+"""The share of XLA's seconds that the exchange has to gain. Predictions overstated the gain by up to 0.17 of them."""
 ONE_STEP_BYTES = 2**19
 """The largest array, in bytes times R squared, that is exchanged in one step."""
 TILE_BYTES = 4 * 2**10
