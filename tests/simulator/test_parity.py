@@ -69,7 +69,7 @@ def test_ops_in_other_settings(op, setting):
 
 @pytest.mark.parametrize("backend", ["pallas", pytest.param("stateful", marks=repeats)])
 def test_a_gated_mlp_under_checkpoint(backend):
-    ops.check_gated_mlp(jax.checkpoint, backend)
+    ops.check_gated_mlp(backend, jax.checkpoint)
 
 
 @pytest.mark.parametrize("form", [pytest.param(f, marks=repeats if "the same" in f else []) for f in linear.FORMS])

@@ -53,8 +53,14 @@ def rotary_embedding(
 ) -> Float[Array, "*batch s h d"]:
     """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), in float32, or float64 for such an x.
 
-    The positions of the rows are 0 .. s - 1 by default. `scaling` says how the frequencies are scaled. The result has
-    the dtype of x.
+    Args:
+      x: Rows of heads.
+      theta: The base of the frequencies.
+      positions: The positions of the rows; 0 .. s - 1 by default.
+      scaling: How the frequencies are scaled; None for as they are.
+
+    Returns:
+      The rotated rows, in the dtype of x.
     """
     tables = rotary_tables(
         x.shape[-3], x.shape[-1], accumulator_dtype(x), theta=theta, positions=positions, scaling=scaling

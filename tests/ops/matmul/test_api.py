@@ -164,10 +164,8 @@ def compare(got, want):
         assert_close(g, w, "float32", f"result {i}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
-def test_a_gated_mlp_and_its_gradients(backend, wrap):
-    """Compares it with the dense one. The first two weights share one trip of x."""
+def check_gated_mlp(backend, wrap):
+    """Compares a gated MLP and its gradients with the dense one. The first two weights share one trip of x."""
 
     def loss(x, gate, up, down):
         a, b = fa.all_gather_matmul(x, (gate, up), "model", backend=backend)
@@ -181,6 +179,12 @@ def test_a_gated_mlp_and_its_gradients(backend, wrap):
     gradients = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3))
     got = on_ring(wrap(loss), MLP_SPECS, P())(lambda fn: jax.jit(gradients(fn)), *dense_pair())
     compare(got, jax.jit(gradients(dense))(*dense_pair()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_a_gated_mlp_and_its_gradients(backend, wrap):
+    check_gated_mlp(backend, wrap)
 
 
 def test_a_shared_trip_sends_x_once():
