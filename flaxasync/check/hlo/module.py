@@ -66,9 +66,8 @@ class Instruction:
     @property
     def called_computations(self) -> tuple[str, ...]:
         """The names of the computations that this instruction calls: of a loop the body, then the condition."""
-        if self.attributes.keys().isdisjoint(_CALLS):
-            return ()
-        return tuple(name for key in _CALLS for name in _REFERENCE.findall(self.attributes.get(key, "")))
+        texts = [self.attributes[key] for key in _CALLS if key in self.attributes]
+        return tuple(name for text in texts for name in _REFERENCE.findall(text))
 
     @property
     def loop_body(self) -> str:

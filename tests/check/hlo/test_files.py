@@ -78,7 +78,7 @@ def test_a_large_file_takes_a_small_multiple_of_its_size(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_table_of_ten_megabytes_takes_less_than_a_second_and_a_half(tmp_path):
+def test_the_table_of_ten_megabytes_takes_less_than_two_seconds(tmp_path):
     """Of processor time, because other work on the machine lengthens the elapsed time. The least of three runs."""
     fn, arguments = study()
     program = compile_for("v5e:2x2", fn, *arguments, compiler_options=HLO_ONLY)
@@ -93,7 +93,7 @@ def test_the_table_of_ten_megabytes_takes_less_than_a_second_and_a_half(tmp_path
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 1.5
+    assert min(seconds) < 2
 
 
 def repeated(text: str, size: int) -> str:
