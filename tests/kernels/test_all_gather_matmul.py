@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from benchmarks.all_gather_matmul import program
 from flaxasync.check.player.errors import RaceError
-from flaxasync.kernels.all_gather_matmul import all_gather_matmul, resident, schedule
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul, resident, resident_schedule
 from flaxasync.kernels.all_gather_matmul import stream as stream_form
 from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.gather import BlockLayout, Gather
@@ -157,7 +157,7 @@ def test_rows_that_are_not_waited_for_are_seen(monkeypatch, stream):
 
 def test_a_result_that_overwrites_one_that_leaves_is_seen(monkeypatch):
     """A negative test of the out slots: all results take the first, and nobody waits."""
-    monkeypatch.setattr(schedule._Device, "_take_out_slots", lambda self, count: (0, 0))
+    monkeypatch.setattr(resident_schedule._Device, "_take_out_slots", lambda self, count: (0, 0))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         run(2, 1, 16, 128, [384], mode="eager", directions=1, tiles=Tiles(64, 128, 128))
 
@@ -178,8 +178,8 @@ times = st.floats(1e-7, 1e-4)
 )  # fmt: skip
 def test_the_schedule_has_every_product_once_whatever_the_rates(size, own, columns, w_slots, most, more, rates):
     """Also: tiles, arrivals and slots are there, or on their way, when they are used; nothing in use is overwritten."""
-    sizes = schedule.Sizes(size * own, own, columns, w_slots, most, 2 * most + more)
-    order = schedule.schedule(sizes, schedule.Rates(*rates))
+    sizes = resident_schedule.Sizes(size * own, own, columns, w_slots, most, 2 * most + more)
+    order = resident_schedule.schedule(sizes, resident_schedule.Rates(*rates))
     tiles, coming = dict(enumerate(order.loads)), set(range(len(order.loads)))
     received, done, leaving = own, set(), set()
     for task in order.tasks:

@@ -76,9 +76,8 @@ def run_of(data, fsdp, model, remat):
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "remat"), [((1, 2, 4), "layer"), pytest.param((2, 4, 1), "dots", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "remat"), [((1, 2, 4), "layer"), ((2, 4, 1), "dots")])
 def test_both_programs_compute_the_same_step(monkeypatch, sizes, remat):
     config = run_of(*sizes, remat)
     # The kernel of flaxasync needs a TPU. Attention of JAX alone takes its place.

@@ -64,6 +64,7 @@ def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel(mesh_of):
         assert_alike(gradients(heads, x, dy, ids), gradients(rows, x, dy, ids))
 
 
+@pytest.mark.slow
 def test_direct_copies_in_the_simulator(mesh_of):
     """Four devices with race detection: three sequences, of which two are on their way at a time."""
     rng = np.random.default_rng(0)

@@ -110,6 +110,7 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, l
         assert_alike(*(gradients(module, x, ids, run=run) for run in runs), atol=1e-3 if then else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
     """What the backward pass gathers again, or has anyway, would be kept once for each layer."""
@@ -129,9 +130,9 @@ def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
     assert kept == [[]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "layers", "policy"), [
-    ((1, 4, 1, 1), 2, None), pytest.param((1, 4, 1, 1), 1, None, marks=pytest.mark.slow),
-    pytest.param((2, 2, 1, 1), 3, "costly", marks=pytest.mark.slow),
+    ((1, 4, 1, 1), 2, None), ((1, 4, 1, 1), 1, None), ((2, 2, 1, 1), 3, "costly"),
 ])  # fmt: skip
 def test_direct_copies_in_the_simulator(sizes, layers, policy):
     """Four devices with race detection. The up and down projections travel along rows and along columns."""

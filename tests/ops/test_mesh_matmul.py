@@ -134,6 +134,7 @@ def test_a_block_that_is_sent_on_before_it_arrived_is_seen(monkeypatch):
         parity((4, 1), "eager", backend="overlapped")
 
 
+@pytest.mark.slow
 def test_a_wait_for_the_columns_of_another_tile_is_seen(monkeypatch):
     """Negative test of the partial tile: it is not as wide as the tile that was sent from its slot before."""
     wait_until_left = overlapped._Device.wait_until_left
@@ -203,9 +204,10 @@ def test_the_study_compiles_at_full_size():
     assert opcodes.count("copy") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("topology", "shape", "backends"), [
     ("tpu7x:2x2x1", (2, 4), ["overlapped"]),  # of 64 MiB of vector memory
-    *(pytest.param(*mesh, BACKENDS, marks=pytest.mark.slow) for mesh in [
+    *((*mesh, BACKENDS) for mesh in [
         ("tpu7x:2x2x1", (2, 4)), ("v5p:2x2x2", (2, 4)), ("v6e:2x4", (2, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)),
         ("v5e:4x4", (4, 4)),
     ]),
@@ -217,6 +219,7 @@ def test_other_meshes_compile_at_full_size(topology, shape, backends):
     fa.check.compile_for(topology, together, *fns[0][1:])
 
 
+@pytest.mark.slow
 def test_eight_devices_play_without_a_finding():
     """Executes the final instructions for two rows of four devices; the player raises if one of them breaks a rule."""
     mesh = fa.check.topology_mesh("v5e:2x4", (2, 4), ("x", "y"))

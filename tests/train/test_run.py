@@ -71,6 +71,7 @@ def test_a_run_without_its_sample_makes_it_at_the_next_start(run, finished):
     assert (finished / "sample.txt").read_text() == sample
 
 
+@pytest.mark.slow
 def test_checkpoints_are_kept_in_another_folder(run, tmp_path):
     work, elsewhere = tmp_path / "run", tmp_path / "elsewhere" / "checkpoints"
     few = (*QUIET, "--checkpoint.folder", elsewhere)
@@ -167,6 +168,7 @@ def test_divergence_before_the_first_checkpoint_is_explained(run):
     assert "there is no good checkpoint, because none was due before that step. Starting again repeats it" in err
 
 
+@pytest.mark.slow
 def test_the_profile_of_a_run_has_its_window_and_is_read(run, tmp_path, capsys):
     code, _, err = run("--steps", 7, *QUIET, "--profile.start", 5, "--profile.steps", 2)
     assert (code, err) == (0, "")

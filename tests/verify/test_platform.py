@@ -35,6 +35,7 @@ def test_a_chip_is_tried_alone_and_a_gpu_not_at_all():
         assert cases.unsupported(case_of(name, "gpu"), "gpu", quick=True).startswith("needs TPUs")
 
 
+@pytest.mark.slow
 def test_a_planted_defect_is_wrong_and_named_with_its_report_and_its_workaround():
     tried = cases.list_cases("cpu", 1, quick=True, only=["platform"])
     setup = child.Setup(cpu_devices=1, repeats=1, limit=90, serve=faulty_child.serve)

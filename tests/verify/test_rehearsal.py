@@ -60,6 +60,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.delenv(trust.VARIABLE, raising=False)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_goes_the_whole_way_and_nothing_of_it_is_trusted(tmp_path, capsys, monkeypatch):
     results = rehearse("v5e:2x4", "ppermute,matmul_all_reduce/exchange", tmp_path, capsys)
     assert {r["clock"] for r in results if r["seconds"] is not None} == {"simulated"}

@@ -157,6 +157,7 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     assert "This is plain XLA, which calls still take: name another backend." in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("works_at", "verdict"), [(3, Verdict.UNSUPPORTED), (9, Verdict.NOT_RUN)])
 def test_chips_that_cannot_be_opened_after_a_hang_are_tried_again_and_the_rest_has_no_verdict(
     tmp_path, works_at, verdict

@@ -87,6 +87,7 @@ def test_work_in_the_window_is_counted():
     assert (moved.instruction, "convolution" in moved.message) == (first.name, True)
 
 
+@pytest.mark.slow
 def test_windowed_einsum_overlaps_two_permutes_in_each_step():
     report = audit(programs.windowed_einsum())
     body = [p for p in report.pairs if "body" in p.computation and p.kind == "collective-permute"]

@@ -15,6 +15,7 @@ ORDER = ("flaxasync, backend pallas", "XLA, post_spmd collective matmul", "XLA d
 SMALL = benchmark.tp_mlp.Shape(model=1024, hidden=7168)
 
 
+@pytest.mark.slow
 def test_the_order_of_two_forms_of_a_small_mlp(monkeypatch):
     monkeypatch.setattr(benchmark, "SHAPE", SMALL)
     windowed, whole = (benchmark.run(name) for name in ("XLA default", "XLA, windowed einsum off"))

@@ -69,7 +69,8 @@ def test_memory_grows_only_with_the_rows_of_a_device():
     assert temporaries(8, "none") > 1.5 * temporaries(8, "xla")
 
 
-@pytest.mark.parametrize("mapped", [("data", "model"), pytest.param(("model",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mapped", [("data", "model"), ("model",)])
 def test_a_layer_with_whole_sequences_keeps_its_scores_in_vmem(mapped):
     """Except in a shard_map that leaves an axis to XLA, which cannot partition a Pallas kernel."""
     rows = 384  # no other dimension has this size

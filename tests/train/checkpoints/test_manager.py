@@ -65,6 +65,7 @@ def test_a_state_is_restored_bit_by_bit_onto_any_mesh(shape, config, identity, t
         assert leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
 
 
+@pytest.mark.slow
 def test_training_does_not_change_a_state_that_is_being_saved(identity, trainer, tmp_path):
     """The next step reuses the buffers of the state once `save` has returned, while the copy is still being written."""
     step, batch = trainer.train_step, trainer.abstract_batch()[0]

@@ -106,6 +106,7 @@ def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, mo
         dry_run_module.dry_run(load_preset(preset("auto")), "v5e:2x4", mode)
 
 
+@pytest.mark.slow
 def test_the_compiled_step_is_read_as_jaxlib_reads_it(options, compiled_once, program):
     main(options)
     text = program["kept"].text

@@ -128,6 +128,7 @@ def test_a_spike_is_skipped_once_the_usual_norm_is_known():
     assert not any(judge_all(SkipConfig(spike_factor=10.0), [*usual[1:], 100.0])[0]), "one step too early"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_what_the_guard_remembers_and_one_without_it_gets_it(config, replace, mesh, tmp_path):
     guarded = replace(config, skip={"nonfinite": True})
     trainer, identity = Trainer(guarded, mesh), identify_run(config, {})

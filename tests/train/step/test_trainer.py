@@ -33,6 +33,7 @@ def test_repeated_steps_on_one_batch_lower_its_loss(trainer, batch):
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_the_gradient_norm_is_measured_before_clipping(trainer, batch):
     params = trainer.init().params
     grads = jax.jit(jax.grad(lambda params: trainer.model(params).loss(*batch)))(params)
@@ -113,6 +114,7 @@ def test_documents_do_not_see_each_other(config, mesh, trainer_of):
     assert np.abs(together[0] - together[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_same_state_gives_the_same_text(config, trainer):
     prompt, state = np.arange(17), trainer.init()
     used, text = generate(trainer, state, prompt, config)

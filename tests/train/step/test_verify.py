@@ -188,6 +188,7 @@ def rehearse(config, capsys):
     return out.splitlines()
 
 
+@pytest.mark.slow
 def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts(config, replace, capsys):
     config = replace(config, mesh={"data": 8, "model": 1}, data={"sequence_length": 128, "batch_size": 8})
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, width=256, heads=2, kv_heads=1))
