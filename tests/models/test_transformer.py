@@ -163,7 +163,7 @@ def test_sequences_that_fit():
     check_fits(CONFIG, sequence_length=12, mesh_shape=THREE_AXES | {"model": 1}, context_layout="contiguous")
 
 
-@pytest.mark.slow  # tests/train/step/test_context.py trains with a context axis too
+@pytest.mark.slow
 def test_with_a_context_axis_loss_and_gradients_are_the_same():
     mesh = jax.make_mesh((2, 2, 2), ("data", "context", "model"), (AxisType.Explicit,) * 3)
     order = fa.sequence_order("zigzag", TOKENS.shape[1], 2)

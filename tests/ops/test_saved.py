@@ -58,6 +58,13 @@ def test_neither_products_nor_transfers_are_repeated(op):
     assert counts(op, with_policy(jax.checkpoint_policies.nothing_saveable)) == (plain[0] + 1, plain[1] + 1)
 
 
+def test_policies_that_do_not_ask_for_the_names_are_as_without_them():
+    op = fa.all_gather_matmul
+    repeated = counts(op, with_policy(None))
+    assert counts(op, with_policy(JAX_POLICY)) == repeated
+    assert counts(op, with_policy(jax.checkpoint_policies.save_only_these_names("another"))) == repeated
+
+
 @pytest.mark.parametrize(("limit", "trips"), [(0, 3), (KEPT, 2)])
 def test_gathered_rows_are_kept_with_the_product(limit, trips):
     """x travels for y and, unless its gathered rows are kept, for dw; the sums of dx make the other trip."""

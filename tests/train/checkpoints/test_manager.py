@@ -83,6 +83,15 @@ def test_training_does_not_change_a_state_that_is_being_saved(identity, trainer,
             assert_equal(restored, expected)
 
 
+def test_only_the_newest_checkpoints_are_kept(identity, trainer, tmp_path):
+    state = trainer.init()
+    with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, state, data=POSITION, tokens=0, identity=identity)
+        checkpoints.wait()
+        assert checkpoints.steps() == [3, 4]
+
+
 def test_a_half_written_checkpoint_of_a_killed_process_is_removed(folder):
     left = folder / "15.orbax-checkpoint-tmp"
     shutil.copytree(folder / "10", left)
