@@ -1,5 +1,6 @@
 """An embedding whose vocabulary is split over a mesh axis, and the loss that goes with it."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,12 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
-from flaxasync.nn.checks import check_divides, check_input, check_output_layout, check_output_rows
 from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
-from flaxasync.nn.options import LayerOptions, LayerSettings, LinearSettings, of_settings, settings_of
-from flaxasync.nn.placement import Layout, place, place_tokens
+from flaxasync.nn.options import LayerOptions, of_settings, settings_of
+from flaxasync.nn.placement import Layout, check_divides, check_output_layout, place, place_tokens
 from flaxasync.nn.shards import Call, Linear, Part
-from flaxasync.nn.shares import Shares
+from flaxasync.nn.uneven_shares import Shares
 from flaxasync.ops import execution, vocabulary
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)  # as nnx.Embed
@@ -64,7 +64,7 @@ class VocabParallelEmbed(StoredLayer):
         rngs: nnx.Rngs,
         **options: Unpack[LayerOptions],
     ):
-        self.settings = settings_of(LayerSettings, "VocabParallelEmbed", options)
+        self.settings = settings_of("VocabParallelEmbed", options, LayerOptions.__annotations__)
         axis_name = self.settings.axis_name
         self.shares = Shares.equal(num_embeddings, mesh_axis_size("VocabParallelEmbed", axis_name))
         self.num_embeddings, self.features, self.embedding_init = num_embeddings, features, embedding_init
@@ -88,7 +88,7 @@ class VocabParallelEmbed(StoredLayer):
             raise ValueError(f"VocabParallelEmbed looks up integers: got ids of {ids.dtype}")
         layout = self.layout if layout is None else check_output_layout("VocabParallelEmbed", layout)
         placement = place_tokens("VocabParallelEmbed", ids, self.settings.axis_name, self.settings.in_spec)
-        check_output_rows("VocabParallelEmbed", ids.shape[-1], layout, placement)
+        placement.check_output_rows("VocabParallelEmbed", ids.shape[-1], layout)
         (table,) = self.parameters()
         backend = execution.if_available("lookup_reduce_scatter", self.settings.backend)
         call = self._call(layout == "sequence", table, backend=backend, inexact=False)
@@ -100,8 +100,7 @@ class VocabParallelEmbed(StoredLayer):
 
         Like that of `ColumnParallelLinear`, x is sharded by rows over the axis, or the same on all of its devices.
         """
-        placement = place("VocabParallelEmbed.attend", x, self.settings.axis_name, None, sharded="rows")
-        check_input("VocabParallelEmbed.attend", x, self.features, placement)
+        placement = place("VocabParallelEmbed.attend", x, self.settings.axis_name, None, "rows", self.features)
         (table,) = self.parameters()
         call = self._call(placement.rows_sharded, x, table, backend=self.settings.backend)
         in_specs, out_spec = (placement.in_spec, call.specs[0]), placement.spec(features=True)
@@ -111,7 +110,7 @@ class VocabParallelEmbed(StoredLayer):
         """Returns what is static in a computation with these arrays, whose dtype is promoted as `nnx.Embed` does it."""
         promote = functools.partial(self.settings.promote_dtype, dtype=self.settings.dtype, **promotion)
         dtype = jax.eval_shape(promote, arrays)[0].dtype
-        settings = LinearSettings(**vars(self.settings) | {"dtype": dtype, "backend": backend})
+        settings = dataclasses.replace(self.settings, dtype=dtype, backend=backend)
         return Call(settings, (Part(self.stored[0], None, self.shares, dim=0),), rows_sharded)
 
 
@@ -146,7 +145,7 @@ def softmax_cross_entropy(
       ValueError: No mesh is set, it lacks the axis, the axis does not divide V, the shapes do not match, targets are
         not integers, or vocab_size is not one of 1 .. V.
     """
-    placement = place("softmax_cross_entropy", logits, axis_name, None, sharded="features")
+    placement = place("softmax_cross_entropy", logits, axis_name, None, "features")
     if not placement.manual:
         check_divides("softmax_cross_entropy", axis_name, vocabulary=logits.shape[-1])
     elif placement.size > 1 and not placement.features_sharded:

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
-from flaxasync.nn.checks import check_sharded
-from flaxasync.nn.options import LayerSettings
-from flaxasync.nn.placement import Entry, axes_of, spec_of
+from flaxasync.nn.options import Settings
+from flaxasync.nn.placement import Entry, axes_of, axis_types, spec_of
 from flaxasync.ops.saved import PARAMETER
 
 
@@ -54,8 +54,35 @@ class StoredLayer(nnx.Module):
         return tuple(map(found.get, self.names))
 
 
+def check_sharded(layer: str, name: str, parameter: jax.Array, spec: P) -> None:
+    """Raises ValueError for a parameter that lost its sharding, which under Explicit axes its gradient would lack too.
+
+    Under Auto axes no type says how a parameter is sharded, and XLA shards its gradient as the layer uses it.
+    """
+    if parameter.ndim > len(spec):
+        raise ValueError(
+            f"{layer}: the {name} {list(parameter.shape)} has {parameter.ndim} dimensions, and one layer's has "
+            f"{len(spec)}: this is a stack of layers, as nnx.vmap makes it; call it inside nnx.scan or nnx.vmap"
+        )
+    mesh, types = jax.sharding.get_abstract_mesh(), axis_types()
+    if not types or any(kind != AxisType.Explicit for kind in types.values()):
+        return  # `place` tells that there is no mesh
+    typed = P(*jax.typeof(parameter).sharding.spec)
+
+    def axes_that_split(spec: P) -> list[Entry]:
+        return [tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1) for entry in spec]
+
+    whole = P(*typed, *(None,) * (parameter.ndim - len(typed)))
+    if axes_that_split(whole) != axes_that_split(spec):
+        raise ValueError(
+            f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; arrays that nnx.update "
+            "or an assignment put into a layer keep the sharding that they have, and their gradients get the same: put "
+            "them in with flaxasync.nn.load"
+        )
+
+
 def stored_parameter(
-    layer: str, name: str, value: Any, settings: LayerSettings, needed: P, metadata: Mapping[str, Any]
+    layer: str, name: str, value: Any, settings: Settings, needed: P, metadata: Mapping[str, Any]
 ) -> tuple[nnx.Param, P]:
     """Returns a new parameter, and how it is stored; see `stored_spec`."""
     if isinstance(value, nnx.VariableMetadata):  # as nnx.with_partitioning makes it
@@ -75,9 +102,7 @@ def without_axis(module: nnx.Module, axis: str) -> None:
             layer.stored = tuple(spec and without(spec) for spec in layer.stored)
 
 
-def stored_spec(
-    layer: str, name: str, shape: tuple[int, ...], needed: P, settings: LayerSettings, annotation: Any
-) -> P:
+def stored_spec(layer: str, name: str, shape: tuple[int, ...], needed: P, settings: Settings, annotation: Any) -> P:
     """Returns how a parameter is stored.
 
     The layer needs it sharded as `needed` says, and `fsdp_axis` shards it as well: along the first dimension that is

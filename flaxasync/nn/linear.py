@@ -15,21 +15,51 @@ from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
-from flaxasync.nn.checks import check_divides, check_input, check_output_layout, check_output_rows, check_sharded
-from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
-from flaxasync.nn.options import LinearOptions, LinearSettings, of_settings, settings_of
-from flaxasync.nn.placement import Layout, place
+from flaxasync.nn.fully_sharded import StoredLayer, check_sharded, stored_parameter
+from flaxasync.nn.options import LinearOptions, Settings, of_settings, settings_of
+from flaxasync.nn.placement import Layout, check_divides, check_output_layout, place
 from flaxasync.nn.shards import Call, Linear, Part
-from flaxasync.nn.shares import Shares
+from flaxasync.nn.uneven_shares import Shares
 
 type Split = Literal["in_features", "out_features"]
 
 
-class _ParallelLinear(StoredLayer):
+class DenseLayer(StoredLayer):
     """The parameters of `nnx.Linear`, under its names and in its global shapes, so that its checkpoints load."""
 
     names = ("kernel", "bias")
     stored: tuple[P, P | None]
+
+    def _add_parameters(
+        self, layer: str, shape: tuple[int, int], needed: tuple[P, P], settings: Settings, rngs: nnx.Rngs
+    ) -> None:
+        """Draws the kernel and the bias, which the layer needs sharded as `needed` says."""
+        self.in_features, self.out_features = shape
+        kernel = settings.kernel_init(rngs.params(), shape, settings.param_dtype)
+        self.kernel, kernel_spec = stored_parameter(
+            layer, "kernel", kernel, settings, needed[0], settings.kernel_metadata
+        )
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        bias_spec = None
+        if settings.use_bias:
+            bias = settings.bias_init(rngs.params(), shape[1:], settings.param_dtype)
+            self.bias, bias_spec = stored_parameter(layer, "bias", bias, settings, needed[1], settings.bias_metadata)
+        self.stored = kernel_spec, bias_spec
+
+
+class WholeLinear(DenseLayer):
+    """A Dense layer that is the same on all devices of its axis. Other axes may store its parameters."""
+
+    def __init__(self, layer: str, in_features: int, out_features: int, settings: Settings, rngs: nnx.Rngs):
+        self._add_parameters(layer, (in_features, out_features), (P(None, None), P(None)), settings, rngs)
+
+    @property
+    def part(self) -> Part:
+        """How the parameters are stored; every device computes with all of them."""
+        return Part(*self.stored)
+
+
+class _ParallelLinear(DenseLayer):
     split: ClassVar[Split]
     layout: Layout = "replicated"
     pad: bool = False
@@ -48,22 +78,14 @@ class _ParallelLinear(StoredLayer):
         **options: Unpack[LinearOptions],
     ):
         layer, features = type(self).__name__, {"in_features": in_features, "out_features": out_features}
-        self.settings = settings = settings_of(LinearSettings, layer, options)
+        self.settings = settings = settings_of(layer, options)
         size, axis_name = features[self.split], settings.axis_name
-        if shares is None:
+        if shares is None and not self.pad:
             check_divides(layer, axis_name, **{self.split: size})
         self.shares = shares or Shares.equal(size, mesh_axis_size(layer, axis_name))
-        self.in_features, self.out_features = in_features, out_features
-        dtype, shape, column = settings.param_dtype, (in_features, out_features), self.split == "out_features"
-        kernel, needed = settings.kernel_init(rngs.params(), shape, dtype), self.shares.spec(axis_name, shape, column)
-        self.kernel, kernel_spec = stored_parameter(layer, "kernel", kernel, settings, needed, settings.kernel_metadata)
-        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
-        bias_spec = None
-        if settings.use_bias:
-            needed = self.shares.spec(axis_name, shape[1:], 0) if column else P(None)
-            bias = settings.bias_init(rngs.params(), shape[1:], dtype)
-            self.bias, bias_spec = stored_parameter(layer, "bias", bias, settings, needed, settings.bias_metadata)
-        self.stored = kernel_spec, bias_spec
+        shape, column = (in_features, out_features), self.split == "out_features"
+        bias_spec = self.shares.spec(axis_name, shape[1:], 0) if column else P(None)
+        self._add_parameters(layer, shape, (self.shares.spec(axis_name, shape, column), bias_spec), settings, rngs)
 
     @property
     def part(self) -> Part:
@@ -101,7 +123,7 @@ class ColumnParallelLinear(_ParallelLinear):
       pad: Whether out_features need not be a multiple of the axis. The output is then padded to the next multiple. The
         padding gets the lowest values, so it never wins an argmax. The kernel keeps its shape [in, out], and every call
         fetches it by an all-to-all. For logits, `softmax_cross_entropy` leaves the padding out (`vocab_size`).
-      shares: For layers that pad in other ways; see `flaxasync.nn.shares`.
+      shares: For layers that pad in other ways; see `flaxasync.nn.uneven_shares`.
       **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its rows dimension names `axis_name`, or no
         axis where every device has all rows.
 
@@ -121,10 +143,7 @@ class ColumnParallelLinear(_ParallelLinear):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        self.pad = pad and shares is None
-        if self.pad:
-            axis_name = options.get("axis_name", LinearSettings.axis_name)
-            shares = Shares.equal(out_features, mesh_axis_size("ColumnParallelLinear", axis_name))
+        self.pad = pad
         super().__init__(in_features, out_features, shares=shares, rngs=rngs, **options)
 
 
@@ -147,7 +166,7 @@ class RowParallelLinear(_ParallelLinear):
     Args:
       in_features: The features of the input; a multiple of the axis.
       layout: How the rows of the output lie: "sequence" or "replicated".
-      shares: For layers that pad their input; see `flaxasync.nn.shares`.
+      shares: For layers that pad their input; see `flaxasync.nn.uneven_shares`.
       **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its features dimension must name `axis_name`.
 
     Raises:
@@ -196,8 +215,8 @@ class ColumnParallelProjections(nnx.Module):
         layers = [getattr(self, name) for name in self.names]
         check_no_adapter("ColumnParallelProjections", *layers)
         settings = layers[0].settings
-        placement = place("ColumnParallelProjections", x, settings.axis_name, settings.in_spec, sharded="rows")
-        check_input("ColumnParallelProjections", x, layers[0].in_features, placement)
+        in_features = layers[0].in_features
+        placement = place("ColumnParallelProjections", x, settings.axis_name, settings.in_spec, "rows", in_features)
         linears = tuple(layer.parameters() for layer in layers)
         parts = tuple(layer.part for layer in layers)
         call = Call(with_dtype(settings, x, *linears[0]), parts, placement.rows_sharded)
@@ -210,19 +229,17 @@ def _project(call: Call, x: Array, linears: tuple[Linear, ...]) -> tuple[Array, 
 
 
 def _bind(
-    caller: str, x: Array, in_features: int, linear: Linear, settings: LinearSettings, part: Part, layout: Layout,
-    pad: bool = False,
-) -> Callable[[], Array]:  # fmt: skip
+    caller: str, x: Array, in_features: int, linear: Linear, settings: Settings, part: Part, layout: Layout, pad: bool
+) -> Callable[[], Array]:
     """Returns the function that multiplies x with the kernel and adds the bias.
 
     A layer calls that function itself, which keeps this one out of the tracebacks of what happens in the layer.
     """
     column = part.dim == 1
     apply = (_padded_column if pad else _column) if column else _row
-    placement = place(caller, x, settings.axis_name, settings.in_spec, sharded="rows" if column else "features")
-    check_input(caller, x, in_features, placement)
+    placement = place(caller, x, settings.axis_name, settings.in_spec, "rows" if column else "features", in_features)
     if not column:
-        check_output_rows(caller, x.shape[-2], layout, placement)
+        placement.check_output_rows(caller, x.shape[-2], layout)
     rows_sharded = placement.rows_sharded if column else layout == "sequence"
     call = Call(with_dtype(settings, x, *linear), (part,), rows_sharded)
     out_spec = placement.spec(features=True) if column else placement.spec(layout)
@@ -243,10 +260,10 @@ def _padded_column(call: Call, x: Array, linears: tuple[Linear]) -> Array:
 
 def _row(call: Call, x: Array, linears: tuple[Linear]) -> Array:
     (linear,) = call.take(x, linears)
-    return shards.row(x, linear, call.settings, layout=call.layout)
+    return shards.row(x, linear, call.settings, rows_sharded=call.rows_sharded)
 
 
-def multiply(caller: str, x: Array, kernel: Array, settings: LinearSettings, split: Split, layout: Layout) -> Array:
+def multiply(caller: str, x: Array, kernel: Array, settings: Settings, split: Split, layout: Layout) -> Array:
     """Returns x @ kernel as the layer does that splits these features; the messages of its errors begin with `caller`.
 
     `layout` is that of the rows of the output where the input features are split.
@@ -258,7 +275,7 @@ def multiply(caller: str, x: Array, kernel: Array, settings: LinearSettings, spl
     check_sharded(caller, "kernel", kernel, spec)
     shares = Shares.equal(kernel.shape[int(column)], mesh_axis_size(caller, axis_name))
     part = Part(spec, None, shares, dim=int(column))
-    return _bind(caller, x, kernel.shape[0], (kernel, None), settings, part, layout)()
+    return _bind(caller, x, kernel.shape[0], (kernel, None), settings, part, layout, pad=False)()
 
 
 def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
@@ -270,7 +287,7 @@ def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
             )
 
 
-def with_dtype(settings: LinearSettings, x: Array, *params: Array | None) -> LinearSettings:
+def with_dtype(settings: Settings, x: Array, *params: Array | None) -> Settings:
     """Returns the settings with the dtype in which `x` is multiplied with these parameters."""
 
     def promote(*arrays: Array | None) -> Any:

@@ -8,9 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from flaxasync.nn import shards
-from flaxasync.nn.checks import check_input
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, check_no_adapter, with_dtype
-from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
+from flaxasync.nn.options import LinearOptions, settings_of
 from flaxasync.nn.placement import place
 from flaxasync.nn.shards import Call, Linear
 from flaxasync.ops.matmul.mlp import Activation, activate
@@ -49,7 +48,7 @@ class ParallelMLP(nnx.Module):
         **options: Unpack[LinearOptions],
     ):
         options.setdefault("use_bias", False)
-        self.settings = settings_of(LinearSettings, "ParallelMLP", options)
+        self.settings = settings_of("ParallelMLP", options)
         self.activation = activation
         self.up = ColumnParallelLinear(features, hidden_features, rngs=rngs, **options)
         self.gate = ColumnParallelLinear(features, hidden_features, rngs=rngs, **options) if gated else None
@@ -59,8 +58,7 @@ class ParallelMLP(nnx.Module):
         """Applies the MLP. Raises NotImplementedError if a projection was adapted, and ValueError as `up` does."""
         columns = (self.up,) if self.gate is None else (self.up, self.gate)
         check_no_adapter("ParallelMLP", *columns, self.down)
-        placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, sharded="rows")
-        check_input("ParallelMLP", x, self.up.in_features, placement)
+        placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, "rows", self.up.in_features)
         linears = tuple(layer.parameters() for layer in (*columns, self.down))
         parts = tuple(layer.part for layer in (*columns, self.down))
         settings = with_dtype(self.settings, x, *linears[0])
@@ -84,6 +82,6 @@ def _mlp(call: _Call, x: Array, linears: tuple[Linear, ...]) -> Array:
 
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
     def finish(products: tuple[Array, ...], down: Linear) -> Array:
-        return shards.row(activate(call.activation, products), down, settings, layout=call.layout)
+        return shards.row(activate(call.activation, products), down, settings, rows_sharded=call.rows_sharded)
 
     return finish(shards.column(x, columns, settings, rows_sharded=call.rows_sharded), down)

@@ -1,7 +1,7 @@
 """The keywords that layers share, as type checkers read them (PEP 692), their defaults, and what is refused."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
@@ -61,10 +61,9 @@ class LinearOptions(LayerOptions, total=False):
         `nnx.with_partitioning` around `kernel_init` does the same.
       bias_metadata: Metadata of the biases, likewise.
       dot_general: What multiplies the rows with the part of a kernel that a device holds; `lax.dot_general` by default.
-        It is called, and differentiated, as that of `nnx.Linear`. It is a pure, hashable function of its operands: its
-        value is compiled, so state that it reads stays as it was, and an `nnx.Module` is refused. Rows are then
-        gathered before the product and summed after it, without overlap: `backend` is "none", and another one that is
-        named is refused.
+        It is called, and differentiated, as that of `nnx.Linear`. It is a pure, hashable function of its operands: it
+        is compiled, so state that it reads stays as it was, and an `nnx.Module` is refused. Rows are gathered before
+        the product and summed after it, without overlap: another `backend` than "none" is refused.
       gathered_bytes: The most bytes of gathered rows that each column-parallel product of the layer may keep for the
         backward pass; 0, the default, for none. See `flaxasync.all_gather_matmul`. Layers that gather no rows make no
         use of it. With a `dot_general` of one's own, or a `preferred_element_type` wider than the computation, gathered
@@ -84,8 +83,8 @@ class LinearOptions(LayerOptions, total=False):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSettings:
-    """The values of `LayerOptions` in a layer."""
+class Settings:
+    """The values of `LinearOptions` in a layer. Layers that differ in initializers alone compare equal."""
 
     axis_name: str = "model"
     fsdp_axis: str | None = None
@@ -95,12 +94,6 @@ class LayerSettings:
     backend: str | None = None
     in_spec: PartitionSpec | None = None
     promote_dtype: PromoteDtypeFn = promote_dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearSettings(LayerSettings):
-    """The values of `LinearOptions` in a layer. Layers that differ in initializers alone compare equal."""
-
     use_bias: bool = True
     kernel_init: Initializer = dataclasses.field(default=nnx.initializers.lecun_normal(), compare=False)
     bias_init: Initializer = dataclasses.field(default=nnx.initializers.zeros_init(), compare=False)
@@ -111,9 +104,10 @@ class LinearSettings(LayerSettings):
     preferred_element_type: DTypeLike | None = None
 
 
-def settings_of[S: LayerSettings](kind: type[S], layer: str, options: Mapping[str, Any]) -> S:
+def settings_of(
+    layer: str, options: Mapping[str, Any], known: Collection[str] = LinearOptions.__annotations__
+) -> Settings:
     """Returns the options that a layer was given, with the defaults of the others. Messages begin with `layer`."""
-    known = [field.name for field in dataclasses.fields(kind)]
     for name in options:
         if name not in known:
             raise TypeError(
@@ -122,16 +116,15 @@ def settings_of[S: LayerSettings](kind: type[S], layer: str, options: Mapping[st
             )
     if options.get("dot_general", ...) is None:  # as `nnx.MultiHeadAttention` has it by default
         options = {name: value for name, value in options.items() if name != "dot_general"}
-    settings = kind(**options)
+    settings = Settings(**options)
     _check_function(layer, "promote_dtype", settings.promote_dtype)
-    if isinstance(settings, LinearSettings):
-        _check_function(layer, "dot_general", settings.dot_general)
-        check_gathered_bytes(layer, settings.gathered_bytes)
-        if settings.dot_general is not lax.dot_general and settings.backend not in (None, "none"):
-            raise NotImplementedError(
-                f"{layer} with a dot_general of its own lacks backend={settings.backend!r}, whose blocks and gradients "
-                "are products of lax.dot_general; use backend='none' or None, or leave dot_general out"
-            )
+    _check_function(layer, "dot_general", settings.dot_general)
+    check_gathered_bytes(layer, settings.gathered_bytes)
+    if settings.dot_general is not lax.dot_general and settings.backend not in (None, "none"):
+        raise NotImplementedError(
+            f"{layer} with a dot_general of its own lacks backend={settings.backend!r}, whose blocks and gradients are "
+            "products of lax.dot_general; use backend='none' or None, or leave dot_general out"
+        )
     return settings
 
 

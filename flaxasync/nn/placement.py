@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
 
 type Layout = Literal["sequence", "replicated"]
+type Dimension = Literal["rows", "features"]
 type Entry = tuple[str, ...]  # the mesh axes that shard one dimension
 
 
@@ -40,18 +41,24 @@ class Placement:
         return spec_of((*self.batch, rows, (self.axis_name,) if features else ()))
 
     @property
-    def layout(self) -> Layout:
-        """How the rows of the input lie."""
-        return "sequence" if self.rows_sharded else "replicated"
-
-    @property
     def in_spec(self) -> PartitionSpec:
         """The spec of the input."""
-        return self.spec(self.layout, features=self.features_sharded)
+        return self.spec("sequence" if self.rows_sharded else "replicated", features=self.features_sharded)
 
     def token_spec(self) -> PartitionSpec:
         """Returns the spec of an array [*batch, rows] that is the same on every device of `axis_name`."""
         return spec_of((*self.batch, self.rows))
+
+    def check_output_rows(self, layer: str, rows: int, layout: Layout) -> None:
+        """Raises ValueError if the rows of a layer's output are to be sharded and cannot be shared out equally."""
+        axes = (*self.rows, self.axis_name)
+        devices = self.size * math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in self.rows)
+        if layout == "sequence" and rows % devices:
+            raise ValueError(
+                f"{layer} with layout='sequence' shards the rows of its output over {', '.join(map(repr, axes))}: "
+                f"got {rows} rows on {devices} devices; pad them to {-(-rows // devices) * devices}, "
+                "or use layout='replicated'"
+            )
 
     def bind(self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any) -> Callable[[], Any]:
         """Returns a function without arguments that runs `fn(static, *shards)` on the shards of `args`.
@@ -76,29 +83,44 @@ class Placement:
 
 
 def place(
-    layer: str, x: jax.Array, axis_name: str, in_spec: PartitionSpec | None, *, sharded: Literal["rows", "features"]
+    layer: str,
+    x: jax.Array,
+    axis_name: str,
+    in_spec: PartitionSpec | None,
+    sharded: Dimension,
+    features: int | None = None,
 ) -> Placement:
-    """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded` alone."""
+    """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded` alone.
+
+    `features` is the number for which the layer was built, on all devices of the axis together; None takes any.
+    """
     size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
         raise ValueError(f"{layer} needs an input [..., rows, features]: got {list(x.shape)}; add a dimension of rows")
-    by_rows = sharded == "rows"
-    if axis_types()[axis_name] == AxisType.Manual:
-        varies = _varies(layer, x, axis_name)
-        return Placement(axis_name, size, ((),) * (x.ndim - 2), (), varies and by_rows, varies and not by_rows, True)
+    by_rows, manual = sharded == "rows", axis_types()[axis_name] == AxisType.Manual
+    varies = manual and _varies(layer, x, axis_name)
+    local = varies and not by_rows
+    needed = features // size if local and features else features
+    if needed not in (None, x.shape[-1]):
+        raise ValueError(
+            f"{layer} was built for {features} input features{' over the axis' if local else ''}: "
+            f"got {list(x.shape)}, needed [..., {needed}]"
+        )
+    if manual:
+        return Placement(axis_name, size, ((),) * (x.ndim - 2), (), varies and by_rows, local, True)
     entries = _entries(layer, x, in_spec, axis_name, batch_dims=x.ndim - 2, split=-2 if by_rows else -1)
-    *batch, rows, features = entries
+    *batch, rows, last = entries
     fits = not any(axis_name in entry for entry in batch)
     if by_rows:
-        fits = fits and not features and (axis_name not in rows or rows[-1] == axis_name)
+        fits = fits and not last and (axis_name not in rows or rows[-1] == axis_name)
         needed = f"whose rows (dimension -2) are sharded over {axis_name!r}, or are the same on all of its devices"
     else:
-        fits = fits and axis_name not in rows and features == ((axis_name,) if size > 1 or features else ())
+        fits = fits and axis_name not in rows and last == ((axis_name,) if size > 1 or last else ())
         needed = f"whose features (dimension -1) are sharded over {axis_name!r}"
     if not fits:
         raise ValueError(f"{layer} takes an input {needed}: got {spec_of(entries)}; reshard it with jax.reshard")
     others = tuple(name for name in rows if name != axis_name)
-    return Placement(axis_name, size, tuple(batch), others, axis_name in rows, bool(features), manual=False)
+    return Placement(axis_name, size, tuple(batch), others, axis_name in rows, bool(last), manual=False)
 
 
 def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionSpec | None) -> Placement:
@@ -118,6 +140,25 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
         raise ValueError(f"{layer} needs all ids on every device of {axis_name!r}: got {found}; {remedy}")
     *batch, rows = (tuple(name for name in entry if name != axis_name) for entry in entries)
     return Placement(axis_name, size, tuple(batch), rows, False, False, manual)
+
+
+def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
+    """Raises ValueError for a size, given by its name, that the axis does not divide."""
+    devices = mesh_axis_size(layer, axis_name)
+    for name, size in sizes.items():
+        if size % devices:
+            lower, upper = size // devices * devices, -(-size // devices) * devices
+            raise ValueError(
+                f"{layer}: {name} must be divisible by the {axis_name!r} axis: got {name}={size} on {devices} devices; "
+                f"use {f'{lower} or ' if lower else ''}{upper}, or a smaller axis"
+            )
+
+
+def check_output_layout(layer: str, layout: str) -> Layout:
+    """Returns the layout of a layer's output. Raises ValueError for an unknown one."""
+    if layout not in ("sequence", "replicated"):
+        raise ValueError(f"{layer} got layout={layout!r}: it must be 'sequence' or 'replicated'")
+    return layout  # type: ignore[return-value]
 
 
 def _entries(

@@ -17,9 +17,8 @@ from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying
 from flaxasync.nn import fully_sharded
-from flaxasync.nn.options import LinearSettings
-from flaxasync.nn.placement import Layout
-from flaxasync.nn.shares import Shares
+from flaxasync.nn.options import Settings
+from flaxasync.nn.uneven_shares import Shares
 from flaxasync.ops.matmul.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from flaxasync.ops.matmul.mlp import Activation, parallel_mlp
 from flaxasync.ops.matmul.products import dot
@@ -41,7 +40,7 @@ class Part:
 class Call:
     """What is static in a call of a layer that is made of Dense layers. Hashable."""
 
-    settings: LinearSettings  # with the dtype of the computation
+    settings: Settings  # with the dtype of the computation
     parts: tuple[Part, ...]  # one for each Dense layer
     rows_sharded: bool  # whether the layer's axis shards the rows of its activations, where their features are whole
 
@@ -49,11 +48,6 @@ class Call:
     def specs(self) -> tuple[tuple[P, P | None], ...]:
         """How the kernel and the bias of each Dense layer are stored."""
         return tuple((part.kernel, part.bias) for part in self.parts)
-
-    @property
-    def layout(self) -> Layout:
-        """How the rows of those activations lie."""
-        return "sequence" if self.rows_sharded else "replicated"
 
     def take(self, x: Array, linears: Sequence[Linear], dtype: DTypeLike | None = None) -> list[Linear]:
         """Returns the parameters with which this device computes.
@@ -70,15 +64,13 @@ class Call:
         return [_take_share(linear, part, axis_name) for linear, part in zip(gathered, self.parts, strict=True)]
 
 
-def column(x: Array, linears: Sequence[Linear], settings: LinearSettings, *, rows_sharded: bool) -> tuple[Array, ...]:
+def column(x: Array, linears: Sequence[Linear], settings: Settings, *, rows_sharded: bool) -> tuple[Array, ...]:
     """Multiplies one input with several column-parallel kernels [k, n]: all rows, this device's columns of each."""
     ys: Sequence[Array] = bind_columns(x, linears, settings, rows_sharded=rows_sharded)()
     return tuple(finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
 
 
-def bind_columns(
-    x: Array, linears: Sequence[Linear], settings: LinearSettings, *, rows_sharded: bool
-) -> Callable[[], Any]:
+def bind_columns(x: Array, linears: Sequence[Linear], settings: Settings, *, rows_sharded: bool) -> Callable[[], Any]:
     """Returns the function of the products of `column` without biases. Its caller calls it, as that of `bind`."""
     x = x.astype(settings.dtype)
     kernels = tuple(cast(kernel, x, settings.dtype) for kernel, _ in linears)
@@ -93,26 +85,24 @@ def bind_columns(
     )  # fmt: skip
 
 
-def row(x: Array, linear: Linear, settings: LinearSettings, *, layout: Layout) -> Array:
-    """Multiplies this device's columns of x with its rows of a kernel, and sums over all devices."""
+def row(x: Array, linear: Linear, settings: Settings, *, rows_sharded: bool) -> Array:
+    """Multiplies this device's columns of x with its rows of a kernel, and sums over all devices: its rows, or all."""
     kernel, bias = linear
     x = x.astype(settings.dtype)
     kernel = cast(kernel, x, settings.dtype)
     if multiplies_locally(settings):
         y = _multiply(x, kernel, settings)
-        if layout == "sequence":
+        if rows_sharded:
             y = lax.psum_scatter(y, settings.axis_name, scatter_dimension=y.ndim - 2, tiled=True)
         else:
             y = lax.psum(y, settings.axis_name)
     else:
-        op = {"sequence": matmul_reduce_scatter, "replicated": matmul_all_reduce}[layout]
+        op = matmul_reduce_scatter if rows_sharded else matmul_all_reduce
         y = op(x, kernel, settings.axis_name, backend=settings.backend, precision=settings.precision)
     return finish(y, bias, settings)
 
 
-def mlp(
-    x: Array, columns: Sequence[Linear], down: Linear, activation: Activation, settings: LinearSettings
-) -> Array | None:
+def mlp(x: Array, columns: Sequence[Linear], down: Linear, activation: Activation, settings: Settings) -> Array | None:
     """Applies an MLP to this device's rows of x; None where it is not one op, and `column` and `row` do the same."""
     biases = [bias for _, bias in columns if bias is not None]
     if biases or multiplies_locally(settings) or settings.preferred_element_type not in (None, settings.dtype):
@@ -140,7 +130,7 @@ def cast(parameter: Array, x: Array, dtype: DTypeLike | None) -> Array:
     return cast_to_varying(parameter, jax.typeof(x).mat.varying).astype(dtype)
 
 
-def _multiply(x: Array, kernel: Array, settings: LinearSettings) -> Array:
+def _multiply(x: Array, kernel: Array, settings: Settings) -> Array:
     """Returns x @ kernel by the function that the layer was given, called as `nnx.Linear` calls it.
 
     Both operands are cast to vary alike, so that a VJP rule of that function may multiply them with its cotangent.
@@ -159,7 +149,7 @@ def _multiply(x: Array, kernel: Array, settings: LinearSettings) -> Array:
     return y
 
 
-def multiplies_locally(settings: LinearSettings) -> bool:
+def multiplies_locally(settings: Settings) -> bool:
     """Says whether one product of all rows is needed: by the caller's function, or in a dtype that the ops lack.
 
     The ops return the dtype of their operands, which is that of the computation.
@@ -175,7 +165,7 @@ def multiplies_locally(settings: LinearSettings) -> bool:
     return wider or settings.dot_general is not lax.dot_general
 
 
-def finish(y: Array, bias: Array | None, settings: LinearSettings) -> Array:
+def finish(y: Array, bias: Array | None, settings: Settings) -> Array:
     """Adds the bias, and returns the dtype that the caller prefers; that of a local product stays as it is."""
     y = y if bias is None else y + cast(bias, y, settings.dtype).astype(y.dtype)
     return y if multiplies_locally(settings) else y.astype(settings.preferred_element_type or settings.dtype)

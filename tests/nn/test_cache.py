@@ -59,9 +59,9 @@ def test_what_a_cache_lacks_is_refused():
             layer(X, X, decode=True)
         with pytest.raises(NotImplementedError, match="lacks a cache with an attention_fn"):
             function(X, decode=True)
-        with pytest.raises(ValueError, match="a cache for 2 sequences of 6 rows: got 1 sequences and 6 new rows"):
+        with pytest.raises(ValueError, match="2 sequences of 6 rows, of which 0 are taken: got 1 sequences and 6"):
             layer(X[:1], decode=True)
         layer.cache_index[...] = jnp.int32(4)
-        message = "a cache of 6 rows, of which 4 are taken: got 3 new rows; make a larger one"
+        message = "of 6 rows, of which 4 are taken: got 2 sequences and 3 new rows; make a larger one"
         with pytest.raises(ValueError, match=message):
             layer(X[:, :3], decode=True)

@@ -85,7 +85,9 @@ def test_functions_that_a_layer_cannot_use(mesh_of):
         two = nnx.eval_shape(lambda: nnx.Dict(x=nnx.MultiHeadAttention(
             4, 8, decode=False, qkv_dot_general=differentiable, rngs=nnx.Rngs(0)
         )))  # fmt: skip
-        with pytest.raises(ValueError, match="x, a MultiHeadAttention: its qkv_dot_general is not its out_dot_general"):
+        with pytest.raises(
+            ValueError, match="x by the rule 'attention': its parts have several functions dot_general or"
+        ):
             fa.nn.parallelize(two, {"x": "attention"})
 
 

@@ -203,13 +203,13 @@ class Odd(nnx.Module):
 
 @pytest.mark.parametrize(("make", "rules", "message"), [
     (Odd, {"plain.base_module": "row"}, "because nnx.LoRA .* it is at plain: give it the rule 'row', and it becomes"),
-    (Odd, {"alone": "column"}, "alone, a LoRA: it is around a NoneType, and the rules are those of nnx.Linear"),
-    (Odd, {"other": "column"}, "other, a LoRA: its dtype, param_dtype or promote_dtype is not that of the layer"),
+    (Odd, {"alone": "column"}, "alone by the rule 'column': it is around a NoneType, and the rules"),
+    (Odd, {"other": "column"}, "other by the rule 'column': its dtype, param_dtype or promote_dtype is not that of"),
     (Shared, {"a": "column"}, "a, because nnx.LoRA .* it is at b: give it the rule 'column'"),
     (Shared, {"b": "column"}, "a, because nnx.LoRA .* it is at c: give it the rule 'column'"),
     (Shared, {"b": "column", "c": "row"}, "c by the rule 'row': it adapts a, .* says 'column'; give both"),
     (lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))), {"base_module": "row"},
-     "base_module, because .* the model itself is it, so put it into a module, such as an nnx.Dict, and"),
+     "base_module, because .* it is at the root of the model, which must be in a module such as an nnx.Dict: give"),
 ])  # fmt: skip
 def test_adaptations_that_cannot_be_replaced(mesh_of, make, rules, message):
     with jax.set_mesh(mesh_of(2, 4)):

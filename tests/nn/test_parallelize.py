@@ -92,16 +92,16 @@ def odd_layers():
 
 
 @pytest.mark.parametrize(("path", "message"), [
-    ("cached", "cached, a MultiHeadAttention: it decodes with a cache"),
-    ("filled", "filled, .* a cache .*: build the model with decode=False"),
-    ("function", "function, .*: it has an attention_fn of its own, which would see"),
-    ("dropped", "dropped, .*: its dropout is the same for the whole batch: give it broadcast_dropout=False"),
-    ("adapted", "adapted, a MultiHeadAttention: its query is a LoRA and not a LinearGeneral, whose"),
-    ("normed", "normed, a MultiHeadAttention: its key_ln is a RMSNorm and not a LayerNorm, whose"),
+    ("cached", "cached by the rule 'attention': it decodes with a cache"),
+    ("filled", "filled by .* a cache .*: build the model with decode=False"),
+    ("function", "function by .*: it has an attention_fn of its own, which would see"),
+    ("dropped", "dropped by .*: its dropout is the same for the whole batch: give it broadcast_dropout=False"),
+    ("adapted", "adapted by the rule 'attention': its query is a LoRA and not a LinearGeneral, whose"),
+    ("normed", "normed by the rule 'attention': its key_ln is a RMSNorm and not a LayerNorm, whose"),
     ("custom", "custom by the rule 'column': .* dot_general of its own lacks backend='xla'"),
     ("uneven", "uneven by the rule 'column': .*out_features=18 on 4 devices"),
-    ("unbiased", "unbiased by the rule 'column': it lacks, and a layer of its options has, the parameters bias"),
-    ("scaled", "scaled by the rule 'column': it has, and a parallel layer lacks, the parameters scale"),
+    ("unbiased", "unbiased by the rule 'column': it has the parameters kernel, and a layer .* has bias, kernel"),
+    ("scaled", "scaled by the rule 'column': it has the parameters bias, kernel, scale, and .* has bias, kernel"),
     ("a", r"a: a.kernel and b.kernel are one parameter, and would be two"),
 ])  # fmt: skip
 def test_layers_that_cannot_be_replaced(mesh_of, path, message):

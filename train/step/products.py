@@ -7,7 +7,7 @@ what the chips could do in the same time. Reference: Chowdhery et al., PaLM: Sca
 
 from typing import NamedTuple
 
-from flaxasync.nn.shares import head_shares
+from flaxasync.nn.uneven_shares import head_shares
 from models.config import TransformerConfig
 
 FORMULA = "6 x matmul parameters + 12 x layers x heads x head features x sequence; recomputation is not counted"

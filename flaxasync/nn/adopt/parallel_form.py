@@ -22,28 +22,20 @@ type Rule = Literal["column", "logits", "row", "row_replicated", "embed", "embed
 type Options = dict[str, Any]
 
 
-def lacking(old: nnx.Module) -> str:
-    """Returns what a layer does that its parallel form does not; "" for nothing."""
-    if isinstance(old, nnx.LoRA):
-        base: Any = old.base_module
-        if type(base) not in (nnx.Linear, ColumnParallelLinear, RowParallelLinear):
-            return f"it is around a {type(base).__name__}, and the rules are those of nnx.Linear"
-        if (old.dtype, old.param_dtype, old.promote_dtype) != (base.dtype, base.param_dtype, base.promote_dtype):
-            return "its dtype, param_dtype or promote_dtype is not that of the layer that it adapts"
-    if not isinstance(old, nnx.MultiHeadAttention):
-        return ""
+def _check_attention(old: nnx.MultiHeadAttention) -> None:
+    """Raises ValueError for attention that does what `ParallelAttention` does not."""
     parts: dict[str, type[nnx.Module]] = dict.fromkeys(("query", "key", "value", "out"), nnx.LinearGeneral)
     if old.normalize_qk:
         parts |= {"query_ln": nnx.LayerNorm, "key_ln": nnx.LayerNorm}
     for name, kind in parts.items():
         if type(part := getattr(old, name)) is not kind:
-            return (
+            raise ValueError(
                 f"its {name} is a {type(part).__name__} and not a {kind.__name__}, whose parameters ParallelAttention "
                 "reads without calling it: adapt separate layers"
             )
     reasons = {
-        "it decodes with a cache of keys and values, which ParallelAttention lacks: build the model with decode=False "
-        "to train it, and decode with the plain one": old.decode or old.cached_key is not None,
+        "it decodes with a cache of keys and values: build the model with decode=False to train it, and decode with "
+        "the plain one": old.decode or old.cached_key is not None,
         "its dropout is the same for the whole batch: give it broadcast_dropout=False": (
             old.dropout_rate and old.broadcast_dropout
         ),
@@ -52,14 +44,15 @@ def lacking(old: nnx.Module) -> str:
         "it has a dot_general_cls: give it qkv_dot_general and out_dot_general": (
             old.qkv_dot_general_cls is not None or old.out_dot_general_cls is not None
         ),
-        "its qkv_dot_general is not its out_dot_general, and ParallelAttention has one dot_general": (
+        "its parts have several functions dot_general or promote_dtype, and ParallelAttention has one of each": (
             old.qkv_dot_general is not old.out_dot_general
-        ),
-        "it has several ways to promote dtypes, and ParallelAttention has one promote_dtype": (
-            old.qkv_promote_dtype is not old.out_promote_dtype or old.ln_promote_dtype is not promote_dtype
+            or old.qkv_promote_dtype is not old.out_promote_dtype
+            or old.ln_promote_dtype is not promote_dtype
         ),
     }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(reason)
 
 
 def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
@@ -73,12 +66,14 @@ def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
 
 def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.Module:
     """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one."""
-    stays = base is old.base_module
-    if stays:
-        if isinstance(base, ColumnParallelLinear):
-            fitting: tuple[Rule, ...] = ("column", "logits")
-        else:
-            fitting = ("row",) if base.layout == "sequence" else ("row_replicated",)
+    plain: Any = old.base_module
+    if type(plain) not in (nnx.Linear, ColumnParallelLinear, RowParallelLinear):
+        raise ValueError(f"it is around a {type(plain).__name__}, and the rules are those of nnx.Linear")
+    if (old.dtype, old.param_dtype, old.promote_dtype) != (plain.dtype, plain.param_dtype, plain.promote_dtype):
+        raise ValueError("its dtype, param_dtype or promote_dtype is not that of the layer that it adapts")
+    if base is plain:  # a parallel layer, which stays as it is
+        row: Rule = "row" if base.layout == "sequence" else "row_replicated"
+        fitting = ("column", "logits") if isinstance(base, ColumnParallelLinear) else (row,)
         axis_name = base.settings.axis_name
         if rule not in fitting or options["axis_name"] != axis_name:
             raise ValueError(
@@ -102,13 +97,9 @@ def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -
     before, after = (
         {path: variable for path, variable in variables_of(one).items() if path[0] != without} for one in (old, layer)
     )
-    for paths, which in (
-        (after.keys() - before.keys(), "lacks, and a layer of its options has,"),
-        (before.keys() - after.keys(), "has, and a parallel layer lacks,"),
-    ):
-        if paths:
-            names = sorted(".".join(map(str, path)) for path in paths)
-            raise ValueError(f"it {which} the parameters {', '.join(names)}")
+    if before.keys() != after.keys():
+        has, needed = (sorted(".".join(map(str, path)) for path in one) for one in (before, after))
+        raise ValueError(f"it has the parameters {', '.join(has)}, and a layer of its options has {', '.join(needed)}")
     stack = _stack(old)
     whole = (None,) * len(stack)
     for path, variable in after.items():
@@ -170,6 +161,7 @@ def _embed(old: nnx.Embed, options: Options, *, layout: Layout) -> nnx.Module:
 
 
 def _attention(old: nnx.MultiHeadAttention, options: Options) -> nnx.Module:
+    _check_attention(old)
     kept: Options = {name: getattr(old, name) for name in ("normalize_qk", "dropout_rate", "deterministic")}
     return ParallelAttention(
         old.in_features, old.num_heads, kv_heads=old.num_kv_heads, head_dim=old.head_dim,

@@ -16,7 +16,6 @@ from flaxasync.nn.adopt.parallel_form import (
     Rule,
     adapted_form,
     keep_metadata,
-    lacking,
     parallel_form,
     variables_of,
 )
@@ -164,17 +163,15 @@ def _new_layer(
     if type(old) not in kinds:
         names = " and ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}")
-    if reason := lacking(old):
-        raise ValueError(
-            f"parallelize cannot replace {path}, a {type(old).__name__}: {reason}; leave it out of the rules"
-        )
     try:
         if not isinstance(old, nnx.LoRA):
             return parallel_form(old, rule, options)
         bases = (layer for base, layer in new.items() if modules[base] is old.base_module)
         return adapted_form(old, next(bases, old.base_module), rule, options)
     except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"parallelize cannot replace {path} by the rule {rule!r}: {error}") from error
+        raise ValueError(
+            f"parallelize cannot replace {path} by the rule {rule!r}: {error}; or leave it out of the rules"
+        ) from error
 
 
 def _check_adapted(
@@ -186,12 +183,10 @@ def _check_adapted(
         for parent, _ in found:
             if not isinstance(parent, nnx.LoRA) or paths.get(id(parent)) in chosen:
                 continue
-            remedy = "the model itself is it, so put it into a module, such as an nnx.Dict, and"
-            if holder := paths.get(id(parent)):
-                remedy = f"it is at {holder}:"
+            holder = paths.get(id(parent), "the root of the model, which must be in a module such as an nnx.Dict")
             raise ValueError(
                 f"parallelize cannot replace {path}, because nnx.LoRA would add arrays that are sharded in different "
-                f"ways; {remedy} give it the rule {chosen[path]!r}, and it becomes a ParallelLoRA"
+                f"ways; it is at {holder}: give it the rule {chosen[path]!r}, and it becomes a ParallelLoRA"
             )
 
 

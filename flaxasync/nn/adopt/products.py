@@ -10,10 +10,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flaxasync.nn.checks import check_output_layout
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, Split, multiply, with_dtype
-from flaxasync.nn.options import LinearSettings
-from flaxasync.nn.placement import Layout
+from flaxasync.nn.options import Settings
+from flaxasync.nn.placement import Layout, check_output_layout
 
 
 class ParallelLoRA(nnx.LoRA):
@@ -26,12 +25,10 @@ class ParallelLoRA(nnx.LoRA):
     y = base(x) + x @ lora_a @ lora_b          rank features a row travel beside those of base
     ```
 
-    The parameters have the type, names and global shapes of those of `nnx.LoRA`, so that
-    `nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))` and `nnx.Optimizer(..., wrt=nnx.LoRAParam)` train them
-    alone, and checkpoints load. `nnx.LoRA` itself, around a column-parallel layer whose input is sharded by rows, adds
-    arrays that are sharded in different ways, which Explicit axes refuse. `parallelize` turns it into this layer.
-    `ParallelMLP`, `ColumnParallelProjections` and the attention layers do not call their projections, so they refuse
-    one that was adapted.
+    The parameters have the type (`nnx.LoRAParam`), names and global shapes of those of `nnx.LoRA`, and `parallelize`
+    turns an `nnx.LoRA` into this layer. `nnx.LoRA` itself adds arrays that are sharded in different ways, which
+    Explicit axes refuse, where the input of a column-parallel layer is sharded by rows. `ParallelMLP`,
+    `ColumnParallelProjections` and the attention layers do not call their projections, so they refuse an adapted one.
 
     Args:
       base: The layer that is adapted. Its output is that of `nnx.Linear`, so `pad` is not supported.
@@ -86,16 +83,12 @@ def parallel_dot_general(
 ) -> Callable[..., Array]:
     """Returns a `dot_general` for `nnx.Linear` that does the product of a column- or row-parallel layer.
 
-    The kernel has to be sharded as that of the parallel layer:
+    The kernel has to be sharded as that of the parallel layer: ("model", None) for "row", and for "column"
 
     ```python
     nnx.Linear(
         64, 256, dot_general=fa.nn.parallel_dot_general("column"),
         kernel_metadata={"out_sharding": (None, "model")}, bias_metadata={"out_sharding": ("model",)}, rngs=rngs,
-    )
-    nnx.Linear(
-        256, 64, dot_general=fa.nn.parallel_dot_general("row"),
-        kernel_metadata={"out_sharding": ("model", None)}, rngs=rngs,
     )
     ```
 
@@ -131,7 +124,7 @@ def parallel_dot_general(
             )
         if out_sharding is not None:
             raise ValueError("parallel_dot_general shards its output itself: leave out_sharding out")
-        settings = LinearSettings(
+        settings = Settings(
             axis_name=axis_name, backend=backend, precision=precision, preferred_element_type=preferred_element_type
         )
         return multiply("parallel_dot_general", x, kernel, with_dtype(settings, x, kernel), features, layout)

@@ -1,17 +1,15 @@
 """What the attention layers share: four projections, norms of heads, and how they run on shards, or with a cache.
 
-The cache of keys and values follows `nnx.MultiHeadAttention`. One call with `decode=True` may add any number of rows to
-it, such as a whole prompt.
-
-```
-cached_key, cached_value  [b, length, R * local heads, head_dim]    each device has the key-value heads that it uses
-cache_index               []                                        the rows so far
-x                         [b, s, features]                          the new rows
-```
-
+The cache of keys and values follows `nnx.MultiHeadAttention`, and each device has the key-value heads that it uses.
 With fewer key-value heads than devices, several devices hold the same head, so that no head ever travels.
+
+```
+cached_key, cached_value  [b, length, R * local heads, head_dim]
+cache_index               []                                        the rows so far
+```
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -26,45 +24,12 @@ from flaxasync.kernels.attention_block import Mask
 from flaxasync.nn.attention import exchange
 from flaxasync.nn.attention.exchange import Call, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
-from flaxasync.nn.checks import check_input
-from flaxasync.nn.fully_sharded import StoredLayer, stored_spec
-from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, check_no_adapter, with_dtype
-from flaxasync.nn.options import LinearSettings
+from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear, check_no_adapter, with_dtype
+from flaxasync.nn.options import Settings
 from flaxasync.nn.placement import Placement, place
-from flaxasync.nn.shards import Linear, Part
+from flaxasync.nn.shards import Linear
 from flaxasync.ops.attention.dense import cached_attention
 from flaxasync.ops.attention.layouts import check_segments
-
-
-class WholeLinear(StoredLayer, nnx.Linear):
-    """An `nnx.Linear` whose parameters are the same on all devices of the layer's axis. Other axes may store them."""
-
-    names = ("kernel", "bias")
-    stored: tuple[P, P | None]
-
-    def __init__(self, in_features: int, out_features: int, settings: LinearSettings, rngs: nnx.Rngs):
-        metadata = dict[str, Any]()
-        for name, shape in (("kernel", (in_features, out_features)), ("bias", (out_features,))):
-            given = dict(getattr(settings, f"{name}_metadata"))
-            annotation = given.get("out_sharding")
-            if settings.fsdp_axis is not None or annotation is not None:
-                given["out_sharding"] = tuple(stored_spec("RingSelfAttention", name, shape, P(), settings, annotation))
-            metadata[f"{name}_metadata"] = given
-        super().__init__(
-            in_features, out_features, use_bias=settings.use_bias, param_dtype=settings.param_dtype,
-            kernel_init=settings.kernel_init, bias_init=settings.bias_init, rngs=rngs, **metadata,
-        )  # fmt: skip
-        self.stored = _annotated_spec(self.kernel), None if self.bias is None else _annotated_spec(self.bias)
-
-    @property
-    def part(self) -> Part:
-        """How the parameters are stored; every device computes with all of them."""
-        return Part(*self.stored)
-
-
-def _annotated_spec(parameter: nnx.Param) -> P:
-    spec = parameter.get_metadata().get("out_sharding") or ()
-    return P(*spec, *(None,) * (parameter.ndim - len(spec)))
 
 
 class AttentionLayer(nnx.Module):
@@ -73,7 +38,7 @@ class AttentionLayer(nnx.Module):
     A subclass sets the attributes that are declared here, and then calls `_add_norms`.
     """
 
-    settings: LinearSettings
+    settings: Settings
     attention: HeadAttention
     query: ColumnParallelLinear | WholeLinear
     key: ColumnParallelLinear | WholeLinear
@@ -100,8 +65,7 @@ def place_input(layer: AttentionLayer, x: Array, segment_ids: Array | None, in_s
     """Reads how the input of a layer is sharded, and checks the input and its segments."""
     name = type(layer).__name__
     check_no_adapter(name, layer.query, layer.key, layer.value, layer.out)
-    placement = place(name, x, layer.settings.axis_name, in_spec, sharded="rows")
-    check_input(name, x, layer.query.in_features, placement)
+    placement = place(name, x, layer.settings.axis_name, in_spec, "rows", layer.query.in_features)
     check_segments(name, segment_ids, x.shape)
     if x.ndim != 3:
         raise ValueError(f"{name} needs an input [batch, rows, features]: got {list(x.shape)}")
@@ -109,7 +73,7 @@ def place_input(layer: AttentionLayer, x: Array, segment_ids: Array | None, in_s
 
 
 def make_call(
-    layer: AttentionLayer, x: Array, attention: HeadAttention, placement: Placement, kv_placement: Placement
+    layer: AttentionLayer, x: Array, placement: Placement, kv_placement: Placement, *, is_causal: bool = False
 ) -> tuple[Call, tuple[Linear, ...], Norms]:
     """Returns what is static in a call, and the parameters. The inputs of queries and of keys are sharded as told."""
     projections = layer.query, layer.key, layer.value, layer.out
@@ -117,6 +81,7 @@ def make_call(
     norms = Norms(*(None if norm is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln)))
     settings = with_dtype(layer.settings, x, *(parameter for linear in linears for parameter in linear))
     rows, kv_rows = (parts[0].shares is not None and p.rows_sharded for p in (placement, kv_placement))
+    attention = dataclasses.replace(layer.attention, causal=layer.attention.causal or is_causal)
     return Call(settings, parts, rows, attention=attention, kv_rows_sharded=kv_rows), linears, norms
 
 
@@ -124,12 +89,12 @@ def run(
     layer: AttentionLayer,
     x: Array,
     inputs: Inputs[Array],
-    attention: HeadAttention,
     placement: Placement,
     kv_placement: Placement,
+    is_causal: bool,
 ) -> Array:
     """Runs a layer on its shards. The output is sharded as x is."""
-    call, linears, norms = make_call(layer, x, attention, placement, kv_placement)
+    call, linears, norms = make_call(layer, x, placement, kv_placement, is_causal=is_causal)
     given = Inputs(
         inputs_k=kv_placement.in_spec,
         inputs_v=kv_placement.in_spec,
@@ -208,18 +173,14 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
     if layer.attention.attention_fn is not None or placement.manual:
         raise NotImplementedError(f"{name} lacks a cache with an attention_fn, and inside shard_map: leave decode out")
     batch, length = keys[...].shape[:2]
-    if x.shape[0] != batch or x.shape[1] > length:
+    taken = 0 if isinstance(index[...], jax.core.Tracer) else int(index[...])
+    if x.shape[0] != batch or taken + x.shape[1] > length:
         raise ValueError(
-            f"{name} has a cache for {batch} sequences of {length} rows: got {x.shape[0]} sequences and {x.shape[1]} "
-            "new rows; make a larger one with init_cache"
-        )
-    if not isinstance(index[...], jax.core.Tracer) and int(index[...]) + x.shape[1] > length:
-        raise ValueError(
-            f"{name} has a cache of {length} rows, of which {int(index[...])} are taken: got {x.shape[1]} new rows; "
-            "make a larger one with init_cache"
+            f"{name} has a cache for {batch} sequences of {length} rows, of which {taken} are taken: got {x.shape[0]} "
+            f"sequences and {x.shape[1]} new rows; make a larger one with init_cache"
         )
     mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
-    call, linears, norms = make_call(layer, x, layer.attention, placement, placement)
+    call, linears, norms = make_call(layer, x, placement, placement)
     heads, norm_specs = P(placement.spec()[0], None, placement.axis_name, None), jax.tree.map(lambda _: P(None), norms)
     arguments = x, linears, norms, keys[...], values[...], index[...], mask
     mask_spec = scores_spec(mask, placement, batch)

@@ -67,7 +67,7 @@ def project_output(call: Call, heads: Array, out: Linear) -> Array:
     def project(heads: Array, out: Linear) -> Array:
         heads = heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1])
         if call.splits_heads:
-            return shards.row(heads, out, call.settings, layout=call.layout)
+            return shards.row(heads, out, call.settings, rows_sharded=call.rows_sharded)
         return shards.column(heads, (out,), call.settings, rows_sharded=False)[0]
 
     return project(heads, out)

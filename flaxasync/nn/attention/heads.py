@@ -38,7 +38,7 @@ class Norms(NamedTuple):
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Keywords of attention layers beside those of Dense layers. `HeadAttention` has their defaults.
+    """Keywords of attention layers beside those of Dense layers.
 
     Where logit_softcap, dropout_rate or attention_fn is used, or a call has a mask or a bias, a device computes all
     scores of its heads at once. Otherwise it holds only tiles of them.
@@ -62,7 +62,7 @@ class AttentionOptions(TypedDict, total=False):
         `nnx.LayerNorm` without bias, as in `nnx.MultiHeadAttention`, and "rms" for `nnx.RMSNorm`. The parameters are
         `query_ln` and `key_ln`.
       qk_epsilon: What the norm adds to the variance or to the mean square; 1e-6 by default.
-      rope_scaling: How the frequencies of the rotary position embedding are scaled; None, the default, for as they are.
+      rope_scaling: How the frequencies of the rotary position embedding are scaled; None, the default, for not.
       dropout_rate: The share of the weights that is dropped where a call is not deterministic; 0 by default.
       deterministic: Whether nothing is dropped, if a call does not say it; None, the default, for False.
       attention_fn: A function (query, key, value, *, bias, mask) of this device's heads, all [b, s, h, d], that
@@ -121,10 +121,9 @@ class HeadAttention:
         layer: str,
         features: int,
         heads: int,
-        *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
-        **options: Any,
+        **more: Any,
     ) -> "HeadAttention":
         """Returns the attention of a layer's heads, once it is checked. Messages of errors begin with `layer`."""
         kv_heads = heads if kv_heads is None else kv_heads
@@ -139,7 +138,7 @@ class HeadAttention:
                 "head_dim"
             )
         head_dim = features // heads if head_dim is None else head_dim
-        made = cls(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **options)
+        made = cls(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **more)
         if made.rope_theta is not None and head_dim % 2:
             raise ValueError(
                 f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
@@ -155,11 +154,11 @@ class HeadAttention:
         if made.context_axis is not None:
             mesh_axis_size(layer, made.context_axis)
             check_sequence_layout(layer, made.context_layout)
-        if made.context_axis is not None and lacking:
-            raise NotImplementedError(
-                f"{layer} over a split sequence lacks {lacking[0]}: keys and values travel, and no device has all "
-                "scores of a row; use a layer whose sequences are whole (context_axis=None)"
-            )
+            if lacking:
+                raise NotImplementedError(
+                    f"{layer} over a split sequence lacks {lacking[0]}, because no device has all scores of a row: use "
+                    "a layer whose sequences are whole (context_axis=None)"
+                )
         return made
 
     @property
@@ -184,7 +183,7 @@ class HeadAttention:
         axis = self.context_axis
         at = None if axis is None else positions(self.context_layout, q.shape[1], axis)
         q, k, v = self.split(q, k, v, norms, at, tables)
-        given = [array for array in (inputs.mask, inputs.bias, inputs.dropout_key) if array is not None]
+        given = any(array is not None for array in (inputs.mask, inputs.bias, inputs.dropout_key))
         if given or self.needs_all_scores or q.shape[1] != k.shape[1]:
             return self._attend_dense(q, k, v, inputs)
         options: dict[str, Any] = {

@@ -1,6 +1,5 @@
 """Tensor-parallel attention of one input to another: its heads are split over a mesh axis."""
 
-import dataclasses
 import math
 from typing import Any, Unpack
 
@@ -15,11 +14,10 @@ from jaxtyping import Array, Float
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.attention.base import AttentionLayer, attend_cached, place_input, run, scores_array
 from flaxasync.nn.attention.heads import AttentionOptions, HeadAttention, Inputs, ParallelAttentionOptions
-from flaxasync.nn.checks import check_input
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
-from flaxasync.nn.options import LinearSettings, settings_of
+from flaxasync.nn.options import settings_of
 from flaxasync.nn.placement import Placement, axis_types, place
-from flaxasync.nn.shares import head_shares
+from flaxasync.nn.uneven_shares import head_shares
 from flaxasync.ops import execution
 from flaxasync.ops.attention.layouts import check_sequence_rows
 
@@ -78,7 +76,7 @@ class ParallelAttention(AttentionLayer):
         heads = num_heads if heads is None else heads
         assert heads is not None
         given = {name: linear.pop(name) for name in AttentionOptions.__annotations__ if name in linear}
-        self.settings = settings_of(LinearSettings, layer, linear)
+        self.settings = settings_of(layer, linear)
         if given.get("context_backend") is None:
             given["context_backend"] = execution.if_available("ring_attention", self.settings.backend)
         self.attention = attention = HeadAttention.of(
@@ -109,9 +107,6 @@ class ParallelAttention(AttentionLayer):
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
-        out_sharding: Any = None,
-        qkv_sharding: Any = None,
-        input_positions: Array | None = None,
     ) -> Float[Array, "b s out"]:
         """Applies the layer.
 
@@ -127,25 +122,16 @@ class ParallelAttention(AttentionLayer):
             overwrite the last ones.
           is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
             without `causal`.
-          sow_weights, out_sharding, qkv_sharding, input_positions: Arguments of `nnx.MultiHeadAttention` that must be
-            left out: no device has the weights of all heads, and sharding and positions are those of inputs_q.
+          sow_weights: Must be False, because no device has the weights of all heads.
 
         Raises:
           ValueError: An input has other features, dimensions or rows, a batch of its own, or rows that are not on the
             axes where they belong; a mask or a bias does not fit.
-          NotImplementedError: An argument is given that must not be; inputs_k, a mask, a bias or dropout is given where
-            sequences are split.
+          NotImplementedError: `sow_weights` is True; inputs_k, a mask or a bias is given where sequences are split.
         """
         layer = type(self).__name__
-        lacking = {
-            "sow_weights": sow_weights or None, "out_sharding": out_sharding, "qkv_sharding": qkv_sharding,
-            "input_positions": input_positions,
-        }  # fmt: skip
-        for name, given in lacking.items():
-            if given is not None:
-                raise NotImplementedError(
-                    f"{layer} lacks {name} of nnx.MultiHeadAttention; leave it out, or keep that layer"
-                )
+        if sow_weights:
+            raise NotImplementedError(f"{layer} lacks sow_weights of nnx.MultiHeadAttention; leave it out")
         if inputs_v is not None and inputs_k is None:
             raise ValueError(f"{layer} got inputs_v without inputs_k; give both, or inputs_k alone")
         inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)
@@ -190,8 +176,7 @@ class ParallelAttention(AttentionLayer):
         keys = x if inputs.inputs_k is None else inputs.inputs_k
         shape = x.shape[0], attention.heads, _all_rows(x, placement), _all_rows(keys, kv_placement)
         mask, bias = scores_array(layer, "mask", inputs.mask, shape), scores_array(layer, "bias", inputs.bias, shape)
-        attention = dataclasses.replace(attention, causal=attention.causal or is_causal)
-        return run(self, x, inputs._replace(mask=mask, bias=bias), attention, placement, kv_placement)
+        return run(self, x, inputs._replace(mask=mask, bias=bias), placement, kv_placement, is_causal=is_causal)
 
     def _place_keys(self, x: Array, inputs: Inputs[Array], placement: Placement) -> Placement:
         """Reads how the inputs of keys and values are sharded, and checks them."""
@@ -203,17 +188,13 @@ class ParallelAttention(AttentionLayer):
                     "queries: give inputs_k"
                 )
             return placement
-        inputs_v = inputs.inputs_k if inputs.inputs_v is None else inputs.inputs_v
-        found = []
-        for z in (inputs.inputs_k, inputs_v):
-            found.append(place(layer, z, self.settings.axis_name, None, sharded="rows"))
-            check_input(layer, z, features, found[-1])
-            if z.ndim != 3 or z.shape[:2] != (x.shape[0], inputs.inputs_k.shape[1]):
-                raise ValueError(
-                    f"{layer} needs inputs_k and inputs_v [{x.shape[0]}, rows, features] of one length: got "
-                    f"{list(inputs.inputs_k.shape)} and {list(z.shape)}"
-                )
-        keys, values = found
+        k, v = inputs.inputs_k, inputs.inputs_k if inputs.inputs_v is None else inputs.inputs_v
+        keys, values = (place(layer, z, self.settings.axis_name, None, "rows", features) for z in (k, v))
+        if any(z.ndim != 3 or z.shape[:2] != (x.shape[0], k.shape[1]) for z in (k, v)):
+            raise ValueError(
+                f"{layer} needs inputs_k and inputs_v [{x.shape[0]}, rows, features] of one length: got "
+                f"{list(k.shape)} and {list(v.shape)}"
+            )
         if keys != values or keys.batch != placement.batch or keys.rows:
             raise ValueError(
                 f"{layer} needs inputs_q, inputs_k and inputs_v with one sharding of the batch, and inputs_k and "
@@ -266,13 +247,9 @@ def _check_split_sequence(
             f"{(context_axis, placement.axis_name)}, or over {context_axis!r} alone: got "
             f"{placement.in_spec}; reshard it with jax.reshard"
         )
-    if inputs.inputs_k is not None:
-        raise NotImplementedError(
-            f"{layer} over a split sequence lacks inputs_k: keys would need positions of their own; leave inputs_k "
-            "out, or leave context_axis out"
-        )
-    if inputs.mask is not None or inputs.bias is not None:
-        raise NotImplementedError(
-            f"{layer} over a split sequence lacks masks and biases: no device has all scores of a row; use causal, "
-            "window and segment_ids"
-        )
+    for name, given in (("inputs_k", inputs.inputs_k), ("a mask", inputs.mask), ("a bias", inputs.bias)):
+        if given is not None:
+            raise NotImplementedError(
+                f"{layer} over a split sequence lacks {name}: use causal, window and segment_ids, or leave "
+                "context_axis out"
+            )

@@ -21,8 +21,6 @@ class RopeScaling:
 
     A frequency that turns fewer than `low_frequency` times within `original_length` positions is divided by `factor`;
     one that turns more than `high_frequency` times is kept; between the two the result is interpolated linearly.
-
-    `low_frequency` and `high_frequency` count turns.
     """
 
     factor: float

@@ -5,10 +5,11 @@ from typing import Unpack
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flaxasync.nn.attention.base import AttentionLayer, WholeLinear, attend_cached, place_input, run
+from flaxasync.nn.attention.base import AttentionLayer, attend_cached, place_input, run
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, ParallelAttentionOptions
 from flaxasync.nn.attention.layer import ParallelAttention
-from flaxasync.nn.options import LinearOptions, LinearSettings, settings_of
+from flaxasync.nn.linear import WholeLinear
+from flaxasync.nn.options import LinearOptions, settings_of
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
 
 
@@ -85,12 +86,10 @@ class RingSelfAttention(AttentionLayer):
     `ParallelSelfAttention` with `context_axis`.
 
     Args:
-      heads: The query heads; a multiple of `kv_heads`.
-      kv_heads: The key-value heads; by default heads.
-      head_dim: The features of a head; by default features / heads.
+      heads, causal, rope_theta: As in `ParallelAttention`.
+      kv_heads, head_dim, window: As in `flaxasync.nn.AttentionOptions`.
       layout: The order of the rows: "contiguous" or "zigzag"; see `flaxasync.ring_attention`. The input is in the order
         of `flaxasync.sequence_order`.
-      causal, window, rope_theta: As in `ParallelAttention`.
       **options: See `flaxasync.nn.LinearOptions`. `axis_name`, which splits the sequence, is "context" by default;
         `use_bias` is False by default; `backend` is that of `flaxasync.ring_attention`. If you give `in_spec`,
         its rows dimension must name `axis_name`.
@@ -115,17 +114,17 @@ class RingSelfAttention(AttentionLayer):
     ):
         options.setdefault("axis_name", "context")
         options.setdefault("use_bias", False)
-        self.settings = settings = settings_of(LinearSettings, "RingSelfAttention", options)
+        self.settings = settings = settings_of("RingSelfAttention", options)
         self.attention = attention = HeadAttention.of(
             "RingSelfAttention", features, heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal, window=window,
             rope_theta=rope_theta, precision=settings.precision, context_axis=settings.axis_name, context_layout=layout,
             context_backend=settings.backend,
         )  # fmt: skip
         q_width, kv_width = heads * attention.head_dim, attention.kv_heads * attention.head_dim
-        self.query = WholeLinear(features, q_width, settings, rngs)
-        self.key = WholeLinear(features, kv_width, settings, rngs)
-        self.value = WholeLinear(features, kv_width, settings, rngs)
-        self.out = WholeLinear(q_width, features, settings, rngs)
+        self.query = WholeLinear("RingSelfAttention", features, q_width, settings, rngs)
+        self.key = WholeLinear("RingSelfAttention", features, kv_width, settings, rngs)
+        self.value = WholeLinear("RingSelfAttention", features, kv_width, settings, rngs)
+        self.out = WholeLinear("RingSelfAttention", q_width, features, settings, rngs)
         self._add_norms(rngs)
 
     def __call__(self, x: Float[Array, "b s d"], segment_ids: Int[Array, "b s"] | None = None) -> Float[Array, "b s d"]:
@@ -143,4 +142,4 @@ class RingSelfAttention(AttentionLayer):
             )
         rows = x.shape[1] * (placement.size if placement.manual else 1)
         check_sequence_rows("RingSelfAttention", self.attention.context_layout, rows, placement.size)
-        return run(self, x, Inputs(segment_ids=segment_ids), self.attention, placement, placement)
+        return run(self, x, Inputs(segment_ids=segment_ids), placement, placement, is_causal=False)
