@@ -66,21 +66,14 @@ class Case:
         return MESHES[self.mesh][1][1]
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of x and w on one device."""
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The shapes of x, w and y on one device."""
         if self.op == "all_gather_matmul":
-            return (self.rows, self.features), (self.features, self.hidden)
-        return (self.ring * self.rows, self.hidden), (self.hidden, self.features)
-
-    @property
-    def result(self) -> tuple[int, int]:
-        """The shape of y on one device."""
-        if self.op == "all_gather_matmul":
-            return self.ring * self.rows, self.hidden
-        return self.rows, self.features
+            return (self.rows, self.features), (self.features, self.hidden), (self.ring * self.rows, self.hidden)
+        return (self.ring * self.rows, self.hidden), (self.hidden, self.features), (self.rows, self.features)
 
     def plan(self) -> Plan:
-        return fa.plan(self.op, *self.shapes, chip=MESHES[self.mesh][0], ring=self.ring, backward=self.backward)
+        return fa.plan(self.op, *self.shapes[:2], chip=MESHES[self.mesh][0], ring=self.ring, backward=self.backward)
 
 
 def grid() -> list[Case]:
@@ -116,11 +109,9 @@ def played_seconds(case: Case, backend: str) -> float:
         y, pull = jax.vjp(local, x, w)
         return y, *pull(dy)
 
-    arguments = [whole(shape, spec) for shape, spec in zip(case.shapes, specs, strict=False)]
-    if case.backward:
-        arguments.append(whole(case.result, specs[2]))
-    fn = jax.jit(with_gradients if case.backward else local)
-    return seconds_without_exit_copies(*play_program(topology, fn, *arguments, compiler_options=SYNCHRONOUS))
+    x, w, dy = (whole(shape, spec) for shape, spec in zip(case.shapes, specs, strict=True))
+    fn, arguments = (with_gradients, (x, w, dy)) if case.backward else (local, (x, w))
+    return seconds_without_exit_copies(*play_program(topology, jax.jit(fn), *arguments, compiler_options=SYNCHRONOUS))
 
 
 def play_sample(cases: list[Case], path: str | None) -> dict[tuple[Case, str], float]:

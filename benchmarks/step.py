@@ -93,16 +93,12 @@ def mesh_of(devices: Sequence[Any], variant: str, config: TransformerConfig) -> 
     return fa.make_mesh(shape, ("data", "model"), devices=devices, axis_types=(kind, kind))
 
 
-def program(
-    variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh
-) -> tuple[Any, tuple[Any, Any, Any]]:
+def program(variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh) -> tuple[Any, tuple]:
     shape = jax.ShapeDtypeStruct((batch, sequence, config.width), jnp.dtype(config.dtype))
     return layer_program(lambda: make_layer(variant, config, nnx.Rngs(0)), shape, mesh)
 
 
-def layer_program(
-    make: Callable[[], nnx.Module], shape: jax.ShapeDtypeStruct, mesh: Mesh
-) -> tuple[Any, tuple[Any, Any, Any]]:
+def layer_program(make: Callable[[], nnx.Module], shape: jax.ShapeDtypeStruct, mesh: Mesh) -> tuple[Any, tuple]:
     """Makes the jitted forward and backward pass of a layer; must be called under `jax.set_mesh(mesh)`.
 
     The mesh has the axes "data" and "model"; x and y have this shape, [batch, rows, features], sharded by rows over

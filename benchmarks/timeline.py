@@ -12,12 +12,8 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from benchmarks import tp_mlp
-from benchmarks.programs import array
+from benchmarks import player_kernels, tp_mlp
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check
 from flaxasync.check.estimate.costs import Costs
@@ -47,9 +43,8 @@ BACKEND_HEADER = ("pass", "backend", "copies", "of those in flight", "transfers"
 
 def study() -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     """Returns jnp.matmul of LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] on 2x2, and its arguments."""
-    mesh = check.topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
-    fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None)))
-    return fn, (array((16384, 16384), mesh, P("x", "y")), array((16384, 8192), mesh, P("x", None)))
+    fn, *arguments = player_kernels.program("xla", check.topology_mesh("v5e:2x2", (2, 2), ("x", "y")))
+    return fn, tuple(arguments)
 
 
 def compile_mlp(variant: str, options: dict[str, str], *, backward: bool = False) -> check.CompiledProgram:

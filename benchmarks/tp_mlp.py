@@ -26,7 +26,6 @@ from benchmarks.programs import array, fastest_ms, has_tpus, play_or_synchronize
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import hardware
 from flaxasync.check import topology_devices, topology_size
-from flaxasync.check.player import Result
 from flaxasync.check.player.errors import PlayerError
 
 TOPOLOGY = "v5e:2x4"
@@ -95,21 +94,15 @@ def ring(devices: Sequence[Any], variant: str) -> Mesh:
     return fa.make_mesh((len(devices),), ("model",), devices=devices, axis_types=(kind,))
 
 
-def predicted(variant: str, shape: Shape, *, backward: bool, topology: str = TOPOLOGY) -> tuple[Result, str]:
-    """Simulates a program; returns the result, and "*" if it had to be compiled with synchronous collectives."""
-    mesh = ring(topology_devices(topology), variant)
-    with jax.set_mesh(mesh):
-        fn, arguments = program(variant, shape, mesh, backward=backward)
-        result, _, mark = play_or_synchronize(topology, fn, *arguments)
-    return result, mark
-
-
 def row(variant: str, shape: Shape) -> tuple[str, ...]:
     """Makes a row of the table: for each program its total, the excess over the ideal time, and the longest wait."""
     cells: list[str] = []
     for backward in (False, True):
+        mesh = ring(topology_devices(TOPOLOGY), variant)
         try:
-            result, mark = predicted(variant, shape, backward=backward)
+            with jax.set_mesh(mesh):
+                fn, arguments = program(variant, shape, mesh, backward=backward)
+                result, _, mark = play_or_synchronize(TOPOLOGY, fn, *arguments)
         except PlayerError as error:
             print(f"{shape}, {variant}, {'gradients' if backward else 'forward'}: not played: {error}")
             cells += ["-", "-", "-"]
