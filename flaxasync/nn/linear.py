@@ -47,18 +47,6 @@ class DenseLayer(StoredLayer):
         self.stored = kernel_spec, bias_spec
 
 
-class WholeLinear(DenseLayer):
-    """A Dense layer that is the same on all devices of its axis. Other axes may store its parameters."""
-
-    def __init__(self, layer: str, in_features: int, out_features: int, settings: Settings, rngs: nnx.Rngs):
-        self._add_parameters(layer, (in_features, out_features), (P(None, None), P(None)), settings, rngs)
-
-    @property
-    def part(self) -> Part:
-        """How the parameters are stored; every device computes with all of them."""
-        return Part(*self.stored)
-
-
 class _ParallelLinear(DenseLayer):
     split: ClassVar[Split]
     layout: Layout = "replicated"
@@ -187,6 +175,18 @@ class RowParallelLinear(_ParallelLinear):
     ):
         super().__init__(in_features, out_features, shares=shares, rngs=rngs, **options)
         self.layout: Layout = check_output_layout("RowParallelLinear", layout)
+
+
+class WholeLinear(DenseLayer):
+    """A Dense layer that is the same on all devices of its axis. Other axes may store its parameters."""
+
+    def __init__(self, layer: str, in_features: int, out_features: int, settings: Settings, rngs: nnx.Rngs):
+        self._add_parameters(layer, (in_features, out_features), (P(None, None), P(None)), settings, rngs)
+
+    @property
+    def part(self) -> Part:
+        """How the parameters are stored; every device computes with all of them."""
+        return Part(*self.stored)
 
 
 class ColumnParallelProjections(nnx.Module):

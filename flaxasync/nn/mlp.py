@@ -1,6 +1,5 @@
 """A tensor-parallel MLP, gated or not: its input makes one trip around the ring, and so does its output."""
 
-import dataclasses
 from typing import Unpack
 
 import jax
@@ -61,27 +60,21 @@ class ParallelMLP(nnx.Module):
         placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, "rows", self.up.in_features)
         linears = tuple(layer.parameters() for layer in (*columns, self.down))
         parts = tuple(layer.part for layer in (*columns, self.down))
-        settings = with_dtype(self.settings, x, *linears[0])
-        call = _Call(settings, parts, placement.rows_sharded, self.activation)
-        return placement.bind(_mlp, call, (x, linears), (placement.in_spec, call.specs), placement.in_spec)()
+        call = Call(with_dtype(self.settings, x, *linears[0]), parts, placement.rows_sharded)
+        static, in_specs = (call, self.activation), (placement.in_spec, call.specs)
+        return placement.bind(_mlp, static, (x, linears), in_specs, placement.in_spec)()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call(Call):
-    """What is static in a call."""
-
-    activation: Activation
-
-
-def _mlp(call: _Call, x: Array, linears: tuple[Linear, ...]) -> Array:
+def _mlp(static: tuple[Call, Activation], x: Array, linears: tuple[Linear, ...]) -> Array:
+    call, activation = static
     settings = call.settings
     *columns, down = call.take(x, linears)
-    y = shards.mlp(x, columns, down, call.activation, settings) if call.rows_sharded else None
+    y = shards.mlp(x, columns, down, activation, settings) if call.rows_sharded else None
     if y is not None:
         return y
 
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
     def finish(products: tuple[Array, ...], down: Linear) -> Array:
-        return shards.row(activate(call.activation, products), down, settings, rows_sharded=call.rows_sharded)
+        return shards.row(activate(activation, products), down, settings, rows_sharded=call.rows_sharded)
 
     return finish(shards.column(x, columns, settings, rows_sharded=call.rows_sharded), down)
