@@ -1,0 +1,130 @@
+"""The loss of a vocabulary-parallel output layer, whose logits are never in memory at once."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from flaxasync.mesh import mesh_axis_size
+from flaxasync.nn import shards
+from flaxasync.nn.embed import VocabParallelEmbed
+from flaxasync.nn.linear import ColumnParallelLinear, check_no_adapter, with_dtype
+from flaxasync.nn.options import Settings
+from flaxasync.nn.placement import place, place_tokens
+from flaxasync.nn.shards import Call, Linear, Part
+from flaxasync.nn.uneven_shares import Shares
+from flaxasync.ops.linear_cross_entropy import BlockLoss
+from flaxasync.ops.linear_cross_entropy import linear_cross_entropy as sum_of_losses
+from flaxasync.ops.vocabulary import LossOptions
+
+_NAME = "linear_cross_entropy"
+
+
+def linear_cross_entropy(
+    x: Float[Array, "*batch s d"],
+    output: ColumnParallelLinear | VocabParallelEmbed | Float[Array, "d v"],
+    targets: Int[Array, "*batch s"],
+    *,
+    weights: Float[Array, "*batch s"] | None = None,
+    axis_name: str = "model",
+    ignore: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    block_mib: float = 384,
+) -> Float[Array, ""]:
+    """Computes the mean cross-entropy of `output(x)`, in nats a row, a block of rows at a time.
+
+    It is the mean of `softmax_cross_entropy(output(x), targets)`, but no logits are kept for the backward pass, and
+    only those of one block are in memory: of the 12.6 GB of logits that 3 x 8192 rows and 128,256 entries have in
+    float32, the default keeps 0.4 GB. The gradients are computed with the loss, so nothing is computed twice. They
+    exist from there on: that of x, and that of the kernel, in float32 while it is summed.
+
+    ```python
+    loss = fa.nn.linear_cross_entropy(hidden, model.output, targets)
+    ```
+
+    Args:
+      x: [..., s, D], sharded by rows over the axis, or the same on all of its devices.
+      output: What makes the logits: a `ColumnParallelLinear` without a bias, a `VocabParallelEmbed`, whose `attend`
+        makes them, or a kernel [D, V], which the axis splits by columns, and which is cast to the dtype of x.
+      targets: [..., s], 0 .. V-1, the same on all devices of the axis.
+      weights: [..., s], of the rows in the mean, not differentiated; None for ones. If they are all 0, so is the loss.
+      axis_name: The mesh axis that splits the vocabulary; that of `output` where this is a layer.
+      ignore: The target of rows that do not count, such as -100 for padding; None for none.
+      label_smoothing: The share of the target distribution that is spread over all entries equally.
+      z_loss: The factor of log(sum(exp(logits)))**2, which is added; 0 for none.
+      logit_softcap: Logits l become c * tanh(l / c) with this c; None for as they are.
+      block_mib: The most MiB of float32 logits of a block on a device. Small blocks move the gradient of the kernel
+        through memory more often.
+
+    Returns:
+      A scalar, the same on all devices; float32, or float64 for float64 operands.
+
+    Raises:
+      NotImplementedError: The layer has a bias, a `dot_general` of its own, or an adapter.
+      ValueError: No mesh is set, it lacks the axis, the shapes do not match, targets are not integers, or block_mib is
+        not positive.
+    """
+    linear, part, settings = _parameters(output, axis_name, x.dtype)
+    features = linear[0].shape[1 - part.dim]
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"{_NAME} needs targets of an integer dtype: got {targets.dtype}; cast them")
+    if block_mib <= 0:
+        raise ValueError(f"{_NAME} needs block_mib to be positive: got {block_mib}")
+    placement = place(_NAME, x, settings.axis_name, settings.in_spec, "rows", features)
+    place_tokens(_NAME, targets, settings.axis_name, placement.token_spec())
+    rows = x.shape[-2] * (placement.size if placement.manual and placement.rows_sharded else 1)
+    for name, array in (("targets", targets), ("weights", targets if weights is None else weights)):
+        if array.shape != (*x.shape[:-2], rows):
+            raise ValueError(
+                f"{_NAME} needs one element of {name} a row of x: got {list(array.shape)} for x {list(x.shape)}; "
+                f"needed {[*x.shape[:-2], rows]}"
+            )
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    if ignore is not None:
+        weights = jnp.where(targets == ignore, 0, weights)
+    shares = part.shares
+    assert shares is not None
+    options = LossOptions(ignore, label_smoothing, z_loss, None if shares.whole else shares.size)
+    call = Call(with_dtype(settings, x, linear[0]), (part,), placement.rows_sharded)
+    loss = BlockLoss(settings.axis_name, placement.rows_sharded, options, logit_softcap, round(block_mib * 2**20))
+    tokens = placement.token_spec()
+    in_specs = (placement.in_spec, call.specs[0], tokens, tokens)
+    return placement.bind(_mean, (call, loss), (x, linear, targets, weights), in_specs, jax.P())()
+
+
+def _mean(static: tuple[Call, BlockLoss], x: Array, linear: Linear, targets: Array, weights: Array) -> Array:
+    call, loss = static
+    ((kernel, _),) = call.take(x, (linear,))
+    dtype = call.settings.dtype
+    kernel = shards.cast(kernel, x, dtype)
+    total = sum_of_losses(loss, x.astype(dtype), kernel.T if call.parts[0].dim == 0 else kernel, targets, weights)
+    weight = jnp.sum(weights)
+    total, weight = (lax.psum(one, tuple(sorted(jax.typeof(one).mat.varying))) for one in (total, weight))
+    return total / jnp.where(weight == 0, 1, weight)
+
+
+def _parameters(
+    output: ColumnParallelLinear | VocabParallelEmbed | Array, axis_name: str, dtype: DTypeLike
+) -> tuple[Linear, Part, Settings]:
+    """Returns the kernel, how it is stored, and the settings of what makes logits."""
+    if isinstance(output, VocabParallelEmbed):
+        return (output.parameters()[0], None), Part(output.stored[0], None, output.shares, dim=0), output.settings
+    if isinstance(output, ColumnParallelLinear):
+        check_no_adapter(_NAME, output)
+        kernel, bias = output.parameters()
+        if bias is not None or output.dot_general is not lax.dot_general:
+            what = "a dot_general of its own" if bias is None else "a bias"
+            raise NotImplementedError(
+                f"{_NAME} multiplies with the kernel alone, and the layer has {what}: leave it out, or use "
+                "softmax_cross_entropy(output(x), targets)"
+            )
+        return (kernel, None), output.part, output.settings
+    shares = Shares.equal(output.shape[1], mesh_axis_size(_NAME, axis_name))
+    return (
+        (output, None),
+        Part(shares.spec(axis_name, output.shape, 1), None, shares),
+        Settings(axis_name=axis_name, dtype=dtype),
+    )

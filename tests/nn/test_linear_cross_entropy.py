@@ -1,0 +1,172 @@
+"""The loss that never has whole logits, against a softmax over whole logits."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from tests.nn.conftest import ROWS, TOKENS, make_fsdp_mesh, put
+
+FEATURES, BATCH = 8, 4
+SMALL = 1e-3  # MiB: several blocks, of which the last is not full
+
+
+def arrays(rows, entries, dtype="float32", seed=0):
+    """Returns x, a kernel [D, V], targets with one that is -100, and weights with one that is 0."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((BATCH, rows, FEATURES)).astype(dtype)
+    kernel = (rng.standard_normal((FEATURES, entries)) / np.sqrt(FEATURES)).astype(dtype)
+    targets = rng.integers(0, entries, (BATCH, rows)).astype(np.int32)
+    weights = rng.uniform(0.5, 2, (BATCH, rows)).astype(np.float32)
+    targets[1, 2], weights[0, 1] = -100, 0
+    return x, kernel, targets, weights
+
+
+def reference(x, kernel, targets, weights, *, label_smoothing=0.0, z_loss=0.0, logit_softcap=None):
+    """Returns the loss, and its gradients of x and of the kernel, from whole logits in float32."""
+
+    def loss(x, kernel):
+        logits = x.astype(jnp.float32) @ kernel.astype(jnp.float32)
+        if logit_softcap is not None:
+            logits = logit_softcap * jnp.tanh(logits / logit_softcap)
+        wanted = optax.smooth_labels(jax.nn.one_hot(targets, kernel.shape[1]), label_smoothing)
+        losses = optax.softmax_cross_entropy(logits, wanted) + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+        counted = jnp.where(targets == -100, 0, weights)
+        return jnp.sum(losses * counted) / jnp.sum(counted)
+
+    value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(x, kernel)
+    return value, *gradients
+
+
+def check(mesh, output_of, given, *, x_spec=ROWS, tolerance=1e-6, **options):
+    """Compares the loss and both gradients; `output_of` makes of a kernel [D, V] what the loss is given as output."""
+    x, kernel, targets, weights = given
+    want = reference(*given, **{name: options[name] for name in options if name not in ("block_mib", "axis_name")})
+    with jax.set_mesh(mesh):
+        output = output_of(kernel)
+        graph, state = nnx.split(output) if isinstance(output, nnx.Module) else (None, output)
+
+        @jax.jit
+        def run(x, state, targets, weights):
+            def loss(x, state):
+                output = state if graph is None else nnx.merge(graph, state)
+                return fa.nn.linear_cross_entropy(x, output, targets, weights=weights, ignore=-100, **options)
+
+            return jax.value_and_grad(loss, argnums=(0, 1))(x, state)
+
+        placed = (jax.device_put(one, TOKENS) for one in (targets, weights))
+        value, (dx, dstate) = run(jax.device_put(x, x_spec), state, *placed)
+    dkernel = np.asarray(jax.tree.leaves(dstate)[0], np.float32)
+    got = (value, dx, dkernel.T if isinstance(output, fa.nn.VocabParallelEmbed) else dkernel)
+    for name, one, other in zip(("loss", "dx", "dkernel"), got, want, strict=True):
+        scale = max(float(np.abs(np.asarray(other, np.float32)).max()), 1e-6)
+        np.testing.assert_allclose(np.float32(one) / scale, np.float32(other) / scale, atol=tolerance, err_msg=name)
+
+
+def column(kernel, **options):
+    layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(
+        *kernel.shape, use_bias=False, pad=True, dtype=kernel.dtype, rngs=nnx.Rngs(0), **options
+    ))  # fmt: skip
+    layer.kernel.set_value(put(np.float32(kernel), layer.kernel.get_value()))
+    return layer
+
+
+def embedding(kernel, **options):
+    layer = nnx.eval_shape(lambda: fa.nn.VocabParallelEmbed(*kernel.T.shape, rngs=nnx.Rngs(0), **options))
+    layer.embedding.set_value(put(kernel.T, layer.embedding.get_value()))
+    return layer
+
+
+@pytest.mark.parametrize(("mesh", "axis_type", "entries", "output_of", "options"), [
+    ((1, 1), AxisType.Explicit, 12, column, {}),
+    ((1, 2), AxisType.Explicit, 13, column, {"block_mib": SMALL}),  # a padded vocabulary
+    ((1, 8), AxisType.Explicit, 50, column, {"block_mib": SMALL}),
+    ((2, 4), AxisType.Auto, 24, column, {"block_mib": SMALL}),
+    ((2, 4), AxisType.Explicit, 24, embedding, {"logit_softcap": 2.0}),
+    ((2, 4), AxisType.Explicit, 25, embedding, {"z_loss": 1e-2}),
+    ((2, 4), AxisType.Explicit, 25, column, {"label_smoothing": 0.1}),
+    ((2, 4), AxisType.Explicit, 24, lambda kernel: jax.device_put(kernel, P(None, "model")), {}),
+])  # fmt: skip
+def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, mesh, axis_type, entries, output_of, options):
+    check(mesh_of(*mesh, axis_type), output_of, arrays(24, entries), **options)
+
+
+def test_rows_that_are_not_split(mesh_of):
+    check(mesh_of(2, 4), column, arrays(7, 24), x_spec=TOKENS)
+
+
+def test_bfloat16(mesh_of):
+    check(mesh_of(2, 4), column, arrays(24, 24, jnp.bfloat16), tolerance=2e-2, block_mib=SMALL)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_fully_sharded(axis_type):
+    mesh = make_fsdp_mesh(1, 2, 1, 4, axis_type=axis_type)
+    spec = P(("data", "fsdp"), "model", None)
+    with_fsdp = {"fsdp_axis": "fsdp"} | ({"in_spec": spec} if axis_type == AxisType.Auto else {})
+
+    def output_of(kernel):
+        return column(kernel, **with_fsdp)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.nn.test_linear_cross_entropy.TOKENS", P(("data", "fsdp"), None))
+        check(mesh, output_of, arrays(24, 24), x_spec=spec)
+
+
+def test_weights_that_are_all_zero_give_no_loss(mesh_of):
+    x, kernel, targets, _ = arrays(8, 16)
+    with jax.set_mesh(mesh_of(2, 4)):
+        x, targets = jax.device_put(x, ROWS), jax.device_put(targets, TOKENS)
+        loss = jax.jit(
+            lambda x, kernel, targets: fa.nn.linear_cross_entropy(x, kernel, targets, weights=jnp.zeros_like(targets))
+        )
+        assert loss(x, jax.device_put(kernel, P(None, "model")), targets) == 0
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"targets": np.zeros((BATCH, 8), np.float32)}, ValueError, "integer dtype: got float32"),
+    ({"targets": np.zeros((BATCH, 16), np.int32)}, ValueError, "one element of targets a row of x: got [4, 16]"),
+    ({"weights": np.zeros((BATCH, 4), np.float32)}, ValueError, "one element of weights a row of x: got [4, 4]"),
+    ({"block_mib": 0}, ValueError, "block_mib to be positive: got 0"),
+    ({"axis_name": "tensor"}, ValueError, "tensor"),
+    ({"use_bias": True}, NotImplementedError, "the layer has a bias: leave it out"),
+])  # fmt: skip
+def test_errors(mesh_of, change, error, message):
+    x, kernel, targets, weights = arrays(8, 16)
+    given = {"targets": targets, "weights": weights} | change
+    with jax.set_mesh(mesh_of(2, 4)):
+        output = jax.device_put(kernel, P(None, "model"))
+        if given.pop("use_bias", False):
+            output = fa.nn.ColumnParallelLinear(FEATURES, 16, rngs=nnx.Rngs(0))
+        given |= {name: jax.device_put(given[name], TOKENS) for name in ("targets", "weights")}
+        x = jax.device_put(x, ROWS)
+        with pytest.raises(error, match=re.escape(message)):
+            fa.nn.linear_cross_entropy(x, output, **given)
+
+
+@pytest.mark.slow
+def test_temporary_memory_on_a_tpu():
+    """The temporaries of loss and gradients are less than a twentieth of the logits that never exist."""
+    topology, rows, entries, features = "v6e:2x4", 3 * 8192, 128256, 4096
+    mesh = fa.check.topology_mesh(topology, (2, 4), ("data", "model"))
+    shapes = {
+        "x": ((8, rows, features), jnp.bfloat16, P("data", "model", None)),
+        "kernel": ((features, entries), jnp.float32, P(None, "model")),
+        "targets": ((8, rows), jnp.int32, P("data", None)),
+    }
+    x, kernel, targets = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+        for shape, dtype, spec in shapes.values()
+    )
+    with jax.set_mesh(mesh):
+        loss = jax.jit(jax.grad(lambda x, kernel, targets: fa.nn.linear_cross_entropy(x, kernel, targets), (0, 1)))
+        program = fa.check.compile_for(topology, loss, x, kernel, targets)
+    logits = 4 * rows * entries * 8 / 8
+    assert program.bytes_by_kind["temporaries"] < logits / 20
