@@ -7,7 +7,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn import shards
 from flaxasync.nn.embed import VocabParallelEmbed
 from flaxasync.nn.linear import ColumnParallelLinear, check_no_adapter, with_dtype
 from flaxasync.nn.options import Settings
@@ -32,14 +31,14 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_softcap: float | None = None,
-    block_mib: float = 384,
+    block_rows: int = 3072,
 ) -> Float[Array, ""]:
     """Computes the mean cross-entropy of `output(x)`, in nats a row, a block of rows at a time.
 
     It is the mean of `softmax_cross_entropy(output(x), targets)`, but no logits are kept for the backward pass, and
-    only those of one block are in memory: of the 12.6 GB of logits that 3 x 8192 rows and 128,256 entries have in
-    float32, the default keeps 0.4 GB. The gradients are computed with the loss, so nothing is computed twice. They
-    exist from there on: that of x, and that of the kernel, in float32 while it is summed.
+    only those of one block are in memory. The logits of 4 x 3 x 8192 rows and 128,256 entries, split over 4 devices,
+    are 12.6 GB on each in float32; those of a block are 0.4 GB. The gradients are computed with the loss, so nothing is
+    computed twice. They exist from there on: that of x, and that of the kernel, in float32 while it is summed.
 
     ```python
     loss = fa.nn.linear_cross_entropy(hidden, model.output, targets)
@@ -56,23 +55,23 @@ def linear_cross_entropy(
       label_smoothing: The share of the target distribution that is spread over all entries equally.
       z_loss: The factor of log(sum(exp(logits)))**2, which is added; 0 for none.
       logit_softcap: Logits l become c * tanh(l / c) with this c; None for as they are.
-      block_mib: The most MiB of float32 logits of a block on a device. Small blocks move the gradient of the kernel
-        through memory more often.
+      block_rows: The most rows of a block, all batches and all devices of the axis together. Each block moves the
+        gradient of the kernel through memory: with the default, XLA's products on v6e still hide that.
 
     Returns:
       A scalar, the same on all devices; float32, or float64 for float64 operands.
 
     Raises:
       NotImplementedError: The layer has a bias, a `dot_general` of its own, or an adapter.
-      ValueError: No mesh is set, it lacks the axis, the shapes do not match, targets are not integers, or block_mib is
-        not positive.
+      ValueError: No mesh is set, it lacks the axis, the shapes do not match, targets are not integers, or block_rows
+        is not positive.
     """
     linear, part, settings = _parameters(output, axis_name, x.dtype)
     features = linear[0].shape[1 - part.dim]
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"{_NAME} needs targets of an integer dtype: got {targets.dtype}; cast them")
-    if block_mib <= 0:
-        raise ValueError(f"{_NAME} needs block_mib to be positive: got {block_mib}")
+    if block_rows < 1:
+        raise ValueError(f"{_NAME} needs block_rows to be 1 or more: got {block_rows}")
     placement = place(_NAME, x, settings.axis_name, settings.in_spec, "rows", features)
     place_tokens(_NAME, targets, settings.axis_name, placement.token_spec())
     rows = x.shape[-2] * (placement.size if placement.manual and placement.rows_sharded else 1)
@@ -89,7 +88,7 @@ def linear_cross_entropy(
     assert shares is not None
     options = LossOptions(ignore, label_smoothing, z_loss, None if shares.whole else shares.size)
     call = Call(with_dtype(settings, x, linear[0]), (part,), placement.rows_sharded)
-    loss = BlockLoss(settings.axis_name, placement.rows_sharded, options, logit_softcap, round(block_mib * 2**20))
+    loss = BlockLoss(settings.axis_name, placement.rows_sharded, options, logit_softcap, block_rows)
     tokens = placement.token_spec()
     in_specs = (placement.in_spec, call.specs[0], tokens, tokens)
     return placement.bind(_mean, (call, loss), (x, linear, targets, weights), in_specs, jax.P())()
@@ -99,8 +98,8 @@ def _mean(static: tuple[Call, BlockLoss], x: Array, linear: Linear, targets: Arr
     call, loss = static
     ((kernel, _),) = call.take(x, (linear,))
     dtype = call.settings.dtype
-    kernel = shards.cast(kernel, x, dtype)
-    total = sum_of_losses(loss, x.astype(dtype), kernel.T if call.parts[0].dim == 0 else kernel, targets, weights)
+    kernel = kernel.T if call.parts[0].dim == 0 else kernel
+    total = sum_of_losses(loss, x.astype(dtype), kernel, targets, weights)
     weight = jnp.sum(weights)
     total, weight = (lax.psum(one, tuple(sorted(jax.typeof(one).mat.varying))) for one in (total, weight))
     return total / jnp.where(weight == 0, 1, weight)

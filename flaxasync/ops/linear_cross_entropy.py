@@ -24,6 +24,7 @@ Training" (2024).
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class BlockLoss:
     rows_sharded: bool  # whether the axis shards the rows of x
     options: LossOptions
     softcap: float | None  # logits l become c * tanh(l / c)
-    block_bytes: int  # of float32 logits on a device, at most
+    block_rows: int  # of all batches, and of all devices that share the logits, in one block, at most
 
 
 def linear_cross_entropy(
@@ -67,34 +68,39 @@ def linear_cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(loss: BlockLoss, x: Array, kernel: Array, targets: Array, weights: Array) -> Array:
+    blocks, cast = _Blocks.of(loss, x), kernel.astype(x.dtype)
+
     def add(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        rows, targets, weights = block
-        return total + _weighted(loss, dot(_gather(loss, rows), kernel), targets, weights), None
+        index, targets, weights = block
+        return total + _weighted(loss, dot(blocks.rows(x, index), cast), targets, weights), None
 
     with jax.named_scope("linear_cross_entropy"):
-        return lax.scan(add, _zero(weights), _blocks(loss, x, kernel, targets, weights))[0]
+        x = blocks.pad(x, -2)
+        return lax.scan(add, _zero(weights), blocks.of_all_devices(targets, weights))[0]
 
 
 def _sum_fwd(
     loss: BlockLoss, x: Array, kernel: Array, targets: Array, weights: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    def add(sums: tuple[Array, Array], block: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        (total, dkernel), (rows, targets, weights) = sums, block
-        rows = _gather(loss, rows)
-        one, pull = jax.vjp(lambda scores: _weighted(loss, scores, targets, weights), dot(rows, kernel))
+    blocks, cast, given = _Blocks.of(loss, x), kernel.astype(x.dtype), x.shape[-2]
+
+    def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array, Array]) -> tuple[tuple, None]:
+        (total, dx, dkernel), (index, targets, weights) = sums, block
+        rows = blocks.rows(x, index)
+        one, pull = jax.vjp(lambda scores: _weighted(loss, scores, targets, weights), dot(rows, cast))
         dscores = pull(jnp.ones_like(one))[0].astype(x.dtype)
-        dx = dot(dscores, kernel, transposed=True).astype(x.dtype)
+        drows = dot(dscores, cast, transposed=True).astype(x.dtype)
         if loss.rows_sharded:
-            dx = lax.psum_scatter(dx, loss.axis_name, scatter_dimension=dx.ndim - 2, tiled=True)
-        return (total + one, dkernel + weight_gradient(rows, dscores)), dx
+            drows = lax.psum_scatter(drows, loss.axis_name, scatter_dimension=drows.ndim - 2, tiled=True)
+        dx = lax.dynamic_update_slice_in_dim(dx, drows, index * blocks.length, dx.ndim - 2)
+        return (total + one, dx, dkernel + weight_gradient(rows, dscores)), None
 
     with jax.named_scope("linear_cross_entropy"):
+        x = blocks.pad(x, -2)
         dkernel = cast_to_varying(jnp.zeros(kernel.shape, accumulator_dtype(x)), jax.typeof(kernel).mat.varying)
-        blocks = _blocks(loss, x, kernel, targets, weights)
-        (total, dkernel), dx = lax.scan(add, (_zero(weights), dkernel), blocks)
-        dx = jnp.moveaxis(dx, 0, -3)
-        dx = dx.reshape(*x.shape[:-2], -1, x.shape[-1])[..., : x.shape[-2], :]
-    return total, (dx, dkernel.astype(kernel.dtype))
+        sums = _zero(weights), jnp.zeros_like(x), dkernel
+        (total, dx, dkernel), _ = lax.scan(add, sums, blocks.of_all_devices(targets, weights))
+    return total, (dx[..., :given, :], dkernel.astype(kernel.dtype))
 
 
 def _sum_bwd(loss: BlockLoss, saved: tuple[Array, Array], dtotal: Array) -> tuple[Array, Array, None, None]:
@@ -111,36 +117,44 @@ def _weighted(loss: BlockLoss, scores: Array, targets: Array, weights: Array) ->
     return jnp.sum(cross_entropy(scores, targets, loss.axis_name, loss.options) * weights)
 
 
-def _gather(loss: BlockLoss, rows: Array) -> Array:
-    return lax.all_gather(rows, loss.axis_name, axis=rows.ndim - 2, tiled=True) if loss.rows_sharded else rows
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """How the rows of a device are divided."""
 
+    loss: BlockLoss
+    count: int
+    length: int  # rows of this device in a block; the last block is filled with rows that weigh nothing
 
-def _blocks(loss: BlockLoss, x: Array, kernel: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """Returns x, targets and weights with a leading dimension of blocks; rows that fill the last one weigh nothing."""
-    *batch, rows, _ = x.shape
-    devices = lax.axis_size(loss.axis_name) if loss.rows_sharded else 1
-    bytes_of_a_row = 4 * devices * kernel.shape[1]
-    for size in batch:
-        bytes_of_a_row *= size
-    fit = max(loss.block_bytes // bytes_of_a_row, 1)
-    count = -(-rows // fit)
-    count = next((n for n in range(count, 2 * count) if rows % n == 0), count)
-    length = -(-rows // count)
+    @classmethod
+    def of(cls, loss: BlockLoss, x: Array) -> "_Blocks":
+        devices = lax.axis_size(loss.axis_name) if loss.rows_sharded else 1
+        rows, together = x.shape[-2], math.prod(x.shape[:-2]) * devices
+        fewest = min(-(-rows * together // loss.block_rows), rows)
+        count = next((count for count in range(fewest, 2 * fewest) if rows % count == 0), fewest)
+        return cls(loss, count, -(-rows // count))
 
-    def split(leaf: Array, axis: int) -> Array:
-        axis += leaf.ndim
-        padding = [(0, 0, 0)] * leaf.ndim
-        padding[axis] = (0, count * length - rows, 0)
-        leaf = lax.pad(leaf, jnp.zeros((), leaf.dtype), padding)
-        leaf = leaf.reshape(*leaf.shape[:axis], count, length, *leaf.shape[axis + 1 :])
-        return jnp.moveaxis(leaf, axis, 0)
+    def pad(self, x: Array, axis: int) -> Array:
+        padding = [(0, 0, 0)] * x.ndim
+        padding[axis] = (0, self.count * self.length - x.shape[axis], 0)
+        return lax.pad(x, jnp.zeros((), x.dtype), padding)
 
-    def of_all_devices(leaf: Array) -> Array:
-        """Returns an array [..., R*m] as blocks [count, ..., R*length], whose rows are those of the gathered block."""
-        leaf = split(leaf.reshape(*leaf.shape[:-1], devices, rows), -1)
-        return leaf.reshape(*leaf.shape[:-2], -1)
+    def rows(self, x: Array, index: Array) -> Array:
+        """Returns the rows of one block, those of all devices where they are sharded."""
+        rows = lax.dynamic_slice_in_dim(x, index * self.length, self.length, x.ndim - 2)
+        if not self.loss.rows_sharded:
+            return rows
+        return lax.all_gather(rows, self.loss.axis_name, axis=x.ndim - 2, tiled=True)
 
-    return split(x, -2), of_all_devices(targets), of_all_devices(weights)
+    def of_all_devices(self, *leaves: Array) -> tuple[Array, ...]:
+        """Returns the number of each block, and arrays [..., R*m] as [count, ..., R*length], in the order of `rows`."""
+
+        def split(leaf: Array) -> Array:
+            devices = lax.axis_size(self.loss.axis_name) if self.loss.rows_sharded else 1
+            leaf = self.pad(leaf.reshape(*leaf.shape[:-1], devices, -1), -1)
+            leaf = jnp.moveaxis(leaf.reshape(*leaf.shape[:-1], self.count, self.length), -2, 0)
+            return leaf.reshape(*leaf.shape[:-2], -1)
+
+        return jnp.arange(self.count, dtype=jnp.int32), *map(split, leaves)
 
 
 def _zero(weights: Array) -> Array:
