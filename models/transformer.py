@@ -177,23 +177,7 @@ class Transformer(nnx.Module):
         vocabulary, V is the next multiple, and the logits beyond the vocabulary are as low as can be.
         """
 
-        @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
-        def run(layer: DecoderLayer, is_windowed: Array, x_BLD: Array) -> Array:
-            mask = self._window_mask(is_windowed, jnp.arange(tokens_BL.shape[1]), tokens_BL.shape[1])
-            return _with_remat(self.config.remat)(layer, x_BLD, segment_ids_BL, mask)
-
-        x_BLD = self._embed(tokens_BL)
-        if self.config.fsdp_overlap != "xla" and self.fsdp_axis is not None:
-            ids = () if segment_ids_BL is None else (segment_ids_BL,)
-            return fa.nn.scan_with_prefetch(
-                lambda layer, x_BLD, *ids: layer(x_BLD, *ids), self.layers, x_BLD, *ids,
-                fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
-                backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
-                policy=_POLICIES[self.config.remat],
-                then=(lambda modules, x_BLD: _logits(modules, x_BLD, self.config), self._last_modules()),
-            )  # fmt: skip
-        x_BLD = run(self.layers, self._windowed_layers(), x_BLD)
-        return _logits(self._last_modules(), x_BLD, self.config)
+        return self._apply(lambda modules, x_BLD: _logits(modules, x_BLD, self.config), tokens_BL, segment_ids_BL)
 
     def init_cache(self, batch: int, length: int) -> None:
         """Makes an empty cache of keys and values of all layers, for `decode`.
@@ -227,6 +211,29 @@ class Transformer(nnx.Module):
         x_BLD = run(self.layers, self._windowed_layers(), self._embed(tokens_BL, layout="replicated"))
         return _logits(self._last_modules(), x_BLD[:, -1:], self.config)[:, 0]
 
+    def _apply(
+        self, finish: Callable[..., Array], tokens_BL: Array, segment_ids_BL: Array | None, *arrays: Array
+    ) -> Array:
+        """Returns finish(modules, x, *arrays) of the last layer's result x and of the modules that make logits."""
+
+        @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+        def run(layer: DecoderLayer, is_windowed: Array, x_BLD: Array) -> Array:
+            mask = self._window_mask(is_windowed, jnp.arange(tokens_BL.shape[1]), tokens_BL.shape[1])
+            return _with_remat(self.config.remat)(layer, x_BLD, segment_ids_BL, mask)
+
+        x_BLD = self._embed(tokens_BL)
+        if self.config.fsdp_overlap != "xla" and self.fsdp_axis is not None:
+            ids = () if segment_ids_BL is None else (segment_ids_BL,)
+            return fa.nn.scan_with_prefetch(
+                lambda layer, x_BLD, *ids: layer(x_BLD, *ids), self.layers, x_BLD, *ids,
+                fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
+                backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
+                policy=_POLICIES[self.config.remat],
+                then=(finish, self._last_modules(), *arrays),
+            )  # fmt: skip
+        x_BLD = run(self.layers, self._windowed_layers(), x_BLD)
+        return finish(self._last_modules(), x_BLD, *arrays)
+
     def _embed(self, tokens_BL: Array, layout: Literal["sequence", "replicated"] = "sequence") -> Array:
         x_BLD = self.embed(tokens_BL, layout=layout)
         return x_BLD * jnp.asarray(self.config.width**0.5, x_BLD.dtype) if self.config.scale_embeddings else x_BLD
@@ -257,17 +264,21 @@ class Transformer(nnx.Module):
         segment_ids_BL: Int[Array, "B L"] | None = None,
         weights_BL: Float[Array, "B L"] | None = None,
     ) -> Float[Array, ""]:
-        """Returns the mean cross-entropy of the targets, in nats a token, as float32.
+        """Returns the mean cross-entropy of the targets, in nats a token, as float32, without ever having all logits.
 
         Weights make it a weighted mean.
         """
-        logits_BLV = self(tokens_BL, segment_ids_BL)
-        losses_BL = fa.nn.softmax_cross_entropy(
-            logits_BLV, targets_BL, axis_name=self.axis_name, vocab_size=self.config.vocab_size
+
+        def finish(modules: tuple[RMSNorm, Any], x_BLD: Array, targets_BL: Array, *weights_BL: Array) -> Array:
+            norm, output = modules
+            return fa.nn.linear_cross_entropy(
+                norm(x_BLD), output, targets_BL, weights=weights_BL[0] if weights_BL else None,
+                logit_softcap=self.config.logit_softcap,
+            )  # fmt: skip
+
+        return self._apply(
+            finish, tokens_BL, segment_ids_BL, targets_BL, *(() if weights_BL is None else (weights_BL,))
         )
-        if weights_BL is None:
-            return jnp.mean(losses_BL)
-        return jnp.sum(losses_BL * weights_BL) / jnp.maximum(jnp.sum(weights_BL), 1)
 
 
 def _logits(modules: tuple[RMSNorm, Any], x_BLD: Array, config: TransformerConfig) -> Array:

@@ -32,7 +32,7 @@ def scan_with_prefetch(
     dtype: DTypeLike,
     backend: Literal["xla", "pallas"] = "xla",
     policy: Callable[..., Any] | None = None,
-    then: tuple[Callable[[Any, Array], Array], Any] | None = None,
+    then: tuple[Any, ...] | None = None,
 ) -> Array:
     """Applies a stack of layers one after the other, as `nnx.scan` over it does, on a mesh of Explicit axes.
 
@@ -47,8 +47,8 @@ def scan_with_prefetch(
       backend: What moves weights and gradients: "xla" on every device, or "pallas" on TPUs.
       policy: A policy of `jax.checkpoint`, such as `flaxasync.save_costly`. What it saves in each layer is kept for the
         backward pass. By default each layer is computed again from its input.
-      then: A pair: a function (modules, x) -> y, and the modules, a pytree. After the last layer the function is called
-        with the modules and the result x, as `apply` is.
+      then: A function (modules, x, *arrays) -> y, the modules, a pytree, and arrays without a gradient, such as
+        targets. After the last layer the function is called with them and the result x, as `apply` is.
 
     Returns:
       The result of the last layer, or that of the function in `then`.
@@ -83,23 +83,27 @@ def scan_with_prefetch(
                 "scan_with_prefetch has no gradient for further arguments, which must be integers or booleans: got "
                 f"{arg.dtype}{list(arg.shape)}; make it a parameter of the layers, or use nnx.scan"
             )
-    finish, modules = then or (None, ())
+    finish, modules, *arrays = then or (None, ())
     out_spec, last = x_spec, _Parameters.of(modules, fsdp_axis)
+    array_specs = tuple(jax.typeof(array).sharding.spec for array in arrays)
 
     def apply_whole(whole: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
         return apply(stack.module(whole, without=fsdp_axis), x, *args)
 
-    def finish_whole(whole: Leaves, x: Array) -> Array:
+    def finish_whole(whole: Leaves, x: Array, arrays: tuple[Array, ...]) -> Array:
         assert finish is not None
-        return finish(last.module(whole, without=fsdp_axis), x)
+        return finish(last.module(whole, without=fsdp_axis), x, *arrays)
 
     if finish is not None:
-        out_spec = jax.eval_shape(lambda leaves, x: finish(last.module(leaves), x), last.leaves, x).sharding.spec
+        y = jax.eval_shape(lambda leaves, x, *arrays: finish(last.module(leaves), x, *arrays), last.leaves, x, *arrays)
+        out_spec = y.sharding.spec
     whole = finish_whole if finish else None
     scan = Scan(apply_whole, fsdp_axis, stack.dims, jnp.dtype(dtype), backend, policy, whole, last.dims)
     return jax.shard_map(
-        functools.partial(run, scan), in_specs=(stack.specs, last.specs, x_spec, arg_specs), out_specs=out_spec
-    )(stack.leaves, last.leaves, x, args)
+        functools.partial(run, scan),
+        in_specs=(stack.specs, last.specs, x_spec, arg_specs, array_specs),
+        out_specs=out_spec,
+    )(stack.leaves, last.leaves, x, args, tuple(arrays))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,9 @@ class Scan:
     dtype: Any  # in which parameters are gathered
     backend: str
     policy: Callable[..., Any] | None  # what is kept of each layer; None for its input
-    finish: Callable[[Leaves, Array], Array] | None  # (further parameters, x) -> y of the last result; None for none
+    finish: (
+        Callable[[Leaves, Array, tuple[Array, ...]], Array] | None
+    )  # (further parameters, x, arrays) -> y of the last x
     finish_dims: tuple[int | None, ...]
 
     @property
@@ -104,11 +106,15 @@ def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
-    return _forward(dataclasses.replace(scan, policy=None), stacked, last, x, args)[0]
+def run(
+    scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...], arrays: tuple[Array, ...]
+) -> Array:
+    return _forward(dataclasses.replace(scan, policy=None), stacked, last, x, args, arrays)[0]
 
 
-def _forward(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, tuple]:
+def _forward(
+    scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...], arrays: tuple[Array, ...]
+) -> tuple[Array, tuple]:
     layers = stacked[0].shape[0]
 
     def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], Kept]:
@@ -141,11 +147,12 @@ def _forward(scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Ar
     first, shards = tie(first, last)  # the first layer does not wait for more than itself
     travelling = scan.gather(shards, scan.finish_dims)
     y, whole, kept = meanwhile([travelling], loop, x, first)
-    y, pull = jax.vjp(scan.finish, _varying(travelling.done(), y), y)
+    finish = functools.partial(scan.finish, arrays=arrays)
+    y, pull = jax.vjp(finish, _varying(travelling.done(), y), y)
     return y, (stacked, last, kept, pull, whole, args)
 
 
-def _backward(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Array, None]:
+def _backward(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Array, None, None]:
     stacked, last, kept, pull, whole, args = saved
     layers = stacked[0].shape[0]
 
@@ -185,7 +192,7 @@ def _backward(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Arra
         leaving = scan.reduce(last, dlast, scan.finish_dims)
         sums, dx = meanwhile([leaving], loop, dy)
         dlast = leaving.done()
-    return tuple(map(_sum_like, sums, stacked)), tuple(map(_sum_like, dlast, last)), dx, None
+    return tuple(map(_sum_like, sums, stacked)), tuple(map(_sum_like, dlast, last)), dx, None, None
 
 
 run.defvjp(_forward, _backward)
