@@ -30,7 +30,7 @@ from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config.check import check
 from train.config.command import PRESET, parse_as
 from train.lifecycle.errors import InputError, exit_code
-from train.metrics.output import Percent, print_line
+from train.metrics.output import percent_printer, print_line
 
 IMPORTED = "imported"
 """The folder of the checkpoint that an import makes."""
@@ -159,8 +159,7 @@ def _write(command: Command, config: Config, family: Family) -> None:
         _require_unused(work.root)  # another import may have ended just before
         abstract: Any = Trainer(config, mesh).abstract_state().params
         try:
-            with Percent("imported") as percent:
-                params = import_parameters(command.folder, family, abstract, percent.report)
+            params = import_parameters(command.folder, family, abstract, percent_printer("imported"))
         except ValueError as error:
             raise InputError(str(error)) from error
         state = TrainState(params, None, jnp.int32(0), jax.random.key_data(jax.random.key(0)))

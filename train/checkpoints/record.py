@@ -68,8 +68,8 @@ def from_json(fields: dict[str, Any]) -> Record:
 def fingerprint(state: Any) -> dict[str, int]:
     """Computes a checksum of each array, {"params.layers.kernel": checksum, ...}, and waits for the devices.
 
-    It is the sum of the elements' bits as unsigned integers, modulo 2**32, which is the same on every mesh because it
-    does not depend on the order of its terms. It detects any single damaged element, and no deliberate change.
+    It is the sum of the elements' bits as unsigned integers, modulo 2**32, which is the same on every mesh and detects
+    any single damaged element.
     """
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]

@@ -12,8 +12,7 @@ import jax
 from etils import epath
 from jax.experimental import multihost_utils
 
-from train.checkpoints.init_from import load_parameters
-from train.checkpoints.manager import Checkpoints, unused_path
+from train.checkpoints.manager import Checkpoints, load_parameters, unused_path
 from train.checkpoints.record import check_identity, flat_fields, identify_run
 from train.checkpoints.saver import Saver
 from train.config.command import Command

@@ -2,9 +2,7 @@
 
 import os
 import sys
-from typing import Self
-
-import rich.progress
+from collections.abc import Callable
 
 
 def print_line(text: str) -> None:
@@ -30,24 +28,17 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-class Percent:
-    """Shows how much of a long transfer is done. Use it as a context manager; `verb` is what is done, as "imported"."""
+def percent_printer(verb: str) -> Callable[[str, int, int], None]:
+    """Returns a `models.hugging_face.Report` that prints a line for each tenth of a long transfer.
 
-    def __init__(self, verb: str):
-        self._verb, self._tenths = verb, 0
-        self._bar = rich.progress.Progress(disable=not sys.stdout.isatty())
-        self._task = self._bar.add_task(verb, total=None)
+    `verb` says what is done, such as "imported".
+    """
+    tenths = 0
 
-    def report(self, what: str, done: int, total: int) -> None:
-        """Says that `done` of `total` are done, the last of which is `what`; it is a `models.hugging_face.Report`."""
-        self._bar.update(self._task, completed=done, total=total, description=f"{self._verb} {what}")
-        if self._bar.disable and done * 10 // total > self._tenths:
-            self._tenths = done * 10 // total
-            print_line(f"{self._verb} {self._tenths * 10}% ({what})")
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal tenths
+        if done * 10 // total > tenths:
+            tenths = done * 10 // total
+            print_line(f"{verb} {tenths * 10}% ({what})")
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    return report
