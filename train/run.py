@@ -1,9 +1,7 @@
 """Trains a decoder with tensor parallelism: `python train/run.py [CONFIG] [--workdir DIR] [--section.field VALUE ...]`.
 
-A run that is started again with the same workdir continues; see docs/train.md. With `--dry-run --topology v5e:2x4` the
-script compiles the training step for those chips, which do not need to be there, and reports whether it fits and how
-fast it would be. The exit codes are those of train/lifecycle/errors.py, and docs/operations.md says what to do
-after each.
+A run that is started again with the same workdir continues. docs/train.md explains the options, and docs/operations.md
+the exit codes.
 """
 
 import functools

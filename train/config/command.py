@@ -163,12 +163,10 @@ def _from_json(kind: Any, given: dict[str, Any]) -> Any:
     """Makes a dataclass of JSON data. Fields that an older version did not write have their defaults."""
     values = {}
     for field in dataclasses.fields(kind):
-        if field.name not in given:
-            continue
-        value = given[field.name]
-        if dataclasses.is_dataclass(field.type):
-            value = _from_json(field.type, value)
-        values[field.name] = _as_tuple(value)
+        if field.name in given:
+            value = given[field.name]
+            is_section = dataclasses.is_dataclass(field.type)
+            values[field.name] = _from_json(field.type, value) if is_section else _as_tuple(value)
     return kind(**values)
 
 

@@ -5,8 +5,8 @@ the one before it, so that every token is a target once per epoch. The seed dete
 differs between epochs. The windows of several sources are mixed by their weights into one stream of sequences, and a
 position is the number of sequences that were taken from it, so the stream does not depend on the size of the batches.
 
-Every process loads only the rows of a batch that its own devices hold; the sequences of a step do not depend on the
-number of processes. If the mesh splits sequences, their positions are reordered here, once.
+Every process loads only the rows of a batch that its own devices hold. If the mesh splits sequences, positions are
+reordered here, once.
 """
 
 import dataclasses
@@ -17,10 +17,11 @@ import grain
 import jax
 import numpy as np
 
+import flaxasync as fa
 from train.config import Config
 from train.data.corpus import Corpus
 from train.lifecycle.errors import InputError
-from train.step.mesh import batch_shards, sequence_order, token_spec
+from train.step.mesh import CONTEXT, batch_shards, token_spec
 
 Batch = tuple[jax.Array, ...]
 """Tokens, targets and, if data.separator is set, segment ids: int32 [batch, sequence] each, in the order of the mesh.
@@ -141,7 +142,8 @@ class _BatchSharding:
         starts = {index[0].indices(self._shape[0])[0] for index in shards}
         # The positions that the devices of this process hold are all positions, unless processes split sequences.
         columns = {column for index in shards for column in range(*index[1].indices(self._shape[1]))}
-        self._positions = sequence_order(mesh, config.mesh, self._shape[1])[sorted(columns)]
+        order = fa.sequence_order(config.mesh.context_layout, self._shape[1], mesh.shape.get(CONTEXT, 1))
+        self._positions = order[sorted(columns)]
         self._separator = config.data.separator
         self._share = share_of_batch(starts, self._shape[0] // batch_shards(mesh.shape), batch_size=self._shape[0])
 

@@ -1,11 +1,9 @@
 """The tokens of a run: one 1-D array for each data source, made from text, or from a file of tokens.
 
 Every byte of a text is one token, unless `data.tokenizer` is the file of a tokenizer: text is then turned into a file
-of tokens first, see `train.data.tokenizer`. A text file and a file of tokens are memory-mapped. A folder of text and
-Python's standard library, which a run without `data.path` reads, are held in memory.
-
-Data at a URL, such as gs://bucket/text.txt, are copied into the user's cache folder once for each version. fsspec reads
-every URL whose client is installed, such as gcsfs for gs://; it finds credentials as these clients do.
+of tokens first, see `train.data.tokenizer`. Files are memory-mapped; a folder of text and Python's standard library,
+which a run without `data.path` reads, are held in memory. Data at a URL that fsspec reads are copied into the user's
+cache folder once for each version.
 """
 
 import concurrent.futures

@@ -47,10 +47,7 @@ def configure_cache(config: Config) -> None:
 
 
 def _remove_incomplete(folder: Path) -> None:
-    """Removes entries that a killed process left half-written: JAX writes the time of use after the entry itself.
-
-    JAX locks the folder in this way, too, and does not remove an entry that cannot be read.
-    """
+    """Removes entries that a killed process left half-written, which JAX keeps: it writes their time of use last."""
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / ".lockfile", timeout=10):
         for entry in folder.glob("*-cache"):
             used = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
@@ -69,10 +66,7 @@ def require_same(values: dict[str, Any]) -> None:
 
 
 def agree_on_kernels() -> None:
-    """Makes all processes agree which kernels of their TPUs are trusted; the enclosing mesh says what these are.
-
-    Processes that share chips cannot verify them before the run, as one process alone does: they read what is stored.
-    """
+    """Makes all processes agree which kernels of the TPUs of the enclosing mesh are trusted, by what is stored."""
     if mesh.platform() != "tpu":
         return
     evidence = trust.known(mesh.chip_name())

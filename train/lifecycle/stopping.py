@@ -74,9 +74,8 @@ class StopRequest:
 class Watchdog:
     """A context manager whose thread ends the process if `progress` is not called for some time.
 
-    `seconds` is the longest time without progress, 0 for ever, and `stacks` the file that gets the stack of every
-    thread. The time is counted in ticks of the thread and not read from a clock, so that a process which was stopped
-    with SIGSTOP, or a machine that slept, does not count as hanging.
+    `seconds` is the longest time without progress, 0 for ever. The time is counted in ticks of the thread and not read
+    from a clock, so that a process which was stopped with SIGSTOP, or a machine that slept, does not count as hanging.
     """
 
     def __init__(self, seconds: float, stacks: Path, *, end: Callable[[int], object] = os._exit):

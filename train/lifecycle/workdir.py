@@ -1,7 +1,6 @@
 """The folder of a run: its paths, and a lock that admits one run at a time."""
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -15,6 +14,7 @@ import jax
 
 from train.checkpoints.record import differences, flat_fields
 from train.config import Config, flatten
+from train.config.command import as_json
 from train.lifecycle.errors import InputError, StorageError
 from train.lifecycle.files import write_atomically
 
@@ -61,22 +61,16 @@ class Workdir:
         return differences(saved | unimportant, flat_fields(config))
 
     def begin(self, config: Config) -> None:
-        """Marks the run as unfinished: writes config.json, and removes the sample, which only a complete run has.
-
-        Temporary files that killed processes left are removed, too; the other processes of this run write none by now.
-        """
+        """Writes config.json, and removes the sample, which only a complete run has, and files of killed processes."""
         for temporary in self.root.glob(".*.tmp"):
             temporary.unlink(missing_ok=True)
-        write_atomically(self.config, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        write_atomically(self.config, as_json(config))
         self.sample.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def open_workdir(folder: Path) -> Iterator[Workdir]:
-    """Makes the folder of a run and locks it against other runs while the context lasts.
-
-    The operating system releases the lock when the process ends. Of several processes the first one holds the lock.
-    """
+    """Makes the folder of a run and locks it against other runs; of several processes the first one holds the lock."""
     work = Workdir(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

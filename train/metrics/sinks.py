@@ -1,7 +1,4 @@
-"""Where the measurements of a run go beside metrics.jsonl: a terminal, TensorBoard, and a picture of the losses.
-
-All of these are views. metrics.jsonl is what a run continues from.
-"""
+"""Where the measurements of a run go beside metrics.jsonl: a terminal, TensorBoard, and a picture of the losses."""
 
 import contextlib
 import datetime

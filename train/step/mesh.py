@@ -1,7 +1,6 @@
 """The devices of a run: their platform, and the mesh of data x fsdp x context x model.
 
-`configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does. What
-does not fit the devices here raises an InputError that names the sizes.
+`configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does.
 """
 
 import dataclasses
@@ -10,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 import flaxasync as fa
 from models.config import TransformerConfig, check_fits
@@ -96,24 +94,15 @@ def batch_shards(shape: Mapping[str, int]) -> int:
     return shape["data"] * shape.get(FSDP, 1)
 
 
-def sequence_order(mesh: jax.sharding.Mesh, config: MeshConfig, length: int) -> np.ndarray:
-    """Returns the position of each token in the order in which the mesh lays a sequence out, int [length]."""
-    return fa.sequence_order(config.context_layout, length, mesh.shape.get(CONTEXT, 1))
-
-
 def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
     """Checks that the model, its sequences and the batch divide evenly over a mesh of this shape."""
     _check_fits_model(config, config.model, config.data.sequence_length, shape)
-    batch, parts = config.data.batch_size, config.data.microbatches
-    shards = batch_shards(shape)
-    unit = shards * parts
+    batch, unit = config.data.batch_size, batch_shards(shape) * config.data.microbatches
     if batch % unit:
-        axes = "'data' x 'fsdp' axes" if FSDP in shape else "'data' axis"
-        lower, upper = batch // unit * unit, -(-batch // unit) * unit
-        times, each = (" x data.microbatches", f" x {parts} micro-batches = {unit}") if parts > 1 else ("", "")
+        lower = batch // unit * unit
         raise InputError(
-            f"data.batch_size must be divisible by the {axes}{times}: got {batch} on {shards} devices{each}; "
-            f"use {f'{lower} or ' if lower else ''}{upper}{', or fewer micro-batches' if parts > 1 else ''}"
+            f"data.batch_size must be divisible by mesh.data x mesh.fsdp x data.microbatches = {unit}: got {batch}; "
+            f"use {f'{lower} or ' if lower else ''}{lower + unit}"
         )
 
 

@@ -8,9 +8,7 @@ loss       sum over n of  share_n * loss_n         share_n = targets of micro-ba
 gradient   sum over n of  share_n * gradient_n     in float32, sharded as the parameters are
 ```
 
-Loss and gradient are therefore those of the whole batch, up to rounding, also where documents make some positions count
-for nothing. No row moves to another device. The activations of one micro-batch are in memory at a time, and one float32
-copy of the gradients beside them.
+Loss and gradient are therefore those of the whole batch, up to rounding. No row moves to another device.
 """
 
 from collections.abc import Callable
