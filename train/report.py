@@ -15,8 +15,8 @@ from typing import Any
 from flaxasync import check
 from flaxasync.hardware import chip_of_device
 from train.lifecycle.errors import BAD_INPUT, COMPLETE
-from train.lifecycle.files import write_atomically
 from train.metrics.lines import read_events, read_metrics
+from train.metrics.output import write_atomically
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 MARK = "/*DATA*/null"  # what the template has in place of the data

@@ -22,7 +22,7 @@ import numpy as np
 from train.config import DataConfig
 from train.data.tokenizer import Tokenizer, is_file, tokenize_files
 from train.lifecycle.errors import InputError, RunError, StorageError
-from train.lifecycle.files import user_cache, write_atomically
+from train.metrics.output import user_cache, write_atomically
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
 HASHED_BYTES = 1 << 24  # threads hash chunks of this size
@@ -153,11 +153,8 @@ def _fetch(location: str) -> Path:
         return folder / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".tmp") as temporary:
-        for path in found:
-            if not path.endswith("/"):  # some tools mark folders with such objects
-                copy = Path(temporary, "data", name + path.removeprefix(root))
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                store.get_file(path, str(copy))
+        files = [path for path in found if not path.endswith("/")]  # some tools mark folders with such objects
+        store.get(files, [f"{temporary}/data/{name}{path.removeprefix(root)}" for path in files])
         try:
             Path(temporary, "data").rename(folder)
         except OSError:

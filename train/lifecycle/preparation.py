@@ -18,10 +18,9 @@ from flaxasync.check import check_async_compatible
 from flaxasync.ops import trust
 from train.config import Config
 from train.lifecycle.errors import InputError
-from train.lifecycle.files import user_cache
 from train.lifecycle.workdir import Workdir
 from train.metrics.lines import Events
-from train.metrics.output import say
+from train.metrics.output import say, user_cache
 from train.step.trainer import Trainer, backend_limits_are_input_errors
 
 CACHE = {

@@ -19,13 +19,12 @@ from train.config.command import Command
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import identify, open_corpora
 from train.lifecycle.errors import COMPLETE, DivergedError
-from train.lifecycle.files import write_atomically
 from train.lifecycle.loop import Loop, Profiler
 from train.lifecycle.preparation import agree_on_kernels, compile_steps, configure_cache, require_same
 from train.lifecycle.stopping import StopRequest, Watchdog
 from train.lifecycle.workdir import Workdir, open_workdir
 from train.metrics.lines import Events, provenance
-from train.metrics.output import say
+from train.metrics.output import say, write_atomically
 from train.metrics.sinks import open_recorder
 from train.step.evaluation import Evaluation, generate, render
 from train.step.mesh import check_fits_mesh, configure_jax, make_mesh

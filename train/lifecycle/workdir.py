@@ -16,7 +16,7 @@ from train.checkpoints.record import differences, flat_fields
 from train.config import Config, flatten
 from train.config.command import as_json
 from train.lifecycle.errors import InputError, StorageError
-from train.lifecycle.files import write_atomically
+from train.metrics.output import write_atomically
 
 LOCK_SECONDS = 2.0  # a process that was killed a moment ago may still hold the lock
 

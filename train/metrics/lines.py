@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from train.lifecycle.errors import StorageError
-from train.lifecycle.files import write_atomically
-from train.metrics.output import warn
+from train.metrics.output import warn, write_atomically
 
 Line = dict[str, Any]  # the values of one step by name, as docs/train.md lists them; not finite is None
 PACKAGES = ("flaxasync", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")

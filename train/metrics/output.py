@@ -1,8 +1,10 @@
-"""Lines of text for whoever started the command, which goes on when nobody reads them."""
+"""What commands write: lines of text that nobody needs to read, and files that a killed process leaves whole."""
 
 import os
+import platform
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 
 def print_line(text: str) -> None:
@@ -42,3 +44,25 @@ def percent_printer(verb: str) -> Callable[[str, int, int], None]:
             print_line(f"{verb} {tenths * 10}% ({what})")
 
     return report
+
+
+def user_cache() -> Path:
+    """Returns the folder flaxasync/ in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flaxasync"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file by one rename, so that a killed process leaves either the old or the new content.
+
+    The name of the temporary file has the host and the process in it, because several processes may write one file.
+    """
+    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

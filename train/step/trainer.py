@@ -46,7 +46,6 @@ class Trainer:
         self._schedule = make_schedule(config.optimizer, steps=config.steps)
         self._graphdef = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))[0]
         self._jitted_init = jax.jit(self._init)
-        self._jitted_start = jax.jit(lambda params, seed: self._first_state(params, _run_key(seed)))
         self.train_step = jax.jit(self._train_step, donate_argnums=0)
         """(state, *batch) -> (state, metrics). The given state is donated: its buffers hold the new state."""
         self.eval_step = jax.jit(self._eval_step)
@@ -59,7 +58,7 @@ class Trainer:
     def start_from(self, params: Any) -> TrainState:
         """Makes the state of step 0 that has the given parameters."""
         with jax.numpy_dtype_promotion("standard"):
-            return self._jitted_start(params, self._config.seed)
+            return self._jitted_init(self._config.seed, params)
 
     def complete(self, state: TrainState) -> TrainState:
         """Adds the parts of the state that a checkpoint lacks, because this run keeps them and that one did not."""
@@ -114,19 +113,18 @@ class Trainer:
             rngs=nnx.Rngs(params=key),
         )
 
-    def _init(self, seed: int) -> TrainState:
-        params = nnx.to_pure_dict(nnx.split(self._build(jax.random.split(jax.random.key(seed))[0]))[1])
-        return self._first_state(params, _run_key(seed))
-
-    def _first_state(self, params: Any, key: jax.Array) -> TrainState:
+    def _init(self, seed: int, params: Any = None) -> TrainState:
         optimizer = self._config.optimizer
+        params_key, run_key = jax.random.split(jax.random.key(seed))
+        if params is None:
+            params = nnx.to_pure_dict(nnx.split(self._build(params_key))[1])
         if optimizer.master_copies:
             params = optax.tree.cast(params, jnp.float32)
         return TrainState(
             params,
             self._optimizer.init(params),
             jnp.int32(0),
-            key,
+            jax.random.key_data(run_key),
             ema=optax.tree.cast(params, jnp.float32) if optimizer.ema_decay else None,
             guard=init_guard() if is_on(self._config.skip) else None,
         )
@@ -201,8 +199,3 @@ def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
             "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across slices, which none "
             f"connects; put mesh.data across them, or use {other}"
         )
-
-
-def _run_key(seed: int) -> jax.Array:
-    """Returns the random key of the run, which differs from the one that draws the parameters."""
-    return jax.random.key_data(jax.random.split(jax.random.key(seed))[1])
