@@ -16,7 +16,7 @@ import tyro
 
 from train.config import Config, MeshConfig
 from train.config.command import load_config, parse_as
-from train.lifecycle.errors import InputError, exit_code
+from train.lifecycle.errors import InputError, as_input_errors, exit_code
 from train.metrics.output import percent_printer, print_line
 
 _ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
@@ -61,10 +61,8 @@ def _export(command: Command) -> None:
     from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer
 
-    try:
+    with as_input_errors(NotImplementedError):
         write_config(config.model, length=1)
-    except NotImplementedError as error:
-        raise InputError(str(error)) from error
     mesh = open_model_mesh(config)
     with jax.set_mesh(mesh):
         trainer, evaluated = Trainer(config, mesh), command.parameters == "evaluated"

@@ -29,7 +29,7 @@ from models.families import Family
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config.check import check
 from train.config.command import PRESET, parse_as
-from train.lifecycle.errors import InputError, exit_code
+from train.lifecycle.errors import InputError, as_input_errors, exit_code
 from train.metrics.output import percent_printer, print_line
 
 IMPORTED = "imported"
@@ -83,12 +83,10 @@ def _import(command: Command) -> None:
     # The preset names paths in the workdir relative to itself; only an absolute one is never a part of other text.
     command = dataclasses.replace(command, workdir=command.workdir.absolute())
     _require_unused(command.workdir)
-    try:
-        from models.hugging_face import load_config
+    from models.hugging_face import load_config
 
+    with as_input_errors(ValueError, NotImplementedError):
         family, fields = load_config(command.folder)
-    except (ValueError, NotImplementedError) as error:
-        raise InputError(str(error)) from error
     model = TransformerConfig(**fields, dtype=command.dtype, param_dtype=command.param_dtype)
     ends = _end_tokens(command.folder)
     config = Config(
@@ -158,10 +156,8 @@ def _write(command: Command, config: Config, family: Family) -> None:
     with jax.set_mesh(mesh), open_workdir(command.workdir) as work:
         _require_unused(work.root)  # another import may have ended just before
         abstract: Any = Trainer(config, mesh).abstract_state().params
-        try:
+        with as_input_errors(ValueError):
             params = import_parameters(command.folder, family, abstract, percent_printer("imported"))
-        except ValueError as error:
-            raise InputError(str(error)) from error
         state = TrainState(params, None, jnp.int32(0), jax.random.key_data(jax.random.key(0)))
         for left in work.root.glob(f"{_UNFINISHED}*"):  # by an import that was killed
             shutil.rmtree(left)

@@ -38,7 +38,7 @@ from train.step.trainer import Trainer, TrainState
 # Replicas share the writing of arrays of at least this many bytes. Each shape needs a compiled program that slices it,
 # which costs more than it saves for small arrays.
 MIN_BYTES_TO_SHARE = 2**20
-_MAY_DIFFER = frozenset({"model.param_dtype", "optimizer.master_copies"})  # how parameters are stored, for `init_from`
+_MAY_DIFFER = frozenset({"model.param_dtype", "optimizer.master_copies"})  # in which type parameters are stored
 # How errors of tensorstore begin, and what orbax says where files that it has just written are no longer there.
 _STATUS = re.compile("[A-Z]+_[A-Z]+:|UNAVAILABLE:|INTERNAL:|ABORTED:|UNKNOWN:|Save failed:")
 

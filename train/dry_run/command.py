@@ -24,7 +24,7 @@ from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
 from train.config import Config
 from train.dry_run.mesh_costs import predicted_memory
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, as_input_errors
 from train.metrics.output import say
 from train.step.mesh import batch_shards, check_fits_mesh, mesh_over
 from train.step.products import FORMULA, model_flops_per_token
@@ -37,6 +37,57 @@ COMPILE_SECONDS = 1200  # time limit of one compilation
 GIB = 1 << 30
 LISTED = 5  # number of causes of waits, and of kinds of findings, that the text names
 type Kernels = Literal["play", "estimate"]
+
+
+def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: Kernels = "play") -> int:
+    """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and returns the exit code."""
+    began = time.monotonic()
+    mesh = mesh_over(topology_devices(topology), config.mesh, topology)
+    check_fits_mesh(config, mesh.shape)
+    taken = {"predicted": "those predicted to be fastest", "verified": "only those that are verified for this chip"}
+    say(f"kernels    {taken[trust]} (--trust {trust})")
+    with jax.set_mesh(mesh), trusting(trust), backend_limits_are_input_errors(config):
+        report = _compile_what_fits(config, topology, mesh, kernels)
+    folder = Path(config.workdir) / "dry_run"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = report.render()
+    say(f"{text}\ntook       {time.monotonic() - began:.0f} s")
+    (folder / "report.txt").write_text(text + "\n")
+    (folder / "report.json").write_text(json.dumps(report.figures(), indent=2) + "\n")
+    (folder / "audit.txt").write_text(f"{report.audit}\n\n{report.timeline}\n")
+    (folder / "program.txt").write_text(report.program.as_text())
+    check.save_trace(report.timeline, folder / "trace.json")
+    phases = Phases(report.program)
+    draw_timeline(
+        report.timeline, folder / "timeline.png", phase_of=lambda name: phases.part(name) or phases.phase(name)
+    )
+    say(f"details    {folder}: timeline.png, trace.json (ui.perfetto.dev), audit.txt, program.txt, report.json")
+    return 0
+
+
+def topology_devices(topology: str) -> list[Any]:
+    """Returns the devices of a topology, which need not be there, and keeps JAX from occupying those that are."""
+    jax.config.update("jax_platforms", "cpu")
+    with as_input_errors(ValueError, ImportError):
+        return check.topology_devices(topology)
+
+
+def compile_step(
+    config: Config, topology: str, mesh: jax.sharding.Mesh, **options: Any
+) -> tuple[TrainState, check.CompiledProgram]:
+    """Compiles the training step of a run in a child process, and returns its abstract state and the program."""
+    trainer = Trainer(config, mesh)
+    state, batch = trainer.abstract_state(), trainer.abstract_batch()
+    return state, check.compile_for(topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS, **options)
+
+
+def replace_options(config: Config, options: dict[str, Any]) -> Config:
+    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
+    for name, value in options.items():
+        section, field = name.split(".")
+        changed = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,59 +184,6 @@ class DryRun:
             *_audit_lines(self.audit),
         ]
         return "\n".join(lines)
-
-
-def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: Kernels = "play") -> int:
-    """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and returns the exit code."""
-    began = time.monotonic()
-    mesh = mesh_over(topology_devices(topology), config.mesh, topology)
-    check_fits_mesh(config, mesh.shape)
-    taken = {"predicted": "those predicted to be fastest", "verified": "only those that are verified for this chip"}
-    say(f"kernels    {taken[trust]} (--trust {trust})")
-    with jax.set_mesh(mesh), trusting(trust), backend_limits_are_input_errors(config):
-        report = _compile_what_fits(config, topology, mesh, kernels)
-    folder = Path(config.workdir) / "dry_run"
-    folder.mkdir(parents=True, exist_ok=True)
-    text = report.render()
-    say(f"{text}\ntook       {time.monotonic() - began:.0f} s")
-    (folder / "report.txt").write_text(text + "\n")
-    (folder / "report.json").write_text(json.dumps(report.figures(), indent=2) + "\n")
-    (folder / "audit.txt").write_text(f"{report.audit}\n\n{report.timeline}\n")
-    (folder / "program.txt").write_text(report.program.as_text())
-    check.save_trace(report.timeline, folder / "trace.json")
-    phases = Phases(report.program)
-    draw_timeline(
-        report.timeline, folder / "timeline.png", phase_of=lambda name: phases.part(name) or phases.phase(name)
-    )
-    say(f"details    {folder}: timeline.png, trace.json (ui.perfetto.dev), audit.txt, program.txt, report.json")
-    return 0
-
-
-def topology_devices(topology: str) -> list[Any]:
-    """Returns the devices of a topology, which need not be there, and keeps JAX from occupying those that are."""
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        return check.topology_devices(topology)
-    except (ValueError, ImportError) as error:
-        raise InputError(str(error)) from error
-
-
-def compile_step(
-    config: Config, topology: str, mesh: jax.sharding.Mesh, **options: Any
-) -> tuple[TrainState, check.CompiledProgram]:
-    """Compiles the training step of a run in a child process, and returns its abstract state and the program."""
-    trainer = Trainer(config, mesh)
-    state, batch = trainer.abstract_state(), trainer.abstract_batch()
-    return state, check.compile_for(topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS, **options)
-
-
-def replace_options(config: Config, options: dict[str, Any]) -> Config:
-    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
-    for name, value in options.items():
-        section, field = name.split(".")
-        changed = dataclasses.replace(getattr(config, section), **{field: value})
-        config = dataclasses.replace(config, **{section: changed})
-    return config
 
 
 def gib(count: float) -> str:

@@ -4,11 +4,12 @@ docs/operations.md says what a supervisor does after each code. Any function of 
 given what it cannot use; docstrings name only the other errors.
 """
 
+import contextlib
 import errno
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 COMPLETE = 0  # all steps are done, or there was nothing to do
 BAD_INPUT = 2  # the command line, the data or the workdir cannot be used as they are; no checkpoint was changed
@@ -56,6 +57,15 @@ class RestartError(RunError):
     """The run cannot go on in this process, but can be continued by a new one."""
 
     exit_code = RESTART
+
+
+@contextlib.contextmanager
+def as_input_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turns errors of some types, whose messages a person can act on, into InputErrors."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(str(error)) from error
 
 
 def exit_code(

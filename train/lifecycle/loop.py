@@ -36,7 +36,7 @@ class Loop:
         """Trains from step `start`, whose state is donated, to the last step or a stop, and saves the final state.
 
         Reports are one interval late: when the host waits for a report, one more interval of steps has already been
-        dispatched, so the devices never run out of work.
+        dispatched, so the devices never run out of work. After a DivergedError nothing was saved from that step on.
         """
         config, step = self.config, start
         self.recorder.pace.start()

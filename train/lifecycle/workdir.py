@@ -61,7 +61,7 @@ class Workdir:
         return differences(saved | unimportant, flat_fields(config))
 
     def begin(self, config: Config) -> None:
-        """Writes config.json, and removes the sample, which only a complete run has, and files of killed processes."""
+        """Writes config.json, and removes what killed processes left and the sample, which marks a run as complete."""
         for temporary in self.root.glob(".*.tmp"):
             temporary.unlink(missing_ok=True)
         write_atomically(self.config, as_json(config))

@@ -143,12 +143,12 @@ def repair(path: Path, *, start: int) -> list[Line]:
 
 def provenance() -> dict[str, Any]:
     """Returns the command line, the versions of the code and of the packages, and the host."""
-    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    installed = importlib.metadata.distributions()
     return {
         "command": sys.argv,
         "code": code_version(),
         "python": platform.python_version(),
-        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "packages": {package.name: package.version for package in installed if package.name in PACKAGES},
         "host": platform.node(),
         "process": os.getpid(),
     }

@@ -13,7 +13,7 @@ import jax
 import flaxasync as fa
 from models.config import TransformerConfig, check_fits
 from train.config import Config, MeshConfig
-from train.lifecycle.errors import InputError, RestartError
+from train.lifecycle.errors import InputError, RestartError, as_input_errors
 
 FSDP, CONTEXT = "fsdp", "context"
 """Names of the mesh axes that split stored parameters, and sequences. A mesh has them only if they are more than 1."""
@@ -63,10 +63,8 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
 def mesh_over(devices: Sequence[Any], config: MeshConfig, kind: str) -> jax.sharding.Mesh:
     """Makes the mesh of a run or a dry run over devices, with Explicit axes; messages name their `kind`, like "tpu"."""
     shape = mesh_shape(config, len(devices), kind)
-    try:
+    with as_input_errors(ValueError):  # a ring would lie across slices
         return fa.make_mesh(tuple(shape.values()), tuple(shape), devices=devices)
-    except ValueError as error:  # a ring would lie across slices
-        raise InputError(str(error)) from error
 
 
 def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, int]:
@@ -116,10 +114,8 @@ def open_model_mesh(config: Config) -> jax.sharding.Mesh:
 
 
 def _check_fits_model(config: Config, model: TransformerConfig, length: int, shape: Mapping[str, int]) -> None:
-    try:
+    with as_input_errors(ValueError):
         check_fits(model, sequence_length=length, mesh_shape=shape, context_layout=config.mesh.context_layout)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[str, int]:

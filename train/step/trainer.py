@@ -17,7 +17,7 @@ from flax import nnx
 from flaxasync.mesh import check_tpu, mesh_report
 from models.transformer import Transformer
 from train.config import Config
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, as_input_errors
 from train.step.mesh import CONTEXT, FSDP, token_spec
 from train.step.microbatches import loss_and_gradient, sum_of_losses
 from train.step.optimizer import GuardState, init_guard, is_on, judge, make_optimizer, make_schedule
@@ -190,10 +190,8 @@ def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
     if config.model.fsdp_overlap != "prefetch_pallas":
         return
     other = "--model.fsdp_overlap prefetch"
-    try:
+    with as_input_errors(NotImplementedError):
         check_tpu("model.fsdp_overlap=prefetch_pallas", f"{other}, which runs on every device")
-    except NotImplementedError as error:
-        raise InputError(str(error)) from error
     if any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh)):
         raise InputError(
             "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across slices, which none "
