@@ -32,8 +32,7 @@ from train.config.command import PRESET, parse_as
 from train.lifecycle.errors import InputError, as_input_errors, exit_code
 from train.metrics.output import percent_printer, print_line
 
-IMPORTED = "imported"
-"""The folder of the checkpoint that an import makes."""
+IMPORTED = "imported"  # the folder of the checkpoint that an import makes
 _KEPT_FOLDER, _TOKENIZER = "hugging_face", "tokenizer.json"
 _UNFINISHED = ".import-"  # begins the name of the folder in which an import is prepared
 _UNKNOWN_TOKENIZER = "the imported checkpoint"
@@ -104,9 +103,7 @@ def _import(command: Command) -> None:
     print_line(f"train      python train/run.py {command.workdir / PRESET} --data.path TEXT")
     print_line(f"sample     python train/sample.py {command.workdir} --prompt TEXT")
     if config.data.tokenizer == _UNKNOWN_TOKENIZER:
-        print_line(
-            "tokenizer  FOLDER has no tokenizer.json: give one with --data.tokenizer to train, --tokenizer to sample"
-        )
+        print_line("tokenizer  FOLDER has no tokenizer.json: give --data.tokenizer to train, --tokenizer to sample")
 
 
 def _require_unused(workdir: Path) -> None:

@@ -19,10 +19,7 @@ from train.lifecycle.stopping import StopRequest
 _exit_code = functools.partial(
     exit_code,
     outcome="Nothing that was complete is lost: started again, the run continues from its newest checkpoint",
-    memory_advice=(
-        "Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 parameters; --dry-run "
-        "says beforehand what fits a TPU"
-    ),
+    memory_advice="Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 parameters",
 )
 
 

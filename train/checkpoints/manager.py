@@ -21,16 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from train.checkpoints.record import (
-    DamagedError,
-    Record,
-    RunIdentity,
-    architecture,
-    check_architecture,
-    check_identity,
-    fingerprint,
-    from_json,
-)
+from train.checkpoints.record import DamagedError, Record, RunIdentity, check_identity, check_parameters, fingerprint
 from train.config import Config
 from train.lifecycle.errors import InputError, StorageError
 from train.step.trainer import Trainer, TrainState
@@ -38,7 +29,6 @@ from train.step.trainer import Trainer, TrainState
 # Replicas share the writing of arrays of at least this many bytes. Each shape needs a compiled program that slices it,
 # which costs more than it saves for small arrays.
 MIN_BYTES_TO_SHARE = 2**20
-_MAY_DIFFER = frozenset({"model.param_dtype", "optimizer.master_copies"})  # in which type parameters are stored
 # How errors of tensorstore begin, and what orbax says where files that it has just written are no longer there.
 _STATUS = re.compile("[A-Z]+_[A-Z]+:|UNAVAILABLE:|INTERNAL:|ABORTED:|UNKNOWN:|Save failed:")
 
@@ -55,19 +45,13 @@ class Checkpoints:
         self._saving: int | None = None  # the step that is being written
         if not read_only:
             self._remove_half_written()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            keep_period=permanent_every or None,
-            read_only=read_only,
-            create=not read_only,
-            cleanup_tmp_directories=not read_only,
+        options = ocp.CheckpointManagerOptions(  # with read_only, orbax neither creates nor cleans up
+            max_to_keep=keep, keep_period=permanent_every or None, read_only=read_only, cleanup_tmp_directories=True
         )
         arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_BYTES_TO_SHARE)
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-        handlers = {
-            "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-            "record": ocp.JsonCheckpointHandler(),
-        }
+        state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        handlers = {"state": state, "record": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> Self:
@@ -104,9 +88,8 @@ class Checkpoints:
         """
         self.wait()
         parts = _parts_of(state)
-        record = Record(
-            **vars(identity), step=step, data=data, tokens=tokens, parts=sorted(parts), fingerprint=fingerprint(state)
-        )
+        sums = fingerprint(state)
+        record = Record(**vars(identity), step=step, data=data, tokens=tokens, parts=sorted(parts), fingerprint=sums)
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(parts), record=ocp.args.JsonSave(record.to_json()))
         self._saving = step
         try:
@@ -162,7 +145,7 @@ class Checkpoints:
     def record(self, step: int) -> Record:
         """Returns the record of a checkpoint, or raises an InputError if it is damaged or of another format."""
         try:
-            return from_json(self._read(step, "record", ocp.args.JsonRestore()))
+            return Record.from_json(self._read(step, "record", ocp.args.JsonRestore()))
         except DamagedError as error:
             raise self._damaged(step, error) from error
 
@@ -206,10 +189,7 @@ class Checkpoints:
         earlier = [other for other in self.steps() if other < step]
         advice = "There is none before it: choose another --workdir to begin anew."
         if earlier:
-            advice = (
-                f"The one before it is of step {earlier[-1]}: run again with --resume {earlier[-1]} to continue from "
-                "there; later checkpoints are then moved aside and kept."
-            )
+            advice = f"Run again with --resume {earlier[-1]} to continue from there; later ones are moved aside."
         what = f"the checkpoint of step {step}, {self.path(step)}, is damaged ({_shorten(cause)})"
         return InputError(f"{what}. Nothing was deleted. {advice}")
 
@@ -228,15 +208,12 @@ def load_parameters(
     with Checkpoints(folder, read_only=True) as checkpoints:
         step = checkpoints.choose(named if step is None else step)
         record = checkpoints.record(step)
-        saved, now = record.architecture, architecture(config)
-        check_architecture(saved, now | {name: saved[name] for name in _MAY_DIFFER}, where=str(checkpoints.path(step)))
+        check_parameters(record, config, where=str(checkpoints.path(step)))
         part = "ema" if evaluated and "ema" in record.parts else "params"
-        in_float32 = part == "ema" or saved["optimizer.master_copies"]
-        dtype = jnp.dtype("float32" if in_float32 else saved["model.param_dtype"])
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding),
-            trainer.abstract_state().params,
-        )
+        in_float32 = part == "ema" or record.architecture["optimizer.master_copies"]
+        dtype = jnp.dtype("float32" if in_float32 else record.architecture["model.param_dtype"])
+        params = trainer.abstract_state().params
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), params)
         return checkpoints.read_arrays(step, {part: abstract}, record)[part], checkpoints.path(step), part
 
 

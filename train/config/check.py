@@ -34,10 +34,8 @@ _RANGES = {
         lambda value: value is None or value > 0,
         "model.attention_scale model.attention_softcap model.alternating_window model.logit_softcap report.peak_tflops",
     ),
-    "at most 2147483647": (  # steps are counted in int32 on the devices
-        lambda value: value < 2**31,
-        "steps seed optimizer.warmup_steps",
-    ),
+    # The devices count steps in int32.
+    "at most 2147483647": (lambda value: value < 2**31, "steps seed optimizer.warmup_steps"),
 }
 """What values must be: the test, and the fields that must pass it. All of these must be finite, too."""
 

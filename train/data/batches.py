@@ -69,8 +69,7 @@ def split(corpora: dict[str, Corpus], config: Config) -> tuple[dict[str, Windows
         if config.eval.every and len(validation[name]) < batch_size:
             raise InputError(
                 f"the validation part of {corpus.name} must hold one batch of data.batch_size={batch_size} sequences: "
-                f"it has {len(validation[name])}; raise data.validation_fraction, give more data, or set eval.every "
-                "to 0"
+                f"it has {len(validation[name])}; raise data.validation_fraction, or set eval.every to 0"
             )
     return training, validation
 

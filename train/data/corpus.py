@@ -197,9 +197,7 @@ def _text_files(path: Path | None, field: str) -> list[Path]:
 def _map_text(path: Path, field: str) -> np.ndarray:
     tokens = np.memmap(path, np.uint8, "r")
     if not tokens[:4096].all():
-        raise InputError(
-            f"{field} must be text, or tokens in a .npy or .bin file: {path} holds a zero byte, so it is neither"
-        )
+        raise InputError(f"{field} must be text, or tokens in a .npy or .bin file: {path} holds a zero byte")
     return tokens
 
 

@@ -57,10 +57,8 @@ def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: K
     (folder / "audit.txt").write_text(f"{report.audit}\n\n{report.timeline}\n")
     (folder / "program.txt").write_text(report.program.as_text())
     check.save_trace(report.timeline, folder / "trace.json")
-    phases = Phases(report.program)
-    draw_timeline(
-        report.timeline, folder / "timeline.png", phase_of=lambda name: phases.part(name) or phases.phase(name)
-    )
+    parts = Phases(report.program)
+    draw_timeline(report.timeline, folder / "timeline.png", phase_of=lambda name: parts.part(name) or parts.phase(name))
     say(f"details    {folder}: timeline.png, trace.json (ui.perfetto.dev), audit.txt, program.txt, report.json")
     return 0
 

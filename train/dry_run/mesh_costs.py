@@ -147,9 +147,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     whole = 0.0 if fsdp == 1 else kernels / ring * computed
     # A scan that prefetches also has the gradients of two layers, and those that arrive or were cast; and, meanwhile,
     # keeps the weights of the last layer.
-    arriving = {"xla": 0.0, "prefetch": 2 * whole + kernels / ring * stored, "prefetch_pallas": 3 * whole}[
-        model.fsdp_overlap
-    ]
+    prefetched = {"xla": 0.0, "prefetch": 2 * whole + kernels / ring * stored, "prefetch_pallas": 3 * whole}
+    arriving = prefetched[model.fsdp_overlap]
     last = whole if arriving else 0.0
     attention, kernels_kept = rows / ring * (2 * q_width * computed + 4 * model.heads), 0.0 if arriving else whole
     kept = {

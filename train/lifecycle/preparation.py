@@ -46,7 +46,7 @@ def configure_cache(config: Config) -> None:
 
 
 def _remove_incomplete(folder: Path) -> None:
-    """Removes entries that a killed process left half-written, and JAX would keep; their time of use comes last."""
+    """Removes entries that a killed process left half-written: those without a time of use, which JAX writes last."""
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / ".lockfile", timeout=10):
         for entry in folder.glob("*-cache"):
             used = entry.with_name(entry.name.removesuffix("-cache") + "-atime")

@@ -104,9 +104,8 @@ class Watchdog:
         with contextlib.suppress(OSError), open(self._stacks, "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         print(
-            f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; the "
-            f"stack of every thread is in {self._stacks}, unless it cannot be written. Starting again continues from "
-            "the newest checkpoint; report.hang_seconds sets the time.",
+            f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; its "
+            f"stacks are in {self._stacks}. Started again, it continues from the newest checkpoint.",
             file=sys.stderr,
             flush=True,
         )

@@ -46,10 +46,7 @@ class Workdir:
         with contextlib.suppress(OSError):
             if lock is None or os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno())):
                 return
-        raise StorageError(
-            f"the workdir {self.root} or its file .lock was removed or replaced while the run was going on, so another "
-            "run may be there; nothing more is written"
-        )
+        raise StorageError(f"workdir {self.root} or its file .lock was removed or replaced while the run was going on")
 
     def changes(self, config: Config) -> list[str]:
         """Says how a configuration differs from that of the last start; checkpoints decide whether it may."""
@@ -93,15 +90,12 @@ def _lock(lock: IO[str], folder: Path) -> None:
         except BlockingIOError as error:
             if time.monotonic() > until:
                 lock.seek(0)
-                raise InputError(
-                    f"workdir {folder} is in use by another run ({lock.read().strip() or 'unknown'}): wait for it to "
-                    "end, or choose another --workdir"
-                ) from error
+                holder = lock.read().strip() or "unknown"
+                raise InputError(f"workdir {folder} is in use by another run ({holder}); choose another") from error
             time.sleep(0.05)
         except OSError as error:
             raise InputError(
-                f"workdir {folder} is on a file system without locks ({error.strerror}), so another run there could "
-                "not be noticed; choose another --workdir"
+                f"workdir {folder} is on a file system without locks ({error.strerror}); choose another --workdir"
             ) from error
     with contextlib.suppress(OSError):  # a full disk does not keep a run from continuing
         lock.truncate(0)

@@ -49,8 +49,7 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
         devices = jax.devices()
     except RuntimeError as error:
         raise InputError(
-            f"mesh.platform={config.platform} has no devices here: {_first_line(error)}; "
-            "use --mesh.platform cpu to simulate them"
+            f"mesh.platform={config.platform} has no devices here: {_first_line(error)}; use --mesh.platform cpu"
         ) from error
     if config.platform not in ("auto", devices[0].platform):
         raise InputError(

@@ -51,17 +51,11 @@ def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
 
 def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTransformation:
     """Makes the optimizer: clipping by the global norm, then AdamW."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            make_schedule(config, steps=steps),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=decay_mask,
-        ),
+    rate = make_schedule(config, steps=steps)
+    adamw = optax.adamw(
+        rate, b1=config.b1, b2=config.b2, eps=config.epsilon, weight_decay=config.weight_decay, mask=decay_mask
     )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 
 def decay_mask(params: Any) -> Any:

@@ -68,8 +68,7 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     failed = sorted({f"{r.case.op} {r.verdict}" for r in results if r.case.backend == config.backend and r.verdict.bad})
     if failed:
         raise InputError(
-            f"backend={config.backend} fails on this machine: {', '.join(failed)}; use --backend auto, or --verify off "
-            "to use it nevertheless"
+            f"backend={config.backend} fails on this machine: {', '.join(failed)}; use --backend auto, or --verify off"
         )
 
 
