@@ -51,10 +51,9 @@ class Record(RunIdentity):
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
         """Reads what `to_json` returned, or raises a DamagedError if it is not what was saved."""
-        if fields.get("version") != VERSION:
-            raise InputError(
-                f"the checkpoint has version {fields.get('version', 1)} of the format, and this code reads {VERSION}"
-            )
+        found = fields.get("version", 1)
+        if found != VERSION:
+            raise InputError(f"the checkpoint has version {found} of the format, and this code reads {VERSION}")
         rest = {name: value for name, value in fields.items() if name != "checksum"}
         if fields.get("checksum") != _checksum(rest):
             raise DamagedError("the record is not what was saved")

@@ -52,11 +52,10 @@ def split(corpora: dict[str, Corpus], config: Config) -> tuple[dict[str, Windows
     training, validation = dict[str, Windows](), dict[str, Windows]()
     length, batch_size = config.data.sequence_length, config.data.batch_size
     for name, corpus in corpora.items():
-        size = corpus.tokens.size
-        if size < length + 1:
+        size, least = corpus.tokens.size, length + 1
+        if size < least:
             raise InputError(
-                f"data must hold one sequence of data.sequence_length + 1 = {length + 1} tokens: "
-                f"{corpus.name} has {size}"
+                f"data must hold one sequence of data.sequence_length + 1 = {least} tokens: {corpus.name} has {size}"
             )
         border = size - round(size * config.data.validation_fraction)
         training[name] = Windows(corpus.tokens[:border], length)

@@ -72,8 +72,7 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
         elif config.tokenizer is not None:
             raise InputError(
                 f"{field} must be a .npy or .bin file of tokens where data.tokenizer is a name: {name} is text, and "
-                f"nothing says how to turn it into tokens of {config.tokenizer}; give --data.tokenizer the file "
-                "tokenizer.json, or None for bytes"
+                f"nothing says how to turn it into tokens of {config.tokenizer}; give its tokenizer.json, or None"
             )
         elif path is not None and path.is_file():
             tokens, file, is_text = _map_text(path, field), path, True

@@ -53,15 +53,9 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         shares = ["-" if share is None else f"{share:.1%}" for share in (self.mfu, self.exposed)]
-        return (
-            *map(str, self.mesh),
-            self.remat,
-            gib(self.memory) + ("" if self.fits else " (too much)"),
-            "-" if self.seconds is None else time_text(self.seconds),
-            *shares,
-            self.by_what,
-            self.source,
-        )
+        memory = gib(self.memory) + ("" if self.fits else " (too much)")
+        seconds = "-" if self.seconds is None else time_text(self.seconds)
+        return (*map(str, self.mesh), self.remat, memory, seconds, *shares, self.by_what, self.source)
 
     @property
     def place(self) -> tuple[int, float]:
@@ -78,8 +72,8 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     """
     if "*" in topology:
         raise InputError(
-            "--compare-meshes must have a topology of one slice, as it does not know the network between slices: got "
-            f"--topology {topology}; use {topology.partition('*')[0]}, or leave out --compare-meshes to try one mesh"
+            "--compare-meshes must have a topology of one slice, because it does not know the network between slices: "
+            f"got --topology {topology}; use {topology.partition('*')[0]}, or a dry run of one mesh"
         )
     devices, chip = len(topology_devices(topology)), check.CHIPS[topology.partition(":")[0]]
     ranked = rank(config, chip, devices, remats=get_args(Remat.__value__))
@@ -99,8 +93,7 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     say(f"details    {folder}: meshes.txt, and meshes.json with all {len(rows)} meshes")
     if tried and all(row.source == FAILED for row in tried):
         raise InputError(
-            f"no step could be compiled for {topology}, on {len(tried)} meshes; the reasons are above, and the figures "
-            "are predictions: --compiled-meshes 0 makes the same table without compiling"
+            f"no step could be compiled for {topology}, on {len(tried)} meshes: the figures above are predictions alone"
         )
     return 0
 

@@ -51,12 +51,10 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
         raise InputError(
             f"mesh.platform={config.platform} has no devices here: {_first_line(error)}; use --mesh.platform cpu"
         ) from error
-    if config.platform not in ("auto", devices[0].platform):
-        raise InputError(
-            f"mesh.platform={config.platform} was requested, but JAX runs on {devices[0].platform}; "
-            "use --mesh.platform auto, or install JAX for that platform"
-        )
-    return mesh_over(devices, config, "simulated cpu" if devices[0].platform == "cpu" else devices[0].platform)
+    found = devices[0].platform
+    if config.platform not in ("auto", found):
+        raise InputError(f"mesh.platform={config.platform} was requested, but JAX runs on {found}: use auto or {found}")
+    return mesh_over(devices, config, "simulated cpu" if found == "cpu" else found)
 
 
 def mesh_over(devices: Sequence[Any], config: MeshConfig, kind: str) -> jax.sharding.Mesh:
